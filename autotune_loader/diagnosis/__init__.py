@@ -1,10 +1,10 @@
 """What figures of a run mean: who is fastest, what limits it, what to do. Pure: records go in, findings come out.
 
-    evidence     what was measured of a loader in its loop
-    bottleneck   what limits it             advice     what to do about it
-    ranking      every configuration once, with the best evidence there is of it
-    judge        these put into a result
-    tables       every sentence that can be said      units     numbers for people
+evidence     what was measured of a loader in its loop
+bottleneck   what limits it             advice     what to do about it
+ranking      every configuration once, with the best evidence there is of it
+judge        these put into a result
+tables       every sentence that can be said      units     numbers for people
 """
 
 from autotune_loader.diagnosis.evidence import Evidence

@@ -52,11 +52,11 @@ def advise(evidence: Evidence, bottleneck: Finding) -> tuple[Finding, ...]:
     return tuple(dict.fromkeys(advice for rule in rules for advice in rule(evidence)))
 
 
-def _leave_it(evidence: Evidence) -> Iterator[Finding]:
+def _leave_it(_: Evidence) -> Iterator[Finding]:
     yield Advice.LEAVE_IT()
 
 
-def _step(evidence: Evidence) -> Iterator[Finding]:
+def _step(_: Evidence) -> Iterator[Finding]:
     yield Advice.SPEED_UP_STEP()
 
 
@@ -187,7 +187,7 @@ def _step_on_cpu_s(evidence: Evidence) -> float:
 
 
 def _gain_without(evidence: Evidence, saved_s: float, of_s: float) -> float | None:
-    """Relative gain at most when `saved_s` of a batch's `of_s` seconds go away; None where it is little or nothing bounds it."""
+    """Gain at most when `saved_s` of a batch's `of_s` seconds go away; None where it is little, or nothing bounds it."""
     most = evidence.headroom
     if of_s <= 0 or saved_s <= 0 or most is None:
         return None

@@ -6,7 +6,7 @@ two are neither ranked against each other nor called a tie. Tables and pictures 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune_loader.diagnosis.tables import Caution
@@ -87,7 +87,9 @@ def rate_of(config: LoaderConfig, result: TuningResult) -> Interval | None:
     rates, measurement = result.rates_of(config), result.measurement_of(config)
     if len(rates) > 1:
         return mean_interval(list(rates.values()))
-    return None if measurement is None else measurement.samples_per_s
+    if measurement is None:
+        return None
+    return replace(measurement.samples_per_s, count=1) if rates else measurement.samples_per_s
 
 
 def ceiling_doubt(result: TuningResult) -> Finding | None:

@@ -19,13 +19,13 @@ _UNITS = Units()
 class Table(Enum):
     """Rows of sentences by name."""
 
-    def __call__(self, *, gain: float | None = None, **figures: Any) -> Finding:
+    def __call__(self, **figures: Any) -> Finding:
         """What the row says of these figures.
 
         Raises:
             KeyError: the row needs a figure that was not given.
         """
-        return Finding(kind=self.kind, sentence=_UNITS.format(self.value, gain=gain, **figures), gain=gain)
+        return Finding(kind=self.kind, sentence=_UNITS.format(self.value, **figures), gain=figures.get("gain"))
 
     @property
     def kind(self) -> str:
@@ -52,7 +52,9 @@ class Bottleneck(Table):
     HAND_OVER = "Bottleneck: handing batches over from workers to the training process."
     MEMORY = "Bottleneck: memory."
     START_UP = "Bottleneck: starting epochs, which takes {share:share} of the time."
-    IN_MEMORY = "Bottleneck: none. Fetching a batch takes {fetch:seconds}, less than handing it over would, so no worker is needed."
+    IN_MEMORY = (
+        "Bottleneck: none. Fetching a batch takes {fetch:seconds}, less than handing it over would, so no worker is needed."
+    )
     LITTLE = "This loader is {share:share} of the time with all loaders."
     UNCLEAR = "Bottleneck: unclear."
     TOO_SHORT = "{batches:# batch}: too few to say anything."
@@ -172,7 +174,9 @@ class Undecided(Table):
         "After {rounds:# paired round} something else may be faster by more than {tolerance:share}; a larger budget would "
         "decide it."
     )
-    BUSY = "Other processes kept the cores busy in {busy} of {rounds:# paired round}; tuning on a quiet machine would decide it."
+    BUSY = (
+        "Other processes kept the cores busy in {busy} of {rounds:# paired round}; tuning on a quiet machine would decide it."
+    )
     ONE_TRIED = "The budget ended before a second configuration was measured; a larger budget would decide it."
 
 
@@ -206,6 +210,7 @@ class Kept(Table):
     TRAINING_CHANGES = "The training changes {what}, which workers would not see."
     WRITES_FILES = "Fetching a sample writes {path}, which several processes must not do at once."
     MEMORY = "More workers would not fit into {what}."
+    OWN_ITERATOR = "{kind} makes iterators of its own."
     CANNOT_START = "Workers cannot be started here: {why}."
 
 
@@ -223,7 +228,9 @@ class Caution(Table):
     NO_BATCH_SIZE = "batch_size is not tuned: {why}."
     DISTURBED = "Other processes kept more than {limit:share} of the cores busy in {busy} of {rounds:# paired round}."
     NOT_WRITTEN = "{path} was not written ({why}). result.save() elsewhere keeps the result."
-    CEILING_PASSED = "The step alone was measured at {alone:rate}, and {config} reached {rate:rate} with it: the ceiling is left out."
+    CEILING_PASSED = (
+        "The step alone was measured at {alone:rate}, and {config} reached {rate:rate} with it: the ceiling is left out."
+    )
     STEP_FASTER_IN_LOOP = (
         "The step alone was measured at {alone:rate}, and steps in the loop allow {rate:rate}: the ceiling is left out."
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import string
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from autotune_loader.values.statistics import Interval
 
@@ -105,14 +106,14 @@ def seconds_text(seconds: float | None) -> str:
 
 def counted(count: int, noun: str) -> str:
     """A count with its noun: "1 trial", "3 trials", "2 batches"."""
-    plural = "es" if noun.endswith("ch") else "s"
+    plural = "es" if noun.endswith("tch") else "s"
     return f"{count:,} {noun}" + ("" if count == 1 else plural)
 
 
 class Units(string.Formatter):
     """Fills in a template whose fields name their unit: "{wait:share} of the time", "{size:bytes}", "{rounds:# round}"."""
 
-    _TEXTS = {
+    _TEXTS: ClassVar[dict[str, Callable[[Any], str]]] = {
         "share": share_text,
         "bytes": bytes_text,
         "seconds": seconds_text,

@@ -94,8 +94,9 @@ def _frame(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> pd.Data
     """A frame with nullable types where pandas would turn a missing integer's column into floats."""
     import pandas as pd
 
-    frame: pd.DataFrame = pd.DataFrame(list(rows), columns=list(columns))
-    return frame.astype({name: _kind(name) for name in frame.columns})
+    frame = pd.DataFrame(list(rows), columns=list(columns))
+    typed: pd.DataFrame = frame.astype({name: _kind(name) for name in frame.columns})
+    return typed
 
 
 def _kind(name: str) -> str:

@@ -30,7 +30,7 @@ def page_of(result: TuningResult) -> str:
         MissingExtraError: matplotlib is not installed.
     """
     return _PAGE.format(
-        where=escape(_where(result)),
+        where=escape(where_of(result)),
         report=escape(report_of(result, 110)),
         pictures="".join(_pictures(result)),
         arguments=escape(json.dumps(result.best.to_kwargs(), indent=2)),
@@ -63,7 +63,7 @@ def _image(figure: plots.Figure, what: str) -> str:
     return f'<p><img alt="{what}" src="data:image/svg+xml;base64,{data}"></p>'
 
 
-def _where(result: TuningResult) -> str:
+def where_of(result: TuningResult) -> str:
     """When and on what machine, such as "2026-11-26, a dataset of 1,200, 4 cores, 16 GiB, no GPU, torch 2.6.0"."""
     machine = result.machine
     if machine is None:

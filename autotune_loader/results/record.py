@@ -12,7 +12,7 @@ FoundBy = Literal["tune", "autoloader", "watch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that can be said of a run. The tables in `diagnosis` make it; code decides by `kind`, people read `sentence`."""
+    """What can be said of a run. The tables in `diagnosis` make it; code decides by `kind`, people read `sentence`."""
 
     kind: str
     """Such as "cpu" or "larger_reads": the name of its row, in lower case."""

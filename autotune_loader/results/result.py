@@ -169,7 +169,7 @@ class TuningResult:
         from autotune_loader.pipeline.workload import is_iterable_dataset
 
         parts = {name: value for name, value in self.parts.items() if name not in (*ORDER, "dataset")}
-        own = {name: self.parts[name] for name in ("sampler", "batch_sampler") if name in self.parts}
+        own: dict[str, Any] = {name: self.parts[name] for name in ORDER if name in self.parts}
         if is_iterable_dataset(dataset) or not given.keys().isdisjoint(ORDER):
             return parts
         if self.shuffle is not None:

@@ -16,12 +16,12 @@ from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
+from autotune_loader.cli.files import snippet
 from report.example import synthetic_result
 from torch.utils.data import DataLoader
 
 import autotune_loader.tuning.tune
 from autotune_loader import cli, demo
-from autotune_loader.cli.files import snippet
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig

@@ -19,12 +19,12 @@ from unittest import mock
 import jsonschema
 import pytest
 import torch
+from autotune_loader.results.load import MAX_FILE_BYTES, load_config
+from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Reused
 from report.example import synthetic_result
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.load import MAX_FILE_BYTES, load_config
-from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Reused
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.assemble import loader_parts

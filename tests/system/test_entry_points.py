@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from autotune_loader.results.loader_file import ENDED
 from preloaded import PreloadedPython
 
 from autotune_loader import TuningResult
-from autotune_loader.results.loader_file import ENDED
 
 pytestmark = pytest.mark.system
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.values.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
 else:
     Axes = Figure = Any  # matplotlib is imported when something is drawn
 
