@@ -188,7 +188,8 @@ class Belief:
 
     def _configs(self) -> list[LoaderConfig]:
         """What is believed of: what may be proposed, and what was observed."""
-        limits = [n for n in (self.most_workers, self.context.epoch_batches) if n is not None]
+        useful = None if self.twin is None else self.twin.useful_workers
+        limits = [n for n in (self.most_workers, self.context.epoch_batches, useful) if n is not None]
         tried = dict.fromkeys(trial.config.key() for trial in self._seen)
         failed = {trial.config.key() for trial in self.trials if trial.failure is not None} - tried.keys()
         legal = [config.key() for config in self.space.candidates(min(limits, default=None))]

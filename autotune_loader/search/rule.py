@@ -15,6 +15,9 @@ from autotune_loader.values.config import LoaderConfig
 FEW_WORKERS, DEEP_PREFETCH, SHALLOW_PREFETCH = 4, 4, 2  # many workers hold enough batches as it is
 SPARE = 1.15
 """Fetching varies, so that workers who keep up exactly do not keep up."""
+FEEDING_ROOM, FILLING_ROOM, MORE_WORKERS = 2.5, 1.5, 2
+"""Room beyond the workers that keep the loop busy, for slow batches; and beyond those that fill the cores: while some wait for
+their turn others compute, and on few cores more processes get more of the time that the step would take."""
 
 
 def plain_rule(
@@ -29,11 +32,28 @@ def plain_rule(
         cores: that this process may use.
         max_workers: that may be used.
     """
-    keep_up = SPARE * _ratio(fetch_s, step_s)
-    fill_the_cores = cores * _ratio(fetch_s, fetch_cpu_s)
-    workers = round(min(keep_up, fill_the_cores, MOST_WORKERS) + 1)
+    keep_up, fill_the_cores = enough_workers(fetch_s, fetch_cpu_s, step_s, cores)
+    workers = round(min(SPARE * keep_up, fill_the_cores, MOST_WORKERS) + 1)
     prefetch = DEEP_PREFETCH if workers <= FEW_WORKERS else SHALLOW_PREFETCH
     return LoaderConfig().with_workers(min(workers, max_workers), prefetch)
+
+
+def useful_workers(*, fetch_s: float, fetch_cpu_s: float, loop_s: float, cores: float) -> int:
+    """Workers beyond which none could possibly help.
+
+    Args:
+        fetch_s: as in `plain_rule`, like the next.
+        fetch_cpu_s: undisturbed by other workers.
+        loop_s: seconds in which the training loop receives a batch and steps.
+        cores: usable ones.
+    """
+    keep_up, fill_the_cores = enough_workers(fetch_s, fetch_cpu_s, loop_s, cores)
+    return round(min(FEEDING_ROOM * max(keep_up, cores), FILLING_ROOM * fill_the_cores, MOST_WORKERS) + MORE_WORKERS)
+
+
+def enough_workers(fetch_s: float, fetch_cpu_s: float, loop_s: float, cores: float) -> tuple[float, float]:
+    """How many workers keep the loop busy, and how many fill the cores: fewer of both are enough."""
+    return _ratio(fetch_s, loop_s), cores * max(_ratio(fetch_s, fetch_cpu_s), 1.0)
 
 
 def begin_with(

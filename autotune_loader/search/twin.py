@@ -20,6 +20,7 @@ from autotune_loader.search.contention import Contention, fit_contention, sampli
 from autotune_loader.search.context import Context
 from autotune_loader.search.observation import Observation, whole_cycles
 from autotune_loader.search.queue import Floats, Ints, batches_needed, quantile_order, relative, simulate, steady_rate
+from autotune_loader.search.rule import useful_workers
 from autotune_loader.values.config import LoaderConfig
 
 OFF = set(os.environ.get("ABL", "").split(","))
@@ -202,6 +203,17 @@ class Twin:
     def batch_size(self) -> float:
         """Mean samples per batch of the bursts."""
         return float(np.mean([o.batch_size for o in self.observations]))
+
+    @property
+    def useful_workers(self) -> int:
+        """Workers beyond which none could possibly help, as the undisturbed stages say."""
+        fetching, receive_s = self.contention, float(self.receive.at(np.array([1.0]))[0])
+        return useful_workers(
+            fetch_s=fetching.cpu_s + fetching.wait_s,
+            fetch_cpu_s=fetching.cpu_s,
+            loop_s=receive_s + self.step_alone_s,
+            cores=float(self.context.usable_cores),
+        )
 
     @cached_property
     def services(self) -> Floats:
