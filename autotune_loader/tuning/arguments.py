@@ -18,7 +18,6 @@ from itertools import islice
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-from autotune_loader.diagnosis.units import counted
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
@@ -170,7 +169,9 @@ def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device:
     shown, a_step = f"model={_shown(model)}", "train_step=lambda model, batch: ..."
     refuse(isinstance(model, type), f"{shown} is a class", f"{shown}(...)")
     refuse(model is not None and train_step is None and not callable(model), f"{shown} is not callable", a_step)
-    called = f"train_step={_shown(train_step)} is called as train_step(model, batch), which its signature does not allow"
+    called = (
+        f"train_step={_shown(train_step)} is called as train_step(model, batch), which its signature does not allow"
+    )
     refuse(train_step is not None and not _takes_two(train_step), called, a_step)
     steps = optimizer is None or callable(optimizer) or all(hasattr(optimizer, name) for name in ("step", "zero_grad"))
     refuse(

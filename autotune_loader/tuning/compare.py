@@ -201,9 +201,7 @@ def _failure_of(error: WorkloadError) -> Failure:
     )
 
 
-def _compared(
-    entrants: Mapping[str, _Entrant], rounds: Rounds, machine: Machine, seconds: float
-) -> Comparison:
+def _compared(entrants: Mapping[str, _Entrant], rounds: Rounds, machine: Machine, seconds: float) -> Comparison:
     counting = {name: each.opened.warmup.counts_batches for name, each in entrants.items() if each.opened is not None}
     if len(set(counting.values())) > 1:
         name = next(name for name, counts in counting.items() if counts)

@@ -51,9 +51,7 @@ class Run:
         return f"{data.description}, batches of {data.batch_size}, {warmup.step}, {self.context.usable_cores} cores"
 
 
-def make_run(
-    workload: Workload, opened: OpenProbe, machine: Machine, options: TuneOptions
-) -> Run:
+def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: TuneOptions) -> Run:
     """The run of a workload whose probe is warm."""
     data, warmup = workload.data, opened.warmup
     most, why = _max_workers(data, warmup, machine, options.max_workers)
@@ -125,9 +123,7 @@ def _why_no_batch_size(data: DataSide) -> str:
     return f"an epoch of {data.samples_per_epoch()} samples has room for no other than {data.batch_size}"
 
 
-def _max_workers(
-    data: DataSide, warmup: WarmupReport, machine: Machine, asked: int | None
-) -> tuple[int, list[str]]:
+def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: int | None) -> tuple[int, list[str]]:
     """The most workers that are right here, and why where that is news to the user."""
     caps, why = [MAX_WORKERS, asked, data.shards, data.batches_per_epoch()], list[str]()
     if machine.why_no_workers is not None:

@@ -303,4 +303,3 @@ class Search:
     def _round_s(self, configs: Iterable[LoaderConfig]) -> float:
         """Seconds that one round of these will take."""
         return sum(map(self.bursts.burst_s, {each.key(): each for each in configs}.values()))
-

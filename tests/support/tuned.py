@@ -70,9 +70,7 @@ def simulated_run(
     `own` is the user's configuration, `warmup` other fields of the `WarmupReport`.
     """
     dataset = Endless() if epoch_batches is None else range(epoch_batches * machine.batch_size)
-    space = space or Space(
-        limits=Limits(memory_bytes=16 << 30), batch=BatchCost(bytes=machine.batch_bytes, tensors=2)
-    )
+    space = space or Space(limits=Limits(memory_bytes=16 << 30), batch=BatchCost(bytes=machine.batch_bytes, tensors=2))
     return Run(
         workload=Workload(
             data=DataSide(dataset=dataset, batch_size=machine.batch_size),
@@ -94,7 +92,14 @@ def simulated_run(
 
 
 def simulated_search(
-    probe: Probe, run: Run, clock: FakeClock, study: Any = None, sampler: Any = None, *, budget_s: float = 60.0, **given: Any
+    probe: Probe,
+    run: Run,
+    clock: FakeClock,
+    study: Any = None,
+    sampler: Any = None,
+    *,
+    budget_s: float = 60.0,
+    **given: Any,
 ) -> Search:
     """The search of `tune()` with this probe, up to the end of its rounds."""
     given = {"progress": make_progress(False), "started": clock(), **given}

@@ -41,7 +41,8 @@ def a_search(
     rate = Interval(value=1.0, low=0.5, high=2.0, count=len(rounds))
     outcome = SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=at_ceiling, rate=rate, speedup=rate, as_fast=())
     trials = [
-        SimpleNamespace(config=config, measurement=object(), round=None, samples_per_s=1.0) for config in (ONE, TWO)[:tried]
+        SimpleNamespace(config=config, measurement=object(), round=None, samples_per_s=1.0)
+        for config in (ONE, TWO)[:tried]
     ]
     belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
     return SimpleNamespace(
@@ -80,7 +81,9 @@ AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.
         (a_search([], search_ended=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
     ],
 )  # fmt: skip
-def test_a_guess_is_the_users_own_unless_two_rounds_agree(search: Any, why: Undecided | None, best: LoaderConfig) -> None:
+def test_a_guess_is_the_users_own_unless_two_rounds_agree(
+    search: Any, why: Undecided | None, best: LoaderConfig
+) -> None:
     found = why_undecided(search)
     assert (None if found is None else found.kind) == (None if why is None else why.kind)
     assert choice_of(search, is_decided=found is None) == best

@@ -58,7 +58,9 @@ def run_of(
 ) -> Run:
     workload = Workload(data=side or data(), training=training or TrainingSide(), own_config=own)
     options = TuneOptions(allow=frozenset(allow), max_workers=max_workers)
-    return make_run(workload, OpenProbe(probe=PROBE, warmup=replace(READY, **ready)), machine or inspect_machine(), options)
+    return make_run(
+        workload, OpenProbe(probe=PROBE, warmup=replace(READY, **ready)), machine or inspect_machine(), options
+    )
 
 
 @pytest.mark.parametrize(

@@ -131,14 +131,14 @@ def test_a_study_that_is_kept_is_gone_on_with(
     if mode is not None:
         assert stat.S_IMODE(Path(storage).stat().st_mode) == mode
     # WHEN the same job is tuned with the same storage
-    found, probe, _ = run_on(FAST_STEP, study=open_study(storage))
+    found, _, _ = run_on(FAST_STEP, study=open_study(storage))
     # THEN what was measured is known, without histories, and none of it is run again in the search
     known = searched(found)
     assert [each.config for each in known[: len(before)]] == [each.config for each in before]
     assert [each.samples_per_s for each in known[: len(before)]] == [each.samples_per_s for each in before]
     assert len({each.config for each in known}) == len(known)
     # AND another job is refused by name
-    with pytest.raises(ValueError, match="has trials of another job .*; a study of its own for each job would work"):
+    with pytest.raises(ValueError, match=r"has trials of another job .*; a study of its own for each job would work"):
         run_on(replace(FAST_STEP, batch_size=64), study=open_study(storage))
 
 
@@ -168,9 +168,7 @@ def test_optuna_is_as_chatty_as_before_and_says_nothing(capfd: pytest.CaptureFix
 # Who proposes
 
 
-@pytest.mark.parametrize(
-    "sampler", [TPE(seed=0), optuna.samplers.RandomSampler(seed=0)], ids=["tpe", "random"]
-)
+@pytest.mark.parametrize("sampler", [TPE(seed=0), optuna.samplers.RandomSampler(seed=0)], ids=["tpe", "random"])
 def test_any_sampler_of_optuna_proposes_and_time_is_left_for_the_rounds(sampler: Any) -> None:
     found, _, clock = run_on(SimulatedMachine(step_s=0.005, noise_sd=0.03), sampler=sampler, budget_s=30.0)
     assert found.study.sampler is sampler
@@ -184,7 +182,7 @@ def test_any_sampler_of_optuna_proposes_and_time_is_left_for_the_rounds(sampler:
 def test_a_sampler_that_repeats_itself_ends() -> None:
     # GIVEN a space of three configurations
     space = Space(max_workers=1, prefetch_factors=(1, 2))
-    found, probe, _ = run_on(FAST_STEP, sampler=TPE(seed=0), own=None, space=space, budget_s=1000.0)
+    found, _, _ = run_on(FAST_STEP, sampler=TPE(seed=0), own=None, space=space, budget_s=1000.0)
     trials = searched(found)
     assert found.ended is Ended.SAMPLER
     assert len({each.config for each in trials[-MOST_REPEATS - 1 :]}) <= 3
