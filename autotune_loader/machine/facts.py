@@ -1,4 +1,4 @@
-"""The machine as one value, and the fingerprint of it that a saved configuration carries.
+"""The machine as one value, read before anything is tried, and the fingerprint of it that a saved configuration carries.
 
 `Machine` is what holds now, with the source of every bound. `Fingerprint` is the part of it that a measurement depends
 on and that stays the same from run to run, as plain JSON.
@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune_loader.machine.gpus import GpuDevice, Gpus
@@ -25,6 +25,13 @@ from autotune_loader.machine.limits import (
     shared_memory,
     thread_environment,
     usable_cores,
+)
+
+CACHE_SHARE = 0.8
+"""Of the memory, which files that were read can take in the best case."""
+DAEMONIC = (
+    "this process was started by multiprocessing as a daemon, which may have no children and so no workers; daemon=False, or "
+    "concurrent.futures.ProcessPoolExecutor, would give it some"
 )
 
 
@@ -48,6 +55,8 @@ class Machine:
     gpu_reason: str | None
     """Why nothing is known about GPUs."""
     driver: str | None
+    why_no_workers: str | None = None
+    """Why this process cannot start workers; None where it can."""
 
     @property
     def usable_cores(self) -> int:
@@ -65,6 +74,14 @@ class Machine:
         """Room in `/dev/shm` for this rank: an equal share of what is free now."""
         return None if self.shm is None else self.shm.free_bytes // self.world_size
 
+    def holds(self, data_bytes: int) -> bool | None:
+        """Whether this much data can stay in memory from one epoch to the next; None where memory is not known.
+
+        What is not taken by processes keeps files that were read (the page cache); ranks on a node share it.
+        """
+        total = self.memory.total_bytes
+        return None if total is None else data_bytes <= CACHE_SHARE * total
+
     def fingerprint(self, *, dataset: str = "") -> Fingerprint:
         """The part of this that a measurement depends on.
 
@@ -76,14 +93,9 @@ class Machine:
             memory_bytes=self.memory.total_bytes,
             shm_bytes=self.shm.total_bytes if self.shm else None,
             gpus=tuple(gpu.name for gpu in self.gpus),
-            driver=self.driver,
-            torch=torch_version(),
-            python=platform.python_version(),
-            start_method=start_method(),
-            thread_env=dict(self.thread_env),
-            world_size=self.world_size,
-            platform=f"{platform.system()}-{platform.machine()}",
             dataset=dataset,
+            torch=torch_version(),
+            platform=f"{platform.system()}-{platform.machine()}",
         )
 
 
@@ -99,16 +111,11 @@ class Fingerprint:
     """Size of `/dev/shm`."""
     gpus: tuple[str, ...] = ()
     """Names, in CUDA's order."""
-    driver: str | None = None
-    torch: str | None = None
-    python: str | None = None
-    start_method: str | None = None
-    """How worker processes start unless told otherwise."""
-    thread_env: dict[str, str] = field(default_factory=dict)
-    world_size: int = 1
-    """Ranks on the node."""
-    platform: str | None = None
     dataset: str = ""
+    """Class and length."""
+    torch: str | None = None
+    """Its version, which is told and not compared; so is the platform."""
+    platform: str | None = None
 
 
 def inspect_machine(
@@ -122,7 +129,7 @@ def inspect_machine(
         gpus: How to ask about GPUs; through NVML if None. CUDA is never initialised here: a process that forks workers
             afterwards could not use it in them.
     """
-    gpus = gpus if gpus is not None else Gpus(cuda_uuids=_cuda_uuids(), environ=environ)
+    gpus = gpus if gpus is not None else Gpus(environ=environ)
     return Machine(
         cores=usable_cores(root, environ),
         memory=memory_budget(root),
@@ -133,6 +140,7 @@ def inspect_machine(
         gpus=gpus.devices(),
         gpu_reason=gpus.reason,
         driver=gpus.driver,
+        why_no_workers=DAEMONIC if multiprocessing.current_process().daemon else None,
     )
 
 
@@ -151,11 +159,3 @@ def torch_version() -> str | None:
 def start_method() -> str:
     """How `multiprocessing` starts processes here, without settling it: asking plainly would fix the default."""
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-
-
-def _cuda_uuids() -> list[str] | None:
-    """UUIDs in CUDA's order where CUDA is up already; None otherwise."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

@@ -15,8 +15,8 @@ from autotune_loader.live.prospects import TOLERANCE
 from autotune_loader.live.result import result_of
 from autotune_loader.live.traces import continuous, step_cores
 from autotune_loader.live.tuning import cores_within
+from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.site import Site
-from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts.batch_log import BatchLog
 from autotune_loader.twin.context import TwinContext
@@ -59,7 +59,7 @@ def findings_of(log: BatchLog, site: Site, own: LoaderConfig, epoch_batches: int
         asked=own,
         best=own,
         seconds=log.active_s,
-        said=(f"Only watched: {own} ran from start to end.",),
+        said=(),
     )
     return Findings(result, _expected(beliefs, own))
 

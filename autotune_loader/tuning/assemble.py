@@ -1,200 +1,190 @@
-"""From the state of a search to the `TuningResult`, and who is told of it while the search runs.
+"""From a search to its `TuningResult`: what is chosen, whose figures it holds, and what has to be known before it is used.
 
-Whose figures a result holds is decided here; what they mean is said in `report`.
+What limits the rate, and what to do about it, is said by `diagnosis`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import time
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any
 
-from autotune_loader.decision.rounds import averaged
-from autotune_loader.decision.stopping import StopReason
-from autotune_loader.pipeline.held_objects import largest_held
+from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.pipeline.stages import pooled, stage_times
-from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.first_batches import SLOW_FETCH_S
-from autotune_loader.report import summary
-from autotune_loader.report.assembly import judged
-from autotune_loader.report.progress import Progress
-from autotune_loader.report.semantics import consequences
-from autotune_loader.report.standings import measurement_of, rate_of
-from autotune_loader.results.loader_file import (
-    BatchSizeChoice,
-    Finals,
-    Measured,
-    RateUnit,
-    Reused,
-    Spent,
-    Status,
-)
+from autotune_loader.pipeline.workload import DataSide, Workload
+from autotune_loader.results.record import Finding, Job, Status
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.earlier import Check
-from autotune_loader.tuning.state import RunContext, SearchState
+from autotune_loader.search.rounds import RoundsEnd
+from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Interval, mean_share
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval, mean_interval
 
 log = logging.getLogger(__name__)
 
-NOT_WRITTEN = "could not be written"
-"""What a warning says of a file that was asked for."""
+FEW_ROUNDS = 2
+"""An interval of fewer rounds says nothing, and two that agree on who is faster are believed."""
+MUCH_DISTURBED = 1 / 3
+"""With others on the cores in more than this share of the rounds, what they say is the neighbours' as well."""
 
 
-def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult:
-    """The result of a search after so many wall seconds; one that is not `final`, or was interrupted, is "partial"."""
-    context, finals, fastest = state.run, _finals(state), state.fastest()
-    data, warmup = context.workload.data, context.warmup
-    best = fastest.config if fastest is not None else LoaderConfig()
-    best = state.finals.winner if state.finals is not None else best
-    status: Status = "complete" if finals.undecided is None else "undecided"
-    if not final or state.interrupted:
-        status = "partial"
-    elif fastest is None:
-        status = "fallback"
-    epoch_batches = data.batches_per_epoch(best.batch_size or warmup.burst_batch_size)
+def assembled(search: Search, seconds: float) -> TuningResult:
+    """The result of a search after so many wall seconds."""
+    run, data, warmup = search.run, search.run.workload.data, search.run.warmup
+    undecided = why_undecided(search)
+    best = choice_of(search, is_decided=undecided is None)
+    ended, status = search.ended, "complete" if undecided is None else "undecided"
+    if search.fastest() is None:
+        ended, status, undecided = Ended.FALLBACK, "fallback", None
+    elif ended is Ended.INTERRUPTED:
+        status, undecided = "partial", None
+    context, outcome = search.bursts.context, search.outcome
+    won = outcome if outcome is not None and outcome.winner == best else None
+    has_baseline = search.rounds is not None and search.rounds.baseline == run.baseline
     found = TuningResult(
         best=best,
-        status=status,
-        baseline=state.baseline,
-        trials=tuple(state.trials),
-        batch_size=BatchSizeChoice(value=best.batch_size or data.batch_size, tuned=best.batch_size is not None),
-        measured=_measured(best, state, finals),
-        finals=finals,
-        spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
-        fingerprint=context.fingerprint,
-        twin=replace(state.context, epoch_batches=epoch_batches),
-        stage_times=stage_times(pooled(trial.measurement.stages for trial in state.trials if trial.measurement)),
-        warnings=_warnings(best, state, finals),
-        tolerance=context.tolerance,
-        study=state.study,
-        parts=loader_parts(context.workload),
-    )
-    measured = found.measured
-    before = [
-        summary.INTERRUPTED if status == "partial" else "",
-        summary.undecided_sentence(finals.undecided) if status == "undecided" else "",
-        summary.use_sentence(best, measured.samples_per_s, measured.rate_unit),
-        summary.speedup_sentence(best, state.baseline, measured.speedup, is_decided=status == "complete"),
-    ]
-    after = [
-        f"Step: {warmup.step}. {summary.why_it_ended(state.stop_reason)}",
-        summary.SHORT_EPOCHS if state.finals is not None and state.whole_epochs else "",
-    ]
-    is_fallback = status == "fallback"
-    return judged(
-        found,
-        before=() if is_fallback else before,
-        after=summary.failure_kinds(found.trials) if is_fallback else after,
-        nothing=summary.FALLBACK if is_fallback else summary.NOTHING_MEASURED,
-        on_accelerator=not context.workload.on_cpu,
-        has_batched_fetch=data.has_batched_fetch,
-        space=context.space,
-        held=largest_held(data.dataset),
-    )
-
-
-def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningResult:
-    """An earlier result that passed a check as the answer of now: its evidence, what the check saw, and what was said of this
-    call, which took so many seconds. The speed-up is over the baseline of now.
-    """
-    earlier, baseline, rate = seen.earlier, context.baseline, seen.rate(seen.earlier.best)
-    assert rate is not None
-    assert earlier.tuned_at is not None
-    measured = earlier.measured
-    if baseline != earlier.baseline:
-        now = seen.rate(baseline) if seen.partner == baseline else rate
-        unsure = None if now is None else Interval(value=now, low=-math.inf, high=math.inf, count=len(seen.rounds))
-        speedup = seen.speedup if seen.partner == baseline else None
-        measured = replace(measured, speedup=speedup, baseline_samples_per_s=unsure)
-    reused = Reused(
-        tuned_at=earlier.tuned_at,
-        samples_per_s=rate,
-        speedup=None if seen.speedup is None else seen.speedup.value,
-        rounds=len(seen.rounds),
-        seconds=earlier.spent.seconds,
-    )
-    unit = measured.rate_unit
-    sentences = summary.told(
-        summary.reused_sentence(reused, seen.partner, unit, seen.why_long),
-        summary.use_sentence(earlier.best, measured.samples_per_s, unit),
-        summary.speedup_sentence(earlier.best, baseline, measured.speedup),
-        earlier.verdict.sentence,
-        f"Step: {context.warmup.step}.",
-    )
-    return replace(
-        earlier,
-        baseline=baseline,
-        measured=measured,
-        summary=sentences,
-        warnings=(*summary.bad_samples(context.warmup.bad_samples), *context.notes, *earlier.warnings),
-        spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
-        fingerprint=context.fingerprint,
-        reused=reused,
-        parts=loader_parts(context.workload),
-    )
-
-
-def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measured:
-    """Every figure from where the table has it, too."""
-    unit: RateUnit = "batches/s" if state.run.warmup.counts_batches else "samples/s"
-    before = rate_of(state.baseline, finals, state.trials, is_best=state.baseline == best)
-    measurement = measurement_of(best, finals, state.trials)
-    if measurement is None:
-        return Measured(rate_unit=unit, baseline_samples_per_s=before)
-    bursts = state.finals.bursts.get(best, ()) if state.finals is not None else ()
-    return Measured(
-        rate_unit=unit,
-        samples_per_s=rate_of(best, finals, state.trials, is_best=True),
-        baseline_samples_per_s=before,
-        speedup=None if state.finals is None else state.finals.speedup,
-        ceiling_samples_per_s=state.ceiling_of(best),
-        wait_share=measurement.wait_share,
-        wait_interval=mean_share([each.wait_share for each in bursts]),
-        first_batch_s=measurement.first_batch_s,
-        cpu_share=measurement.cpu_share,
-        gpu_busy_share=measurement.gpu.busy_share,
-        gpu_util=measurement.gpu.util,
-        gpu_memory_bytes=measurement.gpu.memory_bytes,
-        **({} if measurement.memory is None else asdict(measurement.memory)),
-    )
-
-
-def _finals(state: SearchState) -> Finals:
-    outcome, tolerance = state.finals, state.run.tolerance
-    tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
-    was_short = len(tried) == 1 and state.stop_reason is StopReason.OUT_OF_BUDGET
-    untried = summary.NOTHING_COMPARED if was_short else None
-    if outcome is None:
-        return Finals(undecided=summary.why_undecided(None, tolerance) if len(tried) > 1 else untried)
-    return Finals(
-        configs=outcome.configs,
-        rounds=tuple(tuple(each.rates.get(config) for config in outcome.configs) for each in outcome.rounds),
-        whole_epochs=state.whole_epochs,
-        foreign_cpu_share=tuple(each.foreign_cpu_share for each in outcome.rounds),
-        measurements=tuple(
-            averaged(outcome.bursts[config]) if config in outcome.bursts else None for config in outcome.configs
+        status=_status(status),
+        baseline=run.baseline,
+        tuned_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        batch_size=best.batch_size or data.batch_size,
+        shuffle=_shuffles(data),
+        drop_last=data.drop_last,
+        rate_unit="batches/s" if warmup.counts_batches else "samples/s",
+        rate=_rate(search, best) if won is None else won.rate,
+        baseline_rate=_rate(search, run.baseline),
+        speedup=won.speedup if won is not None and has_baseline else None,
+        ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
+        as_fast=() if won is None else won.as_fast,
+        undecided=undecided,
+        ended=None if ended is None else ended(),
+        step=warmup.step,
+        stages=stage_times(pooled(each.measurement.stages for each in search.trials if each.measurement)),
+        warnings=tuple(_cautions(search, best)),
+        tolerance=run.tolerance,
+        seconds=round(seconds, 3),
+        job=Job(
+            usable_cores=context.usable_cores,
+            step_cores=context.step_cores,
+            step_s=context.step_s,
+            on_accelerator=not run.workload.on_cpu,
+            epoch_batches=data.batches_per_epoch(best.batch_size),
         ),
-        as_fast=outcome.as_fast,
-        undecided=summary.why_undecided(outcome, tolerance) or untried,
+        machine=run.fingerprint,
+        trials=tuple(search.trials),
+        study=search.study,
     )
+    measured = found.measurement_of(best)
+    return found if measured is None else _judged(found, measured, search)
 
 
-def _warnings(best: LoaderConfig, state: SearchState, finals: Finals) -> tuple[str, ...]:
-    context = state.run
-    measured = [trial.measurement for trial in state.trials]
-    measured += [state.finals.measurement] if state.finals is not None else []
-    bad = [*context.warmup.bad_samples, *(bad for each in measured if each is not None for bad in each.bad_samples)]
-    notes = [*summary.bad_samples(bad), *consequences(best, context.workload.data), *context.notes]
-    if state.finals is not None:
-        # That the rounds were disturbed is said where the choice is called undecided.
-        notes += state.finals.failures if finals.undecided is not None else state.finals.notes
-    elif context.warmup.first_fetch_s > SLOW_FETCH_S:
-        notes.append(summary.slow_batches(context.warmup.first_fetch_s))
-    return tuple(dict.fromkeys([*notes, *summary.failed_trials(state.trials)]))
+def _judged(found: TuningResult, measured: Measurement, search: Search) -> TuningResult:
+    """The result with the figures of the best, with what limits it and with what to do."""
+    gpu, memory = measured.gpu, measured.memory
+    figures: dict[str, Any] = {
+        "wait_share": measured.wait_share,
+        "first_batch_s": measured.first_batch_s,
+        "cpu_share": measured.cpu_share,
+        "gpu_busy_share": gpu.busy_share,
+        "gpu_memory_bytes": gpu.memory_bytes,
+        "memory_bytes": None if memory is None else memory.taken_bytes,
+    }
+    found = replace(found, **figures)
+    data = search.run.workload.data
+    return judged(found, has_batched_fetch=data.has_batched_fetch, max_workers=search.run.space.max_workers)
+
+
+def _status(name: str) -> Status:
+    statuses: dict[str, Status] = {
+        "complete": "complete",
+        "undecided": "undecided",
+        "partial": "partial",
+        "fallback": "fallback",
+    }
+    return statuses[name]
+
+
+def why_undecided(search: Search) -> Finding | None:
+    """Why the rounds do not decide, and what would; None where they do."""
+    outcome, rounds = search.outcome, search.rounds
+    if outcome is None or rounds is None:
+        tried = {each.config.key() for each in search.trials if each.measurement is not None}
+        return Undecided.ONE_TRIED() if len(tried) < 2 else Undecided.NO_ROUNDS()
+    count = len(outcome.rounds)
+    if rounds.ended is RoundsEnd.SAFE or outcome.at_ceiling or len({c for r in outcome.rounds for c in r.rates}) < 2:
+        return None
+    busy = _disturbed(search)
+    if busy > MUCH_DISTURBED * count:
+        return Undecided.BUSY(busy=busy, rounds=count)
+    if count < FEW_ROUNDS:
+        return Undecided.FEW_ROUNDS(rounds=count)
+    loss = search.twin.belief(search.study).loss(outcome.winner)
+    if loss > search.run.tolerance:
+        return Undecided.CLOSE(rounds=count, tolerance=search.run.tolerance)
+    return None
+
+
+def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
+    """What to use: the winner of the rounds; undecided the user's own, unless two rounds agree that the winner is faster."""
+    outcome, baseline, fastest = search.outcome, search.run.baseline, search.fastest()
+    if fastest is None:
+        return LoaderConfig()
+    best = outcome.winner if outcome is not None else search.twin.belief(search.study).choice or fastest.config
+    works = any(each.config == baseline and each.measurement is not None for each in search.trials)
+    if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or not works:
+        return best
+    rounds = () if outcome is None else outcome.rounds
+    faster = [each.rates[best] > each.rates[baseline] for each in rounds if {best, baseline} <= each.rates.keys()]
+    return best if len(faster) >= FEW_ROUNDS and all(faster) else baseline
+
+
+def _rate(search: Search, config: LoaderConfig) -> Interval | None:
+    """Rate of a configuration: from the rounds, or else from its last burst."""
+    outcome = search.outcome
+    rates = [] if outcome is None else [each.rates[config] for each in outcome.rounds if config in each.rates]
+    if len(rates) > 1:
+        return mean_interval(rates)
+    bursts = [each.measurement for each in search.trials if each.config.key() == config.key() and each.measurement]
+    return bursts[-1].samples_per_s if bursts else None
+
+
+def _disturbed(search: Search) -> int:
+    """In how many rounds others kept the cores busy."""
+    rounds = () if search.outcome is None else search.outcome.rounds
+    return sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in rounds)
+
+
+# What has to be known
+
+
+def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
+    yield from _of_training(best, search.run.workload.data)
+    yield from (Caution.NOTE(text=each) for each in search.run.notes)
+    if (busy := _disturbed(search)) and search.outcome is not None:
+        yield Caution.DISTURBED(limit=FOREIGN_CPU_LIMIT, busy=busy, rounds=len(search.outcome.rounds))
+    kinds: dict[str, list[str]] = {}
+    for trial in search.trials:
+        if trial.failure is not None:
+            kinds.setdefault(trial.failure.kind, []).append(trial.failure.message)
+    for kind, messages in sorted(kinds.items()):
+        yield Caution.FAILED(trials=len(messages), kind=kind, message=messages[0])
+
+
+def _of_training(best: LoaderConfig, data: DataSide) -> Iterator[Finding]:
+    """What a configuration changes in training."""
+    if best.batch_size is not None and data.batch_size:
+        ratio = best.batch_size / data.batch_size
+        yield Caution.BATCH_SIZE(old=data.batch_size, new=best.batch_size, ratio=ratio, root=ratio**0.5)
+    if not best.in_order:
+        yield Caution.OUT_OF_ORDER()
+    if best.persistent_workers and data.has_epochs:
+        yield Caution.EPOCH_NOT_SEEN()
+    if data.is_iterable and data.drop_last and best.num_workers > 1:
+        yield Caution.FEWER_SAMPLES(workers=best.num_workers)
+
+
+# What comes with a result
 
 
 def loader_parts(workload: Workload) -> dict[str, Any]:
@@ -204,21 +194,12 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
     if data.has_own_order:
         order = "sampler" if data.batch_sampler is None else "batch_sampler"
         parts |= {order: getattr(data, order), "dataset": data.dataset}
-    return {name: value for name, value in {**parts, "drop_last": data.drop_last or None}.items() if value is not None}
+    return {name: value for name, value in parts.items() if value is not None}
 
 
-class FileAndProgress:
-    """Rewrites `loader.json` after every trial and draws a line for it."""
-
-    def __init__(self, output: str | None, progress: Progress, started: float) -> None:
-        self._output, self._started, self._progress = output, started, progress
-        self.finals_round = progress.finals_round
-
-    def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
-        best = state.fastest()
-        self._progress.trial(trial, best, seconds_left)
-        if self._output is not None and best is not None:
-            saved(assemble(state, time.monotonic() - self._started, final=False), self._output)
+def _shuffles(data: DataSide) -> bool | None:
+    """Whether the order is random; None for an order of the user's own, or that of a stream."""
+    return None if data.is_iterable or data.has_own_order else type(data.sampler).__name__ == "RandomSampler"
 
 
 def saved(result: TuningResult, output: str | None) -> TuningResult:
@@ -228,7 +209,7 @@ def saved(result: TuningResult, output: str | None) -> TuningResult:
     try:
         result.save(output)
     except OSError as error:
-        text = f"{output} {NOT_WRITTEN} ({error.strerror}); result.save() elsewhere keeps the result"
-        log.warning(text)
-        return replace(result, warnings=(*result.warnings, text))
+        told = Caution.NOT_WRITTEN(path=output, why=error.strerror or type(error).__name__)
+        log.warning("%s", told.sentence)
+        return replace(result, warnings=(*result.warnings, told))
     return result

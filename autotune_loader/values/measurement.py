@@ -5,10 +5,11 @@ Times are seconds, sizes are bytes, shares lie between 0 and 1. `None` means "no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
 from typing import Literal
 
-from autotune_loader.values.secrets import without_secrets
 from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
@@ -62,26 +63,6 @@ class GpuUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BadSample:
-    """A sample that raised; a burst goes on without it, training will not."""
-
-    name: str
-    """Such as "sample 700", by its index; of a stream, by how many came before it."""
-    error: str
-    """Class and message of what it raised."""
-
-    @classmethod
-    def of(cls, name: str, error: Exception) -> BadSample:
-        """What an exception tells in its first line."""
-        lines = str(error).splitlines() or [""]
-        return cls(name=name, error=f"{type(error).__name__}: {lines[0]}")
-
-    def __post_init__(self) -> None:
-        """As with a failure: without secrets."""
-        object.__setattr__(self, "error", without_secrets(self.error))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What one burst measured."""
 
@@ -109,8 +90,8 @@ class Measurement:
     """CPU use of the loop and its workers in the window, as a share of the usable cores."""
     foreign_cpu_share: float | None = None
     """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
-    steal_share: float | None = None
-    """Share of the same CPUs that a hypervisor gave to others; noise too."""
+    read_bytes: int | None = None
+    """Bytes that the loop and its workers read from storage in the window; 0 where the data came from memory."""
     batch_bytes: int = 0
     """Bytes of the tensors in one batch."""
     batch_tensors: int = 0
@@ -121,8 +102,11 @@ class Measurement:
     """Every batch of the burst from its very first, window or not."""
     stages: StageSamples | None = field(default=None, compare=False)
     """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
-    bad_samples: tuple[BadSample, ...] = ()
-    """Samples that raised and were left out, in this burst and in those before."""
+
+    @property
+    def read_bytes_per_sample(self) -> float | None:
+        """Bytes that a sample costs the storage; 0 where samples came from memory, None where that was not measured."""
+        return None if self.read_bytes is None or not self.samples else self.read_bytes / self.samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +122,27 @@ class Failure:
     traceback: str | None = None
     """The user's own traceback, where user code raised."""
 
-    def __post_init__(self) -> None:
-        """Texts of user code and its libraries go to logs, files and reports from here on: without secrets."""
-        object.__setattr__(self, "message", without_secrets(self.message))
-        if self.traceback is not None:
-            object.__setattr__(self, "traceback", without_secrets(self.traceback))
+
+
+def averaged(bursts: Sequence[Measurement]) -> Measurement:
+    """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
+    last = bursts[-1]
+    memory = [each.memory for each in bursts if each.memory is not None]
+    largest = max(memory, key=lambda each: each.taken_bytes, default=None)
+    return replace(
+        last,
+        first_batch_s=median(each.first_batch_s for each in bursts),
+        wait_share=fmean(each.wait_share for each in bursts),
+        service_s=fmean(each.service_s for each in bursts),
+        service_cpu_s=fmean(each.service_cpu_s for each in bursts),
+        receive_s=fmean(each.receive_s for each in bursts),
+        step_s=fmean(each.step_s for each in bursts),
+        cpu_share=_mean_of_known(each.cpu_share for each in bursts),
+        foreign_cpu_share=_mean_of_known(each.foreign_cpu_share for each in bursts),
+        memory=largest,
+    )
+
+
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -11,11 +11,11 @@ from typing import Any
 import click
 import pytest
 import torch
+from autotune_loader.cli.tuning import tune_command
+from autotune_loader.results.loader_file import Binding
 from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader.cli.scripts import run_command
-from autotune_loader.cli.tuning import tune_command
-from autotune_loader.results.loader_file import Binding
 from autotune_loader.scripts import ranks
 from autotune_loader.scripts.batch_log import BatchLog, Loop
 from autotune_loader.scripts.nothing import tell_nothing

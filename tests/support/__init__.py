@@ -7,6 +7,8 @@ from tests.support.clock import FakeClock
 from tests.support.gpus import FakeGpu, FakeGpus
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe
+from tests.support.training import SimulatedTraining
+from tests.support.tuned import on_simulated_machines, simulated_result, simulated_run, simulated_search
 
 __all__ = [
     "FakeClock",
@@ -14,4 +16,9 @@ __all__ = [
     "FakeGpus",
     "SimulatedMachine",
     "SimulatedProbe",
+    "SimulatedTraining",
+    "on_simulated_machines",
+    "simulated_result",
+    "simulated_run",
+    "simulated_search",
 ]

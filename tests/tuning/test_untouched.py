@@ -1,4 +1,4 @@
-"""After tuning the user's objects and process are as they were, in both isolations."""
+"""`tune()` for real, in processes of its own: the user's objects, files and process are afterwards as they were."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +20,39 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import tune
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.probe.opening import OpenProbe, open_probe
-from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.plan import BurstPlan
-from tests.support import SimulatedMachine, on_simulated_machines
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
-
-ISOLATIONS = ["process", "inline"]
+QUICK: dict[str, Any] = {"budget": 3, "max_workers": 1, "progress": False}
 
 
 class Caching(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Remembers what it has read, draws random numbers and meddles with its process, as datasets of users do."""
 
-    def __init__(self, failing: bool = False) -> None:
+    def __init__(self, raises_at: int | None = None) -> None:
         self.cache: dict[int, float] = {}
-        self.failing = failing
+        self.raises_at = raises_at
 
     def __len__(self) -> int:
-        return 64
+        return 512
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         time.sleep(0.0005)
-        if self.failing:
+        if index == self.raises_at:
             raise LookupError("nothing here")
         self.cache[index] = random.random() + float(np.random.rand())  # noqa: NPY002
         os.environ["MEDDLED"] = "yes"
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         return torch.rand(3) + self.cache[index], torch.tensor(index % 2)
+
+
+class Unpicklable(Caching):
+    """Holds what no pickle can: its bursts run in forks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
 
 
 def net() -> torch.nn.Module:
@@ -111,51 +112,33 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     }
 
 
-def burst(dataset: Any, model: Any, isolation: Any, **given: Any) -> OpenProbe:
-    """What a run does with the caller's objects: a probe of them is opened, and bursts with and without workers."""
-    workload = make_workload(dataset, model, **given)
-    with open_probe(workload, inspect_machine(), isolation, None) as opened:
-        for workers in (0, 1):
-            outcome = opened.probe.burst(LoaderConfig(num_workers=workers), BurstPlan(max_s=0.1, min_s=0.05))
-            assert isinstance(outcome, Measurement)
-    return opened
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _everything_was_imported_and_used_once() -> None:
-    data = [(torch.zeros(3), torch.tensor(0))] * 8
-    burst(data, net(), "process", batch_size=4)
-    with pytest.MonkeyPatch.context() as patch:
-        on_simulated_machines(patch, lambda workload: SimulatedMachine())
-        tune(data, net(), batch_size=4, max_trials=1, progress=False)
+    tune([(torch.zeros(3), torch.tensor(0))] * 64, net(), batch_size=4, **QUICK)
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
+@pytest.mark.parametrize("kind", [Caching, Unpicklable])
+def test_a_run_changes_nothing_and_leaves_nothing(kind: Callable[[], Caching]) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.rand(4, 3)).sum().backward()
     optimizer.step()
     model.eval()
     generator = torch.Generator().manual_seed(5)
-    dataset = Caching()
+    dataset = kind()
     loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator, num_workers=1)
     before = training_state(model, optimizer), process_state(), generator.get_state().tolist()
     left = leftovers()
 
-    if isolation == "process":  # all of it, once
-        assert tune(loader, model, budget=1, max_trials=2, max_workers=1, optimizer=optimizer).trials
-    else:
-        burst(loader, model, isolation, optimizer=optimizer)
+    result = tune(loader, model, optimizer=optimizer, **QUICK)
 
+    assert any(trial.measurement is not None for trial in result.trials)
     assert (training_state(model, optimizer), process_state(), generator.get_state().tolist()) == before
-    assert loader._iterator is None
-    assert isolation == "inline" or dataset.cache == {}  # inline it is read itself: no copy of it is safe
+    assert (loader._iterator, dataset.cache) == (None, {})
     assert settled(left) == left
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: str) -> None:
+def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy() -> None:
     model: Any = net()
     torch.nn.utils.parametrizations.weight_norm(model[0])  # which torch copies, but refuses to pickle
     optimizer = torch.optim.Adam(model.parameters())
@@ -166,27 +149,22 @@ def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: st
         optimizer.step()
 
     before = training_state(model, optimizer)
-    burst(Caching(), model, isolation, batch_size=4, train_step=train_step)
+    assert tune(Caching(), model, batch_size=4, train_step=train_step, **QUICK).rate is not None
     assert training_state(model, optimizer) == before
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_an_exception_in_the_dataset_leaves_nothing_either(isolation: str) -> None:
-    model = net()
+def test_a_sample_that_raises_ends_the_run_with_its_index_and_what_was_written_before_stays(tmp_path: Path) -> None:
+    # GIVEN a loader.json of before, and a dataset of which one sample raises
+    path = tmp_path / "loader.json"
+    path.write_text("{}")
+    model, dataset = net(), Caching(raises_at=5)
     process, left = process_state(), leftovers()
-    with pytest.raises(WorkloadError, match="nothing here") as caught:
-        burst(Caching(failing=True), model, isolation, batch_size=4)
+    with pytest.raises(WorkloadError, match="sample 5 raises LookupError: nothing here") as caught:
+        tune(DataLoader(dataset, batch_size=4), model, output=path, **QUICK)
+    # THEN the error has the user's own traceback, nothing of ours, and the file is as it was
     assert "in __getitem__" in caught.value.user_traceback
     assert "autotune_loader/" not in caught.value.user_traceback
+    assert path.read_text() == "{}"
     del caught
     assert process_state() == process
-    assert settled(left) == left
-
-
-def test_the_fork_server_of_an_inline_run_is_stopped() -> None:
-    left = leftovers()
-    workload = make_workload([(torch.zeros(3), 0)] * 16, net(), batch_size=4)
-    with open_probe(workload, inspect_machine(), "inline", None) as opened:
-        config = LoaderConfig(num_workers=1, multiprocessing_context="forkserver")
-        assert isinstance(opened.probe.burst(config, BurstPlan(max_s=0.1, min_s=0.05)), Measurement)
     assert settled(left) == left

@@ -1,0 +1,129 @@
+"""Numbers for people: rates, sizes, durations and shares as short texts. All below return `-` for None."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from autotune_loader.values.statistics import Interval
+
+UNKNOWN = "-"
+"""What stands where nothing was measured."""
+WORTH_CLAIMING = 1.005
+"""Of a ratio; two digits show no less."""
+MOST_TIMES = 10.0
+"""A ratio above this says only that something else will limit long before."""
+
+
+def number_text(value: float) -> str:
+    """A number with at least three significant digits and thousands separated."""
+    if not math.isfinite(value):
+        return str(value)
+    magnitude = abs(value)
+    decimals = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.9995 else 3
+    return f"{value:,.{decimals}f}"
+
+
+def rate_text(samples_per_s: float | None) -> str:
+    """Three significant digits at least: "1,234/s", "45.6/s", "0.789/s"."""
+    return UNKNOWN if samples_per_s is None else f"{number_text(samples_per_s)}/s"
+
+
+def range_text(interval: Interval | None) -> str:
+    """The limits of an interval: "1,180–1,290"; unknown where it tells nothing."""
+    if interval is None or not interval.is_telling:
+        return UNKNOWN
+    return f"{number_text(interval.low)}–{number_text(interval.high)}"
+
+
+def relative_error_text(interval: Interval) -> str:
+    """Half the width relative to the value: "± 2.1 %"; "± ?" where the interval tells nothing."""
+    if not interval.is_telling:
+        return "± ?"
+    return f"± {(interval.high - interval.low) / 2 / interval.value * 100:.1f} %"
+
+
+def ratio_text(interval: Interval | None) -> str:
+    """A ratio with its limits: "2.31x (2.20x to 2.42x)"."""
+    if interval is None:
+        return UNKNOWN
+    limits = f" ({interval.low:.2f}x to {interval.high:.2f}x)" if interval.is_telling else ""
+    return f"{interval.value:.2f}x{limits}"
+
+
+def is_claimed(ratio: Interval) -> bool:
+    """Whether words say that something is faster: its interval lies above one, and it is by more than a breath."""
+    return ratio.is_telling and ratio.low > 1 and ratio.value > WORTH_CLAIMING
+
+
+def times_text(gain: float | None) -> str:
+    """How many times as fast a relative gain is: "1.25x", "3.2x", "more than 10x"."""
+    if gain is None:
+        return UNKNOWN
+    times = 1 + gain
+    if times > MOST_TIMES:
+        return f"more than {MOST_TIMES:.0f}x"
+    return f"{times:.2f}x" if times < 2 else f"{times:.1f}x"
+
+
+def share_text(share: float | None) -> str:
+    """A share as percent: "12 %", "0.4 %"."""
+    if share is None:
+        return UNKNOWN
+    percent = share * 100
+    return f"{percent:.1f} %" if 0 < abs(percent) < 0.95 else f"{percent:.0f} %"
+
+
+def bytes_text(size: float | None) -> str:
+    """A size in binary units: "512 B", "45 MiB", "1.25 GiB"."""
+    if size is None:
+        return UNKNOWN
+    units = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+    factor, unit = next(((factor, unit) for factor, unit in units if abs(size) >= factor), (1, "B"))
+    value = size / factor
+    decimals = 0 if factor == 1 or abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2
+    return f"{value:,.{decimals}f}".removesuffix(".0").removesuffix(".00") + f" {unit}"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A duration: "0.4 ms", "12 ms", "1.23 s", "45 s", "3 min 20 s"."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds >= 119.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    if seconds >= 9.95:
+        return f"{seconds:.0f} s"
+    if seconds >= 0.9995:
+        return f"{seconds:.2f} s"
+    milliseconds = seconds * 1000
+    if 0 < milliseconds < 0.0995:
+        return f"{milliseconds * 1000:.2g} us"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 9.95 or not milliseconds else f"{milliseconds:.2g} ms"
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun: "1 trial", "3 trials", "2 batches"."""
+    plural = "es" if noun.endswith("tch") else "s"
+    return f"{count:,} {noun}" + ("" if count == 1 else plural)
+
+
+class Units(string.Formatter):
+    """Fills in a template whose fields name their unit: "{wait:share} of the time", "{size:bytes}", "{rounds:# round}"."""
+
+    _TEXTS: ClassVar[dict[str, Callable[[Any], str]]] = {
+        "share": share_text,
+        "bytes": bytes_text,
+        "seconds": seconds_text,
+        "rate": rate_text,
+        "ratio": ratio_text,
+        "times": times_text,
+    }
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("# "):
+            return counted(int(value), format_spec[2:])
+        text = self._TEXTS.get(format_spec)
+        return str(super().format_field(value, format_spec)) if text is None else text(value)
