@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from autotune_loader.report.units import is_claimed
+from autotune_loader.diagnosis.units import is_claimed
 
 from autotune_loader.decision.posterior import TYPICAL_NOISE
 from autotune_loader.decision.race import Race, RaceRules
