@@ -39,10 +39,10 @@ SAFE = 0.9
 """A choice is safe when it is within the tolerance of the best with this probability."""
 ALIKE = 0.05
 """Of configurations whose probability of being within the tolerance differs by no more than this, the cheapest is chosen."""
-WORTHWHILE = 0.2
+WORTHWHILE = 0.4
 """A burst must be expected to gain more than this share of the tolerance."""
 FURTHER = 0.1
-"""A further finalist must be expected to save this share of the tolerance; of those that save as much, the cheapest is taken."""
+"""A further finalist must be expected to save this share of the tolerance; the cheapest of those that save as much is taken."""
 POOREST_BURST_SD = 0.2
 """Relative standard deviation of a burst whose few batches give no better interval."""
 GROWS_WITH_WORKERS = (
@@ -84,7 +84,9 @@ class Belief:
         """Rates as they may be, of every legal configuration and every one that was observed."""
         configs = self._configs()
         solved = None if self.twin is None else self.twin.predict(configs)
-        prior = draw(configs, self._mean(configs, solved), _covariance(configs, self.space, solved), self._observed(configs))
+        prior = draw(
+            configs, self._mean(configs, solved), _covariance(configs, self.space, solved), self._observed(configs)
+        )
         if self.twin is None or solved is None:
             return prior
         found = sufficient(configs, self.twin.observations, solved.loop_use)
@@ -181,10 +183,15 @@ class Belief:
 
     @cached_property
     def most_workers(self) -> int | None:
-        """Workers beyond which nothing is tried: halfway between what succeeded and what failed; None before a failure."""
+        """Workers beyond which nothing is tried after a failure, which may have cost a deadline; None before there is one.
+
+        One, where no number of workers has succeeded; else the geometric middle of what succeeded and what failed.
+        """
         succeeded = max((trial.config.num_workers for trial in self._seen), default=0)
         failed = [t.config.num_workers for t in self.trials if _is_for_workers(t) and t.config.num_workers > succeeded]
-        return (succeeded + min(failed)) // 2 if failed else None
+        if not failed:
+            return None
+        return math.isqrt(succeeded * min(failed)) if succeeded else min(1, min(failed) - 1)
 
     def _configs(self) -> list[LoaderConfig]:
         """What is believed of: what may be proposed, and what was observed."""

@@ -147,7 +147,9 @@ def draw(keys: Sequence[Hashable], mean: Floats, covariance: Floats, seen: Obser
         noise = seen.variances + noise_sd**2
         within = scale**2 * shape + round_sd**2 * together
         weights = np.ones(count)
-        for _ in range(REWEIGHTINGS):  # iteratively, as for errors that follow Student's t (Lange, Little and Taylor 1989)
+        for _ in range(
+            REWEIGHTINGS
+        ):  # iteratively, as for errors that follow Student's t (Lange, Little and Taylor 1989)
             explained = np.linalg.inv(within + np.diag(noise / weights))
             left = off - within @ explained @ off
             weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + left**2 / noise)

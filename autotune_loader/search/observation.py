@@ -1,7 +1,7 @@
 """What one traced burst tells the twin: the times of each stage, and how many workers were busy meanwhile.
 
     worker   fetch ── collate ──┬─ between ─┬ fetch ...          between   handing over, while the next order is there
-                                └─ transit ─► receive ── step    transit   travelling, while nobody works on it
+    loop                        └──────► receive ── step
 
 `Observation.of` chooses the batches that count; `whole_cycles` adds what only some bursts show.
 """
@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,15 +19,10 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.trace import BatchTrace, after_first_of_each
 
-OFF = set(os.environ.get("ABL", "").split(","))
 MIN_WARM_SAMPLES = 4
 """Below this many samples warm-up batches are kept: a biased estimate beats none."""
-MIN_STEADY = 8
-"""This many batches, and one of each worker, must follow the filling of the queues, or it is not left out."""
-MANY, LEFT_OUT = 1024, 20.0
-"""A record of more batches may lack some in the middle: there the loop pauses for this many mean periods."""
 MIN_QUEUED = 4
-"""This many batches that were ready when asked for tell the receive time; else those that were waited for do."""
+"""From this many batches that followed at once on another a worker's pause between two is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +37,7 @@ class Observation:
     cpu_s: Floats
     """CPU seconds of fetch and collate, in step with `service_s`."""
     receive_s: Floats
-    """Seconds in which the training loop took a ready batch over; those of batches it waited for where none was ready."""
+    """Seconds in which the training loop took a batch over that was whole."""
     step_s: Floats
     """Seconds of the step, with the loop's own overhead."""
     batch_size: float
@@ -54,10 +48,6 @@ class Observation:
     """Mean number of workers at work; None leaves it to the rate and the service time (Little's law)."""
     between_s: float | None = None
     """Seconds of a worker from one batch to the next when its order is there; None where it never was."""
-    waited_s: float | None = None
-    """Median seconds from a whole batch to the training loop that waited for it; None where it hardly ever waited."""
-    saw_ready: bool = True
-    """Whether `receive_s` is of batches that lay ready."""
 
     @classmethod
     def of(cls, config: LoaderConfig, measurement: Measurement) -> Observation:
@@ -103,8 +93,6 @@ def whole_cycles(observations: Sequence[Observation]) -> tuple[Observation, ...]
     """
     known = [o.between_s for o in observations if o.between_s is not None]
     typical_s = float(np.mean(known)) if known else 0.0
-    if "between" in OFF:
-        return tuple(observations)
     return tuple(o if o.num_workers == 0 else _cycle(o, typical_s) for o in observations)
 
 
@@ -123,66 +111,23 @@ def _cycle(seen: Observation, typical_s: float) -> Observation:
 def _traced(seen: Observation, traces: Sequence[BatchTrace], config: LoaderConfig) -> Observation:
     """The observation with the samples that the traces hold."""
     serial = config.num_workers == 0
-    traces = _after_the_gap(traces)
-    numbers, steady = _steady(traces, config)
-    kept = [traces[i] for i in numbers]
+    warm = after_first_of_each(traces)
+    kept = [traces[i] for i in warm] if len(warm) >= MIN_WARM_SAMPLES else traces
     # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
     service_s = np.array([t.collate_end - (t.requested if serial else t.fetch_start) for t in kept])
-    waited = [t.receive_s for t in kept if t.collate_end > t.requested]
-    waited_s = float(np.median(waited)) if len(waited) >= MIN_QUEUED and not serial else None
-    # A batch that is whole still has to travel: ready is what had the time to arrive.
-    ready = [t.receive_s for t in traces[max(1, steady) :] if t.requested - t.collate_end >= (waited_s or 0.0)]
-    saw_ready = serial or len(ready) >= MIN_QUEUED
-    receive_s = np.maximum(ready if saw_ready and not serial else [t.receive_s for t in kept], 0.0)
-    if "ready" in OFF:
-        receive_s, saw_ready = np.maximum([t.receive_s for t in kept], 0.0), True
-    period_s = (traces[-1].step_end - traces[steady].requested) / (len(traces) - steady)
-    at_work = float(service_s.mean()) / max(period_s, 1e-9)
-    if not serial and not steady and "visible" not in OFF:
-        # Queues that are still filling take what the loop does not: what is consumed does not tell what is made.
-        at_work = _visibly_at_work(traces) or at_work
+    period_s = (traces[-1].step_end - traces[0].requested) / len(traces)
+    # Queues that are still filling take what the loop does not: what is consumed does not tell what is made.
+    visible = None if serial else _visibly_at_work(traces)
+    at_work = float(service_s.mean()) / max(period_s, 1e-9) if visible is None else visible
     return replace(
         seen,
         service_s=service_s,
         cpu_s=np.array([t.cpu_s for t in kept]),
-        receive_s=receive_s,
-        step_s=_steps(traces[steady:]),
+        receive_s=np.maximum([t.receive_s for t in kept], 0.0),
+        step_s=_steps(traces),
         at_work=min(at_work, float(config.num_workers)),
         between_s=_between_batches_s(traces, config),
-        waited_s=waited_s if "transit" not in OFF else None,
-        saw_ready=saw_ready,
     )
-
-
-def _after_the_gap(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
-    """The batches after the middle ones that the record of a burst of very many batches leaves out."""
-    idle = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
-    if (
-        "gap" in OFF
-        or len(traces) < MANY
-        or max(idle) < LEFT_OUT * (traces[-1].step_end - traces[0].requested) / len(traces)
-    ):
-        return traces
-    return traces[idle.index(max(idle)) + 1 :]
-
-
-def _steady(traces: Sequence[BatchTrace], config: LoaderConfig) -> tuple[list[int], int]:
-    """Positions of the batches that were fetched after the queues had first filled, and of the first step after that.
-
-    While they fill, all workers are busy and the step has to share the cores with them; behind a slow step that is how
-    no later batch is made. A burst that hardly gets beyond keeps all batches but the first of each worker.
-    """
-    warm = after_first_of_each(traces)
-    warm = warm if len(warm) >= MIN_WARM_SAMPLES else list(range(len(traces)))
-    if "warm" in OFF:
-        warm = list(range(len(traces)))
-    handed_out = config.num_workers * (config.prefetch_factor or 1) if config.in_order else 0
-    later, enough = [i for i in warm if i >= handed_out], max(MIN_STEADY, config.num_workers)
-    if not 0 < handed_out < len(traces) or len(later) < enough or "steady" in OFF:
-        return warm, 0
-    filled_at = max(trace.collate_end for trace in traces[:handed_out])
-    first = next((i for i, trace in enumerate(traces) if trace.requested >= filled_at), len(traces))
-    return later, first if len(traces) - first >= enough else 0
 
 
 def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> float | None:

@@ -1,11 +1,11 @@
 """The life of n batches through a DataLoader, for many configurations at once: exact given the times of every stage.
 
 Written from `_MultiProcessingDataLoaderIter` (torch 2.13): `workers * prefetch` indices are handed out at the start,
-and each delivery hands out one more; index i goes to worker `i % workers`. With the sampled times S (service), t
-(transit), u (receive) and g (step):
+and each delivery hands out one more; index i goes to worker `i % workers`. With the sampled times S (service), u
+(receive) and g (step):
 
     C_i = max(P_{i - W pf}, C_{i - W}) + S_i        the worker is free and an index was handed out
-    P_i = max(C_i + t, D_{i-1}) + u_i               it has travelled, and the training loop takes it over
+    P_i = max(C_i, D_{i-1}) + u_i                   the training loop takes it over
     D_i = P_i + g_i                                 step done
 
 Time 0 is when the workers can begin.
@@ -31,7 +31,6 @@ def simulate(
     *,
     workers: ArrayLike,
     prefetch: ArrayLike,
-    transit_s: ArrayLike = 0.0,
 ) -> Floats:
     """When each step was done, in seconds from the moment the workers could begin, shape (batches, columns).
 
@@ -41,7 +40,6 @@ def simulate(
         step_s: of the training step.
         workers: worker processes per column; 0 fetches in the training loop.
         prefetch: batches handed out ahead per worker, at least 1; ignored without workers.
-        transit_s: in which a whole batch travels while nobody works on it, per column; ignored without workers.
     """
     service = np.asarray(service_s, dtype=np.float64)
     service = service[:, None] if service.ndim == 1 else service
@@ -49,7 +47,6 @@ def simulate(
     receive, step = (_column_shaped(values, service.shape) for values in (receive_s, step_s))
     workers, prefetch = (np.broadcast_to(np.asarray(each, dtype=np.int64), (columns,)) for each in (workers, prefetch))
     serial = workers == 0
-    transit = np.where(serial, 0.0, np.asarray(transit_s))
     lag = np.where(serial, 1, workers * prefetch)
     pad = int(lag.max(initial=1))
     fetched, delivered, done = (np.zeros((pad + batches, columns)) for _ in range(3))
@@ -65,7 +62,7 @@ def simulate(
             ordered = np.where(serial, done[row - 1], ordered)
         np.maximum(ordered, flat_fetched.take(own_last + offset), out=ready)
         ready += service[i]
-        np.add(np.maximum(ready + transit, done[row - 1]), receive[i], out=delivered[row])
+        np.add(np.maximum(ready, done[row - 1]), receive[i], out=delivered[row])
         np.add(delivered[row], step[i], out=done[row])
     return done[pad:]
 

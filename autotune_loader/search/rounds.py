@@ -6,7 +6,7 @@
 
 The rule: everybody runs once. Then those run who still tell something: the one that would be chosen now, the rival of which
 another pair adds most to the probability that the choice loses no more than the tolerance, and the baseline until it is
-clearly slower. Whoever is shown to be slower than the chosen one by more than the tolerance sits out. Rounds end, two at the
+clearly slower in two rounds. Whoever is shown to be slower than the chosen one by more than the tolerance sits out. Rounds end, two at the
 least, when that probability is 0.95, or when no pair adds a point to it.
 
 The bursts of the search chose the sides, so no rate that is reported comes from them: the best of many noisy bursts looks
@@ -35,8 +35,8 @@ UNKNOWN_SD = 0.7
 """Without a belief anything may be twice as fast as anything else (standard deviation of the logarithm)."""
 CERTAIN = 0.95
 """A choice that loses no more than the tolerance with this probability needs no further rounds."""
-WORTH_A_PAIR = 0.01
-"""Another pair must add this much to that probability."""
+WORTH_A_SECOND = 0.01
+"""Another pair must add this much to that probability for each second that it takes."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 40
 """One burst gives no interval; and a comparison ends."""
 ADMITTING_ROUNDS = 2
@@ -96,6 +96,7 @@ class Rounds:
             decide.
         ceiling: samples/s of the step alone; None where that is unknown.
         noise_sd: relative standard deviation of one burst, before the rounds show theirs.
+        least_rounds: for an answer that is the interval of a ratio, and not a choice.
     """
 
     def __init__(
@@ -108,12 +109,13 @@ class Rounds:
         believe: Callable[[], Belief | None] = lambda: None,
         ceiling: float | None = None,
         noise_sd: float = TYPICAL_NOISE,
+        least_rounds: int = LEAST_ROUNDS,
     ) -> None:
         self.sides, self.baseline, self.tolerance = list(dict.fromkeys([*sides, baseline])), baseline, tolerance
         self.rounds: list[Round] = []
         self.ended: RoundsEnd | None = None
         self.ceiling = ceiling
-        self._cost, self._believe, self._noise_sd = cost, believe, noise_sd
+        self._cost, self._believe, self._noise_sd, self._least_rounds = cost, believe, noise_sd, least_rounds
         self._bursts: dict[Any, list[Measurement]] = {}
         self._failures: dict[Any, list[Failure]] = {}
         self._spent_s, self._ran = 0.0, 0
@@ -139,9 +141,9 @@ class Rounds:
         return self.rounds[-1]
 
     def admit(self, sides: Sequence[Any]) -> None:
-        """Add sides that the first rounds suggest; later ones are not taken."""
+        """Add the first of the sides that the first rounds suggest, if it does not run yet; later ones are not taken."""
         if self.number <= ADMITTING_ROUNDS:
-            self.sides += [side for side in dict.fromkeys(sides) if side not in self.sides]
+            self.sides += [side for side in sides[:1] if side not in self.sides]
 
     def active(self) -> list[Any]:
         """Who has not failed too often."""
@@ -178,7 +180,11 @@ class Rounds:
             rounds=tuple(self.rounds),
             winner=winner,
             rate=effects.rate(winner, chosen_of=len(self._contenders(effects, winner)) + 1),
-            speedup=exactly_one if winner == self.baseline else effects.ratio(winner, self.baseline) if has_both else None,
+            speedup=exactly_one
+            if winner == self.baseline
+            else effects.ratio(winner, self.baseline)
+            if has_both
+            else None,
             bursts={side: tuple(bursts) for side, bursts in self._bursts.items()},
             as_fast=tuple(side for side in equal if side != winner and self._cost(side) >= self._cost(winner)),
             probability=float(draws.within(self.tolerance)[ran.index(winner)]),
@@ -204,20 +210,22 @@ class Rounds:
         end = self._end(incumbent, float(inside[here]), worth[best] if best is not None else 0.0, new)
         if best is not None:
             wanted.add(best)
-        if self.baseline in ran and not self._is_clearly_slower(effects, self.baseline, incumbent):
+        is_early = self.number < self._least_rounds
+        if self.baseline in ran and (is_early or not self._is_clearly_slower(effects, self.baseline, incumbent)):
             wanted.add(self.baseline)
         return [side for side in self.sides if side in wanted], end
 
     def _end(self, incumbent: Any, probability: float, worth: float, new: Sequence[Any]) -> RoundsEnd | None:
         if self.number >= MOST_ROUNDS:
             return RoundsEnd.NOT_WORTH_IT
-        if new or self.number < LEAST_ROUNDS or len(self._bursts[incumbent]) < LEAST_ROUNDS:
+        if new or self.number < self._least_rounds or len(self._bursts[incumbent]) < LEAST_ROUNDS:
             return None
         if self._is_at_ceiling(incumbent):
             return RoundsEnd.CEILING
         if probability >= CERTAIN:
             return RoundsEnd.SAFE
-        return RoundsEnd.NOT_WORTH_IT if worth < WORTH_A_PAIR else None
+        pair_s = 2 * self._spent_s / max(self._ran, 1)
+        return RoundsEnd.NOT_WORTH_IT if worth < WORTH_A_SECOND * pair_s else None
 
     def _contenders(self, effects: Effects, incumbent: Any) -> list[Any]:
         """Who is not shown to be slower than this one by more than the tolerance."""

@@ -126,7 +126,7 @@ class Space:
         return found
 
     def suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
-        """The configuration of a trial, exactly as Optuna proposes it; what only workers have is asked for only with workers."""
+        """The configuration of a trial, exactly as Optuna proposes it; what only workers have is asked with workers only."""
         workers = trial.suggest_int("num_workers", 0, self._most("num_workers", self.max_workers))
         values: dict[str, Any] = {"num_workers": workers}
         if workers:

@@ -8,7 +8,6 @@ into stage times and stage times into load; `queue` turns stage times into rates
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,13 +22,10 @@ from autotune_loader.search.queue import Floats, Ints, batches_needed, quantile_
 from autotune_loader.search.rule import useful_workers
 from autotune_loader.values.config import LoaderConfig
 
-OFF = set(os.environ.get("ABL", "").split(","))
 FIXED_POINT_ROUNDS = 30
 """Each goes half of the way to the load that follows from it: 1e-9 of the way is left."""
 LEVEL_SD, SLOPE_SD = 0.3, 0.3
 """How far a stage beside workers lies off the same stage alone, and by how much more per e-fold of disturbance (log)."""
-LEAST_WAITED = 0.05
-"""Quantile of the receive times that stands for a batch that was ready, where the loop waited for all."""
 STEADY_BATCHES, MOST_STEADY_BATCHES = 256, 1500
 """Batches in the window of a steady rate; more where batches differ much: which worker the slow ones fall to is luck that a
 longer run evens out."""
@@ -109,8 +105,6 @@ class Twin:
     """The same without workers."""
     receive: Line
     """Seconds to take a ready batch over, over the workers at work."""
-    transit_s: float
-    """Seconds that a whole batch travels before a training loop that waits for it can begin to take it over."""
     serial_service_s: float
     serial_receive_s: float
 
@@ -134,11 +128,9 @@ class Twin:
         serial = [o for o in observations if o.num_workers == 0]
         fitted = [o for o in observations if o.num_workers > 0] or list(observations)
         contention = fit_contention(fitted, step_cores, cores)
-        ready = [o for o in fitted if o.saw_ready] or fitted
-        receive_s = np.maximum([_receive(o) for o in ready], 1e-9)
+        receive_s = np.maximum([o.receive_s.mean() for o in fitted], 1e-9)
         typical_s = float(np.exp(np.log(receive_s).mean()))
-        receive = _line([o.workers_at_work for o in ready], np.log(receive_s / typical_s), sampling_sd(ready))
-        waited = [o.waited_s for o in fitted if o.waited_s is not None]
+        receive = _line([o.workers_at_work for o in fitted], np.log(receive_s / typical_s), sampling_sd(fitted))
         serial_steps = [float(o.step_s.mean()) / alone_s for o in serial]
         return cls(
             observations=observations,
@@ -148,7 +140,6 @@ class Twin:
             step=_step_line(fitted, contention, context, alone_s),
             serial_step=float(np.mean(serial_steps)) if serial else 1.0,
             receive=Line(level=math.log(typical_s) + receive.level, slope=receive.slope),
-            transit_s=max(0.0, float(np.mean(waited)) - float(receive_s.mean())) if waited else 0.0,
             serial_service_s=_mean(serial, "service_s", contention.cpu_s + contention.wait_s),
             serial_receive_s=_mean(serial, "receive_s", 0.0),
         )
@@ -172,7 +163,7 @@ class Twin:
             (quantile_order(self.services, count, rng)[:, None], quantile_order(steps, count, rng)[:, None])
             for _ in range(1 if variation < LIGHT_VARIATION else HEAVY_ORDERS)
         ]
-        efficiency, transit_s = np.ones(len(workers)), np.full(len(workers), self.transit_s)
+        efficiency = np.ones(len(workers))
         for _ in range(2):
             stages, wanted = self._settled(workers, efficiency, cores)
             # Workers that keep up with the loop have long filled their queues. From empty ones those with 4 % to spare take
@@ -186,7 +177,6 @@ class Twin:
                     step * stages.step_s,
                     workers=workers,
                     prefetch=prefetch,
-                    transit_s=transit_s,
                 )
                 for service, step in orders
             ]
@@ -285,10 +275,8 @@ def _step_line(fitted: Sequence[Observation], contention: Contention, context: C
     cores, threads = float(context.usable_cores), context.step_cores
     wanting = np.array([_wanting(o, contention) for o in fitted])
     beside = np.array([o.num_workers > 0 for o in fitted])
-    if _is_parallel(context):
-        disturbance = _starved(wanting, threads, cores)
-    else:
-        disturbance = np.array([o.workers_at_work for o in fitted])
+    at_work = np.array([o.workers_at_work for o in fitted])
+    disturbance = _starved(wanting, threads, cores) if _is_parallel(context) else at_work
     shared = alone_s * _step_share(wanting, contention.step_cores * threads, cores)
     off = np.log(np.maximum([o.step_s.mean() for o in fitted], 1e-12) / shared)
     return _line(disturbance[beside], off[beside], sampling_sd(fitted)[beside])
@@ -305,13 +293,6 @@ def _line(disturbance: Sequence[float] | Floats, values: Floats, noise_sd: Float
     return Line(level=float(level), slope=float(slope))
 
 
-def _receive(seen: Observation) -> float:
-    """Receive time of a ready batch: where the loop waited for every one, the least of them hold hardly any waiting."""
-    if seen.saw_ready:
-        return float(seen.receive_s.mean())
-    return float(np.minimum(seen.receive_s, np.quantile(seen.receive_s, LEAST_WAITED)).mean())
-
-
 def _wanting(seen: Observation, contention: Contention) -> float:
     """Workers that ran or wanted to run during a burst."""
     wall, cpu = float(seen.service_s.mean()), float(seen.cpu_s.mean())
@@ -326,7 +307,7 @@ def _mean(serial: Sequence[Observation], stage: str, otherwise: float) -> float:
 
 
 def _is_parallel(context: Context) -> bool:
-    return context.step_cores > 1 and "starved" not in OFF
+    return context.step_cores > 1
 
 
 def _step_share(wanting: Floats, step_cores: float, cores: float) -> Floats:

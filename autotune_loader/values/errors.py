@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import re
 
-from autotune_loader.values.secrets import without_secrets
-
-
 _USER_INFO = re.compile(r"(?<=://)[^\s'\"]*:[^\s'\"]*@")
 
 
@@ -28,8 +25,7 @@ class WorkloadError(TunerError):
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
         self.message = message
-        self.user_traceback = without_secrets(user_traceback)
-        message = without_secrets(message)
+        self.user_traceback = user_traceback
         # A traceback ends with what the message says: once is enough.
         super().__init__(f"{message}\n\n{self.user_traceback.rstrip().removesuffix(message)}".rstrip())
 

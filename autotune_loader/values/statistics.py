@@ -238,13 +238,18 @@ class Effects:
         import numpy as np
 
         keys = tuple(dict.fromkeys(key for each in rounds for key in each.rates))
-        cells = [(keys.index(key), n, math.log(rate)) for n, each in enumerate(rounds) for key, rate in each.rates.items()]
+        cells = [
+            (keys.index(key), n, math.log(rate)) for n, each in enumerate(rounds) for key, rate in each.rates.items()
+        ]
         design = np.zeros((len(cells), len(keys) + len(rounds)))
         for row, (side, number, _) in enumerate(cells):
             design[row, side] = design[row, len(keys) + number] = 1.0
         # A constant may move from the sides to the rounds: these have mean 0.
         balance = np.concatenate([np.zeros(len(keys)), np.ones(len(rounds))])
-        logs, inverse = np.array([log for *_, log in cells]), np.linalg.pinv(design.T @ design + np.outer(balance, balance))
+        logs, inverse = (
+            np.array([log for *_, log in cells]),
+            np.linalg.pinv(design.T @ design + np.outer(balance, balance)),
+        )
         found = inverse @ design.T @ logs
         squares = float(((logs - design @ found) ** 2).sum())
         freedom = max(len(cells) - len(keys) - len(rounds) + 1, 0)

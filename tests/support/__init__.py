@@ -7,7 +7,6 @@ from tests.support.clock import FakeClock
 from tests.support.gpus import FakeGpu, FakeGpus
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe
-from tests.support.source import SimulatedSource
 from tests.support.training import SimulatedTraining
 from tests.support.tuned import on_simulated_machines, simulated_result, simulated_run, simulated_search
 
@@ -17,7 +16,6 @@ __all__ = [
     "FakeGpus",
     "SimulatedMachine",
     "SimulatedProbe",
-    "SimulatedSource",
     "SimulatedTraining",
     "on_simulated_machines",
     "simulated_result",
