@@ -217,8 +217,7 @@ class Kept(Table):
     TOO_SHORT = "The training was too short to try anything."
     NOT_FASTER = "No other number of workers was shown to be faster."
     SAMPLES_DIFFER = (
-        "Batch {batch} of a worker was not the loop's own ({what}): its samples depend on the process that "
-        "makes them."
+        "Batch {batch} of a worker was not the loop's own ({what}): its samples depend on the process that makes them."
     )
     WORKER_ERROR = "A worker raised what the loop does not: {error}"
     WORKER_SILENT = "A worker gave no answer for {silent:seconds}."
@@ -227,8 +226,7 @@ class Kept(Table):
     TRAINING_CHANGES = "The training changes {what} in the midst of an epoch, which workers would not see."
     WRITES_FILES = "Fetching a sample writes {path}, which several processes must not do at once."
     SAMPLER_DRAWS = (
-        "The sampler draws from a global generator between two batches; a generator of its own would allow "
-        "workers."
+        "The sampler draws from a global generator between two batches; a generator of its own would allow workers."
     )
     MEMORY = "More workers would not fit into {what}."
     CANNOT_START = "Workers cannot be started here: {why}"
@@ -241,8 +239,7 @@ class Caution(Table):
     ROUND_FAILED = "{config} failed in the rounds ({kind}): {message}"
     BATCH_SIZE = (
         "The batch size was tuned from {old} to {new}: the learning rate and its schedule belong to it, so tune "
-        "them again "
-        "({ratio:g} times is a common start for SGD, {root:.2g} times for Adam)."
+        "them again ({ratio:g} times the learning rate is a common start for SGD, {root:.2g} times for Adam)."
     )
     OUT_OF_ORDER = (
         "in_order=False delivers batches as they come: their order differs from run to run, even with a seed."
