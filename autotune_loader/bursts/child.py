@@ -131,11 +131,11 @@ def _become_own_process(caller: int, connection: int, output: int, scratch: str)
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number, source in enumerate((nowhere, output, output)):
-        os.dup2(source, number)
+    for stream, source in enumerate((nowhere, output, output)):
+        os.dup2(source, stream)
     # What the caller's buffers hold is the caller's to print.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
     own_files(writable=False)
     own_shared_memory()
     cut_channels([connection])

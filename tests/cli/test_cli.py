@@ -181,7 +181,7 @@ def test_tunes_what_a_factory_makes(target: str, expected: dict[str, Any], tune:
 def test_every_option_that_can_be_typed_reaches_tune_and_wins_over_the_factory(tune: Mock) -> None:
     options = {
         "budget": "3m", "max_trials": 7, "max_workers": 4, "max_cores": 2, "max_host_memory": "8GB", "max_shm": "1GiB",
-        "tolerance": 0.05, "search": "random", "seed": 3, "isolation": "inline", "storage": "s.journal", "study_name": "n",
+        "tolerance": 0.05, "search": "random", "seed": 3, "storage": "s.journal", "study_name": "n",
         "batch_size": 16, "device": "cpu", "output": "out.json",
     }  # fmt: skip
     typed = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

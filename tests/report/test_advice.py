@@ -66,7 +66,7 @@ def simulated(best, others=(), *, limits=None, **machine):
         Trial(number=number, config=config, role="search", measurement=probe.burst(config, plan))
         for number, config in enumerate(configs)
     ]
-    step = probe.step_ceiling(None, plan)
+    step = probe.step_ceiling(plan)
     context = TwinContext(usable_cores=4, consumer_cores=1.0, step_s=((None, step.step_s),))
     return evidence(
         trials[-1].measurement,

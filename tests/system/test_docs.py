@@ -92,7 +92,7 @@ def briefly(whole, **options):
 
 
 comparing.FEWEST_ROUNDS = 1
-short = {"budget": 1, "isolation": "inline"}
+short = {"budget": 1}
 comparing.compare = autotune_loader.compare = briefly(comparing.compare, **short)
 tuner.tune = autotune_loader.tune = briefly(tuner.tune, max_trials=3, **short)
 autotune_loader.demo.make_jpegs = functools.partial(autotune_loader.demo.make_jpegs, count=64)

@@ -14,7 +14,7 @@ from autotune_loader.decision.race import RaceOutcome
 from autotune_loader.decision.space import Space
 from autotune_loader.report.summary import why_undecided
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BadSample, Failure
+from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.statistics import Interval, Round
 from tests.support import (
@@ -126,21 +126,6 @@ def test_when_every_trial_fails_the_defaults_are_given_with_the_distinct_errors(
     assert {"user_exception: broken in a worker", "user_exception: broken in the main process"} <= {*result.summary}
     assert TuningResult.load(tmp_path / "x.json").status == "fallback"
     assert any("failed (user_exception)" in warning for warning in result.warnings)
-
-
-def test_a_bad_sample_is_named_first_and_is_no_property_of_a_configuration(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Broken(SimulatedProbe):
-        def burst(self, config: LoaderConfig, plan: BurstPlan) -> Any:
-            return replace(
-                super().burst(config, plan), bad_samples=(BadSample(name="sample 40", error="ValueError: no"),)
-            )
-
-    result = tuned(monkeypatch, Broken, output=tmp_path / "x.json", max_trials=3)
-    assert result.warnings[0].startswith("sample 40 raises ValueError: no; training will end there")
-    assert all(trial.failure is None for trial in result.trials)
-    assert TuningResult.load(tmp_path / "x.json").warnings == result.warnings
 
 
 def test_an_interrupted_search_says_so_and_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:

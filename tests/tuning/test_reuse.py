@@ -54,24 +54,6 @@ def test_on_the_same_machine_an_earlier_result_holds_after_the_fewest_rounds_in_
     assert clock() < 3.0
 
 
-@pytest.mark.parametrize(("epoch_batches", "is_long"), [(50, False), (150, True)])
-def test_a_check_by_whole_epochs_takes_five_seconds_or_says_why(epoch_batches: int, is_long: bool) -> None:
-    # GIVEN finals that ran whole epochs, of 1.5 s or of 4.5 s, of which workers run two in a burst
-    machine, clock = SimulatedMachine(cores=4, cpu_s=0.01, step_s=0.03, worker_start_s=0.05), FakeClock()
-    probe = SimulatedProbe(machine, clock, epoch_batches=epoch_batches)
-    plan = BurstPlan(max_s=3.0, min_s=1.0, whole_epochs=True)
-    rates = [probe.burst(config, plan).samples_per_s for config in (BEST, LoaderConfig())]
-    finals = Finals(configs=(BEST, LoaderConfig()), rounds=(tuple(rate.value for rate in rates),), whole_epochs=True)
-    then = replace(earlier(machine), measured=Measured(samples_per_s=rates[0]), finals=finals)
-    # WHEN it is checked THEN one round is enough for a yes
-    begun = clock()
-    seen = check(probe, then, LoaderConfig(), Space(max_workers=4), 0.02, clock)
-    assert (seen.objection, len(seen.rounds)) == ("", 1)
-    assert (clock() - begun > 5.0) is is_long
-    why = f"the check took {clock() - begun:.0f} s, because epochs are short and were run whole"
-    assert why in seen.why_long if is_long else seen.why_long == ""
-
-
 def times(factor: float) -> SimulatedMachine:
     """The machine, slower as a whole."""
     return replace(THEN, **{name: factor * getattr(THEN, name) for name in ("cpu_s", "step_s", "receive_s")})
