@@ -75,8 +75,6 @@ class Burst:
     """Batches that are copied ahead of the step."""
     timeline: Timeline | None = None
     """Of the device that the step runs on; None for a CPU."""
-    usable_cores: int = 1
-    """What the use of the CPU is a share of."""
     reads_pss: bool = True
     """Whether memory is read."""
 
@@ -115,7 +113,7 @@ def run_burst(burst: Burst, announce: Announce = lambda phase: None) -> Measurem
 
 
 def _measured(burst: Burst, open_loader: OpenLoader, enter: Announce) -> Measurement | Failure:
-    window, lane, timeline = Window(), None, burst.timeline
+    window, lane, timeline = Window(reads_pss=burst.reads_pss), None, burst.timeline
     loader = burst.loader()
     if timeline is not None:
         timeline.open()
@@ -129,6 +127,7 @@ def _measured(burst: Burst, open_loader: OpenLoader, enter: Announce) -> Measure
     run = Run(burst, time.monotonic(), enter, lane)
     open_loader.open(loader)
     del loader
+    window.watch()
     if burst.plan.prefill_s:
         time.sleep(burst.plan.prefill_s)
     enter("first_batch")

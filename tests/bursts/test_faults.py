@@ -20,7 +20,6 @@ from autotune_loader.bursts.failures import deaths_of, failure_of, failure_of_de
 from autotune_loader.bursts.packing import Payload
 from autotune_loader.bursts.parent import FreshProcessError, ProcessProbe
 from autotune_loader.bursts.settings import Settings
-from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.processes import process_group_members
 from autotune_loader.values.plan import BurstPlan
 from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, failed, measured, workload
@@ -72,7 +71,7 @@ def test_what_a_native_library_said_when_it_ended_the_probe_is_told():
 
 def probe_of(dataset, **limits):
     payload = Payload(workload(dataset, sampler=SequentialSampler(dataset)), Settings.read(), 1 << 30)
-    return ProcessProbe(payload, inspect_machine(), **limits)
+    return ProcessProbe(payload, **limits)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def own_step(body: str) -> Callable[..., Any]:
 
 # A GradScaler whose first step overflows, as at first in half precision: it steps no optimizer.
 SCALED = (
-    "scaler = torch.amp.GradScaler('cpu', init_scale=3.4e38); optimizer.zero_grad(); scaler.scale(loss).backward(); "
+    "scaler = torch.amp.GradScaler('cpu', init_scale=1e38); optimizer.zero_grad(); scaler.scale(loss * 10).backward(); "
     "scaler.step(optimizer); scaler.update(); return loss"
 )
 LOOP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
