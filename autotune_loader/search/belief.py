@@ -102,7 +102,7 @@ class Belief:
     @property
     def choice(self) -> LoaderConfig | None:
         """The cheapest of those that count as equally fast; None where nothing has succeeded."""
-        return self.choice_of(self.configs) if self._seen else None
+        return self.choice_of(self._proven) if self._seen else None
 
     def choice_of(self, configs: Sequence[LoaderConfig]) -> LoaderConfig:
         """The same, of some configurations alone."""
@@ -144,14 +144,21 @@ class Belief:
     def proposal(self, passing_over: Collection[LoaderConfig] = ()) -> LoaderConfig | None:
         """The untried configuration of which a burst teaches most; None when the choice is safe or no burst is worth it.
 
+        Once workers have failed, what would be chosen if it worked is tried before it is.
+
         Args:
             passing_over: what is measured elsewhere at this moment.
         """
         choice = self.choice
-        if choice is None or self.is_safe:
+        if choice is None:
+            return None
+        taken = {trial.config.key() for trial in self.trials} | {config.key() for config in passing_over}
+        wanted = self.choice_of(self.configs)
+        if wanted.key() not in self._proven and wanted.key() not in taken:
+            return wanted
+        if self.is_safe:
             return None
         gains = self.draws.knowledge_gradient(self._where(choice))
-        taken = {trial.config.key() for trial in self.trials} | {config.key() for config in passing_over}
         untried = [index for index, config in enumerate(self.configs) if config not in taken]
         best = max(untried, key=lambda i: (round(float(gains[i]), 4), -self.configs[i].num_workers), default=None)
         if best is None or gains[best] <= WORTHWHILE * self.tolerance:
@@ -168,9 +175,9 @@ class Belief:
             return []
         losses = self.draws.losses
         taken = [self._where(choice)]
-        left = losses[:, taken[0]]
+        left, risky = losses[:, taken[0]], [c not in self._proven for c in self.configs]
         while len(taken) < most:
-            means = np.minimum(left[:, None], losses).mean(axis=0)
+            means = np.where(risky, np.inf, np.minimum(left[:, None], losses).mean(axis=0))
             enough = np.flatnonzero(means <= means.min() + FURTHER * self.tolerance)
             best = min(map(int, enough), key=lambda i: (self.space.cost(self.configs[i]), means[i]))
             if left.mean() - means[best] < FURTHER * self.tolerance:
@@ -185,13 +192,21 @@ class Belief:
     def most_workers(self) -> int | None:
         """Workers beyond which nothing is tried after a failure, which may have cost a deadline; None before there is one.
 
-        One, where no number of workers has succeeded; else the geometric middle of what succeeded and what failed.
+        The geometric middle of what succeeded and what failed: one, where no number of workers has succeeded.
         """
-        succeeded = max((trial.config.num_workers for trial in self._seen), default=0)
-        failed = [t.config.num_workers for t in self.trials if _is_for_workers(t) and t.config.num_workers > succeeded]
-        if not failed:
-            return None
-        return math.isqrt(succeeded * min(failed)) if succeeded else min(1, min(failed) - 1)
+        most = self._most_that_succeeded
+        failed = [t.config.num_workers for t in self.trials if _is_for_workers(t) and t.config.num_workers > most]
+        return min(max(most + 1, math.isqrt(most * min(failed))), min(failed) - 1) if failed else None
+
+    @cached_property
+    def _most_that_succeeded(self) -> int:
+        return max((trial.config.num_workers for trial in self._seen), default=0)
+
+    @cached_property
+    def _proven(self) -> list[LoaderConfig]:
+        """What may be chosen: once workers have failed, no more than have succeeded; a hang in a round is dear."""
+        most = self._most_that_succeeded
+        return [c for c in self.configs if self.most_workers is None or c.num_workers <= most]
 
     def _configs(self) -> list[LoaderConfig]:
         """What is believed of: what may be proposed, and what was observed."""

@@ -123,7 +123,6 @@ class Failure:
     """The user's own traceback, where user code raised."""
 
 
-
 def averaged(bursts: Sequence[Measurement]) -> Measurement:
     """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
     last = bursts[-1]

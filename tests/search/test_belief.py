@@ -34,7 +34,9 @@ def workers(count: int, prefetch: int = 8, **more: Any) -> LoaderConfig:
 
 def trials_on(machine: SimulatedMachine, *configs: LoaderConfig, seed: int = 0) -> list[Trial]:
     probe = SimulatedProbe(machine, FakeClock(), seed=seed)
-    bursts = [(config, probe.burst(config, BurstPlan(max_s=0.6, min_s=0.3, seed=i))) for i, config in enumerate(configs)]
+    bursts = [
+        (config, probe.burst(config, BurstPlan(max_s=0.6, min_s=0.3, seed=i))) for i, config in enumerate(configs)
+    ]
     return [Trial.of(i, config, outcome) for i, (config, outcome) in enumerate(bursts)]
 
 
@@ -97,7 +99,11 @@ def test_nothing_measured_is_no_choice_and_rates_alone_are_enough_for_one() -> N
     bare = replace(measured, traces=(), step_s=0.0, service_s=0.0)
     rates = {0: 50.0, 2: 100.0, 4: 200.0, 8: 203.0, 16: 205.0}
     known = [
-        Trial.of(n, workers(n), replace(bare, samples_per_s=Interval(value=rate, low=0.98 * rate, high=1.02 * rate, count=20)))
+        Trial.of(
+            n,
+            workers(n),
+            replace(bare, samples_per_s=Interval(value=rate, low=0.98 * rate, high=1.02 * rate, count=20)),
+        )
         for n, rate in rates.items()
     ]
     belief = Belief(Space(max_workers=16), CONTEXT, known)
@@ -263,7 +269,9 @@ SERVICE_S, LOOP_S = 0.04, 0.0105
 CONFIGS = TOO_FEW, ENOUGH, MANY = tuple(workers(count) for count in (2, 5, 16))
 
 
-def observed(config: LoaderConfig, *, batches: int = 200, slow: int = 0, faster: float = 1.0, **changes: Any) -> Observation:
+def observed(
+    config: LoaderConfig, *, batches: int = 200, slow: int = 0, faster: float = 1.0, **changes: Any
+) -> Observation:
     """A burst in which a worker takes 40 ms a batch, `slow` of them ten times as long, and the loop 10.5 ms."""
     service = np.full(batches, SERVICE_S) / faster
     service[:slow] *= 10

@@ -61,7 +61,9 @@ class Bench:
         rate = rate() if callable(rate) else rate
         return rate if isinstance(rate, Failure) else measured(rate * (1 + self.rng.gauss(0, self.noise)))
 
-    def run(self, rounds: Rounds, *, budget_s: float = math.inf, nominate: Callable[[], Sequence[Any]] = list) -> Rounds:
+    def run(
+        self, rounds: Rounds, *, budget_s: float = math.inf, nominate: Callable[[], Sequence[Any]] = list
+    ) -> Rounds:
         while sides := rounds.entrants(budget_s - self.seconds):
             rounds.record([(side, self.burst(side)) for side in sides], BURST_S * len(sides))
             rounds.admit(nominate())
@@ -155,7 +157,11 @@ def test_as_fast_as_the_step_alone_in_two_rounds_is_at_the_ceiling_and_ends_them
             SOME,
         ),
     ],
-    ids=["a belief in 10 %, where all rounds show none", "rounds that grew slow without it", "the same without a belief"],
+    ids=[
+        "a belief in 10 %, where all rounds show none",
+        "rounds that grew slow without it",
+        "the same without a belief",
+    ],
 )
 def test_rounds_that_both_ran_in_decide(
     prior: Draws | None, rounds: Sequence[Mapping[LoaderConfig, float]], winner: LoaderConfig
@@ -313,7 +319,9 @@ def test_a_side_off_the_grid_beside_neighbours_does_not_end_rounds_by_an_error()
     space, context = Space(max_workers=24), Context(usable_cores=16)
     rule, trials = LoaderConfig(num_workers=17), list[Trial]()
     rounds = some_rounds([SOME, rule], believe=lambda: Belief(space, context, trials) if trials else None)
-    for number, (sides, busy) in enumerate([((BASELINE, SOME, rule), 0.5), ((BASELINE, SOME), 0.0), ((BASELINE, SOME), 0.5)]):
+    for number, (sides, busy) in enumerate(
+        [((BASELINE, SOME, rule), 0.5), ((BASELINE, SOME), 0.0), ((BASELINE, SOME), 0.5)]
+    ):
         outcomes = [(side, replace(measured(100.0 + side.num_workers), foreign_cpu_share=busy)) for side in sides]
         rounds.record(outcomes, 1.0)
         trials += [Trial.of(10 * number + i, side, each, round=number) for i, (side, each) in enumerate(outcomes)]

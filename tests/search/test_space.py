@@ -35,7 +35,9 @@ def workers(count: int, prefetch: int = 2, **more: Any) -> LoaderConfig:
 
 @pytest.mark.parametrize("limits", [Limits(), Limits(shm_bytes=20 * MIB, memory_bytes=300 * MIB, descriptors=100)])
 @pytest.mark.parametrize("space", [Space(max_workers=3), replace(RICH, max_workers=3)])
-def test_every_candidate_is_legal_different_and_changes_one_unmodelled_knob_at_most(space: Space, limits: Limits) -> None:
+def test_every_candidate_is_legal_different_and_changes_one_unmodelled_knob_at_most(
+    space: Space, limits: Limits
+) -> None:
     space = replace(space, limits=limits, batch=BatchCost(bytes=MIB, tensors=2))
     configs = space.candidates()
     assert [config.num_workers for config in configs] == sorted(config.num_workers for config in configs)
@@ -45,7 +47,9 @@ def test_every_candidate_is_legal_different_and_changes_one_unmodelled_knob_at_m
     assert all(config.persistent_workers == (space.persistent_workers and config.num_workers > 0) for config in configs)
     for config in configs:
         plain = space.as_set(config)
-        assert sum(getattr(config, n) != getattr(plain, n) for n in ("pin_memory", "device_prefetch", "batch_size")) <= 1
+        assert (
+            sum(getattr(config, n) != getattr(plain, n) for n in ("pin_memory", "device_prefetch", "batch_size")) <= 1
+        )
 
 
 def test_the_grid_is_0_to_64_workers_of_many_every_eighth_and_ends_where_no_worker_gets_a_batch() -> None:
@@ -71,7 +75,9 @@ def test_what_a_sampler_proposes_is_exactly_what_runs_and_what_the_study_says(sp
         study.tell(trial, 1.0)
 
 
-@pytest.mark.parametrize("own", [workers(96, 2), workers(4, 16), workers(3, 3, pin_memory=True), LoaderConfig()], ids=str)
+@pytest.mark.parametrize(
+    "own", [workers(96, 2), workers(4, 16), workers(3, 3, pin_memory=True), LoaderConfig()], ids=str
+)
 def test_the_users_own_is_proposed_as_it_is(own: LoaderConfig) -> None:
     # GIVEN a configuration of the user's that no grid has
     space = Space(max_workers=8).including(own)

@@ -138,7 +138,9 @@ def test_a_worker_that_has_its_order_shows_what_it_does_between_batches() -> Non
 # What the twin says
 
 
-def observation(workers: int, *, service: float = 0.04, cpu: float = 0.04, receive: float = 0.001, step: float = 0.01) -> Any:
+def observation(
+    workers: int, *, service: float = 0.04, cpu: float = 0.04, receive: float = 0.001, step: float = 0.01
+) -> Any:
     bound = max(workers, 1) / service if workers else 1 / (service + receive + step)
     return Observation(
         num_workers=workers, prefetch_factor=2, service_s=np.full(80, service), cpu_s=np.full(80, cpu),
@@ -178,7 +180,10 @@ def test_a_prediction_holds_the_true_rate_and_names_what_limits_it(
 
 
 def test_more_cores_make_a_job_faster_that_fills_them_and_no_other() -> None:
-    crowded, waiting = SimulatedMachine(cpu_s=0.04, step_s=0.001), SimulatedMachine(cpu_s=0.001, wait_s=0.04, step_s=0.001)
+    crowded, waiting = (
+        SimulatedMachine(cpu_s=0.04, step_s=0.001),
+        SimulatedMachine(cpu_s=0.001, wait_s=0.04, step_s=0.001),
+    )
     # Eight that compute at once stretch each other by 1.35, four by 1.15.
     for machine, times in ((crowded, 2.0 * 1.15 / 1.35), (waiting, 1.0)):
         now, then = (predicted(machine, with_workers(8), cores=cores) for cores in (4, 8))
