@@ -168,7 +168,7 @@ DROPPING = DataSide.from_dataset(Stream(), batch_size=8, drop_last=True)
     ("best", "data", "row", "words"),
     [
         ({"batch_size": 32}, ROWS, Caution.BATCH_SIZE, "from 8 to 32: the learning rate and its schedule belong to it"),
-        ({"batch_size": 32}, ROWS, Caution.BATCH_SIZE, "(4 times is a common start for SGD, 2 times for Adam)"),
+        ({"batch_size": 32}, ROWS, Caution.BATCH_SIZE, "(4 times the learning rate is a common start for SGD"),
         ({"num_workers": 1, "in_order": False}, ROWS, Caution.OUT_OF_ORDER, "order differs from run to run"),
         ({"num_workers": 1, "persistent_workers": True}, ROWS, Caution.EPOCH_NOT_SEEN, "set_epoch()"),
         ({"num_workers": 3}, DROPPING, Caution.FEWER_SAMPLES, "an epoch has fewer samples"),
