@@ -85,7 +85,7 @@ def warm_probe(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if (
-            runner := sys.modules.get("autotune_loader.probe.runner")
+            runner := sys.modules.get("autotune_loader.bursts.parent")
         ) and request.path.stem not in ASK_HOW_PROBES_BEGIN:
             patch.setattr(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
         yield

@@ -20,6 +20,7 @@ from autotune_loader.bursts.samples import Raised, good, named_samples
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
 from autotune_loader.pipeline.batches import BatchShape, samples_in
 from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.values.config import LoaderConfig
@@ -73,14 +74,14 @@ class Bench:
         data: what workers inherit; the main process never fetches from it.
         read_private: gives a data side that the main process may fetch from, filled caches and open handles and all.
         training: model, step and optimizer, as training would begin with them.
-        usable_cores: what the use of the CPU is a share of.
+        seed: of the run's reading; another one begins at another place.
     """
 
     def __init__(
-        self, data: DataSide, read_private: Callable[[], DataSide], training: TrainingSide, usable_cores: int
+        self, data: DataSide, read_private: Callable[[], DataSide], training: TrainingSide, seed: int = 0
     ) -> None:
         self._data, self._read_private, self._training = data, read_private, training
-        self._usable_cores = usable_cores
+        self._seed, self._reading = seed, Reading(data, seed)
         self._first: FirstBatch | None = None
         self._step: TrainingStep | None = None
         self._timeline: Timeline | None = None
@@ -95,7 +96,7 @@ class Bench:
         try:
             announce(phase)
             private, before = self._read_private(), positions()
-            first = self._first = _fetch_first(private)
+            first = self._first = self._fetch_first(private)
             why_none = why_no_workers(private, first.batch, before)
             phase = "step"
             announce(phase)
@@ -107,7 +108,7 @@ class Bench:
         except (Raised, StepError) as error:
             raise self._ends_run(error) from None
         except StepInferenceError as error:
-            raise EverywhereError(str(error)) from None
+            raise EverywhereError(str(error), user_traceback(error.__cause__ or error)) from None
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
             return failure_of(error, phase)
@@ -132,7 +133,6 @@ class Bench:
                 workers=config.num_workers,
                 device_prefetch=config.device_prefetch,
                 timeline=self._timeline,
-                usable_cores=self._usable_cores,
                 reads_pss=request.reads_pss,
             )
             return run_burst(burst, announce)
@@ -148,15 +148,20 @@ class Bench:
                 return failure_of(error.__cause__, "step")  # a size that was not the user's own
             raise self._ends_run(error) from None
 
+    def begin_elsewhere(self) -> None:
+        """Let the next burst read other samples, where nothing is heard of how far the last one came."""
+        self._seed += 1
+        self._reading = Reading(self._data, self._seed)
+
     def _loader(self, request: Request, data: DataSide) -> Any:
         if request.what == "burst":
-            return make_traced_loader(data, request.config, request.plan.seed, stages=request.plan.stages)
+            return make_traced_loader(data, request.config, self._reading, stages=request.plan.stages)
         first, size = self._first, request.plan.batch_size
         assert first is not None, "prepare() comes first"
         if size in (None, first.samples):
             return Cached(first.batch, first.samples)
         private = named_samples(self._read_private())
-        batch, fetch = next(iter(make_traced_loader(private, LoaderConfig(batch_size=size), seed=0)))
+        batch, fetch = next(iter(make_traced_loader(private, LoaderConfig(batch_size=size), self._reading)))
         return Cached(good(batch), fetch[5])
 
     def _ends_run(self, error: Raised | StepError) -> WorkloadError:
@@ -170,6 +175,28 @@ class Bench:
             return WorkloadError(failure_of(cause, "step").message, user_traceback(cause))
         name = "train_step" if step is not None and step.is_own else "the step"
         return EverywhereError(STEP_WRITES.format(step=name, path=path), user_traceback(cause))
+
+    def _fetch_first(self, data: DataSide) -> FirstBatch:
+        """Fetch the batch that the step is warmed up on, and another where that takes no time.
+
+        Raises:
+            StopIteration: there is none.
+            Raised: a sample raised.
+        """
+        batches = iter(make_traced_loader(named_samples(data), LoaderConfig(), self._reading))
+        first, seen = None, list[tuple[float, float, int]]()
+        while not seen or (len(seen) < 2 and seen[0][0] <= SECOND_LOOK_S):
+            begun = time.monotonic()
+            try:
+                batch, fetch = next(batches)
+            except StopIteration:
+                if not seen:
+                    raise
+                break  # the first batch was all there is
+            first = good(batch) if not seen else first
+            seen.append((time.monotonic() - begun, fetch[4], fetch[5]))
+        wall_s, cpu_s, _ = max(seen, key=lambda each: each[1] / max(each[0], 1e-9))
+        return FirstBatch(batch=first, samples=seen[0][2], first_s=seen[0][0], wall_s=wall_s, cpu_s=cpu_s)
 
     def _report(
         self, step: TrainingStep, first: FirstBatch, private: DataSide, step_s: float, why_none: list[str]
@@ -185,6 +212,7 @@ class Bench:
             READS_BY_ITSELF: reads_by_itself,
             SLOW_BATCHES.format(seconds=first.wall_s): first.wall_s > SLOW_FETCH_S,
             REPEATED_SAMPLES: repeats,
+            self._reading.note or "": self._reading.note is not None,
         }
         return WarmupReport(
             step=step.description,
@@ -203,29 +231,6 @@ class Bench:
             default_threads=torch.get_num_threads(),
             notes=(*step.notes, *(note for note, holds in told.items() if holds), *([] if alone else why_none)),
         )
-
-
-def _fetch_first(data: DataSide) -> FirstBatch:
-    """Fetch the batch that the step is warmed up on, and another where that takes no time.
-
-    Raises:
-        StopIteration: there is none.
-        Raised: a sample raised.
-    """
-    batches = iter(make_traced_loader(named_samples(data), LoaderConfig(), seed=0))
-    first, seen = None, list[tuple[float, float, int]]()
-    while not seen or (len(seen) < 2 and seen[0][0] <= SECOND_LOOK_S):
-        begun = time.monotonic()
-        try:
-            batch, fetch = next(batches)
-        except StopIteration:
-            if not seen:
-                raise
-            break  # the first batch was all there is
-        first = good(batch) if not seen else first
-        seen.append((time.monotonic() - begun, fetch[4], fetch[5]))
-    wall_s, cpu_s, _ = max(seen, key=lambda each: each[1] / max(each[0], 1e-9))
-    return FirstBatch(batch=first, samples=seen[0][2], first_s=seen[0][0], wall_s=wall_s, cpu_s=cpu_s)
 
 
 def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> float:

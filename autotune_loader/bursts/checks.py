@@ -20,8 +20,9 @@ from autotune_loader.bursts.loop import OpenLoader
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.batches import tensors_in
-from autotune_loader.pipeline.build import make_traced_loader, seed_everything
+from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.by_value import why_not_pickled
+from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.workload import DataSide, wrapped_datasets
 from autotune_loader.values.config import LoaderConfig
 
@@ -105,7 +106,7 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     first: dict[int, Any] = {}
     try:
         with OpenLoader() as open_loader:
-            loader = make_traced_loader(alike, TWO_WORKERS, seed=0)
+            loader = make_traced_loader(alike, TWO_WORKERS, Reading(alike))
             loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
             open_loader.open(loader)
             del loader

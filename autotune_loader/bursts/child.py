@@ -51,13 +51,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.
 """Of the caller's handlers none is to run in a fork."""
 
 
-def main(connection_fd: int, fds: tuple[int, int, int], usable_cores: int, notes: list[str]) -> NoReturn:
+def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[str]) -> NoReturn:
     """The whole life of a fresh process, which is confined already.
 
     Args:
         connection_fd: of requests and answers.
         fds: of the archives of settings, data and training.
-        usable_cores: what the use of the CPU is a share of.
+        seed: of the reading.
         notes: what the user should know of how it is confined.
     """
     for fd in (connection_fd, *fds):
@@ -73,7 +73,7 @@ def main(connection_fd: int, fds: tuple[int, int, int], usable_cores: int, notes
             def make_bench() -> Bench:
                 workload = Workload(data=read_archive(data_fd), training=read_archive(training_fd))
                 notes.extend([*settings.note(), *settings.set_modules()])
-                return _bench_of(workload, lambda: read_archive(data_fd), usable_cores)
+                return _bench_of(workload, lambda: read_archive(data_fd), seed)
 
             serve(connection, make_bench, notes, answer=_answer)
         code = 0
@@ -83,7 +83,7 @@ def main(connection_fd: int, fds: tuple[int, int, int], usable_cores: int, notes
         leave(code)
 
 
-def fork(workload: Workload, connection: int, output: int, scratch: str, usable_cores: int) -> int:
+def fork(workload: Workload, connection: int, output: int, scratch: str, seed: int) -> int:
     """Fork a process that serves requests with the caller's objects as it has them; its ID, which is that of its group, too.
 
     Args:
@@ -91,7 +91,7 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, usable_
         connection: descriptor of requests and answers.
         output: descriptor of what it prints.
         scratch: its temporary folder.
-        usable_cores: what the use of the CPU is a share of.
+        seed: of the reading.
     """
     caller = os.getpid()
     with warnings.catch_warnings():
@@ -109,7 +109,7 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, usable_
         with contextlib.suppress(*PARENT_IS_GONE):
             serve(
                 Connection(connection),
-                lambda: _bench_of(workload, lambda: workload.data, usable_cores),
+                lambda: _bench_of(workload, lambda: workload.data, seed),
                 notes,
                 _fork_answer,
             )
@@ -131,11 +131,11 @@ def _become_own_process(caller: int, connection: int, output: int, scratch: str)
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for number, source in enumerate((nowhere, output, output)):
-        os.dup2(source, number)
+    for stream, source in enumerate((nowhere, output, output)):
+        os.dup2(source, stream)
     # What the caller's buffers hold is the caller's to print.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
     own_files(writable=False)
     own_shared_memory()
     cut_channels([connection])
@@ -189,6 +189,7 @@ def _answer(bench: Bench, request: Request, connection: Connection) -> None:
 
 def _fork_answer(bench: Bench, request: Request, connection: Connection) -> None:
     """The answer of a fork, which is gone with all that the burst has cached; it dies as that fork does."""
+    bench.begin_elsewhere()
     caller = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -213,9 +214,9 @@ def _end_of_run(error: WorkloadError) -> Message:
     return Message(failure=failure, ends_run=True)
 
 
-def _bench_of(workload: Workload, read_private: Callable[[], DataSide], usable_cores: int) -> Bench:
+def _bench_of(workload: Workload, read_private: Callable[[], DataSide], seed: int) -> Bench:
     data = replace(workload.data, worker_init_fn=WorkerInit(workload.data.worker_init_fn))
-    return Bench(data, read_private, workload.training, usable_cores)
+    return Bench(data, read_private, workload.training, seed)
 
 
 class WorkerInit:

@@ -9,6 +9,8 @@ All else is refused by the kernel (Landlock). Where it cannot, what Python and `
 
 from __future__ import annotations
 
+import errno
+import functools
 import getpass
 import os
 import re
@@ -50,10 +52,10 @@ CHANGES = {
 }  # fmt: skip
 """Audit events that change files, and which argument is the file."""
 IN_TEXT = re.compile(
-    r"permission denied|cannot be opened|can't be opened|(?:unable|failed) to (?:open|create|write)", re.IGNORECASE
+    r"permission denied|can(?:no|')t be opened|(?:unable|failed) to (?:open|create|write)", re.IGNORECASE
 )
 """How libraries in C and C++ say that they could not open a file: torch.save, h5py, OpenCV, and workers' tracebacks."""
-PATHS = re.compile(r"'([^'\n]+)'|\"([^\"\n]+)\"|[Ff]ile (\S+)|name = (\S+?),?\s")
+PATHS = re.compile(r"'([^'\n]+)'|\"([^\"\n]+)\"|path: (\S+)|[Ff]ile (\S*[./]\S*)")
 STEP_WRITES = "{step} writes {path}, and bursts change no file of yours: leave saving and logging out of the step"
 SAMPLE_WRITES = "{sample} writes {path}, and bursts change no file of yours: fill the cache first"
 
@@ -94,21 +96,32 @@ def confine() -> list[str]:
 
     Called before torch and the user's classes are imported: threads that run already would not be held.
     """
-    if write_only_in(places()):
-        return []
-    refuse_writes(places())
-    return [NOT_HELD]
-
-
-def refuse_writes(allowed: Sequence[str]) -> None:
-    """The same by Python's audit events, for kernels without Landlock; for good, as Python has no way back."""
-    roots = tuple(os.path.realpath(each) + os.sep for each in allowed)
+    roots = tuple(os.path.realpath(each) + os.sep for each in places())
 
     def check(path: Any) -> None:
         if isinstance(path, (str, bytes, os.PathLike)):
             real = os.path.realpath(os.fsdecode(path))
             if not f"{real}{os.sep}".startswith(roots):
-                raise PermissionError(13, os.strerror(13), os.fsdecode(path))
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
+
+    is_held = write_only_in(places())
+    if not is_held:
+        _refuse_by_audit(check)
+    import torch
+
+    save: Callable[..., Any] = torch.save
+
+    @functools.wraps(save)
+    def checked(value: Any, f: Any, *args: Any, **options: Any) -> Any:
+        check(f)  # it opens names in C++, which raises no audit event, and an error without the name
+        return save(value, f, *args, **options)
+
+    torch.save = checked  # type: ignore[assignment]
+    return [] if is_held else [NOT_HELD]
+
+
+def _refuse_by_audit(check: Callable[[Any], None]) -> None:
+    """The same by Python's audit events, for kernels without Landlock; for good, as Python has no way back."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -119,15 +132,6 @@ def refuse_writes(allowed: Sequence[str]) -> None:
             check(arguments[CHANGES[event]])
 
     sys.addaudithook(hook)
-    import torch
-
-    save: Callable[..., Any] = torch.save
-
-    def checked(value: Any, f: Any, *args: Any, **options: Any) -> Any:
-        check(f)  # it opens names in C++, which raises no event
-        return save(value, f, *args, **options)
-
-    torch.save = checked  # type: ignore[assignment]
 
 
 def refused_path(error: BaseException | None, allowed: Sequence[str] | None = None) -> str | None:
@@ -152,7 +156,10 @@ def refused_path(error: BaseException | None, allowed: Sequence[str] | None = No
 
 def _paths_in(error: BaseException) -> Iterator[str]:
     names = [getattr(error, name, None) for name in ("filename", "filename2")]
-    if isinstance(error, OSError) and error.errno in (1, 13, 18):  # EPERM, EACCES, EXDEV: of a rename between folders
+    if isinstance(error, OSError) and error.errno in (
+        errno.EACCES,
+        errno.EXDEV,
+    ):  # the second of a rename between folders
         yield from (os.fsdecode(name) for name in names if isinstance(name, (str, bytes)))
     for line in str(error).splitlines():
         if IN_TEXT.search(line):

@@ -75,8 +75,6 @@ class Burst:
     """Batches that are copied ahead of the step."""
     timeline: Timeline | None = None
     """Of the device that the step runs on; None for a CPU."""
-    usable_cores: int = 1
-    """What the use of the CPU is a share of."""
     reads_pss: bool = True
     """Whether memory is read."""
 
@@ -97,21 +95,25 @@ def run_burst(burst: Burst, announce: Announce = lambda phase: None) -> Measurem
         phase = next_phase
         announce(next_phase)
 
-    with OpenLoader() as open_loader:
-        try:
-            enter("start")
-            return _measured(burst, open_loader, enter)
-        except (Raised, StepError):
-            raise
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-            if burst.workers and isinstance(error, (OSError, EOFError)):
-                time.sleep(NEWS_OF_DEATH_S)
-            return failure_of(error, phase, deaths_of(open_loader.workers))
+    open_loader = OpenLoader()
+    try:
+        with open_loader:
+            try:
+                enter("start")
+                return _measured(burst, open_loader, enter)
+            except (Raised, StepError):
+                raise
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
+                if burst.workers and isinstance(error, (OSError, EOFError)):
+                    time.sleep(NEWS_OF_DEATH_S)
+                return failure_of(error, phase, deaths_of(open_loader.workers))
+    except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
+        return failure_of(error, phase, deaths_of(open_loader.workers))
 
 
 def _measured(burst: Burst, open_loader: OpenLoader, enter: Announce) -> Measurement | Failure:
-    window, lane, timeline = Window(), None, burst.timeline
+    window, lane, timeline = Window(reads_pss=burst.reads_pss), None, burst.timeline
     loader = burst.loader()
     if timeline is not None:
         timeline.open()
@@ -125,6 +127,7 @@ def _measured(burst: Burst, open_loader: OpenLoader, enter: Announce) -> Measure
     run = Run(burst, time.monotonic(), enter, lane)
     open_loader.open(loader)
     del loader
+    window.watch()
     if burst.plan.prefill_s:
         time.sleep(burst.plan.prefill_s)
     enter("first_batch")
@@ -247,7 +250,10 @@ class OpenLoader:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None:
             traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-        self.close()
+        try:
+            self.close()
+        except RuntimeError:  # a worker's death, told by torch's signal handler in the midst of it; once
+            self.close()
         forget_open_batch()
 
     def open(self, loader: Any) -> None:
@@ -274,7 +280,6 @@ class OpenLoader:
                 worker.kill()
         for worker in self.workers:
             worker.join()
-        with contextlib.suppress(RuntimeError):  # torch tells of a worker's death in the midst of anything
-            self.iterator = self._own = None
-            if self.workers:
-                gc.collect()  # an exception kept elsewhere may still hold the iterator in a cycle
+        self.iterator = self._own = None
+        if self.workers:
+            gc.collect()  # an exception kept elsewhere may still hold the iterator in a cycle

@@ -39,6 +39,7 @@ from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.memory_guard import MemoryGuard
 from autotune_loader.machine.processes import tree, tree_use
+from autotune_loader.machine.scratch import scratch_root
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
@@ -65,7 +66,7 @@ RUN = (
     "import sys; sys.path[:] = {path!r}; "
     "from autotune_loader.machine.elsewhere import die_with_parent; die_with_parent({parent}); "
     "from autotune_loader.bursts.files import confine; notes = confine(); "
-    "from autotune_loader.bursts.child import main; main({connection}, {fds}, {usable_cores}, notes)"
+    "from autotune_loader.bursts.child import main; main({connection}, {fds}, {seed}, notes)"
 )
 """The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. Torch, and all that is the
 user's, is imported once the process is confined."""
@@ -112,9 +113,7 @@ def open_probe(
         try:
             payload = Payload(workload, Settings.read(), _largest_payload(machine))
             exits.callback(payload.close)
-            probe, warmup = _started(
-                exits, ProcessProbe(payload, machine, start_s=max(START_DEADLINE_S, budget_s), **limits)
-            )
+            probe, warmup = _started(exits, ProcessProbe(payload, start_s=max(START_DEADLINE_S, budget_s), **limits))
         except (NotSentError, WorkloadError) as error:
             if isinstance(error, WorkloadError) and not isinstance(error, FreshProcessError):
                 raise
@@ -123,7 +122,7 @@ def open_probe(
             try:
                 if torch.cuda.is_initialized():
                     raise WorkloadError("this process uses CUDA, which no fork of it can")
-                forked = ProcessProbe(workload, machine, start_s=FORK_DEADLINE_S, **limits)
+                forked = ProcessProbe(workload, start_s=FORK_DEADLINE_S, **limits)
                 probe, warmup = _started(exits, forked)
             except WorkloadError as fork:
                 if isinstance(error, FreshProcessError):
@@ -192,7 +191,6 @@ class ProcessProbe:
     Args:
         source: the packed workload, which is the caller's to close, for processes that are started fresh; or the workload
             itself, for forks of this one.
-        machine: limits of this machine; its usable cores are what shares are measured against.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
         start_s: importing torch, unpickling, the first batch and the warm-up must be done by then, unless they compute.
     """
@@ -200,13 +198,12 @@ class ProcessProbe:
     def __init__(
         self,
         source: Payload | Workload,
-        machine: Machine,
         *,
         memory_budget_bytes: int | None = None,
         start_s: float = START_DEADLINE_S,
     ) -> None:
-        self._source, self._machine = source, machine
-        self._memory_budget_bytes, self._start_s = memory_budget_bytes, start_s
+        self._source, self._memory_budget_bytes, self._start_s = source, memory_budget_bytes, start_s
+        self._starts = 0
         self._child: _Child | None = None
         self._memory: dict[LoaderConfig, MemoryUse] = {}
         """As it was read at the first burst of a configuration."""
@@ -253,7 +250,8 @@ class ProcessProbe:
     def _start(self) -> Message:
         """What a new child answers: that it is warm, or why not; then there is none."""
         self.close()
-        self._child = _Child(self._source, self._machine.usable_cores)
+        self._starts += 1
+        self._child = _Child(self._source, self._starts)
         try:
             message = self._child.ask(None, self._start_s)
         except BaseException:
@@ -300,19 +298,19 @@ class ProcessProbe:
 class _Child:
     """One process of bursts and the connection to it."""
 
-    def __init__(self, source: Payload | Workload, usable_cores: int) -> None:
+    def __init__(self, source: Payload | Workload, seed: int) -> None:
         with contextlib.ExitStack() as held:  # given back at once where no process can start
             ours, theirs = map(held.enter_context, socket.socketpair())
             self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile())
-            self._scratch = tempfile.mkdtemp(prefix="autotune-loader-")
+            self._scratch = tempfile.mkdtemp(prefix="autotune-loader-", dir=scratch_root())
             held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             self._process: subprocess.Popen[bytes] | psutil.Process
             if isinstance(source, Workload):
                 output = self._output.fileno()
-                pid = child.fork(source, theirs.fileno(), output, self._scratch, usable_cores)
+                pid = child.fork(source, theirs.fileno(), output, self._scratch, seed)
                 self._process = psutil.Process(pid)
             else:
-                self._process = self._spawned(source, theirs.fileno(), usable_cores)
+                self._process = self._spawned(source, theirs.fileno(), seed)
             held.callback(self._process.wait)
             held.callback(self.kill)
             held.enter_context(ended_with_us(self.pid, self._scratch))
@@ -395,12 +393,10 @@ class _Child:
         """Leave nothing: no process of the group, no descriptor, no file. Safe to call twice."""
         self._held.close()
 
-    def _spawned(self, payload: Payload, connection: int, usable_cores: int) -> subprocess.Popen[bytes]:
+    def _spawned(self, payload: Payload, connection: int, seed: int) -> subprocess.Popen[bytes]:
         """A fresh interpreter with the flags of this one, which finds what this one finds."""
         path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
-        run = RUN.format(
-            path=path, parent=os.getpid(), connection=connection, fds=payload.fds, usable_cores=usable_cores
-        )
+        run = RUN.format(path=path, parent=os.getpid(), connection=connection, fds=payload.fds, seed=seed)
         return subprocess.Popen(
             [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
             pass_fds=(connection, *payload.fds),

@@ -21,7 +21,10 @@ ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
 @click.option("--budget", help="Wall time for everything, such as 60s or 3m.  [default: 60s]")
 @click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers.")
 @click.option(
-    "--allow", multiple=True, type=click.Choice(ALLOWED), help="Search this too, though it changes training. Repeatable."
+    "--allow",
+    multiple=True,
+    type=click.Choice(ALLOWED),
+    help="Search this too, though it changes training. Repeatable.",
 )
 @click.option("--storage", help="Keep the Optuna study here: a file, or the URL of a database.")
 @click.option("--json", "as_json", is_flag=True, help="Print what loader.json has, and nothing else, on stdout.")
@@ -42,7 +45,9 @@ def tune_command(factory: str, as_json: bool, quiet: bool, storage: str | None, 
 
     given = {name: value for name, value in options.items() if value not in (None, ())}
     if storage is not None:
-        given["storage"] = storage
+        from autotune_loader.tuning.study import open_study
+
+        given["study"] = open_study(storage, factory)
     with _stdout_kept_for_us() if as_json else contextlib.nullcontext():
         # Only now: a script may set variables that torch reads as it is imported.
         data, arguments = load_workload(factory)

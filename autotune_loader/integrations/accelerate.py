@@ -16,7 +16,7 @@ from autotune_loader.integrations import require
 from autotune_loader.live.loader import AutoLoader
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.ranks import run_on_rank_0
+from autotune_loader.tuning.torchrun import alone
 from autotune_loader.tuning.tune import tune
 from autotune_loader.values.config import LoaderConfig
 
@@ -36,7 +36,7 @@ def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **opti
     require("accelerate", feature="Tuning for Accelerate", extra="accelerate")
     options = {"device": str(accelerator.device), **options}
     if accelerator.num_processes > 1 and dispatches(accelerator, loader):
-        result = _tune_for_all(loader, accelerator.num_processes, options)
+        result = _tune_for_all(loader, accelerator, options)
         workers = result.best if accelerator.is_main_process else LoaderConfig()
         return rebuild(loader, workers), result
     result = tune(loader, model, **options)
@@ -75,13 +75,19 @@ def dispatches(accelerator: Any, loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset) if chosen is None else bool(chosen)
 
 
-def _tune_for_all(loader: Any, ranks: int, options: dict[str, Any]) -> TuningResult:
+def _tune_for_all(loader: Any, accelerator: Any, options: dict[str, Any]) -> TuningResult:
     warnings.warn(
-        f"dispatch_batches: rank 0 alone loads for {ranks} ranks, so the loader alone was tuned, on rank 0; "
+        f"dispatch_batches: rank 0 alone loads for {accelerator.num_processes} ranks, so the loader alone was tuned, on rank 0; "
         "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset lets all ranks load",
         stacklevel=3,
     )
     # Without a model there is nothing to do with the options that say what is done with a batch.
     of_loader = {name: value for name, value in options.items() if name not in ("train_step", "loss_fn", "optimizer")}
-    # Half an hour: a budget is 60 s unless the caller says otherwise.
-    return run_on_rank_0(lambda: tune(loader, None, **of_loader), deadline_s=1800.0)
+    from accelerate.utils import broadcast_object_list
+
+    result = None
+    if accelerator.is_main_process:
+        with alone():
+            result = tune(loader, None, **of_loader)
+    (said,) = broadcast_object_list([None if result is None else result.to_dict()])
+    return TuningResult.from_dict(said) if result is None else result

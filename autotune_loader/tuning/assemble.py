@@ -35,7 +35,8 @@ def assembled(search: Search, seconds: float) -> TuningResult:
     run, data, warmup = search.run, search.run.workload.data, search.run.warmup
     undecided = why_undecided(search)
     best = choice_of(search, is_decided=undecided is None)
-    ended, status = search.ended, "complete" if undecided is None else "undecided"
+    ended = search.ended
+    status: Status = "complete" if undecided is None else "undecided"
     if search.fastest() is None:
         ended, status, undecided = Ended.FALLBACK, "fallback", None
     elif ended is Ended.INTERRUPTED:
@@ -45,7 +46,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
     has_baseline = search.rounds is not None and search.rounds.baseline == run.baseline
     found = TuningResult(
         best=best,
-        status=_status(status),
+        status=status,
         baseline=run.baseline,
         tuned_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         batch_size=best.batch_size or data.batch_size,
@@ -76,7 +77,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         study=search.study,
     )
     measured = found.measurement_of(best)
-    return found if measured is None else _judged(found, measured, search)
+    return judged(found) if measured is None else _judged(found, measured, search)
 
 
 def _judged(found: TuningResult, measured: Measurement, search: Search) -> TuningResult:
@@ -90,19 +91,18 @@ def _judged(found: TuningResult, measured: Measurement, search: Search) -> Tunin
         "gpu_memory_bytes": gpu.memory_bytes,
         "memory_bytes": None if memory is None else memory.taken_bytes,
     }
-    found = replace(found, **figures)
-    data = search.run.workload.data
+    assert found.job is not None
+    data, machine = search.run.workload.data, search.run.machine
+    a_sample, samples = measured.read_bytes_per_sample, data.samples_per_epoch()
+    of_data = None if a_sample is None or samples is None else round(a_sample * samples)
+    job = replace(
+        found.job,
+        read_bytes_per_sample=a_sample,
+        data_bytes=of_data,
+        fits_in_memory=None if of_data is None else machine.holds(of_data),
+    )
+    found = replace(found, job=job, **figures)
     return judged(found, has_batched_fetch=data.has_batched_fetch, max_workers=search.run.space.max_workers)
-
-
-def _status(name: str) -> Status:
-    statuses: dict[str, Status] = {
-        "complete": "complete",
-        "undecided": "undecided",
-        "partial": "partial",
-        "fallback": "fallback",
-    }
-    return statuses[name]
 
 
 def why_undecided(search: Search) -> Finding | None:

@@ -7,7 +7,7 @@ round      a little longer, and from full queues where workers would compute mor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune_loader.bursts.protocol import Probe
@@ -41,28 +41,33 @@ FETCHES_TO_WAIT_FOR = 4
 """No burst hangs before so many times the seconds have passed that the first batch took."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Wall seconds that may be spent."""
+
+    seconds: float
+    started: float
+    """When they began, on the clock."""
+    clock: Callable[[], float]
+
+    def left(self) -> float:
+        """Seconds; less than 0 once it is overrun."""
+        return self.seconds - (self.clock() - self.started)
+
+
 class Bursts:
     """The bursts of one job so far, and how the next one is run: the record that `tune()` and `compare()` share.
 
     Args:
         probe: runs them.
         context: the cores, which the step shares.
-        seconds_left: of the budget.
-        clock: seconds.
+        budget: of the run.
         first_batch_s: what the very first batch took.
     """
 
-    def __init__(
-        self,
-        probe: Probe,
-        context: Context,
-        *,
-        seconds_left: Callable[[], float],
-        clock: Callable[[], float],
-        first_batch_s: float = 0.0,
-    ) -> None:
+    def __init__(self, probe: Probe, context: Context, budget: Budget, first_batch_s: float = 0.0) -> None:
         self._probe, self.context = probe, context
-        self._seconds_left, self._clock, self._first_batch_s = seconds_left, clock, first_batch_s
+        self._budget, self._first_batch_s = budget, first_batch_s
         self._prefills: dict[LoaderConfig, float] = {}
         self.trials: list[Trial] = []
         """Those of the search and of rounds, in order, with their traces."""
@@ -102,9 +107,9 @@ class Bursts:
         return took.get(config.key(), max(took.values(), default=0.0))
 
     def _trial(self, config: LoaderConfig, plan: BurstPlan, number: int, **known: Any) -> Trial:
-        begun = self._clock()
+        begun = self._budget.clock()
         outcome = self._probe.burst(config, self._lasting(config, plan))
-        trial = Trial.of(number, config, outcome, seconds=self._clock() - begun, **known)
+        trial = Trial.of(number, config, outcome, seconds=self._budget.clock() - begun, **known)
         self.trials.append(trial)
         return trial
 
@@ -140,7 +145,7 @@ class Bursts:
         has_workers = any(each.config.num_workers for each in done)
         patient_s = max(SHORTEST_DEADLINE_S if has_workers else UNKNOWN_DEADLINE_S, DEADLINE_FACTOR * slowest_s)
         least_s = max(2 * slowest_s, FETCHES_TO_WAIT_FOR * self._first_batch_s)
-        return max(min(patient_s, max(self._seconds_left() / 2, LEAST_DEADLINE_S)), least_s)
+        return max(min(patient_s, max(self._budget.left() / 2, LEAST_DEADLINE_S)), least_s)
 
 
 def prefill_s(config: LoaderConfig, measured: Measurement, context: Context) -> float:

@@ -20,7 +20,7 @@ from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.bursting import Bursts
+from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.rounds import run_rounds
 from autotune_loader.tuning.run import make_context
@@ -79,22 +79,17 @@ def compare(
         for name, workload in workloads.items():
             shown.announce(f"starting {name}")
             entrants[name] = _opened(workload, machine, options.budget_s, exits)
-        deadline = time.monotonic() + options.budget_s
-
-        def seconds_left() -> float:
-            return deadline - time.monotonic()
-
+        bounds = Budget(seconds=options.budget_s, started=time.monotonic(), clock=time.monotonic)
         for entrant in entrants.values():
-            entrant.begin(machine, seconds_left)
+            entrant.begin(machine, bounds)
         works = [name for name, each in entrants.items() if each.failure is None]
         rounds: Rounds = Rounds(works, works[0] if works else "", tolerance=options.tolerance)
         if works:
             run_rounds(
                 rounds,
                 lambda name, number: entrants[name].burst(number),
-                seconds_left=seconds_left,
-                clock=time.monotonic,
-                on_round=lambda rates: shown.announce(_of_round(rounds.number, rates)),
+                bounds,
+                lambda rates: shown.announce(_of_round(rounds.number, rates)),
             )
     return _compared(entrants, rounds, machine, time.monotonic() - begun)
 
@@ -161,18 +156,13 @@ class _Entrant:
     def config(self) -> LoaderConfig:
         return self.workload.own_config or LoaderConfig()
 
-    def begin(self, machine: Machine, seconds_left: Callable[[], float]) -> None:
+    def begin(self, machine: Machine, budget: Budget) -> None:
         """Time the step alone and run one burst."""
         if self.opened is None:
             return
         warmup = self.opened.warmup
-        self.bursts = Bursts(
-            self.opened.probe,
-            make_context(self.workload, warmup, machine),
-            seconds_left=seconds_left,
-            clock=time.monotonic,
-            first_batch_s=warmup.first_batch_s,
-        )
+        context = make_context(self.workload, warmup, machine)
+        self.bursts = Bursts(self.opened.probe, context, budget, warmup.first_batch_s)
         step = self.bursts.step_alone() if self.workload.has_step else None
         self.step = step if isinstance(step, Measurement) else None
         self._run(lambda bursts: bursts.search(self.config, 0))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from autotune_loader.report.progress import Progress
 from autotune_loader.search.rounds import Rounds, RoundsOutcome
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.sampler import StopReason, TwinSampler, quiet_optuna
-from autotune_loader.tuning.bursting import Bursts
+from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.rounds import run_rounds
 from autotune_loader.tuning.run import Run
 from autotune_loader.values.config import LoaderConfig
@@ -101,9 +101,7 @@ class Search:
         probe: runs the bursts.
         study: is told every trial; None for one in memory.
         sampler: proposes; None for the twin.
-        budget_s: wall seconds from `started` to the result.
-        started: when the budget began, on the clock.
-        clock: seconds.
+        budget: from the call to the result.
         progress: told what happens.
         suggestions: tried after the user's own configuration, such as an earlier run's best.
 
@@ -118,28 +116,19 @@ class Search:
         study: optuna.Study | None = None,
         sampler: optuna.samplers.BaseSampler | None = None,
         *,
-        budget_s: float,
-        started: float,
-        clock: Callable[[], float],
+        budget: Budget,
         progress: Progress,
         suggestions: Iterable[LoaderConfig] = (),
     ) -> None:
         self.run, self._sampler, self._progress = run, sampler, progress
-        self._budget_s, self._started, self._clock = budget_s, started, clock
-        self._suggestions, self._repeats = list(suggestions), 0
+        self.budget, self._suggestions, self._repeats = budget, list(suggestions), 0
         self.study = open_study() if study is None else study
         if self.study.user_attrs.get(JOB, run.identity) != run.identity:
             raise ValueError(
                 f"study={self.study.study_name!r} has trials of another job ({self.study.user_attrs[JOB]}); "
                 "a study of its own for each job would work"
             )
-        self.bursts = Bursts(
-            probe,
-            run.context,
-            seconds_left=self.seconds_left,
-            clock=clock,
-            first_batch_s=run.warmup.first_batch_s,
-        )
+        self.bursts = Bursts(probe, run.context, budget, run.warmup.first_batch_s)
         self.twin: TwinSampler = TwinSampler(run.space, run.context, tolerance=run.tolerance)
         self.ceiling: Measurement | None = None
         self.rounds: Rounds | None = None
@@ -154,10 +143,6 @@ class Search:
     def outcome(self) -> RoundsOutcome | None:
         """What the rounds say; None where none was completed."""
         return None if self.rounds is None else self.rounds.outcome()
-
-    def seconds_left(self) -> float:
-        """Of the budget."""
-        return self._budget_s - (self._clock() - self._started)
 
     def decide(self) -> None:
         """Search until there is a reason to stop, then run the rounds; on Ctrl-C what was found so far is kept.
@@ -213,8 +198,8 @@ class Search:
         self.study.sampler = self._sampler or self.twin
         for config in self.twin.first if self._sampler is not None else ():
             self.study.enqueue_trial(run.space.params(config), skip_if_exists=True)
-        stops = [self._stop_in_time, self._stop_repeating]
-        stops += [self.twin.stop_when_safe] if self._sampler is None else []
+        safe = [self.twin.stop_when_safe] if self._sampler is None else []
+        stops: list[Any] = [self._stop_in_time, self._stop_repeating, *safe]
         if self._sampler is not None or self.twin.wants_more(self.study):
             self.study.optimize(self._objective, callbacks=stops)
         if self.ended is None:
@@ -226,7 +211,7 @@ class Search:
         """One trial: samples/s of the configuration that the sampler proposes."""
         import optuna
 
-        run, begun = self.run, self._clock()
+        run, begun = self.run, self.budget.clock()
         config = run.space.suggest(asked)
         known = next((each for each in reversed(self.trials) if each.config == config), None)
         self._repeats = 0 if known is None else self._repeats + 1
@@ -236,9 +221,9 @@ class Search:
             if trial.measurement is not None and (margin := run.space.over_margin(config, trial.measurement)):
                 trial = replace(trial, measurement=None, failure=margin)
         else:
-            trial = Trial(number=asked.number, config=config, failure=failure, seconds=self._clock() - begun)
+            trial = Trial(number=asked.number, config=config, failure=failure, seconds=self.budget.clock() - begun)
         self.twin.record(asked, trial)
-        self._progress.trial(trial, self.fastest(), self.seconds_left())
+        self._progress.trial(trial, self.fastest(), self.budget.left())
         if trial.failure is not None:
             raise optuna.TrialPruned(trial.failure.message)
         assert trial.samples_per_s is not None
@@ -253,8 +238,8 @@ class Search:
             # What failures took is lost to search and rounds alike: a hang must not end the search before it looked below.
             lost_s = sum(each.seconds for each in trials if each.measurement is None)
             rounds_s = LEAST_ROUNDS * self._round_s([fastest.config, self.run.baseline])
-            kept_s = max((self._budget_s - lost_s) * ROUNDS_SHARE, rounds_s)
-        if self.seconds_left() - next_s < kept_s:
+            kept_s = max((self.budget.seconds - lost_s) * ROUNDS_SHARE, rounds_s)
+        if self.budget.left() - next_s < kept_s:
             self.ended = Ended.BUDGET
             study.stop()
 
@@ -272,9 +257,9 @@ class Search:
         sides = self.twin.belief(self.study).shortlist()
         outcomes = [each for each in self.trials if each.config == run.baseline]
         beside = [] if outcomes and outcomes[-1].measurement is None else [run.baseline]
-        while len(sides) > 1 and self._round_s([*sides, *beside]) > self.seconds_left():
+        while len(sides) > 1 and self._round_s([*sides, *beside]) > self.budget.left():
             sides.pop()
-        if not sides or self._round_s([*sides, *beside]) - self.seconds_left() > MOST_OVERRUN_S:
+        if not sides or self._round_s([*sides, *beside]) - self.budget.left() > MOST_OVERRUN_S:
             return
         self.rounds = Rounds(
             sides,
@@ -284,9 +269,7 @@ class Search:
             believe=lambda: self.twin.belief(self.study),
             ceiling=None if self.ceiling is None else self.ceiling.samples_per_s.value,
         )
-        run_rounds(
-            self.rounds, self._in_round, seconds_left=self.seconds_left, clock=self._clock, on_round=self._after_round
-        )
+        run_rounds(self.rounds, self._in_round, self.budget, self._after_round)
 
     def _in_round(self, config: LoaderConfig, number: int) -> Trial:
         trials = self.trials
@@ -296,7 +279,7 @@ class Search:
 
     def _after_round(self, rates: dict[LoaderConfig, float]) -> None:
         assert self.rounds is not None
-        self._progress.round(self.rounds.number, rates, self.seconds_left())
+        self._progress.round(self.rounds.number, rates, self.budget.left())
         if self.rounds.number <= ADMITTING_ROUNDS:
             self.rounds.admit(self.twin.belief(self.study).shortlist())
 

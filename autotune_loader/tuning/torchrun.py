@@ -14,7 +14,6 @@ import itertools
 import os
 import platform
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -33,9 +32,8 @@ class Ranks:
 
     def __init__(self, dist: Any, group: Any) -> None:
         self._dist, self._group, self.rank = dist, group, dist.get_rank()
-        self.environ = {**os.environ}
-        """In which the machine is inspected: it names the ranks that share this node, as not every launcher does."""
-        self.environ["LOCAL_WORLD_SIZE"] = str(self.from_all(platform.node()).count(platform.node()))
+        on_this_node = self.from_all(platform.node()).count(platform.node())
+        self.environ = {**os.environ, "LOCAL_WORLD_SIZE": str(on_this_node)}  # not every launcher says it
 
     def from_all(self, value: Any) -> list[Any]:
         """What every rank says, on every rank."""
@@ -43,7 +41,7 @@ class Ranks:
         self._dist.all_gather_object(said, value, group=self._group)
         return said
 
-    def from_rank_0(self, value: Any = None) -> Any:
+    def from_rank_0(self, *value: Any) -> tuple[Any, ...]:
         """What rank 0 says, on every rank."""
         said = [value]
         self._dist.broadcast_object_list(said, src=0, group=self._group)
@@ -54,6 +52,8 @@ class Ranks:
 def joined_ranks() -> Iterator[Ranks | None]:
     """The ranks of this job while the block runs; None where this process trains alone. Every rank must come here."""
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     is_up = dist.is_available() and dist.is_initialized()
     is_launched = dist.is_available() and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -62,8 +62,8 @@ def joined_ranks() -> Iterator[Ranks | None]:
         return
     if not is_up:
         # The job makes its own group later, with the same store: what is ours has names of its own.
-        store, rank, size = next(dist.rendezvous("env://"))
-        names = dist.PrefixStore(f"autotune_loader{next(_groups)}", store)
+        store, rank, size = next(rendezvous("env://"))
+        names = PrefixStore(f"autotune_loader{next(_groups)}", store)
         dist.init_process_group("gloo", store=names, rank=rank, world_size=size)
     group = dist.new_group(backend="gloo")
     try:
@@ -85,7 +85,7 @@ def alone() -> Iterator[None]:
 @contextlib.contextmanager
 def opened_everywhere(ranks: Ranks | None, opening: contextlib.AbstractContextManager[_Opened]) -> Iterator[_Opened]:
     """What is opened on this rank; where that fails on one rank it fails on all, which are told on which."""
-    why, failed = "", list[str]()
+    why = ""
     with contextlib.ExitStack() as exits:
         try:
             opened = exits.enter_context(opening)
@@ -93,8 +93,9 @@ def opened_everywhere(ranks: Ranks | None, opening: contextlib.AbstractContextMa
             why = str(error) or type(error).__name__
             raise
         finally:
-            said = [] if ranks is None else ranks.from_all(why)
-        failed = [f"rank {rank}: {each}" for rank, each in enumerate(said) if each]
+            failed = (
+                [] if ranks is None else [f"rank {n}: {said}" for n, said in enumerate(ranks.from_all(why)) if said]
+            )
         if failed:
             raise TunerError(failed[0])
         yield opened
@@ -105,29 +106,31 @@ def decided(ranks: Ranks | None, probe: Probe, decide: Callable[[Probe], TuningR
     if ranks is None:
         return decide(probe)
     if ranks.rank:
-        return TuningResult.from_dict(_followed(ranks, probe))
+        return _followed(ranks, probe)
     try:
         result = decide(_Everywhere(ranks, probe))
     except BaseException as error:
-        ranks.from_rank_0((None, f"rank 0: {error or type(error).__name__}"))
+        ranks.from_rank_0(None, f"rank 0: {error or type(error).__name__}", None)
         raise
-    ranks.from_rank_0((None, result.to_dict()))
+    ranks.from_rank_0(None, "", result.to_dict())
     return result
 
 
-def _followed(ranks: Ranks, probe: Probe) -> Any:
+def _followed(ranks: Ranks, probe: Probe) -> TuningResult:
     """The result, after the bursts that rank 0 asks for; Ctrl-C, which reaches all ranks, is rank 0's to answer."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    before: Any = None
+    with contextlib.suppress(ValueError):  # only the main thread hears it
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         while (asked := ranks.from_rank_0())[0] is not None:
             _outcomes(ranks, probe, *asked)
     finally:
-        if is_main:
+        if before is not None:
             signal.signal(signal.SIGINT, before)
-    if isinstance(asked[1], str):
-        raise TunerError(asked[1])
-    return asked[1]
+    _, error, result = asked
+    if error:
+        raise TunerError(error)
+    return TuningResult.from_dict(result)
 
 
 class _Everywhere:
@@ -144,8 +147,7 @@ class _Everywhere:
         return self._ask("step_ceiling", replace(plan, min_s=plan.max_s))
 
     def _ask(self, *asked: Any) -> Measurement | Failure:
-        self._ranks.from_rank_0(asked)
-        return slowest(_outcomes(self._ranks, self._own, *asked))
+        return slowest(_outcomes(self._ranks, self._own, *self._ranks.from_rank_0(*asked)))
 
 
 def _outcomes(ranks: Ranks, probe: Probe, name: str, *arguments: Any) -> list[Any]:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.bursts.parent import open_probe
@@ -19,6 +20,7 @@ from autotune_loader.report.progress import make_progress
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_unknown_arguments, make_workload, told_beside_errors
 from autotune_loader.tuning.assemble import assembled, loader_parts, saved
+from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.options import check_study, parse_options
 from autotune_loader.tuning.run import Run, common_space, make_run
 from autotune_loader.tuning.study import Search
@@ -125,9 +127,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
                     probe,
                     study,
                     sampler,
-                    budget_s=options.budget_s,
-                    started=started,
-                    clock=time.monotonic,
+                    budget=Budget(seconds=options.budget_s, started=started, clock=time.monotonic),
                     progress=shown,
                     suggestions=earlier_best(options.output, run),
                 )
@@ -141,7 +141,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
 
 def earlier_best(output: str | None, run: Run) -> list[LoaderConfig]:
     """The choice of a `loader.json` that is there already and is of this job on this machine."""
-    if output is None or not os.path.exists(output):
+    if output is None or not Path(output).exists():
         return []
     with contextlib.suppress(ConfigFileError):
         earlier = TuningResult.load(output)

@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 import psutil
+from autotune_loader.probe.payload import Payload
+from autotune_loader.probe.runner import ProcessProbe
 
 from autotune_loader.decision.space import BatchCost, Limits, Space
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.processes import process_group_members
-from autotune_loader.probe.payload import Payload
-from autotune_loader.probe.runner import ProcessProbe
 from autotune_loader.tuning.study import OptunaStudy
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError

@@ -22,7 +22,7 @@ def ours(name: str, seed: int) -> dict[str, Any]:
     arguments = regret_workload(name).to_tune_kwargs()
     begun = time.perf_counter()
     result = tune(**arguments, budget=BUDGET, progress=False)
-    return {"config": result.best.to_dict(), "seconds": time.perf_counter() - begun, "detail": [str(result)]}
+    return {"config": result.best.to_dict(), "seconds": time.perf_counter() - begun, "detail": str(result)}
 
 
 def loadtune(name: str, seed: int) -> dict[str, Any]:

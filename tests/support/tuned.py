@@ -22,6 +22,7 @@ from autotune_loader.search.space import BatchCost, Limits, Space
 from autotune_loader.tuning import compare as comparer
 from autotune_loader.tuning import tune as tuner
 from autotune_loader.tuning.assemble import assembled
+from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.run import Run
 from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
@@ -102,8 +103,8 @@ def simulated_search(
     **given: Any,
 ) -> Search:
     """The search of `tune()` with this probe, up to the end of its rounds."""
-    given = {"progress": make_progress(False), "started": clock(), **given}
-    search = Search(run, probe, study, sampler, budget_s=budget_s, clock=clock, **given)
+    budget = Budget(seconds=budget_s, started=given.pop("started", clock()), clock=clock)
+    search = Search(run, probe, study, sampler, budget=budget, **{"progress": make_progress(False), **given})
     search.decide()
     return search
 

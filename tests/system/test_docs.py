@@ -91,10 +91,8 @@ def briefly(whole, **options):
     return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
 
 
-comparing.FEWEST_ROUNDS = 1
-short = {"budget": 1, "isolation": "inline"}
-comparing.compare = autotune_loader.compare = briefly(comparing.compare, **short)
-tuner.tune = autotune_loader.tune = briefly(tuner.tune, max_trials=3, **short)
+comparing.compare = autotune_loader.compare = briefly(comparing.compare, budget=1)
+tuner.tune = autotune_loader.tune = briefly(tuner.tune, budget=1)
 autotune_loader.demo.make_jpegs = functools.partial(autotune_loader.demo.make_jpegs, count=64)
 
 

@@ -18,9 +18,9 @@ BRIEFLY = """
 import functools
 import autotune_loader, autotune_loader.tuning.tune as tuner, autotune_loader.tuning.compare as comparing
 whole = tuner.tune
-tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 1, "max_trials": 3}))
-comparing.FEWEST_ROUNDS, compared = 1, comparing.compare
-comparing.compare = autotune_loader.compare = lambda *a, **o: compared(*a, **{**o, "budget": 1, "isolation": "inline"})
+tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 1}))
+compared = comparing.compare
+comparing.compare = autotune_loader.compare = lambda *a, **o: compared(*a, **{**o, "budget": 1})
 """
 
 

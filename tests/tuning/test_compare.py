@@ -45,7 +45,7 @@ def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatc
     assert ratio.low < 2 < ratio.high
     assert ratio.high < 3
     assert len(found.rounds) >= 2
-    assert all(round.rates.keys() == {"now", "cached"} for round in found.rounds[:2])
+    assert all(each.rates.keys() == {"now", "cached"} for each in found.rounds[:2])
     assert found["cached"].bottleneck is not None
     assert found["cached"].bottleneck.kind == "cpu"
     assert "cached is" in str(found)

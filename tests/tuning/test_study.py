@@ -123,7 +123,8 @@ def test_a_study_that_is_kept_is_gone_on_with(
     storage: str, mode: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    request.addfinalizer(lambda umask=os.umask(0): os.umask(umask))
+    before_umask = os.umask(0)
+    request.addfinalizer(lambda: os.umask(before_umask) and None)
     # GIVEN a search that was told to end after two trials
     first, _, _ = run_on(FAST_STEP, study=open_study(storage), budget_s=6.0)
     before = searched(first)

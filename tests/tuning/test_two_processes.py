@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shutil
@@ -45,6 +46,18 @@ search_in(sys.argv[1], stand_still)
 """
 
 
+@contextlib.contextmanager
+def study_at(url: str) -> Iterator[optuna.Study]:
+    """The study, and its connections closed: Optuna leaves them to the garbage collector, of which psycopg warns."""
+    study = open_study(url, NAME)
+    try:
+        yield study
+    finally:
+        storage: Any = study._storage
+        storage.remove_session()
+        storage._backend.engine.dispose()
+
+
 def search_in(url: str, on_burst: Any = lambda number: None) -> list[LoaderConfig]:
     """Search with the study at this place; what was run here."""
 
@@ -56,8 +69,9 @@ def search_in(url: str, on_burst: Any = lambda number: None) -> list[LoaderConfi
     clock = FakeClock()
     probe = Probe(MACHINE, clock)
     run = simulated_run(MACHINE, Space(max_workers=8), own=LoaderConfig(num_workers=2))
-    found = simulated_search(probe, run, clock, open_study(url, NAME))
-    return [each.config for each in found.trials if each.round is None and each.config in probe.bursts]
+    with study_at(url) as study:
+        found = simulated_search(probe, run, clock, study)
+        return [each.config for each in found.trials if each.round is None and each.config in probe.bursts]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -92,10 +106,10 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def trials(url: str) -> list[optuna.trial.FrozenTrial]:
-    return open_study(url, NAME).get_trials()
+    with study_at(url) as study:
+        return study.get_trials()
 
 
-@pytest.mark.filterwarnings("ignore:.*connection .* was deleted while still open.*:ResourceWarning")
 def test_a_second_process_passes_over_what_the_first_one_runs_and_knows_what_it_has_told(
     url: str, tmp_path: Path, preloaded: PreloadedPython
 ) -> None:
