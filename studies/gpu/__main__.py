@@ -28,12 +28,13 @@ from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.burst_source import SEARCH_BURST
+from autotune_loader.tuning.bursting import SEARCH_BURST
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import CEILING_BURST
-from autotune_loader.values.statistics import Round, paired_ratio
+from autotune_loader.values.statistics import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
 from studies.gpu.training import Loop, Rate
+from studies.regret.oracle import paired_ratio
 
 DEFAULT, TUNED = "default", "tuned"
 # A burst lasts three rounds of its workers: few of them feed a job whose step binds, and are soon through.
