@@ -124,7 +124,7 @@ def run_trial(number: int, drawn: Drawn, probe: ProcessProbe, book: OptunaStudy,
     failure, measured = (outcome, None) if isinstance(outcome, Failure) else (None, outcome)
     book.tell(
         claim,
-        Trial(number=number, config=config, role="search", failure=failure, measurement=measured, seconds=seconds),
+        Trial(number=number, config=config, failure=failure, measurement=measured, seconds=seconds),
     )
 
 

@@ -22,13 +22,13 @@ from autotune_loader.values.trial import Trial
 
 def ran(number: int, config: LoaderConfig, rate: float | Failure, round_number: int | None = None) -> Trial:
     if isinstance(rate, Failure):
-        return Trial(number=number, config=config, role="search", failure=rate)
+        return Trial(number=number, config=config, failure=rate)
     measurement = Measurement(
         samples_per_s=Interval(value=rate, low=rate - 10, high=rate + 10, count=20), samples=640, window_s=0.5,
         batch_size=32, first_batch_s=0.25, wait_share=0.125, service_s=0.08, service_cpu_s=0.07, receive_s=0.001,
         step_s=0.02, memory=MemoryUse(rss_bytes=900 << 20, pss_bytes=640 << 20),
     )  # fmt: skip
-    return Trial(number=number, config=config, role="search", round=round_number, measurement=measurement)
+    return Trial(number=number, config=config, round=round_number, measurement=measurement)
 
 
 NONE, ONE = LoaderConfig(), LoaderConfig(num_workers=1)
