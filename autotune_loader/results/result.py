@@ -263,7 +263,7 @@ class TuningResult:
             raise ValueError(
                 "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
             )
-        asked = {"usable_cores": job.usable_cores, "step_s": job.step_s, "step_cores": job.step_cores}
+        asked: dict[str, Any] = {"usable_cores": job.usable_cores, "step_s": job.step_s, "step_cores": job.step_cores}
         return predict(self.trials, configs, cores=cores, **asked)
 
     def to_dataframe(self, of: Literal["trials", "stages"] = "trials") -> pd.DataFrame:

@@ -6,8 +6,9 @@
 
 The rule: everybody runs once. Then those run who still tell something: the one that would be chosen now, the rival of which
 another pair adds most to the probability that the choice loses no more than the tolerance, and the baseline until it is
-clearly slower in two rounds. Whoever is shown to be slower than the chosen one by more than the tolerance sits out. Rounds end, two at the
-least, when that probability is 0.95, or when no pair adds a point to it.
+clearly slower in two rounds. Whoever is shown to be slower than the chosen one by more than the tolerance sits out. Rounds
+end, two at the least, when that probability is 0.95, when the choice is as fast as the step alone, or when no pair adds a
+point to it for each second that it takes.
 
 The bursts of the search chose the sides, so no rate that is reported comes from them: the best of many noisy bursts looks
 better than it is. For the choice itself a belief counts as one more witness, where there is one: few rounds cannot tell 3 %

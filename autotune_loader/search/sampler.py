@@ -16,7 +16,7 @@ import datetime
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -50,7 +50,7 @@ class StopReason(Enum):
     CEILING = "ceiling"  # as fast as the training step alone
 
 
-class TwinSampler(optuna.samplers.BaseSampler):
+class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     """Proposes the configuration of which one more burst teaches most. Its study must maximise samples/s.
 
     Args:
@@ -207,7 +207,7 @@ def _without_history(trial: Trial) -> Trial:
 
 def _of_rate(samples_per_s: float) -> Measurement:
     """A burst of which nothing but its rate is known."""
-    unknown: Mapping[str, float] = dict.fromkeys(
+    unknown: dict[str, Any] = dict.fromkeys(
         ("window_s", "first_batch_s", "wait_share", "service_s", "service_cpu_s", "receive_s", "step_s"), 0.0
     )
     rate = Interval(value=samples_per_s, low=float("-inf"), high=float("inf"), count=1)

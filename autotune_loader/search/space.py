@@ -97,8 +97,12 @@ class Space:
         first = {name: values[0] for name, values in self._unmodelled().items()}
         if not config.num_workers:
             return replace(config, **{**first, "in_order": True})
-        kept = {"persistent_workers": self.persistent_workers, "multiprocessing_context": self.multiprocessing_context}
-        return replace(config, **first, **kept)
+        return replace(
+            config,
+            **first,
+            persistent_workers=self.persistent_workers,
+            multiprocessing_context=self.multiprocessing_context,
+        )
 
     def as_kept(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration as a job would keep it: with workers that persist where they may."""

@@ -26,6 +26,8 @@ TYPICAL_NOISE = 0.03
 """Relative standard deviation of a burst beside others of its round, before anything was measured."""
 KNOWN_BEFORE = 4
 """What is believed of the noise before any round counts as so many degrees of freedom."""
+OF_LEVELS = 2
+"""The same for what rounds have in common, of which less is known."""
 MIXTURE = 5.0
 """Variance of the effects that a confidence sequence is tuned to, in units of the noise's: narrowest for about three pairs."""
 
@@ -203,9 +205,9 @@ class Effects:
         # What rounds have in common scatters a rate, though no ratio: the scatter of each side around its own mean.
         squares = math.fsum((log - math.fsum(own) / len(own)) ** 2 for own in everybody.values() for log in own)
         freedom = sum(len(own) - 1 for own in everybody.values())
-        pooled = (squares + KNOWN_BEFORE * self.noise_sd**2) / (freedom + KNOWN_BEFORE)
+        pooled = (squares + OF_LEVELS * self.noise_sd**2) / (freedom + OF_LEVELS)
         value = math.fsum(logs) / len(logs)
-        half = student_t_quantile(1 - 0.025 / chosen_of, int(min(freedom, len(self.rounds)) + KNOWN_BEFORE))
+        half = student_t_quantile(1 - 0.025 / chosen_of, min(freedom, len(self.rounds)) + OF_LEVELS)
         half = half * math.sqrt(pooled / len(logs)) if len(logs) > 1 else math.inf
         return _exp(Interval(value=value, low=value - half, high=value + half, count=len(logs)))
 
