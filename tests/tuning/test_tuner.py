@@ -47,7 +47,7 @@ def test_a_stream_gets_as_many_workers_as_share_its_samples(sharded: bool, shard
         stream.num_shards = shards  # type: ignore[attr-defined]
     workload = Workload(data=DataSide.from_dataset(stream, batch_size=4), training=TrainingSide())
     machine = inspect_machine()
-    with open_probe(workload, machine, "inline", None) as opened:
+    with open_probe(workload, machine, None) as opened:
         space = make_space(workload, opened.warmup, machine, TuneOptions(max_workers=4))
     assert space.max_workers == most
     assert any("same samples" in note and "get_worker_info" in note for note in opened.notes) is not sharded
