@@ -124,8 +124,8 @@ def test_the_pipe_between_parent_and_probe_is_private() -> None:
         assert seen.stdout.strip() == "[]"
 
 
-# A job that tells its token wherever user code can tell something: in samples that fail in workers, in the
-# very first batch. The URL of its storage carries another one.
+# A job that tells its token wherever user code can tell something: in samples that fail in workers, on stderr before the
+# process dies, in what cannot be pickled, in the very first batch. The URL of its storage carries another one.
 TELLTALE = """
 import logging, os, sys, traceback, torch
 from pathlib import Path
@@ -149,7 +149,7 @@ def attempt(name, **options):
     try:
         loader = DataLoader(Telltale(name), batch_size=4, num_workers=int(name == "worker"))
         result = tune(loader, progress=True, output=f"{name}.json", budget=2, max_workers=1,
-                      max_trials=1, reuse=False, **options)
+                      max_trials=1, **options)
     except Exception:
         traceback.print_exc()
         return

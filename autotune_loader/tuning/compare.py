@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.decision.evidence import Ask
-from autotune_loader.decision.rounds import as_round, averaged
+from autotune_loader.decision.rounds import as_round
 from autotune_loader.decision.space import Space
+from autotune_loader.diagnosis import Caution, Evidence, diagnose
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.report.assembly import judged
-from autotune_loader.report.comparison import Comparison, Side, about_batch_sizes
 from autotune_loader.report.progress import make_progress
-from autotune_loader.results.loader_file import Finals, Measured
-from autotune_loader.results.result import TuningResult
+from autotune_loader.results.comparison import Comparison, Side
+from autotune_loader.results.record import Finding
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import paired
@@ -30,7 +29,7 @@ from autotune_loader.tuning.options import TuneOptions, parse_options
 from autotune_loader.tuning.state import twin_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import Failure, Measurement, averaged
 from autotune_loader.values.statistics import Round, mean_interval, usable_rounds
 from autotune_loader.values.trial import Trial
 
@@ -199,10 +198,10 @@ class _Entrant:
             Space(max_workers=config.num_workers),
         )
         self.source = BurstSource(opened.probe, space, context, self.trials, lambda: math.inf, warmup.first_batch_s)
-        begun = time.monotonic()
+        begun, threads = time.monotonic(), config.consumer_threads
         step = self.source.step_ceiling(config.batch_size) if self.workload.has_step else None
         if isinstance(step, Measurement):
-            self.step, self.source.context = step, context.with_step(None, step.step_s)
+            self.step, self.source.context = step, context.with_step(threads, step.step_s)
         if isinstance(burst := self.gather(Ask()), Measurement):
             self.bursts.clear()  # rates are taken from rounds alone
             seconds = time.monotonic() - begun
@@ -243,13 +242,13 @@ def _told(entrants: Sequence[_Entrant], rounds: Sequence[Round], seconds: float)
         )
     usable = usable_rounds(rounds)
     sides = tuple(_side(each, usable.rounds) for each in entrants)
-    notes = [f"{each.name}: {note}" for each in entrants for note in each.told()]
+    notes = [Caution.NOTE(text=f"{each.name}: {note}") for each in entrants for note in each.told()]
     return Comparison(
         sides=sides,
         rounds=usable.rounds,
         rate_unit="batches/s" if counting else "samples/s",
         seconds=seconds,
-        notes=(*about_batch_sizes(sides), *([usable.note] if usable.note else []), *notes),
+        notes=(*_about_batch_sizes(sides), *([Caution.NOTE(text=usable.note)] if usable.note else []), *notes),
     )
 
 
@@ -261,29 +260,27 @@ def _side(entrant: _Entrant, rounds: Sequence[Round]) -> Side:
         error = entrant.failure or "no round was completed"
         return Side(name=name, config=config, error=error, traceback=entrant.traceback)
     measurement, step = averaged(entrant.bursts), entrant.step
-    found = TuningResult(
-        best=config,
-        status="complete",
-        baseline=config,
-        trials=tuple(entrant.trials),
-        measured=Measured(
-            samples_per_s=mean_interval(rates),
-            ceiling_samples_per_s=None if step is None else step.samples_per_s,
-            wait_share=measurement.wait_share,
-        ),
-        finals=Finals(
-            configs=(config,),
-            rounds=tuple((rate,) for rate in rates),
-            measurements=(measurement,),
-        ),
-        twin=replace(entrant.source.context, epoch_batches=data.batches_per_epoch(config.batch_size)),
+    found = diagnose(
+        Evidence.of(
+            measurement,
+            config=config,
+            cores=entrant.source.context.usable_cores,
+            samples_per_s=mean_interval(rates).value,
+            ceiling=None if step is None else step.samples_per_s,
+            epoch_batches=data.batches_per_epoch(config.batch_size),
+            on_accelerator=not entrant.workload.on_cpu,
+            has_batched_fetch=data.has_batched_fetch,
+            trials=tuple(entrant.trials),
+        )
     )
-    verdict = judged(
-        found,
-        on_accelerator=not entrant.workload.on_cpu,
-        has_batched_fetch=data.has_batched_fetch,
-    ).verdict
-    return Side(name=name, config=config, measurement=measurement, verdict=verdict)
+    return Side(name=name, config=config, measurement=measurement, bottleneck=found.bottleneck)
+
+
+def _about_batch_sizes(sides: Sequence[Side]) -> Iterator[Finding]:
+    """That sides of different batch sizes are compared by samples/s; nothing where they are of one size."""
+    sizes = {side.name: side.measurement.batch_size for side in sides if side.measurement is not None}
+    if sizes and max(sizes.values()) > 1.01 * min(sizes.values()):
+        yield Caution.BATCH_SIZES_DIFFER(sizes=", ".join(f"{name} {size:.3g}" for name, size in sizes.items()))
 
 
 def sides_of(configs: Mapping[str, LoaderConfig], workload: Workload) -> dict[str, Workload]:

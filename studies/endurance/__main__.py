@@ -214,9 +214,8 @@ def time_bursts(repeats: int = 7) -> int:
     parent.receive = noted
     data = DataSide.from_dataset(Waits(), batch_size=16)
     training = TrainingSide(model=torch.nn.Linear(64, 1), train_step=lambda model, batch: model(batch).mean())
-    print(
-        "| workers | burst | in all | request | start | first batch | around the window | shutdown |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| workers | burst | in all | request | start | first batch | around the window | shutdown |")
+    print("|---|---|---|---|---|---|---|---|")
     with probe_of(Workload(data=data, training=training)) as probe:
         for workers in (0, 1, 2, 4):
             config, rows = LoaderConfig(num_workers=workers), list[list[float]]()
