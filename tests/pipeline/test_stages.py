@@ -19,6 +19,7 @@ from autotune_loader.bursts.loop import Burst, run_burst
 from autotune_loader.bursts.step import build_step
 from autotune_loader.pipeline import stage_clock
 from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.stage_clock import StageClock
 from autotune_loader.pipeline.stages import HAND_OVER, OTHER_THREADS, REST, pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
@@ -287,7 +288,7 @@ def test_waiting_and_computing_are_told_apart_in_workers() -> None:
         step = build_step(TrainingSide(model=None, train_step=lambda model, batch: None), torch.zeros(4, 1))
         data = DataSide.from_loader(DataLoader(Known(), batch_size=4, shuffle=True))
         config = LoaderConfig(num_workers=workers)
-        make = partial(make_traced_loader, data, config, 0, stages=True)
+        make = partial(make_traced_loader, data, config, Reading(data), stages=True)
         outcome = run_burst(Burst(loader=make, step=step, plan=plan, workers=workers))
         assert isinstance(outcome, Measurement), outcome
         return outcome.stages
