@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import load_config
-from autotune_loader.tuning import study
 from autotune_loader.values.errors import ConfigFileError
 from tests.support.bursts import opened, workload
 
