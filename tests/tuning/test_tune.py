@@ -55,6 +55,9 @@ def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(
     assert load_config(path) == result.best
     made = result.make_loader(ROWS, shuffle=True)
     assert LoaderConfig.from_loader(made) == result.best
+    # AND only a loader that shuffles is given back shuffled
+    assert (result.shuffle, tuned(monkeypatch).shuffle) == (False, False)
+    assert tuned(monkeypatch, DataLoader(ROWS, batch_size=8, shuffle=True)).shuffle
     written = TuningResult.load(path)
     assert (written.best, written.status, len(written.trials)) == (result.best, result.status, len(result.trials))
 
