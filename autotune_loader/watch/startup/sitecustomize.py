@@ -22,7 +22,7 @@ def _begin(package_folder: str) -> None:
     if not is_known:
         sys.path.append(package_folder)
     try:
-        from autotune_loader.scripts.hook import begin_as_handed_on
+        from autotune_loader.watch.hook import begin_as_handed_on
     finally:
         if not is_known:
             sys.path.remove(package_folder)

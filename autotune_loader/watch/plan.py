@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,7 @@ VARIABLE = "AUTOTUNE_LOADER_SCRIPT"
 """Of the environment: the plan, for processes that the script starts."""
 STARTUP = str(Path(__file__).with_name("startup"))
 """A folder whose `sitecustomize` Python imports when it starts, before anything of the script."""
-Verb = Literal["watch", "run", "tune"]
+Verb = Literal["watch", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,27 +22,22 @@ class Plan:
     verb: Verb
     script: str | None = None
     """As it was named; None where it is not the command line that started it."""
+    workers: bool = False
+    """Whether a loader that asked for no workers may have some."""
+    max_workers: int | None = None
+    """At most this many workers of each loader."""
+    start_with: str | None = None
+    """The `loader.json` to start with."""
     output: str | None = None
     """Where `loader.json` is written."""
-    apply: str | None = None
-    """The `loader.json` to start with."""
-    page: str | None = None
-    """Where the HTML page is written."""
-    as_json: bool = False
+    report: str | None = None
+    """Where the report is written as JSON."""
     most_waiting: float | None = None
     """Share of waiting above which the exit code says so."""
-    budget_s: float | None = None
-    """Seconds after which `tune` ends the script."""
-    max_workers: int | None = None
-    folder: str | None = None
-    """Where processes of the script leave what others of them read: their reports, and what ranks waited."""
-    pid: int | None = None
-    """Of the script's own process, which removes the folder; it may go on as another program (`os.execv`)."""
 
     def hand_on(self) -> None:
-        """From now on the processes that this one starts do the same; none of them is ended before its time."""
-        handed = replace(self, verb="run") if self.verb == "tune" else self
-        os.environ[VARIABLE] = json.dumps(asdict(handed))
+        """From now on the processes that this one starts do the same."""
+        os.environ[VARIABLE] = json.dumps(asdict(self))
         paths = os.environ.get("PYTHONPATH", "")
         if STARTUP not in paths.split(os.pathsep):
             os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, [paths])])
