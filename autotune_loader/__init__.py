@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from autotune_loader.report.comparison import Comparison
     from autotune_loader.results.load import load_config
     from autotune_loader.results.result import TuningResult
-    from autotune_loader.scripts.enabling import enable
+    from autotune_loader.watch.enabling import enable
     from autotune_loader.tuning.compare import compare
     from autotune_loader.tuning.tune import tune
     from autotune_loader.values.config import LoaderConfig
@@ -52,7 +52,7 @@ _HOMES = {
     "TunerError": "values.errors",
     "TuningResult": "results.result",
     "compare": "tuning.compare",
-    "enable": "scripts.enabling",
+    "enable": "watch.enabling",
     "load_config": "results.load",
     "load_ipython_extension": "integrations.ipython",
     "tune": "tuning.tune",

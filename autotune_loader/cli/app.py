@@ -15,7 +15,7 @@ from autotune_loader.cli.comparing import compare_command
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
 from autotune_loader.cli.files import apply_command, show_command
-from autotune_loader.cli.scripts import Launch, run_command, watch_command
+from autotune_loader.cli.watch import Launch, run_command, watch_command
 from autotune_loader.cli.tuning import demo_command, tune_command
 from autotune_loader.values.errors import TunerError
 from autotune_loader.version import __version__
@@ -33,7 +33,7 @@ def cli(traceback: bool) -> None:
     \b
     Examples:
       autotune-loader watch train.py --epochs 3          what your script's loaders cost it; nothing is changed
-      autotune-loader run train.py --epochs 3            tune them while it trains
+      autotune-loader run --workers train.py --epochs 3  tune them while it trains
       autotune-loader tune train.py:make -o loader.json  tune a loader before the training
       autotune-loader compare a.json b.json --job train.py:make   which of two settings is faster
       autotune-loader demo                               a real training job in small, start to finish
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     returned = _parsed(list(sys.argv[1:] if arguments is None else arguments))
     if not isinstance(returned, Launch):
         return returned
-    from autotune_loader.scripts.launch import launch
+    from autotune_loader.watch.launch import launch
 
     launch(returned.plan, returned.target, returned.arguments, is_module=returned.is_module)
     return FINE

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from autotune_loader.cli.exits import FINE, NOTHING_WORKED, OVER_LIMIT
-from autotune_loader.cli.scripts import Share
+from autotune_loader.cli.watch import Share
 from autotune_loader.values.plan import ISOLATIONS
 
 

@@ -6,38 +6,20 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autotune_loader.cli.exits import exit_code_of
-from autotune_loader.cli.scripts import Launch, launch_of
-from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.tuning.options import ALLOWABLE, SEARCHES
 from autotune_loader.values.plan import ISOLATIONS
 
 if TYPE_CHECKING:
     from autotune_loader.results.result import TuningResult
 
-SCRIPT_BUDGET = "5m"
-"""After which a script is ended that has not settled."""
 
-
-class _TuneCommand(click.Command):
-    """What follows a script is the script's own; options may follow a factory."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.allow_interspersed_args = False
-        typed, _, _ = self.make_parser(ctx).parse_args(list(args))
-        ctx.allow_interspersed_args = not typed.get("is_module") and ":" in str(typed.get("factory"))
-        return super().parse_args(ctx, args)
-
-
-@click.command("tune", cls=_TuneCommand)
-@click.argument("factory", metavar="FACTORY|SCRIPT")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("-m", "is_module", is_flag=True, help="It is a script, named as a module, as for python -m.")
+@click.command("tune")
+@click.argument("factory")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write loader.json here, after every trial.")
 @click.option("--budget", help="Wall time for everything, such as 60s or 3m.  [default: 60s]")
 @click.option("--max-trials", type=int, help="Most configurations to try.")
@@ -76,33 +58,21 @@ class _TuneCommand(click.Command):
 @click.option("--json", "as_json", is_flag=True, help="Print only the result on stdout, as loader.json has it.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def tune_command(
-    factory: str, arguments: tuple[str, ...], is_module: bool, as_json: bool, quiet: bool, **options: Any
-) -> int | Launch:
-    """Tune what FACTORY makes, or a training SCRIPT.
+    factory: str, as_json: bool, quiet: bool, **options: Any
+) -> int:
+    """Tune what FACTORY makes.
 
     FACTORY is package.module:function or path/to/file.py:function. The function takes no arguments and returns a
     dataset, a DataLoader, a tuple (dataset, model), or a dict of arguments for tune(). Options given here win over it.
 
-    A SCRIPT is run, unchanged, with the arguments that follow it; its loaders are tuned while it trains. Once that is
-    known, or the budget is spent, it is ended as by Ctrl-C, and loader.json is written. Of the options, -o, --budget,
-    --max-workers and --json are for scripts.
-
     \b
     Examples:
-      autotune-loader tune train.py --epochs 90
       autotune-loader tune train.py:make_loader -o loader.json
       autotune-loader tune project.data:make --budget 3m --max-workers 16 --allow in_order
       autotune-loader tune train.py:make_loader --json | jq .dataloader_kwargs
     """  # noqa: D301 - click's mark is the character itself
     given = {name: value for name, value in options.items() if value not in (None, ())}
-    if is_module or ":" not in factory:
-        return _of_script(factory, arguments, given, is_module=is_module, as_json=as_json)
-    if arguments:
-        raise ValueError(
-            f"{factory} takes no arguments, but {' '.join(arguments)!r} follows it; a script would take them"
-        )
-    # Only now: a script may set variables that torch reads as it is imported. And the word, not the function, which tests
-    # and users may replace.
+    # The word, not the function, which tests and users may replace.
     from autotune_loader.cli.factories import load_workload
     from autotune_loader.tuning import tune as tuner
 
@@ -137,29 +107,6 @@ def demo_command(output: str, budget: str) -> int:
     result = tuner.tune(**demo.demo_factory(), budget=budget, output=output, reuse=False, progress="on")
     click.echo(f"{result.report()}\n\nWritten to {output}. Use it: autotune-loader apply {output} --to snippet")
     return exit_code_of(result)
-
-
-def _of_script(
-    target: str, arguments: tuple[str, ...], given: dict[str, Any], *, is_module: bool, as_json: bool
-) -> Launch:
-    known = {"output", "budget", "max_workers"}
-    if others := given.keys() - known:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(others))
-        raise ValueError(
-            f"{names} is for factories, not for a script such as {target!r}; {target}:make_loader would work"
-        )
-    is_file = target.endswith(".py") or (Path(target).is_file() and not target.endswith(".json"))
-    if not is_module and not is_file:
-        raise ValueError(
-            f"{target!r} names neither a factory nor a script; train.py:make_loader or train.py would work"
-        )
-    if (ranks := rank_of_environment()[1]) > 1:
-        raise ValueError(
-            f"tune ends a script once it knows, which it can do with one process only, and WORLD_SIZE={ranks}; "
-            f"autotune-loader run -o loader.json {target} would work"
-        )
-    given = {"output": "loader.json", "budget": SCRIPT_BUDGET, **given}
-    return launch_of("tune", target, arguments, is_module=is_module, as_json=as_json, **given)
 
 
 def _print_result(result: TuningResult, output: str | None, *, as_json: bool) -> None:

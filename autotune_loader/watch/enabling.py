@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from autotune_loader.scripts.hook import Hook, active
-from autotune_loader.scripts.plan import Plan
+from autotune_loader.watch.hook import Hook, active
+from autotune_loader.watch.plan import Plan, Verb
+from autotune_loader.watch.stderr import tell_nothing
 
 VERBS = ("watch", "run")
 
@@ -25,7 +26,7 @@ class Enabled:
 
     def report(self) -> str:
         """What is known now."""
-        from autotune_loader.scripts.report import report_of
+        from autotune_loader.watch.report import report_of
 
         return str(report_of(self._hook.session))
 
@@ -33,7 +34,10 @@ class Enabled:
         """Leave loaders alone from now on, and print the report on stderr. What is iterated already goes on."""
         if self._is_ours and self._hook in active:
             self._hook.remove()
-            self._hook.tell(or_nothing=True)
+            if self._hook.has_batches:
+                self._hook.tell()
+            else:
+                tell_nothing(self._hook.plan)
 
     def __enter__(self) -> Enabled:
         return self
@@ -43,11 +47,12 @@ class Enabled:
 
 
 def enable(
-    verb: Literal["watch", "run"] = "watch",
+    verb: Verb = "watch",
     *,
-    output: str | os.PathLike[str] | None = None,
-    apply: str | os.PathLike[str] | None = None,
+    workers: bool = False,
     max_workers: int | None = None,
+    start_with: str | os.PathLike[str] | None = None,
+    output: str | os.PathLike[str] | None = None,
 ) -> Enabled:
     """Look at every DataLoader that this process iterates from now on, whoever makes it: Lightning, a Trainer, Accelerate.
 
@@ -55,16 +60,17 @@ def enable(
 
     Args:
         verb: "watch" measures and changes nothing; "run" tunes workers while training, as `AutoLoader` does.
+        workers: whether loaders that ask for no workers may have some: their data may be read from other processes.
+        max_workers: at most this many workers of each loader.
+        start_with: the `loader.json` to start with.
         output: where `loader.json` is written at the end.
-        apply: the `loader.json` to start with.
-        max_workers: most workers of each loader.
 
     Returns:
         A context manager whose end is that of the looking; without `with`, that is the process' end.
 
     Raises:
         ValueError: another verb; or another one was enabled and not closed.
-        ConfigFileError: `apply` cannot be read.
+        ConfigFileError: `start_with` cannot be read.
     """
     if verb not in VERBS:
         raise ValueError(f"verb={verb!r} is not 'watch' or 'run'; verb='watch' would work")
@@ -73,11 +79,12 @@ def enable(
         if hook.plan.script is None and hook.plan.verb != verb:
             raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already; its close() would end it")
         return Enabled(hook, is_ours=False)
-    if apply is not None:
+    if start_with is not None:
         from autotune_loader.results.result import TuningResult
 
-        TuningResult.load(apply)
-    hook = Hook(Plan(verb=verb, output=_absolute(output), apply=_absolute(apply), max_workers=max_workers))
+        TuningResult.load(start_with)
+    paths = {"start_with": _absolute(start_with), "output": _absolute(output)}
+    hook = Hook(Plan(verb=verb, workers=workers, max_workers=max_workers, **paths))
     hook.install()
     return Enabled(hook, is_ours=True)
 

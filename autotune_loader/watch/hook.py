@@ -34,6 +34,8 @@ LINE = "_autotune_loader_line"
 """Attribute of a loader: file and number of the line that made it."""
 
 log = logging.getLogger(__name__)
+_told_at_end_of: list[int] = []
+"""The process whose end is looked after."""
 
 
 class Hook:
@@ -50,12 +52,18 @@ class Hook:
             from autotune_loader.watch.session import Session
 
             self._session = Session(self.plan)
+            _look_after_the_end()
         return self._session
 
     @property
     def has_batches(self) -> bool:
         """Whether a loader gave any."""
-        return self._session is not None and any(each.tally.batches for each in self._session.loaders)
+        return self._session is not None and any(each.log.totals.batches for each in self._session.loaders)
+
+    @property
+    def is_waiting_too_long(self) -> bool:
+        """Whether the training loader was waited for longer than was allowed."""
+        return self._session is not None and self._session.is_waiting_too_long
 
     def install(self) -> None:
         """Find loaders from now on."""
@@ -86,6 +94,20 @@ def begin_as_handed_on() -> None:
     plan = Plan.handed_on()
     if plan is not None:
         Hook(plan).install()
+
+
+def _look_after_the_end() -> None:
+    """Tell at the end of the process: multiprocessing's run this, unlike atexit, and others do once their children are gone."""
+    if _told_at_end_of != [os.getpid()]:
+        from multiprocessing.util import Finalize
+
+        _told_at_end_of[:] = [os.getpid()]
+        Finalize(None, _tell, exitpriority=-1000)
+
+
+def _tell() -> None:
+    for hook in active:
+        hook.tell()
 
 
 def _forget() -> None:

@@ -9,117 +9,104 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import hashlib
+import contextlib
 import os
-import re
+import pkgutil
 import runpy
-import secrets
+import signal
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any
 
-from autotune_loader.machine.limits import rank_of_environment
-from autotune_loader.scripts.hook import End, Hook, active
-from autotune_loader.scripts.plan import Plan
-from autotune_loader.values.lines import is_ours
+from autotune_loader.watch.hook import Hook, active
+from autotune_loader.watch.plan import Plan
 
 WAITS_TOO_LONG = 4
 """Exit code where the loop waited for longer than `--fail-if-wait` allows."""
 CANNOT_OPEN = 2
 """Exit code of Python for a script that is not there."""
-# As `traceback` prints it.
-FRAME = re.compile(r'  File "([^"\n]+)", line \d+, in [^\n]*\n(?:    [^\n]*\n)*')
 
 
 def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
     """Run a script, or a module, to its end; returns only where it ended well, and raises what it raised.
 
+    Args:
+        plan: what is to be done with its loaders.
+        target: a file, a zipapp or a folder with a `__main__.py`, or a module's name.
+        arguments: of the script.
+        is_module: whether `target` is a module's name.
+
     Raises:
         SystemExit: the script's own; or nothing of that name is there; or the loop waited for too long.
     """
-    try:
-        _run(plan, target, arguments, is_module=is_module)
-    except BaseException:
-        _hide_our_frames()
-        raise
-
-
-def _run(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
     main, code = (_module if is_module else _script)(target, arguments)
-    hook = Hook(replace(plan, folder=_folder(), pid=os.getpid()))
-    end = End(hook)
-    atexit.register(end)
-    hook.plan.hand_on()
+    hook = Hook(plan)
+    end = _End(hook)
+    atexit.register(end)  # first, so that it is the last that happens
+    plan.hand_on()
     active.clear()  # a run within a run reports for itself
     hook.install()
-    _leave_to_the_script(sys.path[0])
     # The second name is the one by which spawned processes send objects of its classes.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-    _tell_before_a_sudden_end(end)
     try:
         exec(code, vars(main))  # noqa: S102 - the script
-    except (KeyboardInterrupt, SystemExit) as error:
-        if hook.has_batches and hook.session.stopped is not None:
-            return  # it was we who ended it
-        if isinstance(error, KeyboardInterrupt):
-            end.is_interrupted = not is_module
-            raise
+    except KeyboardInterrupt:
+        end.is_by_sigint = not is_module
+        raise
+    except SystemExit as error:
         if error.code not in (None, 0):
             raise
-    if hook.has_batches and hook.session.is_waiting_too_long:
+    if hook.is_waiting_too_long:
         raise SystemExit(WAITS_TOO_LONG)
 
 
-def _folder() -> str:
-    """Where the processes of this script leave notes for each other, made by the first; the ranks of a launcher share one."""
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    is_rank = rank_of_environment()[1] > 1
-    job = "-".join(os.environ.get(name, "") for name in names) if is_rank else secrets.token_hex()
-    return os.path.join(  # noqa: PTH118
-        tempfile.gettempdir(), f"autotune-loader-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
-    )
-
-
 def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
-    """`__main__` and the code of a file, as Python sets them up."""
+    """`__main__` and the code of a file, a zipapp or a folder, as Python sets them up."""
+    sys.argv[:] = [path, *arguments]
+    is_safe = getattr(sys.flags, "safe_path", False)
     # As Python itself does, dots and all; the current folder may be gone.
     absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH117, PTH118
+    if pkgutil.get_importer(path) is not None:  # a zipapp or a folder
+        sys.path[: 0 if is_safe else 1] = [path]
+        return _found(vars(runpy)["_get_main_module_details"])
     try:
         source = Path(absolute).read_bytes()
     except OSError as error:
         why = f"[Errno {error.errno}] {error.strerror}"
         print(f"{sys.executable}: can't open file {absolute!r}: {why}", file=sys.stderr)
         raise SystemExit(CANNOT_OPEN) from None
-    sys.argv[:] = [path, *arguments]
-    if not getattr(sys.flags, "safe_path", False):
+    if not is_safe:
         sys.path[0] = os.path.dirname(os.path.realpath(absolute))  # noqa: PTH120
     main = _new_main(SourceFileLoader("__main__", absolute), absolute)
     return main, compile(source, absolute, "exec", dont_inherit=True)
 
 
 def _module(name: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
-    """`__main__` and the code of a module or package, as `python -m` sets them up, and its words where there is none."""
+    """`__main__` and the code of a module or package, as `python -m` sets them up."""
     sys.argv[:] = ["-m", *arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()  # noqa: PTH109
-    find: Any = vars(runpy)["_get_module_details"]
-    try:
-        _, spec, code = find(name, _NotThereError)
-    except _NotThereError as error:
-        raise SystemExit(f"{sys.executable}: {error}") from None
-    sys.argv[0] = spec.origin
-    main = _new_main(spec.loader, spec.origin)
-    vars(main).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+    main, code = _found(vars(runpy)["_get_module_details"], name)
+    sys.argv[0] = vars(main)["__file__"]
     return main, code
 
 
 class _NotThereError(Exception):
     """There is no such module, or it cannot be run."""
+
+
+def _found(find: Any, *name: str) -> tuple[ModuleType, CodeType]:
+    """What runpy finds, or its words where there is nothing."""
+    try:
+        _, spec, code = find(*name, _NotThereError)
+    except _NotThereError as error:
+        raise SystemExit(f"{sys.executable}: {error}") from None
+    main = _new_main(spec.loader, spec.origin)
+    vars(main).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+    return main, code
 
 
 def _new_main(loader: Any, file: str) -> ModuleType:
@@ -129,55 +116,22 @@ def _new_main(loader: Any, file: str) -> ModuleType:
     return main
 
 
-def _leave_to_the_script(folder: str) -> None:
-    """Let the script import a module of its own that has the name of one that only we have imported, such as statistics."""
-    known = list(sys.modules)
-    for name in known[known.index("autotune_loader") + 1 :]:  # in the order in which they were imported
-        places = [os.path.join(folder, f"{name}.py"), os.path.join(folder, name, "__init__.py")]  # noqa: PTH118
-        own = next(filter(os.path.isfile, places), None)
-        if own is not None and getattr(sys.modules[name], "__file__", None) != own:
-            del sys.modules[name]
+class _End:
+    """The last that happens in the script's own process."""
 
+    def __init__(self, hook: Hook) -> None:
+        self._hook, self._pid, self.is_by_sigint = hook, os.getpid(), False
 
-def _hide_our_frames() -> None:
-    """An exception that ends the script is shown as under plain Python, by the script's own hook where it has set one."""
-    shown = sys.excepthook
+    def __call__(self) -> None:
+        """Say that no loader was seen, where that is so, and end by SIGINT where Python does: of scripts, not of modules."""
+        if os.getpid() != self._pid:
+            return
+        if not self._hook.has_batches:
+            from autotune_loader.watch.stderr import tell_nothing
 
-    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> Any:
-        seen, pending = set[int](), [error]
-        while pending:
-            each = pending.pop()
-            seen.add(id(each))
-            each.__traceback__ = _without_ours(each.__traceback__)
-            if each.args and isinstance(text := each.args[0], str) and "Original Traceback" in text:  # from a worker
-                kept = FRAME.sub(lambda found: "" if is_ours(found[1]) else found[0], text)
-                each.args = (type(text)(kept), *each.args[1:])
-            pending += [other for other in (each.__cause__, each.__context__) if other and id(other) not in seen]
-        return shown(kind, error, error.__traceback__)
-
-    sys.excepthook = show
-
-
-def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of this package and of what started it."""
-    frames = []
-    while traceback is not None:
-        frames.append(traceback)
-        traceback = traceback.tb_next
-    launched = [place for place, each in enumerate(frames) if each.tb_frame.f_code is launch.__code__]
-    result = None
-    for each in reversed(frames[launched[-1] + 1 if launched else 0 :]):
-        if not is_ours(each.tb_frame.f_code.co_filename):
-            result = TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return result
-
-
-def _tell_before_a_sudden_end(end: End) -> None:
-    """`os._exit` runs nothing of what is meant to run at the end."""
-    leave = os._exit
-
-    def leave_now(status: int) -> Any:
-        end(f"The script ended by os._exit({status}).")
-        leave(status)
-
-    os._exit = leave_now
+            tell_nothing(self._hook.plan)
+        if self.is_by_sigint:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)

@@ -1,27 +1,73 @@
-"""What is told of a script's loaders at its end: a block for each, on stderr, so that stdout stays the script's own."""
+"""What is told of a script's loaders at its end: a block for each, the one with most time first."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from autotune_loader.report.page import save_html
-from autotune_loader.report.units import bytes_text, counted, seconds_text, share_text
+from autotune_loader.diagnosis import Advice, Bottleneck, Evidence, Kept, diagnose, units
+from autotune_loader.machine.limits import usable_cores
+from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.scripts import ranks
-from autotune_loader.scripts.loader import ScriptLoader
-from autotune_loader.scripts.nothing import foreign_notes, say
-from autotune_loader.scripts.session import Session
-from autotune_loader.scripts.verdict import FEWEST_BATCHES, LoaderReport, told
+from autotune_loader.values.serialization import write_json
+from autotune_loader.values.statistics import Interval
+from autotune_loader.watch.loader import FEWEST_BATCHES, ScriptLoader
+from autotune_loader.watch.plan import Plan
+from autotune_loader.watch.session import Session
+from autotune_loader.watch.stderr import say
+
+WORTH_TRYING = 0.05
+"""A gain below this, at most, is not worth another run."""
+OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.HAND_OVER, Bottleneck.START_UP, Bottleneck.UNCLEAR)
+"""Where other workers may bring something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderReport:
+    """What is known of one loader; shares are of its training time, pauses apart."""
+
+    name: str
+    """The line that makes it."""
+    contents: str
+    epochs: int
+    batches: int
+    samples_per_s: float | None
+    """None where that time is no step long."""
+    wait_share: float | None
+    """The loop waited for data; None before there was a step."""
+    starting_share: float
+    """Part of the wait that went into the start of epochs, where workers start."""
+    settings: dict[str, Any]
+    """As the script has them."""
+    settings_now: dict[str, Any]
+    speedup: Interval | None = None
+    """How many times as fast the change made it, from blocks of batches in turns; None where there were none."""
+    kept: Finding | None = None
+    """Why the number of workers is as asked."""
+    bottleneck: Finding
+    advice: tuple[Finding, ...] = ()
+    """What to do, the best first."""
+
+    def __str__(self) -> str:
+        epochs = f" in {units.counted(self.epochs, 'epoch')}" if self.epochs > 1 else ""
+        seen = [f"{units.counted(self.batches, 'batch')}{epochs}"]
+        if self.samples_per_s is not None:
+            seen.append(f"{units.number_text(self.samples_per_s)} samples/s")
+        if self.wait_share is not None:
+            seen.append(f"the loop waits {units.share_text(self.wait_share)} of its time")
+        own, now = settings_text(self.settings), settings_text(self.settings_now)
+        lines = [f"{self.name}  {self.contents}", f"  {', '.join(seen)}", f"  settings: {own}"]
+        if now != own:
+            lines.append(f"  now: {now}{'' if self.speedup is None else f': {units.ratio_text(self.speedup)} as fast'}")
+        elif self.kept is not None:
+            lines.append(f"  not changed: {self.kept}")
+        lines.append(f"  {self.bottleneck}")
+        return "\n".join([*lines, *(f"  next: {step}" for step in self.advice[:1])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,127 +80,164 @@ class ScriptReport:
     """Of the process itself."""
     peak_child_memory_bytes: int | None
     """Of the largest process that it started and that has ended; None where no loader had workers."""
-    peak_gpu_memory_bytes: int | None
-    """Of its tensors on its current GPU; None without CUDA."""
     loaders: tuple[LoaderReport, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        memory = f"peak memory {bytes_text(self.peak_memory_bytes)}"
+        memory = f"peak memory {units.bytes_text(self.peak_memory_bytes)}"
         if self.peak_child_memory_bytes:
-            memory += f", largest child process {bytes_text(self.peak_child_memory_bytes)}"
-        if self.peak_gpu_memory_bytes is not None:
-            memory += f", on the GPU {bytes_text(self.peak_gpu_memory_bytes)}"
-        loaders = counted(len(self.loaders), "loader")
-        head = f"autotune-loader {self.verb}: {loaders} in {seconds_text(self.seconds)}; {memory}"
+            memory += f", largest child process {units.bytes_text(self.peak_child_memory_bytes)}"
+        loaders = units.counted(len(self.loaders), "loader")
+        head = f"autotune-loader {self.verb}: {loaders} in {units.seconds_text(self.seconds)}; {memory}"
         return "\n\n".join([head, *map(str, self.loaders), *(["\n".join(self.notes)] if self.notes else [])])
 
 
 def report_of(session: Session) -> ScriptReport:
     """What is known now."""
     own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    seen = sorted((each for each in session.loaders if each.log.batches), key=lambda each: -each.log.active_s)
-    has_workers = any(each.own.num_workers or each.config.num_workers for each in seen)
+    seen = [each for each in session.loaders if each.log.totals.batches]
+    whole_s = sum(each.log.totals.active_s for each in seen)
+    loaders = [_report_of(each, whole_s, session.plan) for each in sorted(seen, key=lambda each: -each.log.totals.active_s)]
     return ScriptReport(
         verb=session.plan.verb,
         seconds=time.monotonic() - session.begun,
         peak_memory_bytes=own << 10,
-        peak_child_memory_bytes=children << 10 if has_workers else None,
-        peak_gpu_memory_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
-        loaders=tuple(_report_of(each, session) for each in seen),
+        peak_child_memory_bytes=children << 10 if any(_has_workers(each) for each in loaders) else None,
+        loaders=tuple(loaders),
         notes=tuple(_notes(session)),
     )
 
 
-def tell(session: Session, more: tuple[str, ...] = ()) -> None:
-    """Print the report and write the files that were asked for; what cannot be written is said, not raised."""
-    plan, notes = session.plan, list(more)
-    if plan.folder is not None and session.ranks > 1:
-        share = None if session.main is None else session.main.log.wait_share
-        ranks.leave(plan.folder, session.rank, session.ranks, share)
+def tell(session: Session) -> None:
+    """Print the report and write the files that were asked for; what cannot be written is said, not raised.
+
+    Of the ranks of a job, rank 0 speaks.
+    """
     if session.rank:
         return
-    if plan.folder is not None and session.ranks > 1:
-        notes += filter(None, [ranks.sentence(ranks.gather(plan.folder, session.ranks), session.ranks)])
-    report = report_of(session)
-    with contextlib.ExitStack() as stack:
-        stack.callback(logging.disable, logging.root.manager.disable)
-        logging.disable()  # what matplotlib has to tell would go to the script's log, and perhaps its stdout
-        notes += [
-            _written(session, path, write)
-            for path, write in ((plan.output, TuningResult.save), (plan.page, save_html))
-            if path
-        ]
+    plan, report = session.plan, report_of(session)
+    notes = [_written(plan.output, lambda path: _result_of(session).save(path))] if plan.output else []
     report = replace(report, notes=(*report.notes, *notes))
-    import msgspec
-
-    text = msgspec.json.encode(report).decode() if plan.as_json else f"\n{report}"
-    if plan.folder is None or plan.pid == os.getpid() or not Path(f"/proc/{plan.pid}/exe").exists():
-        say(text)
-        return
-    # The script reads what its other processes print, perhaps: it tells of them at its own end.
-    with contextlib.suppress(OSError):
-        Path(plan.folder).mkdir(mode=0o700, exist_ok=True)
-        Path(plan.folder, f"told-{os.getpid()}").write_text(text)
+    if plan.report:
+        failed = _written(plan.report, lambda path: write_json(report, path))
+        report = replace(report, notes=(*report.notes, failed))
+    say(f"\n{report}")
 
 
 def _notes(session: Session) -> Iterator[str]:
-    yield from foreign_notes()
-    if session.is_waiting_too_long and session.main is not None:
-        waits, most = share_text(session.main.log.wait_share), share_text(session.plan.most_waiting)
-        yield f"{session.main.name} was waited for {waits} of its time, and --fail-if-wait allows {most}."
+    main = session.main
+    if main is not None and session.is_waiting_too_long:
+        waits, most = (units.share_text(each) for each in (main.log.totals.wait_share, session.plan.most_waiting))
+        yield f"{main.name} was waited for {waits} of its time, and --fail-if-wait allows {most}."
     if session.ranks > 1:
         yield f"These are the loaders of rank 0 of {session.ranks}."
-    if session.stopped is not None:
-        yield f"The script was asked to end, as by Ctrl-C: {session.stopped}."
-    elif session.plan.verb == "tune":
-        several = " It has several ranks, none of which is ended: autotune-loader run is for them."
-        yield f"The script ended by itself before tuning was done.{several if session.ranks > 1 else ''}"
 
 
-def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
-    log, (result, expected) = loader.log, loader.findings
-    whole_s = sum(each.log.active_s for each in session.loaders)
-    why_not, mend = loader.refusal
-    known = LoaderReport(
+def _report_of(loader: ScriptLoader, whole_s: float, plan: Plan) -> LoaderReport:
+    totals, found = loader.log.totals, loader.found
+    evidence = evidence_of(loader, whole_s)
+    diagnosis = diagnose(evidence)
+    result: TuningResult | None = None if found is None else found.result
+    bottleneck, advice = diagnosis.bottleneck, diagnosis.advice
+    if result is not None and result.bottleneck is not None and not Bottleneck.LITTLE.said_by(bottleneck):
+        bottleneck, advice = result.bottleneck, result.advice
+    kept = loader.kept if found is None else found.kept
+    return LoaderReport(
         name=loader.name,
         contents=loader.site.contents,
-        epochs=log.epochs,
-        batches=log.batches,
-        samples_per_s=log.samples / log.active_s if log.batches >= FEWEST_BATCHES and log.stepped_s else None,
-        wait_share=log.wait_share,
-        starting_share=log.starting_share,
-        script_share=log.waited_s / max(whole_s, 1e-9),
-        gpu_share=log.gpu.share,
+        epochs=totals.epochs,
+        batches=totals.batches,
+        samples_per_s=evidence.samples_per_s if totals.batches >= FEWEST_BATCHES and totals.stepped_s else None,
+        wait_share=totals.wait_share,
+        starting_share=totals.starting_share,
         settings=loader.own.to_kwargs(),
-        settings_now=loader.config.to_kwargs(),
-        is_tuned=loader.tuned is not None and why_not is None,
-        is_settled=loader.is_settled,
-        why_watched=why_not,
-        mend=mend,
-        expected_settings=None if expected is None else expected[0].to_kwargs(),
-        expected_speedup=None if expected is None else expected[1],
+        settings_now=(loader.own if found is None else found.config).to_kwargs(),
+        speedup=None if result is None else result.speedup,
+        kept=kept,
+        bottleneck=bottleneck,
+        advice=(*_to_try(bottleneck, evidence, kept, plan), *advice),
     )
-    if result is not None:
-        known = replace(
-            known,
-            speedup=None if loader.config == loader.own else result.speedup,
-            binding=result.verdict.binding,
-            evidence=result.verdict.sentence,
-            latest_wait_share=result.measured.wait_share,
-            advice=str(result.advice[0]) if result.advice else None,
-        )
-    return told(known, session.plan.script or "train.py")
 
 
-def _written(session: Session, path: str, write: Any) -> str:
-    main = session.main
-    result = None if main is None else main.findings.result
-    if result is None:
-        return f"{path} was not written: the training was too short to say anything."
-    others = {each.name: each.config.to_kwargs() for each in session.loaders}
+def evidence_of(loader: ScriptLoader, whole_s: float) -> Evidence:
+    """What was measured of a loader; `whole_s` is the time with all loaders.
+
+    Workers of torch's do not tell how long a batch takes them. Where the loop waits, they have no time to rest: a batch takes
+    each of them the time in which so many batches come as there are workers.
+    """
+    totals, workers = loader.log.totals, loader.own.num_workers
+    batch_s = totals.active_s / totals.batches
+    if workers:
+        fetch_s, receive_s = workers * batch_s, totals.fetch_cpu_s / totals.batches
+        fetch_cpu_s = loader.worker_cpu_s / loader.worker_batches if loader.worker_batches else None
+    else:
+        fetch_s, receive_s, fetch_cpu_s = totals.waited_s / totals.batches, None, totals.fetch_cpu_s / totals.batches
+    return Evidence(
+        config=loader.own,
+        samples_per_s=totals.samples / max(totals.active_s, 1e-9),
+        wait_share=totals.wait_share,
+        cores=usable_cores().usable,
+        batch_size=totals.samples / totals.batches,
+        step_s=totals.stepped_s / totals.batches,
+        fetch_s=None if fetch_cpu_s is None else fetch_s,
+        fetch_cpu_s=fetch_cpu_s,
+        receive_s=receive_s,
+        starting_share=totals.starting_share,
+        loader_share=totals.waited_s / max(whole_s, 1e-9),
+        batches=totals.batches,
+        batch_bytes=loader.batch_bytes,
+        batch_tensors=loader.batch_tensors,
+        on_accelerator=torch.cuda.is_initialized(),
+    )
+
+
+def _to_try(bottleneck: Finding, evidence: Evidence, kept: Finding | None, plan: Plan) -> Iterator[Finding]:
+    """The command that tries other settings, where it could pay and is allowed to."""
+    is_limited = any(row.said_by(bottleneck) for row in OTHER_SETTINGS_HELP)
+    has_core = evidence.cores > 1 or not Bottleneck.CPU.said_by(bottleneck)
+    if not is_limited or not has_core or (evidence.headroom or 0.0) < WORTH_TRYING:
+        return
+    if not evidence.config.num_workers and (plan.verb == "watch" or Kept.NO_CONSENT.said_by(kept)):
+        yield Advice.RUN_WITH_WORKERS(script=plan.script or "train.py")
+    elif plan.verb == "watch":
+        yield Advice.RUN(script=plan.script or "train.py")
+    elif Kept.TOO_SHORT.said_by(kept):
+        yield Advice.TRAIN_LONGER()
+
+
+def _result_of(session: Session) -> TuningResult:
+    """The training loader's result, with the settings of the script's other loaders."""
+    main, loaders = session.main, {}
+    assert main is not None
+    for each in session.loaders:
+        loaders[each.name] = (each.own if each.found is None else each.found.best).to_kwargs()
+    if main.found is not None:
+        return replace(main.found.result, loaders=loaders)
+    return TuningResult(
+        best=main.own,
+        status="partial",
+        found_by="watch",
+        baseline=main.own,
+        batch_size=main.site.batch_size,
+        wait_share=main.log.totals.wait_share,
+        seconds=main.log.totals.active_s,
+        loaders=loaders,
+    )
+
+
+def _written(path: str, write: Callable[[str], None]) -> str:
     try:
-        write(replace(result, loaders=others), path)
+        write(path)
     except Exception as error:
         return f"{path} was not written: {error}"
     return f"Written to {path}."
+
+
+def _has_workers(loader: LoaderReport) -> bool:
+    return bool(loader.settings["num_workers"] or loader.settings_now["num_workers"])
+
+
+def settings_text(kwargs: dict[str, Any]) -> str:
+    """Arguments of DataLoader that say anything: "num_workers=2, prefetch_factor=4"."""
+    shown = {name: value for name, value in kwargs.items() if value or name == "num_workers"}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items() if name != "in_order" or value is not True)

@@ -1,9 +1,16 @@
-"""How watch speaks to people: on stderr, so that stdout stays the script's own."""
+"""What people are told on stderr, so that stdout stays the script's own. Torch is not imported: the script may not have."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
+from pathlib import Path
+
+from autotune_loader.machine.limits import rank_of_environment
+from autotune_loader.watch.plan import Plan
+
+NOTHING = "Nothing can be told: no PyTorch DataLoader gave a batch."
 
 
 def say(text: str) -> None:
@@ -16,3 +23,9 @@ def say(text: str) -> None:
         sys.stderr = None  # else what it holds back would make Python's exit code 120
     except (ValueError, AttributeError):
         pass
+
+
+def tell_nothing(plan: Plan) -> None:
+    """Say that no loader was seen; ranks other than 0, for which rank 0 may load, are silent."""
+    if not rank_of_environment()[0]:
+        say(f"\nautotune-loader {plan.verb}: {NOTHING}")

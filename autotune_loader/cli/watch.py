@@ -1,4 +1,4 @@
-"""`autotune-loader watch`, `run` and, for a script, `tune`: what is to be done with which script; `launch` does it."""
+"""`autotune-loader watch` and `run`: what is to be done with which script; `launch` does it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from autotune_loader.scripts.plan import Plan, Verb
 from autotune_loader.values.serialization import require_writable
+from autotune_loader.watch.plan import Plan, Verb
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FILE = click.Path(dir_okay=False)
@@ -47,16 +47,15 @@ def _of_scripts(command: _Function) -> _Function:
     options = [
         click.argument("script"),
         click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
-        click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m."),
+        click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
         click.option("-o", "--output", type=_FILE, help="Write loader.json here at the end."),
-        click.option("--report", "page", type=_FILE, help="Write an HTML page here at the end."),
-        click.option("--json", "as_json", is_flag=True, help="The report as one line of JSON, still on stderr."),
+        click.option("--json", "report", type=_FILE, help="Write the report here as JSON at the end."),
         click.option(
             "--fail-if-wait",
             "most_waiting",
             type=Share(),
             metavar="SHARE",
-            help="End with 4 where the training loop waits for more than this share of its time, such as 10%.",
+            help="Exit with 4 if the training loop waits for data more than this share of its time, such as 10%.",
         ),
     ]
     for option in reversed(options):
@@ -78,49 +77,39 @@ def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **op
       autotune-loader watch -m project.train
       autotune-loader watch --fail-if-wait 10% train.py    for CI
     """  # noqa: D301 - click's mark is the character itself
-    return launch_of("watch", script, arguments, is_module=is_module, **options)
+    return _launch("watch", script, arguments, is_module=is_module, **options)
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @_of_scripts
-@click.option("--apply", type=_FILE, help="Start with the settings of this loader.json.")
-@click.option("--max-workers", type=click.IntRange(min=0), help="Most workers of each loader.")
+@click.option("--workers", is_flag=True, help="Loaders with num_workers=0 may have workers: their data may be read from there.")
+@click.option("--start-with", type=_FILE, help="Start with the settings of this loader.json.")
+@click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers of each loader.")
 def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
-    """Run a script unchanged, and tune its loaders meanwhile.
+    """Run a script, unchanged, and tune its loaders meanwhile.
 
-    Samples and their order stay those of python SCRIPT; random augmentations are drawn by batch. Loaders whose workers
-    may not be changed run as they are, and the report says why.
+    Samples and their order stay those of python SCRIPT; random augmentations are drawn by batch. A loader with
+    num_workers=0 gets no workers unless you say --workers.
 
     \b
     Examples:
-      autotune-loader run -o loader.json train.py --epochs 90
-      autotune-loader run --apply loader.json train.py     begins where that one ended
+      autotune-loader run --workers -o loader.json train.py --epochs 90
+      autotune-loader run --start-with loader.json train.py     begins where that one ended
       torchrun --nproc-per-node 2 -m autotune_loader run train.py
     """  # noqa: D301 - click's mark is the character itself
-    return launch_of("run", script, arguments, is_module=is_module, **options)
+    return _launch("run", script, arguments, is_module=is_module, **options)
 
 
-def launch_of(
-    verb: Verb,
-    script: str,
-    arguments: tuple[str, ...],
-    *,
-    is_module: bool = False,
-    budget: str | None = None,
-    **options: Any,
-) -> Launch:
-    """What the options ask for, checked; those that are not named here are fields of the plan."""
-    from autotune_loader.values.validation import parse_seconds
-
-    if options.get("apply") is not None:  # only then: it imports numpy, for which a script may set variables first
+def _launch(verb: Verb, script: str, arguments: tuple[str, ...], *, is_module: bool, **options: Any) -> Launch:
+    """What the options ask for, checked now and not after hours of training; they are fields of the plan."""
+    if options.get("start_with") is not None:
         from autotune_loader.results.result import TuningResult
 
-        TuningResult.load(options["apply"])
-    for name, option, example in (("output", "--output", "loader.json"), ("page", "--report", "report.html")):
-        if options.get(name) is not None:  # now, and not after hours of training
+        TuningResult.load(options["start_with"])
+    for name, option, example in (("output", "--output", "loader.json"), ("report", "--json", "report.json")):
+        if options[name] is not None:
             require_writable(option, options[name], example)
-    for name in ("output", "page", "apply"):
+    for name in ("output", "report", "start_with"):
         options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
-    budget_s = None if budget is None else parse_seconds("budget", budget)
-    plan = Plan(verb=verb, script=f"-m {script}" if is_module else script, budget_s=budget_s, **options)
+    plan = Plan(verb=verb, script=f"-m {script}" if is_module else script, **options)
     return Launch(plan=plan, target=script, arguments=arguments, is_module=is_module)

@@ -1,0 +1,71 @@
+"""One loader of a script, over all its epochs: what it is, what its loops waited for, and what runs in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autotune_loader.autoloader.log import Log
+from autotune_loader.pipeline.batches import bytes_of, tensors_in
+from autotune_loader.pipeline.site import Site
+from autotune_loader.values.config import LoaderConfig
+
+FEWEST_BATCHES = 3
+"""Of fewer nothing can be said: the first one waits for workers, and the last has no step after it."""
+FIRST_LOOK_S, FIRST_LOOK_BATCHES = 10.0, 50
+"""After so much training, the sooner of both, something can be said."""
+LEAST_START = 0.05
+"""Share of the time in the starts of epochs from which on it is told."""
+
+
+class ScriptLoader:
+    """A loader as people know it: by the line that makes it, however often it is made anew; it is not kept alive.
+
+    Args:
+        site: where it is made, and what it reads.
+        name: as people read it.
+        own: its settings, as the script has them.
+        first_look: called once, when something can be said of it.
+    """
+
+    def __init__(self, site: Site, name: str, own: LoaderConfig, first_look: Callable[[ScriptLoader], None]) -> None:
+        self.site, self.name, self.own, self.log = site, name, own, Log()
+        self.first_look: Callable[[ScriptLoader], None] | None = first_look
+        self.worker_cpu_s, self.worker_batches = 0.0, 0
+        """CPU seconds of torch's workers, and the batches that they made of it, where both were read."""
+        self.batch_bytes = self.batch_tensors = 0
+        """Of the largest first batch of an epoch."""
+        self.found: Any = None
+        """What the latest AutoLoader in its place has found, without its data; None where there was none."""
+        self.kept: Any = None
+        """Why no AutoLoader takes its place under `run`, a `Finding`; None where one does."""
+        self.owner: Callable[[], Any] = lambda: None
+        self.is_running: Callable[[], bool] = lambda: False
+
+    def __str__(self) -> str:
+        """What its loops wait."""
+        totals = self.log.totals
+        if totals.wait_share is None:
+            return "no step could be timed"
+        starts = totals.starting_share
+        of_it = f", {starts * 100:.0f} % for epochs to start" if starts >= LEAST_START else ""
+        return f"the loop waits {totals.wait_share * 100:.0f} % of its time{of_it}"
+
+    def is_free_for(self, loader: Any) -> bool:
+        """Whether it is this loader, or one that is gone, with all of its iterators, and whose place this one takes."""
+        owner = self.owner()
+        return owner is loader or (owner is None and not self.is_running())
+
+    def look(self) -> None:
+        """Something may be said by now."""
+        totals = self.log.totals
+        is_long = totals.active_s >= FIRST_LOOK_S and totals.batches >= FEWEST_BATCHES
+        if (is_long or totals.batches >= FIRST_LOOK_BATCHES) and self.first_look is not None:
+            first_look, self.first_look = self.first_look, None
+            first_look(self)
+
+    def measure(self, batch: Any) -> None:
+        """Look at the first batch of an epoch."""
+        tensors = list(tensors_in(batch))
+        self.batch_bytes = max(self.batch_bytes, sum(bytes_of(each) for each in tensors))
+        self.batch_tensors = max(self.batch_tensors, len(tensors))
