@@ -69,8 +69,8 @@ def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
     is_safe = getattr(sys.flags, "safe_path", False)
     # As Python itself does, dots and all; the current folder may be gone.
     absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH117, PTH118
-    if pkgutil.get_importer(path) is not None:  # a zipapp or a folder
-        sys.path[: 0 if is_safe else 1] = [path]
+    if pkgutil.get_importer(absolute) is not None:  # a zipapp or a folder
+        sys.path[: 0 if is_safe else 1] = [absolute]
         return _found(vars(runpy)["_get_main_module_details"])
     try:
         source = Path(absolute).read_bytes()

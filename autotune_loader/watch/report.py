@@ -23,7 +23,7 @@ from autotune_loader.watch.stderr import say
 
 WORTH_TRYING = 0.05
 """A gain below this, at most, is not worth another run."""
-OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.HAND_OVER, Bottleneck.START_UP, Bottleneck.UNCLEAR)
+OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.HAND_OVER, Bottleneck.UNCLEAR)
 """Where other workers may bring something."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.watch.plan import Plan
 
-NOTHING = "Nothing can be told: no PyTorch DataLoader gave a batch."
+NOTHING = "Nothing can be told: no PyTorch DataLoader gave a batch in this process."
 
 
 def say(text: str) -> None:

@@ -39,7 +39,6 @@ class Bench:
 
     def told(self, *argv: str, **environ: str) -> tuple[str, dict[str, Any]]:
         """What a script that ends well printed, and the report as data."""
-        code, output = self.run("command.py", argv[0], "--json", *argv[1:], **environ)
-        assert code == 0, output
-        *printed, report = output.splitlines()
-        return "\n".join(printed), json.loads(report)
+        code, printed, output = self.command(argv[0], "--json", "report.json", *argv[1:], **environ)
+        assert code == 0, printed + output
+        return printed, json.loads((self.folder / "report.json").read_text())

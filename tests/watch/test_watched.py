@@ -1,0 +1,211 @@
+"""Loaders of this process, watched by `enable()`: which of them are one, what is counted, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import multiprocessing
+import pickle
+import sys
+from collections.abc import Iterator
+from multiprocessing import util
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from autotune_loader import enable
+from autotune_loader.pipeline.site import Site
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import Line
+from autotune_loader.watch.enabling import Enabled
+from autotune_loader.watch.hook import active
+from autotune_loader.watch.loader import ScriptLoader
+from autotune_loader.watch.watched import Watch, cpu_of
+
+NUMBERS = TensorDataset(torch.arange(48))
+
+
+@pytest.fixture
+def watching(capsys: pytest.CaptureFixture[str]) -> Iterator[Enabled]:
+    with enable("watch") as enabled:
+        yield enabled
+
+
+def seen(enabled: Enabled) -> list[tuple[str, int, int]]:
+    """Name, epochs and batches of each loader."""
+    return [
+        (each.name, each.log.totals.epochs, each.log.totals.batches) for each in enabled._hook.session.loaders
+    ]
+
+
+def make(batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(NUMBERS, batch_size=batch_size)
+
+
+LINE = f"tests/watch/test_watched.py:{make.__code__.co_firstlineno + 1}"
+
+
+def test_loaders_of_one_line_are_one_unless_both_are_there(watching: Enabled) -> None:
+    for _ in range(2):  # made anew for each epoch
+        list(make())
+        for _ in make():
+            break
+    for pair in zip(make(), make(), strict=True):  # both at once
+        assert len(pair) == 2
+        break
+    kept = make(), make()
+    for loader in kept * 2:  # living ones are told apart, and each is the same again
+        list(loader)
+    list(make(batch_size=8))
+
+    assert seen(watching) == [
+        (LINE, 4 + 1, 26 + 1),
+        (f"{LINE} TensorDataset", 1 + 2, 1 + 24),
+        (f"{LINE} TensorDataset 2", 2, 24),
+        (f"{LINE} TensorDataset 3", 1, 6),
+    ]
+
+
+def test_an_iterator_that_is_kept_leaves_its_loader_one(watching: Enabled) -> None:
+    loader = make()
+    kept = iter(loader)
+    next(kept)
+    for _ in range(2):
+        list(loader)
+
+    assert seen(watching) == [(LINE, 3, 25)]
+
+
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_batch(
+    verb: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with enable(verb) as enabled:
+        for _ in range(2):
+            loader = DataLoader(TensorDataset(torch.arange(18.0)), batch_size=4, collate_fn=lambda items: items[:1])
+            assert len(list(loader)) == 5
+        assert next(iter(DataLoader(NUMBERS, sampler=itertools.repeat(7))))[0].item() == 7
+        assert list(DataLoader(TensorDataset(torch.empty(0)), batch_size=4)) == []
+        totals = enabled._hook.session.loaders[0].log.totals
+    assert (totals.batches, totals.samples, totals.epochs) == (10, 36, 2)
+
+
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_copies_of_a_loader_have_the_data_that_they_were_given(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with enable(verb):
+        loader = make()
+        first = [batch.tolist() for (batch,) in loader]
+        for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+            vars(copied)["dataset"] = TensorDataset(100 + torch.arange(48))
+            assert [[value - 100 for value in batch.tolist()] for (batch,) in copied] == first
+        assert [batch.tolist() for (batch,) in loader] == first
+
+
+def test_enabling_again_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    with enable("watch"):
+        list(DataLoader(NUMBERS))
+    before, finders = len(util._finalizer_registry), list(sys.meta_path)
+    for _ in range(3):
+        with enable("watch"):
+            list(DataLoader(NUMBERS))
+    assert (len(util._finalizer_registry), sys.meta_path, active) == (before, finders, [])
+    assert capsys.readouterr().err.count("48 batches, ") == 4
+    assert type(iter(DataLoader(NUMBERS))) is _SingleProcessDataLoaderIter
+
+
+def test_another_verb_is_refused_while_one_is_enabled(watching: Enabled, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="'watch' is enabled already"):
+        enable("run")
+    with pytest.raises(ValueError, match="verb='look' is not"):
+        enable("look")  # type: ignore[arg-type]
+    with enable("watch") as again:
+        list(make())
+    assert capsys.readouterr().err == ""
+    assert "12 batches" in again.report()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_kept_workers_end_with_their_loader(verb: Any) -> None:
+    with enable(verb) as enabled:
+        loader = DataLoader(NUMBERS, batch_size=8, num_workers=1, persistent_workers=True)
+        for _ in range(2):
+            list(loader)
+        assert [(epochs, batches) for _, epochs, batches in seen(enabled)] == [(2, 12)]
+        assert len(multiprocessing.active_children()) == 1 or verb == "run"
+        del loader
+        assert not multiprocessing.active_children()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = self.cpu = 0.0
+
+
+def loop_of(clock: Clock, told: list[str], *, batches: int) -> tuple[ScriptLoader, Watch]:
+    loader = DataLoader(TensorDataset(torch.arange(8 * batches)), batch_size=8)
+    site = Site.of(loader, Line("train.py", 15))
+    known = ScriptLoader(site, "train.py:15", LoaderConfig(), lambda each: told.append(str(each)))
+    return known, Watch(known, loader, 0.0, clock=lambda: clock.now, cpu_clock=lambda: clock.cpu)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "step_s", "batches", "said_after", "words"),
+    [
+        (0.041, 0.059, 60, 50, "the loop waits 41 % of its time"),  # batches
+        (1.5, 0.5, 9, 5, "the loop waits 75 % of its time"),  # seconds
+        (20.0, 0.1, 9, 3, "the loop waits 100 % of its time"),  # the fewest that say anything
+        (0.1, 0.1, 9, None, ""),
+    ],
+)
+def test_the_first_line_comes_after_50_batches_or_10_seconds(
+    wait_s: float, step_s: float, batches: int, said_after: int | None, words: str
+) -> None:
+    clock, told, said = Clock(), list[str](), None
+    _, watch = loop_of(clock, told, batches=batches)
+    for number in range(batches):
+        watch.ask()
+        if told and said is None:
+            said = number
+        clock.now += wait_s
+        watch.receive(torch.zeros(8))
+        clock.now += step_s
+    assert (said, told) == (said_after, [words] if said_after else [])
+
+
+def test_waiting_pauses_and_starts_of_epochs_are_told_apart() -> None:
+    clock, told = Clock(), list[str]()
+    known, watch = loop_of(clock, told, batches=4)
+    for pause_s in (60.0, 0.1):  # an evaluation of a minute is no step
+        watch.begin()
+        clock.now += 1.0
+        watch.started()
+        for wait_s, step_s in ((1.1, 0.1), (0.1, pause_s), (0.1, 0.1), (0.1, 0.1)):
+            watch.ask()
+            clock.now += wait_s
+            clock.cpu += wait_s / 2
+            watch.receive(torch.zeros(8))
+            clock.now += step_s
+        watch.ask()
+        watch.end()
+    totals = known.log.totals
+    assert (totals.batches, totals.samples, totals.epochs, watch.is_running) == (8, 64, 2, False)
+    assert (totals.waited_s, totals.stepped_s) == pytest.approx((4.8, 0.7))
+    assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
+    assert totals.fetch_cpu_s == pytest.approx(1.4)
+    assert known.batch_bytes == 32
+
+
+@pytest.mark.process
+def test_workers_tell_what_cpu_they_take(watching: Enabled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_loader.watch.watched.CPU_EVERY_S", 0.0)
+    readings = iter(range(100))
+    monkeypatch.setattr("autotune_loader.watch.watched.cpu_of", lambda pid: 0.5 * next(readings))
+    list(DataLoader(NUMBERS, batch_size=8, num_workers=1))
+
+    (known,) = watching._hook.session.loaders
+    assert (known.worker_batches, known.worker_cpu_s) == (5, 2.5)  # from the first batch to the last
+    assert cpu_of(multiprocessing.current_process().pid or 0) > 0
