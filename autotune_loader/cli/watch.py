@@ -82,7 +82,9 @@ def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **op
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @_of_scripts
-@click.option("--workers", is_flag=True, help="Loaders with num_workers=0 may have workers: their data may be read from there.")
+@click.option(
+    "--workers", is_flag=True, help="Loaders with num_workers=0 may have workers: their data may be read from there."
+)
 @click.option("--start-with", type=_FILE, help="Start with the settings of this loader.json.")
 @click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers of each loader.")
 def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:

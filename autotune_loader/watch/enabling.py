@@ -83,8 +83,14 @@ def enable(
         from autotune_loader.results.result import TuningResult
 
         TuningResult.load(start_with)
-    paths = {"start_with": _absolute(start_with), "output": _absolute(output)}
-    hook = Hook(Plan(verb=verb, workers=workers, max_workers=max_workers, **paths))
+    plan = Plan(
+        verb=verb,
+        workers=workers,
+        max_workers=max_workers,
+        start_with=_absolute(start_with),
+        output=_absolute(output),
+    )
+    hook = Hook(plan)
     hook.install()
     return Enabled(hook, is_ours=True)
 

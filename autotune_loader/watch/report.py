@@ -97,7 +97,9 @@ def report_of(session: Session) -> ScriptReport:
     own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seen = [each for each in session.loaders if each.log.totals.batches]
     whole_s = sum(each.log.totals.active_s for each in seen)
-    loaders = [_report_of(each, whole_s, session.plan) for each in sorted(seen, key=lambda each: -each.log.totals.active_s)]
+    loaders = [
+        _report_of(each, whole_s, session.plan) for each in sorted(seen, key=lambda each: -each.log.totals.active_s)
+    ]
     return ScriptReport(
         verb=session.plan.verb,
         seconds=time.monotonic() - session.begun,
@@ -212,7 +214,8 @@ def _result_of(session: Session) -> TuningResult:
     for each in session.loaders:
         loaders[each.name] = (each.own if each.found is None else each.found.best).to_kwargs()
     if main.found is not None:
-        return replace(main.found.result, loaders=loaders)
+        found: TuningResult = main.found.result
+        return replace(found, loaders=loaders)
     return TuningResult(
         best=main.own,
         status="partial",

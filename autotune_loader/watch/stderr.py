@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
-from pathlib import Path
 
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.watch.plan import Plan

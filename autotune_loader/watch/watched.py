@@ -1,6 +1,6 @@
 """An iterator of torch's, or of AutoLoader's, that tells how long its loop waits: of a subclass with a `__next__` of its own.
 
-    next(iterator) ── ask ── the iterator's own __next__ ── receive      StopIteration ── end
+next(iterator) ── ask ── the iterator's own __next__ ── receive      StopIteration ── end
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def watch_iterator(iterator: Any, known: ScriptLoader, loader: Any, begun: float
 
 
 @functools.lru_cache(maxsize=64)
-def watched(kind: Any) -> Any:
+def watched(kind: type[Any]) -> type[Any]:
     """The subclass of a class of iterators; it has its name."""
 
     class Watched(kind):  # type: ignore[misc]

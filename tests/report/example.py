@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 
 from autotune_loader.results.loader_file import Advice
+
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
 from autotune_loader.results.loader_file import Advice, Verdict
+
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.statistics import Interval
 from tests.support import SimulatedMachine, simulated_result

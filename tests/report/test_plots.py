@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import matplotlib
 import pytest
+from autotune_loader.report.plots.training import plot_training
+from autotune_loader.report.standings import final_ratios, standings
+from autotune_loader.report.units import share_text
 from matplotlib.axes import Axes
 from report.example import STAGES
 
@@ -14,9 +17,6 @@ from autotune_loader.report import plots
 from autotune_loader.report.plots import timeline
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.plots.stages import MOST_ROWS
-from autotune_loader.report.plots.training import plot_training
-from autotune_loader.report.standings import final_ratios, standings
-from autotune_loader.report.units import share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError

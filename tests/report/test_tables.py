@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from report.example import FULL, KILLED
-
-from autotune_loader.report.plots.workers import plot_workers
 from autotune_loader.report.standings import standings
 from autotune_loader.report.tables import render_report, render_trials
 from autotune_loader.results.loader_file import Finals, Measured
+from report.example import FULL, KILLED
+
+from autotune_loader.report.plots.workers import plot_workers
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse

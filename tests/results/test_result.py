@@ -19,12 +19,12 @@ from unittest import mock
 import jsonschema
 import pytest
 import torch
+from autotune_loader.results.load import MAX_FILE_BYTES, load_config
+from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Reused
 from report.example import synthetic_result
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.load import MAX_FILE_BYTES, load_config
-from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Reused
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.assemble import loader_parts
@@ -40,7 +40,7 @@ SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "loader.schema.json"
 SCHEMA = jsonschema.Draft202012Validator(loader_schema())
 
 BEST = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True, consumer_threads=1)
-HERE = Fingerprint(usable_cores=4, memory_bytes=8 << 30, torch="2.13.0", start_method="fork")
+HERE = Fingerprint(usable_cores=4, memory_bytes=8 << 30, torch="2.13.0")
 
 
 def finished_run(**changes):

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from statistics import geometric_mean
 
-from autotune_loader.decision.race import LEAST_OF_WINNER, MIN_ROUNDS, is_at_ceiling
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.standings import final_ratios, standings
 from autotune_loader.report.summary import UNDECIDED
 from autotune_loader.report.units import rate_text, share_text
+
+from autotune_loader.decision.race import LEAST_OF_WINNER, MIN_ROUNDS, is_at_ceiling
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval

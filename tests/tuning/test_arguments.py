@@ -14,13 +14,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from autotune_loader.results.loader_file import ENDED
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_loader import AutoLoader, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.probe.opening import open_probe
-from autotune_loader.results.loader_file import ENDED
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.assemble import NOT_WRITTEN

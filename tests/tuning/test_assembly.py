@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from autotune_loader.report.summary import why_undecided
 
 from autotune_loader import TuningResult, tune
 from autotune_loader.decision.race import RaceOutcome
 from autotune_loader.decision.space import Space
-from autotune_loader.report.summary import why_undecided
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BadSample, Failure
 from autotune_loader.values.plan import BurstPlan

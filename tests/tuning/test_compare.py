@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from autotune_loader.report.units import ratio_text
 from torch.utils.data import DataLoader
 
 from autotune_loader import Comparison, LoaderConfig, TuningResult, compare
 from autotune_loader import __main__ as cli
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.report.units import ratio_text
 from autotune_loader.tuning.compare import MOST_ROUNDS, compare_workloads
 from autotune_loader.tuning.finals import paired
 from autotune_loader.tuning.options import TuneOptions

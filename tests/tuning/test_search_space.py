@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from autotune_loader.report.semantics import consequences, unmet
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Machine, inspect_machine, start_method
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
-from autotune_loader.report.semantics import consequences, unmet
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.state import make_space
 from autotune_loader.values.config import LoaderConfig

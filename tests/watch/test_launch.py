@@ -18,7 +18,8 @@ TRACEBACK = "Traceback (most recent call last):\n"
 
 INFO = """
 import __main__, os, sys
-print(sys.argv, os.path.abspath(sys.path[0]), os.getcwd(), __name__, __file__, __package__, __cached__, __doc__, sorted(globals()))
+print(sys.argv, os.path.abspath(sys.path[0]), os.getcwd(), __name__, __file__, __package__, __cached__, __doc__)
+print(sorted(globals()))
 print(__main__.__dict__ is globals(), getattr(__spec__, "name", None), type(__loader__).__name__, type(__builtins__).__name__)
 print([path for path in sys.path if "autotune_loader/watch" in path], {"torch", "numpy"} & set(sys.modules))
 """
@@ -111,7 +112,9 @@ def test_a_script_runs_and_ends_as_under_plain_python(folder: Path, target: str,
 @pytest.mark.parametrize(("target", "told"), [("boom.py", NOTHING), ("interrupted.py", NOTHING), ("syntax.py", "")])
 def test_a_traceback_ends_with_the_script_s_own_frames(folder: Path, target: str, told: str) -> None:
     code, out, err = run(folder, target)
-    own = [each.split("line", 1)[-1] for each in err.split(TRACEBACK)]  # `Traceback ... File "x.py", line` of each exception
+    own = [
+        each.split("line", 1)[-1] for each in err.split(TRACEBACK)
+    ]  # `Traceback ... File "x.py", line` of each exception
 
     watched_code, watched_out, watched_err = run(folder, *WATCH, target)
 

@@ -36,9 +36,7 @@ def watching(capsys: pytest.CaptureFixture[str]) -> Iterator[Enabled]:
 
 def seen(enabled: Enabled) -> list[tuple[str, int, int]]:
     """Name, epochs and batches of each loader."""
-    return [
-        (each.name, each.log.totals.epochs, each.log.totals.batches) for each in enabled._hook.session.loaders
-    ]
+    return [(each.name, each.log.totals.epochs, each.log.totals.batches) for each in enabled._hook.session.loaders]
 
 
 def make(batch_size: int = 4) -> DataLoader[Any]:
