@@ -139,8 +139,9 @@ def _hook_into(module: ModuleType) -> None:
 
     @functools.wraps(iterate)
     def iterate_loader(loader: Any) -> Any:
-        if not active or _is_asked_by_us(sys._getframe(1)):
-            return iterate(loader)
+        is_left = not active or (active[-1].plan.verb == "watch" and not is_auto(loader))
+        if is_left or _is_asked_by_us(sys._getframe(1)):
+            return iterate(loader)  # whose iterator begins below
         return active[-1].session.iterate(loader, iterate)
 
     @functools.wraps(begin)
@@ -154,6 +155,12 @@ def _hook_into(module: ModuleType) -> None:
                 log.debug("an iterator is not watched", exc_info=True)
 
     loaders.__init__, loaders.__iter__, iterators.__init__ = make_loader, iterate_loader, begin_iterator
+
+
+def is_auto(loader: Any) -> bool:
+    """Whether it is an AutoLoader, which the script itself has made."""
+    module = sys.modules.get("autotune_loader.autoloader.loader")
+    return module is not None and isinstance(loader, module.AutoLoader)
 
 
 def _is_asked_by_us(frame: FrameType | None) -> bool:

@@ -31,14 +31,18 @@ class ScriptLoader:
     def __init__(self, site: Site, name: str, own: LoaderConfig, first_look: Callable[[ScriptLoader], None]) -> None:
         self.site, self.name, self.own, self.log = site, name, own, Log()
         self.first_look: Callable[[ScriptLoader], None] | None = first_look
+        self.clocked, self.clocked_s = 0, 0.0
+        """Batches whose CPU time was clocked in the loop's own thread, for making or for receiving them, and that time."""
         self.worker_cpu_s, self.worker_batches = 0.0, 0
         """CPU seconds of torch's workers, and the batches that they made of it, where both were read."""
         self.batch_bytes = self.batch_tensors = 0
-        """Of the largest first batch of an epoch."""
+        """Of its first batch."""
         self.found: Any = None
         """What the latest AutoLoader in its place has found, without its data; None where there was none."""
         self.kept: Any = None
         """Why no AutoLoader takes its place under `run`, a `Finding`; None where one does."""
+        self.settings: tuple[Any, ...] = ()
+        """Attributes of the loader that make it another one where they are changed."""
         self.owner: Callable[[], Any] = lambda: None
         self.is_running: Callable[[], bool] = lambda: False
 
@@ -65,7 +69,7 @@ class ScriptLoader:
             first_look(self)
 
     def measure(self, batch: Any) -> None:
-        """Look at the first batch of an epoch."""
+        """Look at its first batch."""
         tensors = list(tensors_in(batch))
-        self.batch_bytes = max(self.batch_bytes, sum(bytes_of(each) for each in tensors))
-        self.batch_tensors = max(self.batch_tensors, len(tensors))
+        self.batch_bytes = sum(bytes_of(each) for each in tensors)
+        self.batch_tensors = len(tensors)

@@ -168,12 +168,12 @@ def evidence_of(loader: ScriptLoader, whole_s: float) -> Evidence:
     each of them the time in which so many batches come as there are workers.
     """
     totals, workers = loader.log.totals, loader.own.num_workers
-    batch_s = totals.active_s / totals.batches
+    in_loop_s = loader.clocked_s / max(1, loader.clocked)
     if workers:
-        fetch_s, receive_s = workers * batch_s, totals.fetch_cpu_s / totals.batches
+        fetch_s, receive_s = workers * totals.active_s / totals.batches, in_loop_s
         fetch_cpu_s = loader.worker_cpu_s / loader.worker_batches if loader.worker_batches else None
     else:
-        fetch_s, receive_s, fetch_cpu_s = totals.waited_s / totals.batches, None, totals.fetch_cpu_s / totals.batches
+        fetch_s, receive_s, fetch_cpu_s = totals.waited_s / totals.batches, None, in_loop_s
     return Evidence(
         config=loader.own,
         samples_per_s=totals.samples / max(totals.active_s, 1e-9),

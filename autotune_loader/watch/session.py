@@ -17,7 +17,7 @@ from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import users_line
-from autotune_loader.watch.hook import line_of
+from autotune_loader.watch.hook import is_auto, line_of
 from autotune_loader.watch.loader import ScriptLoader
 from autotune_loader.watch.plan import Plan
 from autotune_loader.watch.stderr import say
@@ -37,6 +37,7 @@ class Session:
         self.loaders: list[ScriptLoader] = []
         rank, self.ranks = rank_of_environment()
         self.rank = rank or 0
+        self._by_id: dict[int, ScriptLoader] = {}
         self._known, self._names, self._first_looks = Registry[ScriptLoader](), Counter[str](), 0
         self._file: Any = None
         if plan.start_with is not None:
@@ -62,15 +63,14 @@ class Session:
 
     def iterate(self, loader: Any, plain: Callable[[Any], Any]) -> Any:
         """An iterator of a loader; `plain` is torch's way, whose iterators come to `watch` by themselves."""
-        is_auto = _is_auto(loader)
-        if get_worker_info() is not None or (self.plan.verb == "watch" and not is_auto):
+        if get_worker_info() is not None:
             return plain(loader)
-        begun, known = time.monotonic(), self._loader_of(loader)
-        known.kept = None if is_auto else why_not(loader)
+        begun, known, is_ours = time.monotonic(), self._loader_of(loader), is_auto(loader)
+        known.kept = None if is_ours else why_not(loader)
         if known.kept is not None:
             return plain(loader)
         try:
-            auto = loader if is_auto else self._auto_of(loader, known)
+            auto = loader if is_ours else self._auto_of(loader, known)
         except Exception as error:  # whatever it is, torch's own iterator does without
             from autotune_loader.diagnosis import Kept
 
@@ -84,12 +84,17 @@ class Session:
     def _loader_of(self, loader: Any) -> ScriptLoader:
         if distributed.is_available() and distributed.is_initialized():  # at the end the group may be gone
             self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
+        settings = loader.num_workers, loader.prefetch_factor, loader.pin_memory, loader.batch_size
+        known = self._by_id.get(id(loader))
+        if known is not None and known.owner() is loader and known.settings == settings:
+            return known
         site = Site.of(loader, line_of(loader) or users_line(sys._getframe(2)))
-        own, known = LoaderConfig.from_loader(loader), self._known.find(site, loader)
-        if known is None or known.own != own or not known.is_free_for(loader):
+        known = self._known.find(site, loader)
+        if known is None or known.settings != settings or not known.is_free_for(loader):
+            own = LoaderConfig.from_loader(loader)
             known = ScriptLoader(site, self._name_of(site), own, self._look_at)
             self.loaders.append(known)
-        known.owner = weakref.ref(loader)
+        known.owner, known.settings, self._by_id[id(loader)] = weakref.ref(loader), settings, known
         self._known.keep(site, loader, known)
         return known
 
@@ -152,9 +157,3 @@ def why_not(loader: Any) -> Any:
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         return Kept.OWN_ITERATOR(kind=kind.__name__)
     return Kept.ITERABLE() if isinstance(loader.dataset, IterableDataset) else None
-
-
-def _is_auto(loader: Any) -> bool:
-    """Whether the script itself made an AutoLoader."""
-    module = sys.modules.get("autotune_loader.autoloader.loader")
-    return module is not None and isinstance(loader, module.AutoLoader)

@@ -20,7 +20,9 @@ from autotune_loader.watch.loader import ScriptLoader
 
 WATCH = "_autotune_loader_watch"
 """Attribute of an iterator that is watched."""
-CPU_EVERY_S = 0.5
+LOOK_EVERY_S = 0.01
+"""So often a batch is looked at more closely: with its CPU time, which takes half a microsecond."""
+READ_EVERY_S = 0.5
 """So often the CPU time of torch's workers is read: 8 us each."""
 
 log = logging.getLogger(__name__)
@@ -49,14 +51,15 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._known, self._clock, self._cpu_clock, self._asked_cpu = known, clock, cpu_clock, 0.0
+        self._known, self._clock, self._cpu_clock = known, clock, cpu_clock
         size, is_stream = getattr(loader, "batch_size", None), getattr(loader, "_dataset_kind", 1) == 1
-        self._size: int | None = size if isinstance(size, int) else None
-        self._samples = 0 if self._size is None or is_stream else length_of(getattr(loader, "sampler", None)) or 0
+        self._size = size if isinstance(size, int) else 0
+        self._samples = 0 if is_stream or not self._size else length_of(getattr(loader, "sampler", None)) or 0
         self._begin(begun)
 
     def _begin(self, now: float) -> None:
         self._loop, self._is_started, self._left = self._known.log.begin(now), False, self._samples
+        self._next_look_s, self._asked_cpu = now, -1.0
         self._reading: tuple[int, float] | None = None
         self._next_reading_s = now
 
@@ -76,37 +79,47 @@ class Watch:
             self._is_started = True
             self._loop.started(self._clock())
 
-    def ask(self) -> None:
-        """The loop asks for a batch: its step has ended."""
-        self._loop.ask(self._clock())
+    def take(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
+        """The next batch, for which the loop has asked, its step being done."""
+        loop, asked = self._loop, self._clock()
+        loop.ask(asked)
+        if asked >= self._next_look_s:
+            self._look(asked)
+        try:
+            batch = fetch(iterator)
+        except StopIteration:
+            loop.end(self._clock())
+            raise
+        received, size = self._clock(), self._size
+        if self._left >= size > 0:
+            self._left -= size
+        else:  # the last one of an epoch, or torch does not count them out
+            size, self._left = self._left or _samples_in(batch) or size or 1, 0
+        loop.receive(received, size)
+        if self._asked_cpu >= 0:
+            self._clocked(received, batch)
+        return batch
+
+    def _look(self, now: float) -> None:
+        """Now and then: whether something can be said of the loader, and what CPU its batches take."""
+        self._next_look_s = now + LOOK_EVERY_S
         if self._known.first_look is not None:
             self._known.look()
         self._asked_cpu = self._cpu_clock()
 
-    def receive(self, batch: Any) -> None:
-        """The loop has a batch."""
-        now, cpu_s = self._clock(), self._cpu_clock() - self._asked_cpu
+    def _clocked(self, now: float, batch: Any) -> None:
+        """A batch whose CPU time was clocked."""
+        self._known.clocked_s += self._cpu_clock() - self._asked_cpu
+        self._known.clocked += 1
+        self._asked_cpu = -1.0
         try:
-            if not self._loop.batches:
+            if not self._known.batch_tensors:
                 self._known.measure(batch)
-            self._loop.receive(now, self._samples_in(batch))
-            self._known.log.totals.fetch_cpu_s += cpu_s
             if self.workers and now >= self._next_reading_s:
-                self._next_reading_s = now + CPU_EVERY_S
+                self._next_reading_s = now + READ_EVERY_S
                 self._read_workers()
         except Exception:  # whatever it is, it is no reason to end somebody's training
-            log.debug("a batch was not counted", exc_info=True)
-
-    def end(self) -> None:
-        """The loop is told that the epoch is over."""
-        self._loop.end(self._clock())
-
-    def _samples_in(self, batch: Any) -> int:
-        if not self._left or self._size is None:  # torch does not count them out
-            return samples_in(batch) or self._size or 1
-        size = min(self._size, self._left)
-        self._left -= size
-        return size
+            log.debug("a batch was not looked at", exc_info=True)
 
     def _read_workers(self) -> None:
         """What CPU they took since the last reading; what they took before an epoch's first one was their start."""
@@ -115,6 +128,13 @@ class Watch:
             self._known.worker_batches += batches - self._reading[0]
             self._known.worker_cpu_s += cpu_s - self._reading[1]
         self._reading = batches, cpu_s
+
+
+def _samples_in(batch: Any) -> int | None:
+    try:
+        return samples_in(batch)
+    except Exception:  # somebody's own class of batches
+        return None
 
 
 def cpu_of(pid: int) -> float:
@@ -128,27 +148,22 @@ def watch_iterator(iterator: Any, known: ScriptLoader, loader: Any, begun: float
     watch: Watch | None = vars(iterator).get(WATCH)
     if watch is None:
         vars(iterator)[WATCH] = watch = Watch(known, loader, begun)
-        iterator.__class__ = watched(type(iterator))
+        kind: Any = type(iterator)
+        iterator.__class__ = watched(kind)
     latest = weakref.ref(watch)
     known.is_running = lambda: (one := latest()) is not None and one.is_running
     return watch
 
 
 @functools.lru_cache(maxsize=64)
-def watched(kind: type[Any]) -> type[Any]:
+def watched(kind: Any) -> Any:
     """The subclass of a class of iterators; it has its name."""
+
+    fetch = kind.__next__
 
     class Watched(kind):  # type: ignore[misc]
         def __next__(self) -> Any:
-            watch = self.__dict__[WATCH]
-            watch.ask()
-            try:
-                batch = kind.__next__(self)
-            except StopIteration:
-                watch.end()
-                raise
-            watch.receive(batch)
-            return batch
+            return self.__dict__[WATCH].take(fetch, self)
 
         def _reset(self, *args: Any, **arguments: Any) -> None:
             watch = self.__dict__[WATCH]

@@ -7,7 +7,7 @@ import itertools
 import multiprocessing
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import util
 from typing import Any
 
@@ -150,6 +150,17 @@ def loop_of(clock: Clock, told: list[str], *, batches: int) -> tuple[ScriptLoade
     return known, Watch(known, loader, 0.0, clock=lambda: clock.now, cpu_clock=lambda: clock.cpu)
 
 
+def taking(clock: Clock, wait_s: float) -> Callable[[Any], torch.Tensor]:
+    """What takes so long to fetch a batch, half of it on the CPU."""
+
+    def fetch(_: Any) -> torch.Tensor:
+        clock.now += wait_s
+        clock.cpu += wait_s / 2
+        return torch.zeros(8)
+
+    return fetch
+
+
 @pytest.mark.parametrize(
     ("wait_s", "step_s", "batches", "said_after", "words"),
     [
@@ -165,11 +176,9 @@ def test_the_first_line_comes_after_50_batches_or_10_seconds(
     clock, told, said = Clock(), list[str](), None
     _, watch = loop_of(clock, told, batches=batches)
     for number in range(batches):
-        watch.ask()
+        watch.take(taking(clock, wait_s), None)
         if told and said is None:
             said = number
-        clock.now += wait_s
-        watch.receive(torch.zeros(8))
         clock.now += step_s
     assert (said, told) == (said_after, [words] if said_after else [])
 
@@ -182,24 +191,22 @@ def test_waiting_pauses_and_starts_of_epochs_are_told_apart() -> None:
         clock.now += 1.0
         watch.started()
         for wait_s, step_s in ((1.1, 0.1), (0.1, pause_s), (0.1, 0.1), (0.1, 0.1)):
-            watch.ask()
-            clock.now += wait_s
-            clock.cpu += wait_s / 2
-            watch.receive(torch.zeros(8))
+            watch.take(taking(clock, wait_s), None)
             clock.now += step_s
-        watch.ask()
-        watch.end()
+        with pytest.raises(StopIteration):
+            watch.take(next, iter(()))
     totals = known.log.totals
     assert (totals.batches, totals.samples, totals.epochs, watch.is_running) == (8, 64, 2, False)
     assert (totals.waited_s, totals.stepped_s) == pytest.approx((4.8, 0.7))
     assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
-    assert totals.fetch_cpu_s == pytest.approx(1.4)
+    assert (known.clocked, known.clocked_s) == (8, pytest.approx(1.4))
     assert known.batch_bytes == 32
 
 
 @pytest.mark.process
 def test_workers_tell_what_cpu_they_take(watching: Enabled, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_loader.watch.watched.CPU_EVERY_S", 0.0)
+    monkeypatch.setattr("autotune_loader.watch.watched.READ_EVERY_S", 0.0)
+    monkeypatch.setattr("autotune_loader.watch.watched.LOOK_EVERY_S", 0.0)
     readings = iter(range(100))
     monkeypatch.setattr("autotune_loader.watch.watched.cpu_of", lambda pid: 0.5 * next(readings))
     list(DataLoader(NUMBERS, batch_size=8, num_workers=1))
