@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune_loader.autoloader.log import Log
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
@@ -16,6 +16,31 @@ FIRST_LOOK_S, FIRST_LOOK_BATCHES = 10.0, 50
 """After so much training, the sooner of both, something can be said."""
 LEAST_START = 0.05
 """Share of the time in the starts of epochs from which on it is told."""
+
+
+class CpuTimes(NamedTuple):
+    """Seconds on a core, and seconds in which something was ready to run and waited for one."""
+
+    cpu_s: float
+    queued_s: float
+
+
+class CpuOfBatches:
+    """CPU times of those batches that were clocked."""
+
+    def __init__(self) -> None:
+        self.batches = self.cpu_s = self.queued_s = 0.0
+
+    def add(self, batches: float, before: CpuTimes, after: CpuTimes) -> None:
+        """So many batches more."""
+        self.batches += batches
+        self.cpu_s += after.cpu_s - before.cpu_s
+        self.queued_s += after.queued_s - before.queued_s
+
+    @property
+    def of_one(self) -> CpuTimes | None:
+        """The mean; None where none was clocked."""
+        return CpuTimes(self.cpu_s / self.batches, self.queued_s / self.batches) if self.batches else None
 
 
 class ScriptLoader:
@@ -31,10 +56,8 @@ class ScriptLoader:
     def __init__(self, site: Site, name: str, own: LoaderConfig, first_look: Callable[[ScriptLoader], None]) -> None:
         self.site, self.name, self.own, self.log = site, name, own, Log()
         self.first_look: Callable[[ScriptLoader], None] | None = first_look
-        self.clocked, self.clocked_s = 0, 0.0
-        """Batches whose CPU time was clocked in the loop's own thread, for making or for receiving them, and that time."""
-        self.worker_cpu_s, self.worker_batches = 0.0, 0
-        """CPU seconds of torch's workers, and the batches that they made of it, where both were read."""
+        self.in_loop, self.in_workers = CpuOfBatches(), CpuOfBatches()
+        """For making batches, or for receiving them, in the loop's own thread; for making them in torch's workers."""
         self.batch_bytes = self.batch_tensors = 0
         """Of its first batch."""
         self.found: Any = None

@@ -96,9 +96,9 @@ def report_of(session: Session) -> ScriptReport:
     """What is known now."""
     own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seen = [each for each in session.loaders if each.log.totals.batches]
-    whole_s = sum(each.log.totals.active_s for each in seen)
+    script_s = sum(each.log.totals.active_s for each in seen)
     loaders = [
-        _report_of(each, whole_s, session.plan) for each in sorted(seen, key=lambda each: -each.log.totals.active_s)
+        _report_of(each, script_s, session.plan) for each in sorted(seen, key=lambda each: -each.log.totals.active_s)
     ]
     return ScriptReport(
         verb=session.plan.verb,
@@ -135,9 +135,9 @@ def _notes(session: Session) -> Iterator[str]:
         yield f"These are the loaders of rank 0 of {session.ranks}."
 
 
-def _report_of(loader: ScriptLoader, whole_s: float, plan: Plan) -> LoaderReport:
+def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderReport:
     totals, found = loader.log.totals, loader.found
-    evidence = evidence_of(loader, whole_s)
+    evidence = evidence_of(loader, script_s)
     diagnosis = diagnose(evidence)
     result: TuningResult | None = None if found is None else found.result
     bottleneck, advice = diagnosis.bottleneck, diagnosis.advice
@@ -161,19 +161,19 @@ def _report_of(loader: ScriptLoader, whole_s: float, plan: Plan) -> LoaderReport
     )
 
 
-def evidence_of(loader: ScriptLoader, whole_s: float) -> Evidence:
-    """What was measured of a loader; `whole_s` is the time with all loaders.
+def evidence_of(loader: ScriptLoader, script_s: float) -> Evidence:
+    """What was measured of a loader; `script_s` is the time with all loaders.
 
     Workers of torch's do not tell how long a batch takes them. Where the loop waits, they have no time to rest: a batch takes
-    each of them the time in which so many batches come as there are workers.
+    each of them the time in which so many batches come as there are workers. While a fetch waits for a core it waits for no
+    data, so that time is left out.
     """
     totals, workers = loader.log.totals, loader.own.num_workers
-    in_loop_s = loader.clocked_s / max(1, loader.clocked)
-    if workers:
-        fetch_s, receive_s = workers * totals.active_s / totals.batches, in_loop_s
-        fetch_cpu_s = loader.worker_cpu_s / loader.worker_batches if loader.worker_batches else None
-    else:
-        fetch_s, receive_s, fetch_cpu_s = totals.waited_s / totals.batches, None, in_loop_s
+    making, fetch_s = (loader.in_workers if workers else loader.in_loop).of_one, None
+    if making is not None:
+        whole_s = workers * totals.active_s if workers else totals.waited_s
+        fetch_s = max(making.cpu_s, whole_s / totals.batches - making.queued_s)
+    receiving = loader.in_loop.of_one if workers else None
     return Evidence(
         config=loader.own,
         samples_per_s=totals.samples / max(totals.active_s, 1e-9),
@@ -181,11 +181,11 @@ def evidence_of(loader: ScriptLoader, whole_s: float) -> Evidence:
         cores=usable_cores().usable,
         batch_size=totals.samples / totals.batches,
         step_s=totals.stepped_s / totals.batches,
-        fetch_s=None if fetch_cpu_s is None else fetch_s,
-        fetch_cpu_s=fetch_cpu_s,
-        receive_s=receive_s,
+        fetch_s=fetch_s,
+        fetch_cpu_s=None if making is None else making.cpu_s,
+        receive_s=None if receiving is None else receiving.cpu_s,
         starting_share=totals.starting_share,
-        loader_share=totals.waited_s / max(whole_s, 1e-9),
+        loader_share=totals.waited_s / max(script_s, 1e-9),
         batches=totals.batches,
         batch_bytes=loader.batch_bytes,
         batch_tensors=loader.batch_tensors,

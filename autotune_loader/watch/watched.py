@@ -16,16 +16,35 @@ from typing import Any
 
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.workload import length_of
-from autotune_loader.watch.loader import ScriptLoader
+from autotune_loader.watch.loader import CpuTimes, ScriptLoader
 
 WATCH = "_autotune_loader_watch"
 """Attribute of an iterator that is watched."""
 LOOK_EVERY_S = 0.01
-"""So often a batch is looked at more closely: with its CPU time, which takes half a microsecond."""
+"""So often a batch is looked at more closely: with its CPU times, which take 10 us."""
 READ_EVERY_S = 0.5
-"""So often the CPU time of torch's workers is read: 8 us each."""
+"""So often the CPU times of torch's workers are read: 20 us each."""
 
 log = logging.getLogger(__name__)
+
+
+def thread_times() -> CpuTimes:
+    """Of the calling thread."""
+    return CpuTimes(time.thread_time(), _queued_s("thread-self"))
+
+
+def process_times(pid: int) -> CpuTimes:
+    """Of another process: utime and stime of all threads are the 14th and 15th field of `/proc/PID/stat`, in ticks."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return CpuTimes((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), _queued_s(str(pid)))
+
+
+def _queued_s(task: str) -> float:
+    """The second figure of `/proc/TASK/schedstat`, in nanoseconds; 0 where a kernel does not tell."""
+    try:
+        return int(Path(f"/proc/{task}/schedstat").read_bytes().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class Watch:
@@ -36,7 +55,7 @@ class Watch:
         loader: of the iterator; it is not kept.
         begun: when the iterator began to be made.
         clock: monotonic, in seconds.
-        cpu_clock: CPU seconds of the calling thread.
+        cpu_clock: CPU times of the calling thread.
     """
 
     workers: Sequence[Any] = ()
@@ -49,7 +68,7 @@ class Watch:
         begun: float,
         *,
         clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.thread_time,
+        cpu_clock: Callable[[], CpuTimes] = thread_times,
     ) -> None:
         self._known, self._clock, self._cpu_clock = known, clock, cpu_clock
         size, is_stream = getattr(loader, "batch_size", None), getattr(loader, "_dataset_kind", 1) == 1
@@ -59,8 +78,9 @@ class Watch:
 
     def _begin(self, now: float) -> None:
         self._loop, self._is_started, self._left = self._known.log.begin(now), False, self._samples
-        self._next_look_s, self._asked_cpu = now, -1.0
-        self._reading: tuple[int, float] | None = None
+        self._next_look_s = now
+        self._asked_cpu: CpuTimes | None = None
+        self._reading: tuple[int, list[CpuTimes]] | None = None
         self._next_reading_s = now
 
     @property
@@ -96,8 +116,8 @@ class Watch:
         else:  # the last one of an epoch, or torch does not count them out
             size, self._left = self._left or _samples_in(batch) or size or 1, 0
         loop.receive(received, size)
-        if self._asked_cpu >= 0:
-            self._clocked(received, batch)
+        if self._asked_cpu is not None:
+            self._clocked(received, batch, self._asked_cpu)
         return batch
 
     def _look(self, now: float) -> None:
@@ -107,11 +127,10 @@ class Watch:
             self._known.look()
         self._asked_cpu = self._cpu_clock()
 
-    def _clocked(self, now: float, batch: Any) -> None:
+    def _clocked(self, now: float, batch: Any, asked: CpuTimes) -> None:
         """A batch whose CPU time was clocked."""
-        self._known.clocked_s += self._cpu_clock() - self._asked_cpu
-        self._known.clocked += 1
-        self._asked_cpu = -1.0
+        self._known.in_loop.add(1, asked, self._cpu_clock())
+        self._asked_cpu = None
         try:
             if not self._known.batch_tensors:
                 self._known.measure(batch)
@@ -123,11 +142,12 @@ class Watch:
 
     def _read_workers(self) -> None:
         """What CPU they took since the last reading; what they took before an epoch's first one was their start."""
-        batches, cpu_s = self._loop.batches, sum(cpu_of(worker.pid) for worker in self.workers)
+        now = self._loop.batches, [process_times(worker.pid) for worker in self.workers]
         if self._reading is not None:
-            self._known.worker_batches += batches - self._reading[0]
-            self._known.worker_cpu_s += cpu_s - self._reading[1]
-        self._reading = batches, cpu_s
+            batches = (now[0] - self._reading[0]) / len(self.workers)
+            for before, after in zip(self._reading[1], now[1], strict=True):
+                self._known.in_workers.add(batches, before, after)
+        self._reading = now
 
 
 def _samples_in(batch: Any) -> int | None:
@@ -135,12 +155,6 @@ def _samples_in(batch: Any) -> int | None:
         return samples_in(batch)
     except Exception:  # somebody's own class of batches
         return None
-
-
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process: utime and stime in `/proc/PID/stat`, its 14th and 15th field, in ticks."""
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def watch_iterator(iterator: Any, known: ScriptLoader, loader: Any, begun: float) -> Watch:
@@ -158,7 +172,6 @@ def watch_iterator(iterator: Any, known: ScriptLoader, loader: Any, begun: float
 @functools.lru_cache(maxsize=64)
 def watched(kind: Any) -> Any:
     """The subclass of a class of iterators; it has its name."""
-
     fetch = kind.__next__
 
     class Watched(kind):  # type: ignore[misc]

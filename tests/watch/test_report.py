@@ -19,7 +19,7 @@ from autotune_loader.values.errors import TunerError
 from autotune_loader.values.lines import Line
 from autotune_loader.values.statistics import Interval
 from autotune_loader.watch import report
-from autotune_loader.watch.loader import ScriptLoader
+from autotune_loader.watch.loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.plan import Plan
 from autotune_loader.watch.report import LoaderReport, ScriptReport
 from autotune_loader.watch.session import Session
@@ -33,8 +33,8 @@ def loader_of(workers: int, **more: Any) -> ScriptLoader:
     known = ScriptLoader(SITE, "train.py:15", LoaderConfig(num_workers=workers), lambda _: None)
     figures = {"epochs": 1, "batches": 500, "samples": 4000, "waited_s": 4.1, "started_s": 0.01, "stepped_s": 5.9}
     known.log.totals = Totals(**{**figures, **{name: value for name, value in more.items() if name in figures}})
-    known.clocked, known.clocked_s = 100, more.get("clocked_s", 0.1)
-    known.worker_batches, known.worker_cpu_s = (400, 0.4) if workers else (0, 0.0)
+    for clocked, cpu_s in ((known.in_loop, more.get("loop_cpu_s", 0.001)), (known.in_workers, 0.001)):
+        clocked.add(1, CpuTimes(0.0, 0.0), CpuTimes(cpu_s, more.get("queued_s", 0.0)))
     return known
 
 
@@ -50,7 +50,7 @@ def told_of(known: ScriptLoader, verb: Any = "watch") -> LoaderReport:
     return found
 
 
-CPU_BOUND = {"clocked_s": 0.8}
+CPU_BOUND = {"loop_cpu_s": 0.008}
 RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
 
 
@@ -59,8 +59,14 @@ RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
     [
         (loader_of(0), Bottleneck.STORAGE, RUN_WITH_WORKERS),
         (loader_of(0, **CPU_BOUND), Bottleneck.CPU, RUN_WITH_WORKERS),
+        (
+            loader_of(0, loop_cpu_s=0.004, queued_s=0.004),
+            Bottleneck.CPU,
+            RUN_WITH_WORKERS,
+        ),  # a fetch waits for a core, not for data
         (loader_of(2), Bottleneck.STORAGE, RUN),
-        (loader_of(2, clocked_s=0.8), Bottleneck.HAND_OVER, RUN),
+        (loader_of(2, queued_s=0.039), Bottleneck.CPU, RUN),
+        (loader_of(2, loop_cpu_s=0.008), Bottleneck.HAND_OVER, RUN),
         (loader_of(0, waited_s=0.04), Bottleneck.STEP, None),
         (loader_of(0, batches=2), Bottleneck.TOO_SHORT, None),
         (loader_of(0, stepped_s=0.0), Bottleneck.NO_STEP, None),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import multiprocessing
+import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing import util
 from typing import Any
@@ -22,8 +24,8 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import Line
 from autotune_loader.watch.enabling import Enabled
 from autotune_loader.watch.hook import active
-from autotune_loader.watch.loader import ScriptLoader
-from autotune_loader.watch.watched import Watch, cpu_of
+from autotune_loader.watch.loader import CpuTimes, ScriptLoader
+from autotune_loader.watch.watched import Watch, process_times, thread_times
 
 NUMBERS = TensorDataset(torch.arange(48))
 
@@ -140,22 +142,25 @@ def test_kept_workers_end_with_their_loader(verb: Any) -> None:
 
 class Clock:
     def __init__(self) -> None:
-        self.now = self.cpu = 0.0
+        self.now = self.cpu = self.queued = 0.0
 
 
 def loop_of(clock: Clock, told: list[str], *, batches: int) -> tuple[ScriptLoader, Watch]:
     loader = DataLoader(TensorDataset(torch.arange(8 * batches)), batch_size=8)
     site = Site.of(loader, Line("train.py", 15))
     known = ScriptLoader(site, "train.py:15", LoaderConfig(), lambda each: told.append(str(each)))
-    return known, Watch(known, loader, 0.0, clock=lambda: clock.now, cpu_clock=lambda: clock.cpu)
+    return known, Watch(
+        known, loader, 0.0, clock=lambda: clock.now, cpu_clock=lambda: CpuTimes(clock.cpu, clock.queued)
+    )
 
 
 def taking(clock: Clock, wait_s: float) -> Callable[[Any], torch.Tensor]:
-    """What takes so long to fetch a batch, half of it on the CPU."""
+    """What takes so long to fetch a batch, half of it on a core, and a quarter in the queue for one."""
 
     def fetch(_: Any) -> torch.Tensor:
         clock.now += wait_s
         clock.cpu += wait_s / 2
+        clock.queued += wait_s / 4
         return torch.zeros(8)
 
     return fetch
@@ -199,7 +204,7 @@ def test_waiting_pauses_and_starts_of_epochs_are_told_apart() -> None:
     assert (totals.batches, totals.samples, totals.epochs, watch.is_running) == (8, 64, 2, False)
     assert (totals.waited_s, totals.stepped_s) == pytest.approx((4.8, 0.7))
     assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
-    assert (known.clocked, known.clocked_s) == (8, pytest.approx(1.4))
+    assert known.in_loop.of_one == pytest.approx((1.4 / 8, 0.7 / 8))
     assert known.batch_bytes == 32
 
 
@@ -208,9 +213,33 @@ def test_workers_tell_what_cpu_they_take(watching: Enabled, monkeypatch: pytest.
     monkeypatch.setattr("autotune_loader.watch.watched.READ_EVERY_S", 0.0)
     monkeypatch.setattr("autotune_loader.watch.watched.LOOK_EVERY_S", 0.0)
     readings = iter(range(100))
-    monkeypatch.setattr("autotune_loader.watch.watched.cpu_of", lambda pid: 0.5 * next(readings))
+    monkeypatch.setattr("autotune_loader.watch.watched.process_times", lambda pid: CpuTimes(0.5 * next(readings), 0.0))
     list(DataLoader(NUMBERS, batch_size=8, num_workers=1))
 
     (known,) = watching._hook.session.loaders
-    assert (known.worker_batches, known.worker_cpu_s) == (5, 2.5)  # from the first batch to the last
-    assert cpu_of(multiprocessing.current_process().pid or 0) > 0
+    assert (known.in_workers.batches, known.in_workers.cpu_s) == (5, 2.5)  # from the first batch to the last
+
+
+@pytest.mark.process
+def test_what_waits_for_a_core_is_told_from_what_waits_for_data() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # what is forked shares this core
+    busy = multiprocessing.get_context("fork").Process(target=burn, args=(20.0,))
+    busy.start()
+    try:
+        times = [thread_times()]
+        for work in (time.sleep, burn):
+            work(0.4)
+            times.append(thread_times())
+    finally:
+        busy.kill()
+        os.sched_setaffinity(0, cores)
+    waited, computed = (after.queued_s - before.queued_s for before, after in itertools.pairwise(times))
+    assert computed > 0.1 > waited
+    assert process_times(os.getpid()).cpu_s > times[2].cpu_s - times[0].cpu_s
+
+
+def burn(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
