@@ -63,7 +63,7 @@ RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
             loader_of(0, loop_cpu_s=0.004, queued_s=0.004),
             Bottleneck.CPU,
             RUN_WITH_WORKERS,
-        ),  # a fetch waits for a core, not for data
+        ),  # for a core
         (loader_of(2), Bottleneck.STORAGE, RUN),
         (loader_of(2, queued_s=0.039), Bottleneck.CPU, RUN),
         (loader_of(2, loop_cpu_s=0.008), Bottleneck.HAND_OVER, RUN),
