@@ -25,7 +25,6 @@ from autotune_loader.live.order import Order
 from autotune_loader.live.seeds import LoopSeeds, WorkerSeeds, mixed
 from autotune_loader.live.workers import PoolContext, disown, shield
 from autotune_loader.machine.sandbox import channels
-from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.values.config import LoaderConfig
 
 TORN = (ConnectionError, EOFError, FileNotFoundError, pickle.UnpicklingError)
@@ -137,7 +136,6 @@ class Pool:
         patience_s: float = 0.0,
     ) -> None:
         self._patience_s = patience_s
-        self._segments_before = segments()
         self._is_closed = True  # until it is open
         self.receive: Callable[[], Any] = _closed
         self._iterator: Any = None
@@ -274,9 +272,6 @@ class Pool:
             ender.join(END_S)
         else:
             last.clear()
-        if is_lost:
-            gone = [process.pid for process in self._context.dead() if process.pid is not None]
-            remove_segments_of(gone, self._segments_before)
 
     def _end_others(self) -> None:
         if self._loss is not None:

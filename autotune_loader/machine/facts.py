@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune_loader.machine.gpus import GpuDevice, Gpus
@@ -76,14 +76,9 @@ class Machine:
             memory_bytes=self.memory.total_bytes,
             shm_bytes=self.shm.total_bytes if self.shm else None,
             gpus=tuple(gpu.name for gpu in self.gpus),
-            driver=self.driver,
-            torch=torch_version(),
-            python=platform.python_version(),
-            start_method=start_method(),
-            thread_env=dict(self.thread_env),
-            world_size=self.world_size,
-            platform=f"{platform.system()}-{platform.machine()}",
             dataset=dataset,
+            torch=torch_version(),
+            platform=f"{platform.system()}-{platform.machine()}",
         )
 
 
@@ -99,16 +94,11 @@ class Fingerprint:
     """Size of `/dev/shm`."""
     gpus: tuple[str, ...] = ()
     """Names, in CUDA's order."""
-    driver: str | None = None
-    torch: str | None = None
-    python: str | None = None
-    start_method: str | None = None
-    """How worker processes start unless told otherwise."""
-    thread_env: dict[str, str] = field(default_factory=dict)
-    world_size: int = 1
-    """Ranks on the node."""
-    platform: str | None = None
     dataset: str = ""
+    """Class and length."""
+    torch: str | None = None
+    """Its version, which is told and not compared; so is the platform."""
+    platform: str | None = None
 
 
 def inspect_machine(
@@ -122,7 +112,7 @@ def inspect_machine(
         gpus: How to ask about GPUs; through NVML if None. CUDA is never initialised here: a process that forks workers
             afterwards could not use it in them.
     """
-    gpus = gpus if gpus is not None else Gpus(cuda_uuids=_cuda_uuids(), environ=environ)
+    gpus = gpus if gpus is not None else Gpus(environ=environ)
     return Machine(
         cores=usable_cores(root, environ),
         memory=memory_budget(root),
@@ -151,11 +141,3 @@ def torch_version() -> str | None:
 def start_method() -> str:
     """How `multiprocessing` starts processes here, without settling it: asking plainly would fix the default."""
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-
-
-def _cuda_uuids() -> list[str] | None:
-    """UUIDs in CUDA's order where CUDA is up already; None otherwise."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

@@ -31,8 +31,6 @@ class HostCpu:
     """CPUs that were added up."""
     busy_s: float
     """Seconds in which they ran anything, for anyone."""
-    steal_s: float
-    """Seconds in which a hypervisor ran someone else although we wanted to run."""
 
 
 def host_cpu(cpus: Collection[int] | None = None) -> HostCpu | None:
@@ -45,4 +43,4 @@ def host_cpu(cpus: Collection[int] | None = None) -> HostCpu | None:
         return None
     meant = [each for number, each in enumerate(times) if cpus is None or number in cpus]
     busy_s = sum(getattr(each, name, 0.0) for each in meant for name in ("user", "nice", "system", "irq", "softirq"))
-    return HostCpu(cpus=len(meant), busy_s=busy_s, steal_s=sum(getattr(each, "steal", 0.0) for each in meant))
+    return HostCpu(cpus=len(meant), busy_s=busy_s)

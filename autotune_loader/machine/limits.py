@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune_loader.machine.cgroups import Limit, cpu_limits, memory_available, memory_limits
+from autotune_loader.machine.cgroups import Limit, cpu_limits, memory_limits
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -114,7 +114,9 @@ def memory_budget(root: Path = Path("/")) -> MemoryBudget:
     """What the host and every control group above this process leave of memory."""
     import psutil
 
-    inputs, totals = list(memory_available(root)), [int(limit.value) for limit in memory_limits(root)]
+    limits = memory_limits(root)
+    inputs = [left for _, left in limits if left is not None]
+    totals = [int(limit.value) for limit, _ in limits]
     with contextlib.suppress(OSError, RuntimeError):  # some containers hide /proc
         host = psutil.virtual_memory()
         inputs.insert(0, Limit(value=float(host.available), source="available on the host"))

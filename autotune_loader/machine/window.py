@@ -53,7 +53,6 @@ class Window:
         return replace(
             measured,
             foreign_cpu_share=None if foreign_s is None else foreign_s / capacity_s,
-            steal_share=(host.steal_s - self._host.steal_s) / capacity_s,
         )
 
     def _note(self, members: Sequence[psutil.Process], use: TreeUse | None) -> None:

@@ -45,7 +45,7 @@ def build_loader(
     """
     tuned = config.to_kwargs() if config is not None else {}
     if arguments.get("num_workers") == 0:
-        tuned = {name: value for name, value in tuned.items() if name in ("pin_memory", "drop_last")}
+        tuned = {name: value for name, value in tuned.items() if name == "pin_memory"}
     merged = {**tuned, **arguments}
     if merged.get("batch_sampler") is not None or merged.get("batch_size", 1) is None:
         merged.pop("drop_last", None)
@@ -98,14 +98,13 @@ def batching_of(loader: Any, config: LoaderConfig) -> dict[str, Any]:
     Raises:
         ValueError: as `rebuild`.
     """
-    drop_last = loader.drop_last if config.drop_last is None else config.drop_last
     if isinstance(loader.dataset, IterableDataset):
-        return {"batch_size": config.batch_size or loader.batch_size, "drop_last": drop_last}
+        return {"batch_size": config.batch_size or loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_size is None and loader.batch_sampler is None:
         return {"batch_size": None, "sampler": loader.sampler}
     if loader.batch_size is not None:
         size = config.batch_size or loader.batch_size
-        return {"batch_size": size, "sampler": loader.sampler, "drop_last": drop_last}
+        return {"batch_size": size, "sampler": loader.sampler, "drop_last": loader.drop_last}
     if config.batch_size is not None:
         raise ValueError(
             f"batch_size={config.batch_size} was tuned, but a batch_sampler decides it; batch_size=None would work"
@@ -135,11 +134,10 @@ def make_traced_loader(
         # Torch draws a seed for the workers with it, on the default device.
         "generator": data.generator or torch.Generator(torch.get_default_device()).manual_seed(seed),
     }
-    drop_last = data.drop_last if config.drop_last is None else config.drop_last
     batch_size = config.batch_size or data.batch_size
     if data.is_iterable:
         dataset: Any = EndlessIterable(data.dataset)
-        parts |= {"batch_size": batch_size, "drop_last": drop_last}
+        parts |= {"batch_size": batch_size, "drop_last": data.drop_last}
     elif not batched:
         dataset = TracedDataset(data.dataset)
         parts |= {"sampler": again(data.sampler), "batch_size": None}
@@ -147,7 +145,7 @@ def make_traced_loader(
         batches = data.batch_sampler
         if batches is None:
             assert batch_size is not None
-            batches = BatchSampler(data.sampler, batch_size, drop_last)
+            batches = BatchSampler(data.sampler, batch_size, data.drop_last)
         dataset = TracedDataset(data.dataset)
         parts |= {"batch_sampler": again(batches)}
     loader: DataLoader[Any] = build_loader(dataset, config, **parts)

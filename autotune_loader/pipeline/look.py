@@ -64,7 +64,8 @@ SHARED_MEMORY = (SynchronizedBase, ctypes.Array, ctypes._SimpleCData, ctypes.Str
 WITHOUT_PARTS = (torch.Tensor, np.ndarray, *GENERATORS, SynchronizedBase, types.ModuleType, weakref.ref)
 CODE = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
 """What of a class is no value that a method may change."""
-LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")})
+_FOLDERS = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), os.path.dirname(torch.__path__[0]))  # noqa: PTH120
+LIBRARIES = tuple({os.path.realpath(folder) + os.sep for folder in _FOLDERS})
 PROCESS = ("os.environ", "the current folder", "torch's default dtype", "torch's number of threads")
 """Paths of what belongs to the whole process."""
 Places = dict[tuple[int, int, int], int]

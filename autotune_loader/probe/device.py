@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune_loader.machine.gpus import busy_within, known_share, use_of_current_device
 from autotune_loader.pipeline.prefetch import CudaLane
 from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values.measurement import GpuUse
@@ -94,12 +93,6 @@ class Timeline:
     def peak_bytes(self) -> int:
         """Most memory that was taken on the device since `open`."""
         return int(self._module.max_memory_allocated(self._device))
-
-    def util(self, start: float, end: float) -> float | None:
-        """Share of a window in which any kernel of anyone ran, by NVML; None where it tells of less than half of it."""
-        now = self.now()
-        samples = [(now - ago, share) for ago, share in use_of_current_device()]
-        return known_share(*busy_within(samples, start, end), end - start)
 
     def release(self) -> None:
         """Give back memory that is held for later. Never raises: it is called when something else went wrong."""
@@ -190,7 +183,6 @@ class Passages:
             ends = [[self._timeline.passed(mark) for mark in marks] for marks in self._lane.copies]
             copies_s = [behind - before for before, behind in ends if before is not None and behind is not None]
         return GpuUse(
-            util=self._timeline.util(start, end),
             busy_share=at_work / (end - start) if end > start else None,
             memory_bytes=self._timeline.peak_bytes(),
             copy_s=sum(copies_s) / len(copies_s) if copies_s else None,

@@ -29,8 +29,6 @@ import psutil
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.memory_guard import MemoryGuard
-from autotune_loader.machine.processes import process_group_members
-from autotune_loader.machine.shm import remove_segments_of, segments
 from autotune_loader.machine.window import of_cores
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.bench import WarmupReport
@@ -175,7 +173,6 @@ class _Child:
             self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile())
             self._scratch = f"{tempfile.gettempdir()}/autotune-loader-{secrets.token_hex(4)}"
             held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
-            self._segments_before = segments()
             lifeline_read, self._lifeline = os.pipe()
             held.callback(os.close, self._lifeline)
             self._process: subprocess.Popen[bytes] | psutil.Process
@@ -250,8 +247,7 @@ class _Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Leave nothing: no process of the group, no descriptor, no shared-memory segment, no file. Safe to call twice."""
-        members = process_group_members(self.pid)
+        """Leave nothing: no process of the group, no descriptor, no file. Safe to call twice."""
         try:
             self._connection.close()
             if not self.is_lost:
@@ -262,7 +258,6 @@ class _Child:
             self._process.wait()
             while self._ends:
                 os.close(self._ends.pop())
-            remove_segments_of({*members, self.pid}, self._segments_before)
             self._held.close()
 
     def _spawned(self, payload: Payload, connection: int, lifeline: int) -> subprocess.Popen[bytes]:

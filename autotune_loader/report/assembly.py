@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Space
-from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.report.ceiling import ceiling_doubt
 from autotune_loader.report.standings import measurement_of
@@ -25,7 +24,6 @@ def judged(
     nothing: str = NOTHING_MEASURED,
     has_batched_fetch: bool = True,
     space: Space | None = None,
-    held: HeldObjects | None = None,
 ) -> TuningResult:
     """The result with its verdict, its advice and its sentences; without a ceiling where something speaks against it.
 
@@ -37,7 +35,6 @@ def judged(
         nothing: what the verdict says where nothing was measured.
         has_batched_fetch: whether the dataset can fetch batches, or that cannot be told.
         space: what could have been tried.
-        held: the largest list of Python objects that the dataset holds.
     """
     doubt = ceiling_doubt(found)
     if doubt is not None:
@@ -61,7 +58,6 @@ def judged(
         twin=fit_twin([(t.config, t.measurement) for t in found.trials if t.measurement is not None], context),
         space=space,
         stage_times=found.stage_times,
-        held=held,
     )
     verdict = judge(about)
     return replace(

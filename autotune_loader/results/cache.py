@@ -51,7 +51,7 @@ def result_key(
     """
     training, own = workload.training, workload.own_config
     return _key_of(
-        **_facts(workload.data, replace(machine, driver=None), "collate_fn"),
+        **_facts(workload.data, machine, "collate_fn"),
         **_names_of(training, "model", "train_step", "loss_fn", "optimizer"),
         options=dict(options),
         drop_last=workload.data.drop_last,
@@ -65,7 +65,7 @@ def result_key(
 
 def job_key(data: DataSide, machine: Fingerprint) -> str:
     """Equal for the same data, loaded in the same way on the same kind of machine; a loader does not know the step."""
-    return _key_of(**_facts(data, replace(machine, driver=None, dataset="")))
+    return _key_of(**_facts(data, replace(machine, dataset="")))
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:

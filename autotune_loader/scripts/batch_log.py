@@ -16,7 +16,6 @@ from autotune_loader.live.traces import PAUSE_S, PAUSE_STEPS
 from autotune_loader.pipeline.batches import bytes_of, samples_in, tensors_in
 from autotune_loader.pipeline.workload import length_of
 from autotune_loader.scripts.carrying import Carried, Carrying, Fetch
-from autotune_loader.scripts.gpu_work import GpuWork
 from autotune_loader.values.trace import BatchTrace
 
 MOST_ROWS = 20_000
@@ -28,14 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLog:
-    """Adds up what the loops over one loader see, in seconds of one clock. Pauses, in which nobody asks, are no steps.
+    """Adds up what the loops over one loader see, in seconds of one clock. Pauses, in which nobody asks, are no steps."""
 
-    Args:
-        gpu: takes over samples of the GPU in the same stretches; the current CUDA device's where None.
-    """
-
-    def __init__(self, gpu: GpuWork | None = None) -> None:
-        self.gpu = gpu or GpuWork()
+    def __init__(self) -> None:
         self.batches = self.samples = self.epochs = 0
         self.waited_s = self.began_s = self.stepped_s = 0.0
         """Until a batch was there, starts of workers included; of that, until the first of an epoch was; in steps."""
@@ -160,15 +154,11 @@ class Loop:
             self._is_asked = True
             log.epochs += 1
         if last is None:
-            log.gpu.begin(now)
             return
         fetch, samples, asked, received = last
         step_s = now - received
         if step_s <= PAUSE_S or step_s <= PAUSE_STEPS * log.stepped_s / log.batches or log.batches == 1:
             log.stepped_s += step_s
-            log.gpu.go_on(now)
-        else:
-            log.gpu.begin(now)
         if fetch is not None:
             log.note(fetch, samples, asked, received, now)
 
@@ -188,7 +178,6 @@ class Loop:
         """The loop is told that the epoch is over."""
         if self._is_running:
             self._log.waited_s += now - self._asked
-            self._log.gpu.end(now)
             self.leave()
 
     def leave(self) -> None:

@@ -125,7 +125,7 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
         wait_share=log.wait_share,
         starting_share=log.starting_share,
         script_share=log.waited_s / max(whole_s, 1e-9),
-        gpu_share=log.gpu.share,
+        gpu_share=None,
         settings=loader.own.to_kwargs(),
         settings_now=loader.config.to_kwargs(),
         is_tuned=loader.tuned is not None and why_not is None,

@@ -13,7 +13,6 @@ from typing import Any
 
 from autotune_loader.decision.rounds import averaged
 from autotune_loader.decision.stopping import StopReason
-from autotune_loader.pipeline.held_objects import largest_held
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.first_batches import SLOW_FETCH_S
@@ -93,7 +92,6 @@ def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult
         on_accelerator=not context.workload.on_cpu,
         has_batched_fetch=data.has_batched_fetch,
         space=context.space,
-        held=largest_held(data.dataset),
     )
 
 

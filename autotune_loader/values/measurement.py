@@ -109,8 +109,6 @@ class Measurement:
     """CPU use of the loop and its workers in the window, as a share of the usable cores."""
     foreign_cpu_share: float | None = None
     """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
-    steal_share: float | None = None
-    """Share of the same CPUs that a hypervisor gave to others; noise too."""
     batch_bytes: int = 0
     """Bytes of the tensors in one batch."""
     batch_tensors: int = 0

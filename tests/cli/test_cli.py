@@ -232,7 +232,7 @@ def test_json_is_all_there_is_on_stdout(folder: Path, loader_json: str) -> None:
     assert all(text in done.stderr for text in ("the factory prints", "a child prints", "C prints"))
 
 
-OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=32 << 30, gpus=("H100",), torch="2.6.0", python="3.1")
+OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=1 << 30, gpus=("H100",), torch="2.6.0")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=32 << 30, gpus=("H10
         # What matters comes first.
         (
             {"fingerprint": OTHER_MACHINE},
-            r"Tuned on: 1,?024 cores, 32 GiB, H100, torch 2.6.0.\n! usable cores: 1024 then, \d.*\n~ Python: 3.1 then",
+            r"Tuned on: 1,?024 cores, 1 GiB, H100, torch 2.6.0.\n! usable cores: 1024 then, \d.*\n~ memory: 1024 MiB then",
         ),
     ],
     ids=["the same", "not told", "another"],

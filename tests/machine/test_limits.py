@@ -41,8 +41,6 @@ def inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inspect:
     return look
 
 
-V1_QUOTA = {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}
-NO_QUOTA = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000"}
 LAYOUTS: dict[str, tuple[str, dict[str, str], list[float]]] = {
     # what /proc/self/cgroup says, files, cores of each quota
     "a quota below one core still leaves one": (
@@ -55,16 +53,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, str], list[float]]] = {
         [2.5, 0.5],
     ),
     "entered from outside": ("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5]),
-    "v1, of which a container sees its own part only": (
-        "4:memory:/docker/3f2a/inner\n2:cpu,cpuacct:/docker/3f2a/inner\n",
-        {f"cpu,cpuacct/inner/{name}": text for name, text in NO_QUOTA.items()}
-        | {f"cpu,cpuacct/{name}": text for name, text in V1_QUOTA.items()},
+    "a container that sees its own part only": (
+        "4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n",
+        {"inner/cpu.max": "max 100000", "cpu.max": "50000 100000", "cpu/cpu.max": "1 100000"},
         [0.5],
-    ),
-    "v1, a folder for each controller, beside v2": (
-        "2:cpu:/job\n0::/\n",
-        {f"cpu/job/{name}": text for name, text in V1_QUOTA.items()} | {"unified/cpu.max": "300000 100000"},
-        [0.5, 3.0],
     ),
     "broken files": ("0::/a\nnonsense\n", {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}, []),
 }
@@ -117,22 +109,15 @@ V2_MEMORY = {
     "pod/memory.stat": "inactive_file 0\n",
     "memory.max": "max\n",
 }
-V1_MEMORY = {
-    "memory/a/memory.limit_in_bytes": "800",
-    "memory/a/memory.usage_in_bytes": "400",
-    "memory/a/memory.stat": "total_inactive_file 100\n",
-    "memory/memory.limit_in_bytes": "9223372036854771712",
-}
 
 
 @pytest.mark.parametrize(
     ("groups", "files", "left", "total"),
     [
         ("0::/pod/app\n", V2_MEMORY, [900, 50, 20, 10], 100),
-        ("4:memory:/a\n", V1_MEMORY, [900, 500], 800),  # a huge number is no limit
         ("0::/\n", {"memory.max": "garbage", "memory.stat": "a b c"}, [900], 1000),
     ],
-    ids=["v2", "v1", "broken files"],
+    ids=["limits", "broken files"],
 )
 def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(
     inspect: Inspect, groups: str, files: dict[str, str], left: list[int], total: int
@@ -157,8 +142,8 @@ def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice() 
     machine, again = (inspect_machine(environ={"OMP_NUM_THREADS": "2", "HOME": "/root"}, gpus=gpus) for _ in "ab")
     fingerprint = machine.fingerprint(dataset="d")
     assert fingerprint == again.fingerprint(dataset="d")
-    assert (fingerprint.gpus, fingerprint.driver) == (("Fake",), "570.00")
-    assert fingerprint.thread_env == {"OMP_NUM_THREADS": "2"}
+    assert (fingerprint.gpus, machine.driver) == (("Fake",), "570.00")
+    assert machine.thread_env == {"OMP_NUM_THREADS": "2"}
     assert machine.shm is not None
     assert 0 <= machine.shm.free_bytes <= machine.shm.total_bytes
     assert open_files_limit() in (resource.getrlimit(resource.RLIMIT_NOFILE)[0], None)

@@ -60,18 +60,18 @@ def looking(monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, float | None, 
 
 
 def test_cpu_shares_are_those_of_the_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s, the machine 5 s, the hypervisor 0.8 s
+    # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s, the machine 5 s
     looking(
         monkeypatch,
-        (0.0, 0.0, HostCpu(cpus=4, busy_s=0.0, steal_s=0.0)),
-        (6.0, 7.0, HostCpu(cpus=4, busy_s=10.0, steal_s=1.0)),
-        (8.0, 10.0, HostCpu(cpus=4, busy_s=15.0, steal_s=1.8)),
+        (0.0, 0.0, HostCpu(cpus=4, busy_s=0.0)),
+        (6.0, 7.0, HostCpu(cpus=4, busy_s=10.0)),
+        (8.0, 10.0, HostCpu(cpus=4, busy_s=15.0)),
     )
     watched = Window()
     watched.open()
     # WHEN it is closed THEN the tree has had 1.5 cores, and a quarter of the CPUs was others' work
     found = watched.closed(MEASURED)
-    assert (found.cpu_share, found.foreign_cpu_share, found.steal_share) == pytest.approx((1.5, 0.25, 0.1))
+    assert (found.cpu_share, found.foreign_cpu_share) == pytest.approx((1.5, 0.25))
     # THEN the parent, which knows what may be used, makes it a share of that
     assert of_cores(found, 2).cpu_share == pytest.approx(0.75)
 
@@ -79,6 +79,6 @@ def test_cpu_shares_are_those_of_the_window_alone(monkeypatch: pytest.MonkeyPatc
 def test_what_the_system_does_not_tell_is_none_and_ticks_make_no_negative_load(monkeypatch: pytest.MonkeyPatch) -> None:
     looking(monkeypatch, (0.0, None, None), (1.0, None, None))
     assert Window().closed(MEASURED) == MEASURED
-    before, after = (HostCpu(cpus=1, busy_s=busy_s, steal_s=0.0) for busy_s in (0.0, 0.99))
+    before, after = (HostCpu(cpus=1, busy_s=busy_s) for busy_s in (0.0, 0.99))
     looking(monkeypatch, (0.0, 0.0, before), (1.0, 1.0, after))
     assert Window().closed(MEASURED).foreign_cpu_share == 0.0

@@ -1,4 +1,4 @@
-"""What is seen of a dataset before it is read: epochs it is told of, large lists it holds, and which loader it is in."""
+"""What is seen of a dataset before it is read: epochs it is told of, and which loader it is in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -20,7 +19,6 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from autotune_loader.pipeline.held_objects import LARGE, largest_held
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.lines import Line
@@ -79,26 +77,6 @@ def around_itself(**held: Any) -> Holding:
 def test_a_dataset_that_is_told_the_epoch_is_found_in_its_wrappers(dataset: Any, has_epochs: bool) -> None:
     """Persistent workers would never hear of the next."""
     assert DataSide(dataset=dataset, batch_size=2).has_epochs is has_epochs
-
-
-@pytest.mark.parametrize(
-    ("held", "kind", "code"),
-    [
-        (["a.jpg"] * 2 * LARGE, "list of 20,000 objects (str)", "self.held = np.array(self.held)"),
-        ([torch.zeros(1)] * 2 * LARGE, "list of 20,000 objects (Tensor)", "self.held = torch.stack(self.held)"),
-        ([np.zeros(1)] * 2 * LARGE, "list of 20,000 objects (ndarray)", "self.held = np.stack(self.held)"),
-        ([{"path": "a.jpg"}] * 2 * LARGE, "list of 20,000 objects (dict)", "one array for each field"),
-        (dict.fromkeys(range(2 * LARGE), "a.jpg"), "dict of 20,000 objects (str)", "one array for each field"),
-    ],
-    ids=["texts", "tensors", "arrays", "records", "dict"],
-)
-def test_the_largest_list_is_told_and_what_takes_its_place(held: Any, kind: str, code: str) -> None:
-    arrays: Any = Holding(array=np.zeros(2 * LARGE), stacked=torch.zeros(2 * LARGE), few=[1, 2])
-    assert largest_held(arrays) is None
-    arrays.wrapped = Holding(labels=[1] * LARGE, held=held)
-    found = largest_held(Subset(arrays, [0]))
-    assert found is not None
-    assert (str(found), code in found.code()) == (f"Holding.held is a {kind}", True)
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,11 @@ def test_batches_are_the_users_own_and_begin_again_at_their_end(workers: int) ->
     assert listed(stream[::each]) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
 
 
-def test_drop_last_and_batch_size_of_the_configuration_win_and_an_epoch_without_a_batch_ends() -> None:
-    loader = DataLoader(Squares(), batch_size=3)
-    assert [len(batch) for batch in take(loader, 3, drop_last=True)] == [3, 3, 3]
+def test_a_tuned_batch_size_wins_and_an_epoch_without_a_batch_ends() -> None:
+    loader = DataLoader(Squares(), batch_size=3, drop_last=True)
+    assert [len(batch) for batch in take(loader, 3)] == [3, 3, 3]
     assert [len(batch) for batch in take(loader, 2, batch_size=8)] == [8, 8]
-    assert take(loader, 1, batch_size=16, drop_last=True) == []
+    assert take(loader, 1, batch_size=16) == []
 
 
 class Dice:

@@ -53,9 +53,6 @@ class FakeTimeline:
     def mark(self):
         return max(self.busy_until, self.now())
 
-    def util(self, start, end):
-        """No NVML knows it."""
-
     def passed(self, mark):
         return mark if mark <= self.now() else None
 
@@ -338,14 +335,3 @@ def test_an_optimizer_with_a_state_follows_its_model_to_the_device():
     # THEN the momenta are there; the step count, which torch keeps on the host, is not
     (state, *_) = optimizer.state.values()
     assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")
-
-
-@pytest.mark.parametrize(("since_s", "share"), [(3, 0.5), (1, None)])
-def test_nvml_is_asked_for_the_window_alone(monkeypatch, since_s, share):
-    # GIVEN NVML's samples of the last seconds, in half of which a kernel ran; all of the time before the first is unknown
-    samples = [(float(ago), 0.5) for ago in range(since_s, -1, -1)]
-    monkeypatch.setattr("autotune_loader.probe.device.use_of_current_device", lambda: samples)
-    timeline = Timeline(torch.device("cuda"), torch.cuda)
-    monkeypatch.setattr(timeline, "now", lambda: 10.0)
-    # THEN a window of three seconds has that half, if most of the window is known
-    assert timeline.util(7.0, 10.0) == share

@@ -8,7 +8,6 @@ import pytest
 
 from autotune_loader.decision.belief import fit_twin
 from autotune_loader.decision.space import Limits, Space
-from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.advice import Evidence, advise, judge
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
@@ -106,7 +105,6 @@ TOY = measured(
 RARELY = measured(
     wait_share=0.12, service_s=0.004, service_cpu_s=0.003, batch_bytes=4000, cpu_share=0.27, foreign_cpu_share=0.7
 )
-LIST = HeldObjects("paths", "Photos", "list", 200_000, "str")
 
 # What binds, the evidence, words of the verdict, words of some advice (None: no advice at all).
 CASES = {
@@ -118,7 +116,6 @@ CASES = {
         "; decode takes 60 % of a worker's CPU (a.py:2, convert); ", "Make 'crop' cheaper (a.py:3)"),
     "more cores": ("cpu", simulated(BEST, cpu_s=0.1, step_s=0.004), "", "is predicted for 8 cores"),
     "a heavy tail": ("cpu", evidence(measured(traces=traces([0.1] * 48 + [1.0] * 2))), "", "allow=('in_order',)"),
-    "a list that is copied": ("cpu", evidence(held=LIST), "", "self.paths = np.array(self.paths)"),
     "what failed is no faster": ("cpu", evidence(trials=(failed(6, predicted_samples_per_s=1001.0),)), "", ""),
     "workers are kept": ("cpu",
         evidence(measured(first_batch_s=5.0), epoch_batches=100, best=replace(BEST, persistent_workers=True)),

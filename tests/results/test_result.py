@@ -40,7 +40,7 @@ SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "loader.schema.json"
 SCHEMA = jsonschema.Draft202012Validator(loader_schema())
 
 BEST = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True, consumer_threads=1)
-HERE = Fingerprint(usable_cores=4, memory_bytes=8 << 30, torch="2.13.0", start_method="fork")
+HERE = Fingerprint(usable_cores=4, memory_bytes=8 << 30, torch="2.13.0")
 
 
 def finished_run(**changes):

@@ -54,7 +54,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error", DeprecationWarning)
     multiprocessing.set_start_method("forkserver")
     result = tune(Squares(), batch_size=4, progress=False, **SHORT)
-    print("STATUS", result.fingerprint.start_method, outcomes(result))
+    print("STATUS", multiprocessing.get_start_method(), outcomes(result))
     loader = AutoLoader(Squares(), batch_size=4, shuffle=True, max_workers=2)
     for made in (result.make_loader(Squares(), batch_size=4), loader, loader):
         print("WHOLE", sorted(int(each) for x, _ in made for each in x) == list(range(64)))

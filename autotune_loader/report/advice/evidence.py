@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autotune_loader.decision.space import SAFE_SHARE, Space
-from autotune_loader.pipeline.held_objects import HeldObjects
 from autotune_loader.report.units import bytes_text
 from autotune_loader.twin import Twin
 from autotune_loader.twin.memory import MemoryModel
@@ -58,8 +57,6 @@ class Evidence:
     """What could have been tried, and the limits of this machine."""
     stage_times: Sequence[StageTime] = ()
     """Where the time of a sample goes in a worker, the longest stage first."""
-    held: HeldObjects | None = None
-    """The largest list of Python objects that the dataset holds."""
 
     @property
     def period_s(self) -> float:

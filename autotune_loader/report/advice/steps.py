@@ -46,7 +46,7 @@ Rule = Callable[[Evidence], Steps]
 
 def advise(evidence: Evidence, verdict: Verdict) -> tuple[Advice, ...]:
     """Concrete next steps: what the verdict calls for first, then what else the measurements show."""
-    also = (_lists_of_objects,) if verdict.binding in ("step", "unknown") else ALWAYS
+    also = () if verdict.binding in ("step", "unknown") else ALWAYS
     rules = (*RULES.get(verdict.binding, ()), *also)
     return tuple(dict.fromkeys(advice for rule in rules for advice in rule(evidence)))
 
@@ -230,15 +230,6 @@ def _heavy_tail(evidence: Evidence) -> Steps:
         )
 
 
-def _lists_of_objects(evidence: Evidence) -> Steps:
-    held = evidence.held
-    if held is not None and evidence.best.num_workers:
-        yield Advice(
-            action=f"Keep samples in numpy arrays or tensors instead of lists of Python objects: {held.code()}.",
-            reason=f"{held}: counting references copies the pages that workers share, until each has a copy of its own",
-        )
-
-
 def _step_on_cpu_s(evidence: Evidence) -> float:
     return 0.0 if evidence.on_accelerator else evidence.measurement.step_s
 
@@ -271,5 +262,5 @@ RULES: dict[Binding, tuple[Rule, ...]] = {
     "startup": (_startup,),
 }
 """What a verdict calls for, in this order."""
-ALWAYS: tuple[Rule, ...] = (_batched_fetch, _threaded_workers, _heavy_tail, _lists_of_objects)
+ALWAYS: tuple[Rule, ...] = (_batched_fetch, _threaded_workers, _heavy_tail)
 """What may be said whatever binds; only the last where the step binds, or nothing is known."""

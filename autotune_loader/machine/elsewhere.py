@@ -1,0 +1,314 @@
+"""Running the user's code in another process so that it changes nothing here: bursts of `tune()`, workers of AutoLoader.
+
+    die_with_parent     killed as soon as the process that started this one ends, however that ends
+    own_files           open regular files are read at positions of their own, and written nowhere if asked so
+    own_shared_memory   what is written to shared memory, the parent does not see
+    cut_channels        inherited pipes and sockets lead nowhere
+    write_only_in       files are made, changed and removed in some places only
+    ended_with_us       the other side: what was started ends, and its folder goes, also where this process is killed
+
+Each but the last is called once in the new process, before any code of the user's runs in it. A fork needs all of them; a
+fresh interpreter inherits nothing, and needs the first and `write_only_in`. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import multiprocessing
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+FIRST_OWN_FD = 3
+"""Below are stdin, stdout and stderr."""
+MOST_COPIED_BYTES = 1 << 30
+"""A larger shared mapping becomes private to each process instead: pages are then copied when they are written to."""
+MOST_COPIED_FILES_BYTES = 1 << 28
+"""Of files open for reading and writing so much is copied, in a tenth of a second; the others can only be read."""
+COPIED_AT_ONCE_BYTES = 1 << 24
+LONGEST_NAME = 60
+"""Characters of the name of a file in memory, which may have 249 bytes."""
+MEMORY = ("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")  # noqa: S108 - names of mappings
+"""How the names of what lies in memory begin."""
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+"""prctl(2)."""
+MAP_FIXED = 0x10
+"""mmap(2); Python's mmap has no name for it."""
+LANDLOCK_CREATE, LANDLOCK_ALLOW, LANDLOCK_RESTRICT, LANDLOCK_VERSION, BENEATH = 444, 445, 446, 1, 1
+"""landlock(7): its system calls, the flag that asks for the version, and the kind of rule."""
+WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE = 1 << 1, 0x1FF0, 1 << 13, 1 << 14
+"""What is refused. Since version 2, renames between folders (REFER) can be allowed; since 3, truncate(2) can be refused."""
+
+AFTER_US = """
+import os, shutil, signal, sys
+os.read(0, 1)
+try:
+    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+except ProcessLookupError:
+    pass
+shutil.rmtree(sys.argv[2], ignore_errors=True)
+"""
+"""Its standard input ends with the process that it stands beside."""
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process as soon as the thread that started it has ended.
+
+    Args:
+        parent: the ID of that thread's process, known before this one began; None where it surely lives still.
+    """
+    starter = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != (starter if parent is None else parent):  # it ended before the call
+        os._exit(1)
+
+
+def die_with_owner() -> None:
+    """The same for a process of `multiprocessing`'s, which a fork server may have started for the one that asked for it."""
+    die_with_parent()
+    owner = multiprocessing.parent_process()
+    if owner is not None and owner.pid != os.getppid():
+        threading.Thread(target=_die_after, args=(owner.sentinel,), name="parent-watch", daemon=True).start()
+
+
+def _die_after(sentinel: int) -> None:
+    from multiprocessing.connection import wait
+
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def own_files(*, writable: bool) -> None:
+    """Give this process regular files of its own in place of those that it has inherited, each at its position.
+
+    Args:
+        writable: whether what is written still reaches the files. Otherwise it goes nowhere; only a file that is open for
+            reading as well takes it, as a copy in memory.
+    """
+    left = MOST_COPIED_FILES_BYTES
+    for fd in descriptors(FIRST_OWN_FD):
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK)
+            access, name = flags & os.O_ACCMODE, os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+            if writable or access == os.O_RDONLY or name.startswith(MEMORY):
+                reopen(fd, flags)
+            elif access == os.O_WRONLY:
+                _lead_nowhere(fd)
+            elif status.st_size > left:
+                reopen(fd, flags & ~os.O_ACCMODE)
+            else:
+                left -= status.st_size
+                _reopen_in_memory(fd, flags, name, status.st_size)
+        except OSError:  # closed meanwhile, or may not be opened again
+            if not writable:
+                with contextlib.suppress(OSError):
+                    _lead_nowhere(fd)
+
+
+def reopen(fd: int, flags: int, *, of: int | None = None) -> None:
+    """Open a file once more, also one that has been unlinked, under the number and at the position that it has.
+
+    Args:
+        fd: its number.
+        flags: of the file from now on.
+        of: the number of another file, which takes its place.
+
+    Raises:
+        OSError: it has no position, or may not be opened.
+    """
+    position, inheritable = os.lseek(fd, 0, os.SEEK_CUR), os.get_inheritable(fd)
+    again = os.open(f"/proc/self/fd/{fd if of is None else of}", flags | os.O_CLOEXEC)
+    os.lseek(again, position, os.SEEK_SET)
+    os.dup2(again, fd, inheritable=inheritable)
+    os.close(again)
+
+
+def _reopen_in_memory(fd: int, flags: int, name: str, size: int) -> None:
+    memory = os.memfd_create(name[-LONGEST_NAME:])
+    try:
+        at = 0
+        while at < size and (sent := os.sendfile(memory, fd, at, size - at)):
+            at += sent
+        reopen(fd, flags, of=memory)
+    finally:
+        os.close(memory)
+
+
+def _lead_nowhere(fd: int) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(nowhere, fd, inheritable=os.get_inheritable(fd))
+    os.close(nowhere)
+
+
+def cut_channels(keep: Collection[int]) -> None:
+    """Let inherited pipes and sockets lead nowhere: who waits for the end of one waits for all that hold it.
+
+    Args:
+        keep: descriptors of this process's own; the standard three and those of `multiprocessing`'s books stay too.
+    """
+    owner = multiprocessing.parent_process()
+    books = (getattr(resource_tracker._resource_tracker, "_fd", None), getattr(owner, "_sentinel", None))
+    for fd in descriptors(FIRST_OWN_FD):
+        if fd in keep or fd in books:
+            continue
+        with contextlib.suppress(OSError):
+            mode = os.fstat(fd).st_mode
+            if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+                _lead_nowhere(fd)
+
+
+def write_only_in(places: Iterable[str | os.PathLike[str]]) -> bool:
+    """From now on this thread, and all that it starts, changes no file but in these places; reading costs nothing more.
+
+    Modes, owners and times of files, and files that are open for writing already, are not covered.
+
+    Args:
+        places: folders and files; those that do not exist are left out.
+
+    Returns:
+        Whether the kernel holds it to that: Linux 5.13 and later, unless a container's profile forbids to ask for it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION)
+    if version < 1:
+        return False
+    refused = WRITE_FILE | REMOVE_AND_MAKE | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+    rules = libc.syscall(LANDLOCK_CREATE, ctypes.byref(ctypes.c_uint64(refused)), ctypes.c_size_t(8), 0)
+    if rules < 0:
+        return False
+    try:
+        for place in places:
+            try:
+                fd = os.open(place, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue
+            allowed = refused if stat.S_ISDIR(os.fstat(fd).st_mode) else refused & (WRITE_FILE | TRUNCATE)
+            is_added = libc.syscall(LANDLOCK_ALLOW, rules, BENEATH, struct.pack("=Qi", allowed, fd), 0) == 0
+            os.close(fd)
+            if not is_added:
+                return False
+        if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+            return False
+        return bool(libc.syscall(LANDLOCK_RESTRICT, rules, 0) == 0)
+    finally:
+        os.close(rules)
+
+
+def own_shared_memory() -> None:
+    """Replace each shared mapping that this process may write to, so that its parent no longer sees what is written.
+
+    A `multiprocessing.Value`, a tensor after `share_memory_()` and a `numpy.memmap` are shared mappings, and so are the
+    semaphores of `multiprocessing`: each stays shared among this process and its own children.
+    """
+    mappings = list(writable_shared_mappings(Path("/proc/self/maps").read_text()))
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        for mapping in (each for each in mappings if _is_memory_or_file(each.path)):
+            with contextlib.suppress(OSError):
+                _replace(mapping, memory.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One line of /proc/self/maps."""
+
+    begin: int
+    size: int
+    offset: int
+    protection: int
+    path: str
+
+
+def writable_shared_mappings(text: str) -> Iterator[Mapping]:
+    """Those of this process, from /proc/self/maps.
+
+    `address perms offset dev inode pathname`, where the last of perms is `s` for shared (proc(5)):
+
+        7f3c4e1d2000-7f3c4e1d3000 rw-s 00000000 00:1b 42   /dev/shm/pym-4711-x (deleted)
+    """
+    for line in text.splitlines():
+        address, permissions, offset, _, _, *path = line.split(maxsplit=5)
+        if permissions[1] != "w" or permissions[3] != "s":
+            continue
+        begin, end = (int(each, 16) for each in address.split("-"))
+        protection = sum(flag for letter, flag in zip(permissions, (1, 2, 4), strict=False) if letter != "-")
+        yield Mapping(begin, end - begin, int(offset, 16), protection, path[0] if path else "")
+
+
+def _is_memory_or_file(path: str) -> bool:
+    """Devices (a GPU's, say) are left alone."""
+    if path.startswith(MEMORY):
+        return True
+    return path.startswith("/") and not path.startswith("/dev/") and Path(path.removesuffix(" (deleted)")).is_file()
+
+
+def _replace(mapping: Mapping, memory_fd: int) -> None:
+    is_file = not mapping.path.startswith(("/dev/", "/memfd:", "/SYSV")) and not mapping.path.endswith(" (deleted)")
+    if is_file or mapping.size > MOST_COPIED_BYTES:
+        fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
+        _map_over(mapping, mmap.MAP_PRIVATE, fd, mapping.offset)
+    else:
+        fd = os.memfd_create("autotune-loader")
+        os.ftruncate(fd, mapping.size)
+        for at in range(0, mapping.size, COPIED_AT_ONCE_BYTES):
+            # Read by the kernel: pages behind the end of a file would end this process by SIGBUS.
+            data = os.pread(memory_fd, min(COPIED_AT_ONCE_BYTES, mapping.size - at), mapping.begin + at)
+            os.pwrite(fd, data, at)
+        _map_over(mapping, mmap.MAP_SHARED, fd, 0)
+    os.close(fd)
+
+
+def _map_over(mapping: Mapping, kind: int, fd: int, offset: int) -> None:
+    """Put another mapping in the place of one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    place = libc.mmap(mapping.begin, mapping.size, mapping.protection, MAP_FIXED | kind, fd, offset)
+    if place != mapping.begin:
+        raise OSError(ctypes.get_errno(), f"mmap of {mapping.path}")
+
+
+def descriptors(first: int = 0) -> list[int]:
+    """Numbers of open files from `first` on."""
+    return sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) >= first)  # noqa: PTH208
+
+
+@contextlib.contextmanager
+def ended_with_us(group: int, folder: str) -> Iterator[None]:
+    """Should this process be killed within the block, another one kills a process group and removes a folder.
+
+    The kernel's signal (`die_with_parent`) reaches one process, not those that it has started, and it leaves files behind.
+
+    Args:
+        group: ID of the process group.
+        folder: may not exist.
+    """
+    lifeline, ours = os.pipe()
+    command = [sys.executable, "-I", "-S", "-c", AFTER_US, str(group), folder]
+    nowhere = subprocess.DEVNULL
+    try:
+        guard = subprocess.Popen(command, stdin=lifeline, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    except OSError:
+        os.close(ours)
+        raise
+    finally:
+        os.close(lifeline)
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.wait()
+        os.close(ours)
