@@ -94,7 +94,7 @@ _here = _Here()
 _ROOM_FOR_FILES = socket.CMSG_SPACE((MOST_FILES + 1) * 4)
 
 
-def receive(end: socket.socket) -> Any:
+def receive(end: socket.socket, flags: int = 0) -> Any:
     """The next message.
 
     Raises:
@@ -103,7 +103,7 @@ def receive(end: socket.socket) -> Any:
         Incomplete: this process has too many files open.
     """
     here = _here
-    size, ancillary, flags, _ = end.recvmsg_into([here.packet], _ROOM_FOR_FILES)
+    size, ancillary, flags, _ = end.recvmsg_into([here.packet], _ROOM_FOR_FILES, flags)
     if not size:
         raise EOFError
     files = array.array("i")
