@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
-    from autotune_loader.live.loader import AutoLoader
+    from autotune_loader.autoloader.loader import AutoLoader
     from autotune_loader.pipeline.prefetch import DevicePrefetcher
     from autotune_loader.report.comparison import Comparison
     from autotune_loader.results.load import load_config
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoLoader": "live.loader",
+    "AutoLoader": "autoloader.loader",
     "Comparison": "report.comparison",
     "DevicePrefetcher": "pipeline.prefetch",
     "LoaderConfig": "values.config",
