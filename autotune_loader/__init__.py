@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
-    from autotune_loader.live.loader import AutoLoader
+    from autotune_loader.autoloader.loader import AutoLoader
     from autotune_loader.pipeline.prefetch import DevicePrefetcher
     from autotune_loader.results.comparison import Comparison
     from autotune_loader.results.file import load_config
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoLoader": "live.loader",
+    "AutoLoader": "autoloader.loader",
     "Comparison": "results.comparison",
     "ConfigFileError": "values.errors",
     "DevicePrefetcher": "pipeline.prefetch",

@@ -196,22 +196,24 @@ class Ended(Table):
 class Kept(Table):
     """Why an AutoLoader keeps the number of workers that was asked for."""
 
-    NO_CONSENT = "num_workers=0 was asked for, so no worker is used."
+    NO_CONSENT = "num_workers=0 was asked for, so no worker is used; without num_workers they may be."
     FROZEN = "tune=False was asked for."
+    OWN_ITERATOR = "{kind} makes iterators of its own."
     ITERABLE = "An IterableDataset reads by itself: its workers are as asked."
-    WORKER_INIT = "worker_init_fn may depend on the number of workers."
+    WORKER_INIT = "worker_init_fn is the script's own and may depend on the number of workers."
     NOT_WAITING = "The loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try anything."
     NOT_FASTER = "No other number of workers was shown to be faster."
-    SAMPLES_DIFFER = "Batch {batch} of a worker was not the loop's own: {what}."
-    WORKER_ERROR = "A worker raised what the loop does not: {error}."
+    SAMPLES_DIFFER = "Batch {batch} of a worker was not the loop's own ({what}): its samples depend on the process that makes them."
+    WORKER_ERROR = "A worker raised what the loop does not: {error}"
     WORKER_SILENT = "A worker gave no answer for {silent:seconds}."
-    DATASET_CHANGES = "Fetching a sample changes {what}, which workers would not see."
-    TRAINING_CHANGES = "The training changes {what}, which workers would not see."
+    WORKERS_LOST = "Workers ended again and again: {error}"
+    DATASET_CHANGES = "Fetching a sample changes {what}, which the loop would not see from workers."
+    TRAINING_CHANGES = "The training changes {what} in the midst of an epoch, which workers would not see."
     WRITES_FILES = "Fetching a sample writes {path}, which several processes must not do at once."
+    SAMPLER_DRAWS = "The sampler draws from a global generator between two batches; a generator of its own would allow workers."
     MEMORY = "More workers would not fit into {what}."
-    OWN_ITERATOR = "{kind} makes iterators of its own."
-    CANNOT_START = "Workers cannot be started here: {why}."
+    CANNOT_START = "Workers cannot be started here: {why}"
 
 
 class Caution(Table):

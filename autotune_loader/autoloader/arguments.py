@@ -1,11 +1,11 @@
-"""The arguments of DataLoader that an AutoLoader was given, those of an existing loader beneath them."""
+"""The arguments of DataLoader that an AutoLoader was given, those of an existing loader beneath them, and what it may do."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -16,6 +16,16 @@ KNOWN = ("torchdata", "accelerate")
 """Libraries whose loaders make iterators of their own that add nothing to a batch but where it lies."""
 CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
 """Arguments that a configuration takes the place of."""
+OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+"""What says how workers are, if there are any; torch refuses most of it without."""
+
+
+class Asked(NamedTuple):
+    arguments: dict[str, Any]
+    """Of DataLoader, by name."""
+    may_use_workers: bool
+    how: dict[str, Any]
+    """Of `OF_WORKERS`, where no number was asked for."""
 
 
 def asked_for(
@@ -23,15 +33,18 @@ def asked_for(
     args: tuple[Any, ...],
     arguments: dict[str, Any],
     config: LoaderConfig | None = None,
+    *,
+    workers: bool | None = None,
     own: Collection[str] = (),
-) -> dict[str, Any]:
-    """Arguments of DataLoader by name.
+) -> Asked:
+    """What DataLoader is to be made with.
 
     Args:
         dataset: any dataset, or a loader, which is only read.
         args: positional arguments after it.
         arguments: by name.
         config: in place of what they say of workers.
+        workers: whether workers may be used; None: unless 0 of them were asked for.
         own: names of what AutoLoader takes beyond them; told to who mistypes one.
 
     Raises:
@@ -55,7 +68,14 @@ def asked_for(
     if config is not None:
         of_workers = {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
         given = {name: value for name, value in given.items() if name not in CONFIGURED} | of_workers
-    return given
+    may = "num_workers" not in given if workers is None else workers
+    how = {}
+    if not given.get("num_workers"):
+        if may:
+            how = {name: given.pop(name) for name in OF_WORKERS if given.get(name)}
+    else:
+        may = True
+    return Asked(given, may, how)
 
 
 def _refuse_own_iterators(kind: type[Any]) -> None:
