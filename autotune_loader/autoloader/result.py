@@ -83,6 +83,8 @@ class Found:
 
     def _trials(self) -> list[Trial]:
         trials: list[Trial] = []
+        if not self.log.changes:
+            return trials
         ends = [change.batch for change in self.log.changes[1:]] + [self.log.end]
         for change, end in zip(self.log.changes, ends, strict=True):
             rows = self.log.since(change.batch)[: max(0, end - max(change.batch, self.log.forgotten))]

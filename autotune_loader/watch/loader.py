@@ -9,6 +9,7 @@ from autotune_loader.autoloader.log import Log
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Interval
 
 FEWEST_BATCHES = 3
 """Of fewer nothing can be said: the first one waits for workers, and the last has no step after it."""
@@ -58,10 +59,14 @@ class ScriptLoader:
         self.first_look: Callable[[ScriptLoader], None] | None = first_look
         self.in_loop, self.in_workers = CpuOfBatches(), CpuOfBatches()
         """For making batches, or for receiving them, in the loop's own thread; for making them in torch's workers."""
+        self.read_s = self.busy_s = 0.0
+        """Seconds in which CPU times were read, and seconds of CPU that this process and torch's workers took meanwhile."""
         self.batch_bytes = self.batch_tensors = 0
         """Of its first batch."""
         self.found: Any = None
         """What the latest AutoLoader in its place has found, without its data; None where there was none."""
+        self.gains: dict[LoaderConfig, Interval] = {}
+        """What those before it have measured, by what they have found best."""
         self.kept: Any = None
         """Why no AutoLoader takes its place under `run`, a `Finding`; None where one does."""
         self.settings: tuple[Any, ...] = ()
@@ -77,6 +82,20 @@ class ScriptLoader:
         starts = totals.starting_share
         of_it = f", {starts * 100:.0f} % for epochs to start" if starts >= LEAST_START else ""
         return f"the loop waits {totals.wait_share * 100:.0f} % of its time{of_it}"
+
+    def serve(self, found: Any) -> None:
+        """An AutoLoader serves an epoch; `found` is what it knows. Gains that others have measured at this place count on."""
+        if self.found is not None and self.found is not found and self.found.gain is not None:
+            self.gains[self.found.best] = self.found.gain
+        self.found = found
+
+    @property
+    def gain(self) -> Interval | None:
+        """How many times as fast what runs now was measured to be, in turns with what the script asks for."""
+        if self.found is None or self.found.config == self.own:
+            return None
+        latest: Interval | None = self.found.gain
+        return latest or self.gains.get(self.found.config)
 
     def is_free_for(self, loader: Any) -> bool:
         """Whether it is this loader, or one that is gone, with all of its iterators, and whose place this one takes."""

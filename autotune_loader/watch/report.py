@@ -141,7 +141,7 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
     diagnosis = diagnose(evidence)
     result: TuningResult | None = None if found is None else found.result
     bottleneck, advice = diagnosis.bottleneck, diagnosis.advice
-    if result is not None and result.bottleneck is not None and not Bottleneck.LITTLE.said_by(bottleneck):
+    if result is not None and result.bottleneck is not None and result.rate is not None:
         bottleneck, advice = result.bottleneck, result.advice
     kept = loader.kept if found is None else found.kept
     return LoaderReport(
@@ -154,7 +154,7 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
         starting_share=totals.starting_share,
         settings=loader.own.to_kwargs(),
         settings_now=(loader.own if found is None else found.config).to_kwargs(),
-        speedup=None if result is None else result.speedup,
+        speedup=loader.gain,
         kept=kept,
         bottleneck=bottleneck,
         advice=(*_to_try(bottleneck, evidence, kept, plan), *advice),
@@ -173,12 +173,13 @@ def evidence_of(loader: ScriptLoader, script_s: float) -> Evidence:
     if making is not None:
         whole_s = workers * totals.active_s if workers else totals.waited_s
         fetch_s = max(making.cpu_s, whole_s / totals.batches - making.queued_s)
-    receiving = loader.in_loop.of_one if workers else None
+    receiving, cores = loader.in_loop.of_one if workers else None, usable_cores().usable
     return Evidence(
         config=loader.own,
         samples_per_s=totals.samples / max(totals.active_s, 1e-9),
         wait_share=totals.wait_share,
-        cores=usable_cores().usable,
+        cores=cores,
+        cpu_share=loader.busy_s / (cores * loader.read_s) if loader.read_s else None,
         batch_size=totals.samples / totals.batches,
         step_s=totals.stepped_s / totals.batches,
         fetch_s=fetch_s,
@@ -215,7 +216,7 @@ def _result_of(session: Session) -> TuningResult:
         loaders[each.name] = (each.own if each.found is None else each.found.best).to_kwargs()
     if main.found is not None:
         found: TuningResult = main.found.result
-        return replace(found, loaders=loaders)
+        return replace(found, speedup=main.gain, loaders=loaders)
     return TuningResult(
         best=main.own,
         status="partial",

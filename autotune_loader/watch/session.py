@@ -77,7 +77,7 @@ class Session:
             known.kept = Kept.CANNOT_START(why=str(error))
             return plain(loader)
         iterator = plain(auto)
-        known.found = auto.found
+        known.serve(auto.found)
         watch_iterator(iterator, known, loader, begun).started()
         return iterator
 

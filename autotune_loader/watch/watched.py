@@ -23,7 +23,7 @@ WATCH = "_autotune_loader_watch"
 LOOK_EVERY_S = 0.01
 """So often a batch is looked at more closely: with its CPU times, which take 10 us."""
 READ_EVERY_S = 0.5
-"""So often the CPU times of torch's workers are read: 20 us each."""
+"""So often the CPU times of this process and of torch's workers are read: 20 us each."""
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Watch:
         self._loop, self._is_started, self._left = self._known.log.begin(now), False, self._samples
         self._next_look_s = now
         self._asked_cpu: CpuTimes | None = None
-        self._reading: tuple[int, list[CpuTimes]] | None = None
+        self._reading: tuple[float, int, list[CpuTimes]] | None = None
         self._next_reading_s = now
 
     @property
@@ -134,20 +134,22 @@ class Watch:
         try:
             if not self._known.batch_tensors:
                 self._known.measure(batch)
-            if self.workers and now >= self._next_reading_s:
+            if now >= self._next_reading_s:
                 self._next_reading_s = now + READ_EVERY_S
-                self._read_workers()
+                self._read(now)
         except Exception:  # whatever it is, it is no reason to end somebody's training
             log.debug("a batch was not looked at", exc_info=True)
 
-    def _read_workers(self) -> None:
-        """What CPU they took since the last reading; what they took before an epoch's first one was their start."""
-        now = self._loop.batches, [process_times(worker.pid) for worker in self.workers]
+    def _read(self, now: float) -> None:
+        """What CPU this process and torch's workers took since the last reading; before an epoch's first one they started."""
+        times = [process_times(pid) for pid in (os.getpid(), *(worker.pid for worker in self.workers))]
         if self._reading is not None:
-            batches = (now[0] - self._reading[0]) / len(self.workers)
-            for before, after in zip(self._reading[1], now[1], strict=True):
-                self._known.in_workers.add(batches, before, after)
-        self._reading = now
+            then, batches, earlier = self._reading
+            self._known.read_s += now - then
+            self._known.busy_s += sum(after.cpu_s - before.cpu_s for before, after in zip(earlier, times, strict=True))
+            for before, after in zip(earlier[1:], times[1:], strict=True):
+                self._known.in_workers.add((self._loop.batches - batches) / len(self.workers), before, after)
+        self._reading = now, self._loop.batches, times
 
 
 def _samples_in(batch: Any) -> int | None:

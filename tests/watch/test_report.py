@@ -35,6 +35,7 @@ def loader_of(workers: int, **more: Any) -> ScriptLoader:
     known.log.totals = Totals(**{**figures, **{name: value for name, value in more.items() if name in figures}})
     for clocked, cpu_s in ((known.in_loop, more.get("loop_cpu_s", 0.001)), (known.in_workers, 0.001)):
         clocked.add(1, CpuTimes(0.0, 0.0), CpuTimes(cpu_s, more.get("queued_s", 0.0)))
+    known.read_s, known.busy_s = 10.0, more.get("busy_s", 5.0)
     return known
 
 
@@ -65,7 +66,7 @@ RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
             RUN_WITH_WORKERS,
         ),  # for a core
         (loader_of(2), Bottleneck.STORAGE, RUN),
-        (loader_of(2, queued_s=0.039), Bottleneck.CPU, RUN),
+        (loader_of(2, queued_s=0.039, busy_s=39.0), Bottleneck.CPU, RUN),
         (loader_of(2, loop_cpu_s=0.008), Bottleneck.HAND_OVER, RUN),
         (loader_of(0, waited_s=0.04), Bottleneck.STEP, None),
         (loader_of(0, batches=2), Bottleneck.TOO_SHORT, None),

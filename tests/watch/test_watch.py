@@ -72,9 +72,8 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench: Bench, workers
 
     # THEN there is a first line, while it trains, and a block at the end
     line = f"train.py:{line_of(text, 'MAIN')}"
-    first, _, rest = report.partition("\n")
-    assert first.startswith(f"watch: {line}: the loop waits ")
-    assert "autotune-loader watch: 2 loaders in " in rest
+    assert [first.partition(" the loop waits ")[0] for first in bench.first_lines] == [f"{line}:"]
+    assert report.startswith("watch: 2 loaders in ")
     # AND the loader with most time comes first, with what it waits for and at most gains, and a command
     assert code == 4
     told = json.loads((bench.folder / "report.json").read_text())

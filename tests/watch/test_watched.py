@@ -212,12 +212,16 @@ def test_waiting_pauses_and_starts_of_epochs_are_told_apart() -> None:
 def test_workers_tell_what_cpu_they_take(watching: Enabled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune_loader.watch.watched.READ_EVERY_S", 0.0)
     monkeypatch.setattr("autotune_loader.watch.watched.LOOK_EVERY_S", 0.0)
-    readings = iter(range(100))
-    monkeypatch.setattr("autotune_loader.watch.watched.process_times", lambda pid: CpuTimes(0.5 * next(readings), 0.0))
+    taken = {os.getpid(): itertools.count(0, 0.25)}  # a quarter of a second between two readings, of a worker a half
+    monkeypatch.setattr(
+        "autotune_loader.watch.watched.process_times",
+        lambda pid: CpuTimes(next(taken.setdefault(pid, itertools.count(0, 0.5))), 0.0),
+    )
     list(DataLoader(NUMBERS, batch_size=8, num_workers=1))
 
     (known,) = watching._hook.session.loaders
     assert (known.in_workers.batches, known.in_workers.cpu_s) == (5, 2.5)  # from the first batch to the last
+    assert known.busy_s == 2.5 + 5 * 0.25
 
 
 @pytest.mark.process
