@@ -1,47 +1,32 @@
-"""The architecture page says what the code is: rooms as their packages say, walks through functions that exist."""
+"""What the layers of import-linter do not say: a door knows little of the house."""
 
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "autotune_loader"
-PAGE = (ROOT / "docs/explanation/architecture.md").read_text()
+PACKAGE = Path(__file__).parents[1] / "autotune_loader"
+DOORS = ("cli", "integrations", "watch")
+MOST_MODULES, MOST_NAMES = 12, 25
 
 
-def floors() -> list[list[str]]:
-    """Rooms by floor, the lowest first, as import-linter checks them."""
-    layers = re.search(r"^layers = (\[.*?^\])", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
-    assert layers is not None
-    return [[room.strip() for room in layer.split("|")] for layer in reversed(ast.literal_eval(layers[1]))]
+def inner_names() -> set[tuple[str, str]]:
+    """(module, name) of everything that the doors import from rooms below, also inside of functions.
+
+    The public names of the package are what everybody may use.
+    """
+    found = set()
+    for path in (path for door in DOORS for path in (PACKAGE / door).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autotune_loader."):
+                room = str(node.module).split(".")[1]
+                if room not in DOORS:
+                    found |= {(str(node.module), each.name) for each in node.names}
+    return found
 
 
-def first_sentence(room: str) -> str:
-    docstring = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text()))
-    assert docstring is not None
-    line = " ".join(docstring.split("\n\n")[0].split())
-    return re.match(r".*?\.(?= |$)(?<!e\.g\.)", line)[0]
-
-
-def test_the_table_of_rooms_is_made_of_their_docstrings_and_stands_on_their_floors() -> None:
-    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE)
-    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert {room for _, room, _ in rows} == packages
-    for _, room, sentence in rows:
-        assert sentence == first_sentence(room), room
-    drawn = [{room for at, room, _ in rows if at == floor} for floor in sorted({at for at, *_ in rows}, key=int)]
-    checked = [set(layer) & packages for layer in floors()]
-    assert drawn == [layer for layer in checked if layer]
-
-
-STEPS = re.findall(r"^\d+\. `([\w/]+\.py)` `(\w+)`", PAGE, re.MULTILINE)
-
-
-@pytest.mark.parametrize(("file", "name"), STEPS, ids=lambda part: part)
-def test_every_step_of_a_walk_exists(file: str, name: str) -> None:
-    tree = ast.parse((PACKAGE / file).read_text())
-    assert name in {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+def test_the_doors_name_few_modules_and_few_names_of_inner_rooms() -> None:
+    names = inner_names()
+    modules = {module for module, _ in names}
+    assert len(modules) <= MOST_MODULES, sorted(modules)
+    assert len({name for _, name in names}) <= MOST_NAMES, sorted(names)

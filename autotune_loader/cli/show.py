@@ -63,6 +63,8 @@ def _machines(result: Any) -> str:
     from autotune_loader.results.file import differences_here
 
     _, found = differences_here(result.machine)
-    sentences = [f"{'!' if each.matters else '~'} {each.sentence}" for each in found]
+    sentences = [
+        f"{'!' if each.matters else '~'} {each.sentence}" for each in sorted(found, key=lambda each: not each.matters)
+    ]
     same = "This machine is the same in all that matters."
     return "\n".join([f"Tuned: {where_of(result)}.", *(sentences or [same])])

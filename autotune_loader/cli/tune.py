@@ -21,7 +21,10 @@ ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
 @click.option("--budget", help="Wall time for everything, such as 60s or 3m.  [default: 60s]")
 @click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers.")
 @click.option(
-    "--allow", multiple=True, type=click.Choice(ALLOWED), help="Search this too, though it changes training. Repeatable."
+    "--allow",
+    multiple=True,
+    type=click.Choice(ALLOWED),
+    help="Search this too, though it changes training. Repeatable.",
 )
 @click.option("--storage", help="Keep the Optuna study here: a file, or the URL of a database.")
 @click.option("--json", "as_json", is_flag=True, help="Print what loader.json has, and nothing else, on stdout.")

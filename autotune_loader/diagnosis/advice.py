@@ -161,13 +161,13 @@ def _batched_fetch(evidence: Evidence) -> Iterator[Finding]:
     busy_s = fetch_s + _step_on_cpu_s(evidence) if evidence.config.num_workers else evidence.period_s
     gain = _gain_without(evidence, fetch_s * max(0.0, 1 - BATCHED_FETCH_COLLATES * collating), busy_s)
     if gain is not None:
-        yield all_of(
-            Advice.BATCHED_FETCH(share=1 - collating, sample=sample_s), Fact.LESS_OF_IT(gain=gain), gain=gain
-        )
+        yield all_of(Advice.BATCHED_FETCH(share=1 - collating, sample=sample_s), Fact.LESS_OF_IT(gain=gain), gain=gain)
 
 
 def _one_thread_workers(evidence: Evidence) -> Iterator[Finding]:
-    busy = [each.service_cpu_s / each.service_s for config, each in evidence.bursts if config.num_workers and each.service_s]
+    busy = [
+        each.service_cpu_s / each.service_s for config, each in evidence.bursts if config.num_workers and each.service_s
+    ]
     if evidence.config.num_workers and evidence.fetch_s:
         busy.append((evidence.fetch_cpu_s or 0.0) / evidence.fetch_s)
     if max(busy, default=0.0) > THREADED_CORES:

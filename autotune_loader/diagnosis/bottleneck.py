@@ -30,7 +30,7 @@ LITTLE_GAIN = 0.02
 LONG_START = 0.1
 """Share of the time in the starts of epochs from which on they are what the loop waits for."""
 NEAR_CEILING = 0.95
-"""As fast as the step alone, within noise."""
+"""As fast as the step alone, as far as noise lets one tell."""
 COMPUTING_SHARE = 0.6
 """A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network."""
 CORES_FULL_SHARE = 0.85

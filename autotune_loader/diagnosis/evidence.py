@@ -164,9 +164,21 @@ class Evidence:
 
     @property
     def ran_out(self) -> Trial | None:
-        """The smallest configuration with more batches in flight that ran out of memory; None where none did."""
-        own = self.config.batches_in_flight
-        larger = [each for each in self.trials if each.config.batches_in_flight > own and _out_of_memory(each.failure)]
+        """The smallest configuration with more batches in flight that ran out of memory, and was missed; None where none was.
+
+        It is not missed where others with more workers ran, and were no faster, or where it was predicted to be no faster.
+        """
+        own, least = self.config, (1 + SAME_RATE) * self.samples_per_s
+        more = [burst.samples_per_s.value for config, burst in self.bursts if config.num_workers > own.num_workers]
+        larger = [
+            each
+            for each in self.trials
+            if each.config.batches_in_flight > own.batches_in_flight
+            and _out_of_memory(each.failure)
+            and (each.predicted_samples_per_s is None or each.predicted_samples_per_s > least)
+        ]
+        if more and max(more) <= least:
+            return None
         return min(larger, key=lambda each: each.config.batches_in_flight, default=None)
 
     def rate_of(self, num_workers: int) -> float | None:
@@ -207,5 +219,3 @@ def ready_s(measured: Measurement) -> float:
 
 def _out_of_memory(failure: Failure | None) -> bool:
     return failure is not None and failure.kind in MEMORY_FAILURES
-
-

@@ -58,9 +58,7 @@ def ranking(result: TuningResult) -> tuple[Standing, ...]:
         if config not in rows:
             rows[config] = _standing(config, result)
     order: tuple[Source, ...] = ("rounds", "search", "failed")
-    return tuple(
-        sorted(rows.values(), key=lambda row: (order.index(row.source), -row.rate.value if row.rate else 0.0))
-    )
+    return tuple(sorted(rows.values(), key=lambda row: (order.index(row.source), -row.rate.value if row.rate else 0.0)))
 
 
 def _standing(config: LoaderConfig, result: TuningResult) -> Standing:

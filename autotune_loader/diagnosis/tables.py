@@ -53,7 +53,8 @@ class Bottleneck(Table):
     MEMORY = "Bottleneck: memory."
     START_UP = "Bottleneck: starting epochs, which takes {share:share} of the time."
     IN_MEMORY = (
-        "Bottleneck: none. Fetching a batch takes {fetch:seconds}, less than handing it over would, so no worker is needed."
+        "Bottleneck: none. Fetching a batch takes {fetch:seconds}, less than handing it over would, so no worker "
+        "is needed."
     )
     LITTLE = "This loader is {share:share} of the time with all loaders."
     UNCLEAR = "Bottleneck: unclear."
@@ -101,20 +102,24 @@ class Advice(Table):
     )
     MORE_CORES = "Use a machine with more cores: all {cores} of this one are in use."
     STEP_THREADS = (
-        "Give the step fewer threads, torch.set_num_threads({threads}), and measure it with compare(): step and workers "
+        "Give the step fewer threads, torch.set_num_threads({threads}), and measure it with compare(): step and "
+        "workers "
         "share {cores} cores, and the step takes {step:seconds} in the loop and {alone:seconds} alone."
     )
     MORE_WORKERS = (
-        "Allow more workers, such as max_workers={workers}: {tried} were the most allowed, and a fetch waits {wait:share} of "
+        "Allow more workers, such as max_workers={workers}: {tried} were the most allowed, and a fetch waits "
+        "{wait:share} of "
         "its time."
     )
     LARGER_READS = (
-        "Read larger pieces (tar shards, Parquet, memory-mapped arrays), or keep the data on a local disk: a fetch waits "
+        "Read larger pieces (tar shards, Parquet, memory-mapped arrays), or keep the data on a local disk: a fetch "
+        "waits "
         "{wait:share} of its time."
     )
     SEND_LESS = "Send less per batch (uint8 instead of float32, cropped in the worker): a batch carries {size:bytes}."
     HAND_OVER_LESS_OFTEN = (
-        "Hand over less often, with a larger batch_size: handing over takes {receive:seconds} however little a batch carries."
+        "Hand over less often, with a larger batch_size: handing over takes {receive:seconds} however little a "
+        "batch carries."
     )
     AUTOLOADER_HANDS_OVER = (
         "AutoLoader(dataset, num_workers={workers}, tune=False) hands batches over at less cost; compare() measures it."
@@ -123,19 +128,23 @@ class Advice(Table):
     MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or make batches smaller."
     SMALLER_WORKERS = "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of objects."
     KEEP_WORKERS = (
-        "Keep workers between epochs, persistent_workers=True, unless they have to see what training changes in the dataset."
+        "Keep workers between epochs, persistent_workers=True, unless they have to see what training changes in "
+        "the dataset."
     )
     KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
     BATCHED_FETCH = (
-        "Give the dataset a __getitems__(indices) that fetches a whole batch at once: {share:share} of a fetch goes into "
+        "Give the dataset a __getitems__(indices) that fetches a whole batch at once: {share:share} of a fetch "
+        "goes into "
         "single samples of {sample:seconds} each."
     )
     ONE_THREAD_WORKERS = (
-        "Keep libraries in workers to one thread (OMP_NUM_THREADS=1, cv2.setNumThreads(0) in worker_init_fn): a worker keeps "
+        "Keep libraries in workers to one thread (OMP_NUM_THREADS=1, cv2.setNumThreads(0) in worker_init_fn): a "
+        "worker keeps "
         "{busy:.1f} cores busy, and there {cores}."
     )
     OUT_OF_ORDER = (
-        "If the order of batches does not matter, tune(allow=('in_order',)) lets a slow one be overtaken: the slowest batches "
+        "If the order of batches does not matter, tune(allow=('in_order',)) lets a slow one be overtaken: the "
+        "slowest batches "
         "take {times:.0f} times the median."
     )
     RUN = "`autotune-loader run {script}` tries other settings."
@@ -154,7 +163,8 @@ class Choice(Table):
     UNTIL_THEN = "Until then use {best}, which was not shown to be the best."
     FASTER = "That is {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired round}."
     PROBABLY_FASTER = (
-        "Probably faster, not certain: {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired round}. Keep "
+        "Probably faster, not certain: {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired "
+        "round}. Keep "
         "your settings if memory matters."
     )
     AS_FAST = (
@@ -171,11 +181,13 @@ class Undecided(Table):
     NO_ROUNDS = "No paired round fitted into the budget; a larger budget would decide it."
     FEW_ROUNDS = "Only {rounds:# paired round} fitted into the budget; a larger budget would decide it."
     CLOSE = (
-        "After {rounds:# paired round} something else may be faster by more than {tolerance:share}; a larger budget would "
+        "After {rounds:# paired round} something else may be faster by more than {tolerance:share}; a larger "
+        "budget would "
         "decide it."
     )
     BUSY = (
-        "Other processes kept the cores busy in {busy} of {rounds:# paired round}; tuning on a quiet machine would decide it."
+        "Other processes kept the cores busy in {busy} of {rounds:# paired round}; tuning on a quiet machine would "
+        "decide it."
     )
     ONE_TRIED = "The budget ended before a second configuration was measured; a larger budget would decide it."
 
@@ -204,14 +216,18 @@ class Kept(Table):
     NOT_WAITING = "The loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try anything."
     NOT_FASTER = "No other number of workers was shown to be faster."
-    SAMPLES_DIFFER = "Batch {batch} of a worker was not the loop's own ({what}): its samples depend on the process that makes them."
+    SAMPLES_DIFFER = (
+        "Batch {batch} of a worker was not the loop's own ({what}): its samples depend on the process that makes them."
+    )
     WORKER_ERROR = "A worker raised what the loop does not: {error}"
     WORKER_SILENT = "A worker gave no answer for {silent:seconds}."
     WORKERS_LOST = "Workers ended again and again: {error}"
     DATASET_CHANGES = "Fetching a sample changes {what}, which the loop would not see from workers."
     TRAINING_CHANGES = "The training changes {what} in the midst of an epoch, which workers would not see."
     WRITES_FILES = "Fetching a sample writes {path}, which several processes must not do at once."
-    SAMPLER_DRAWS = "The sampler draws from a global generator between two batches; a generator of its own would allow workers."
+    SAMPLER_DRAWS = (
+        "The sampler draws from a global generator between two batches; a generator of its own would allow workers."
+    )
     MEMORY = "More workers would not fit into {what}."
     CANNOT_START = "Workers cannot be started here: {why}"
 
@@ -222,22 +238,26 @@ class Caution(Table):
     FAILED = "{trials:# trial} failed ({kind}): {message}"
     ROUND_FAILED = "{config} failed in the rounds ({kind}): {message}"
     BATCH_SIZE = (
-        "The batch size was tuned from {old} to {new}: the learning rate and its schedule belong to it, so tune them again "
-        "({ratio:g} times is a common start for SGD, {root:.2g} times for Adam)."
+        "The batch size was tuned from {old} to {new}: the learning rate and its schedule belong to it, so tune "
+        "them again ({ratio:g} times the learning rate is a common start for SGD, {root:.2g} times for Adam)."
     )
-    OUT_OF_ORDER = "in_order=False delivers batches as they come: their order differs from run to run, even with a seed."
+    OUT_OF_ORDER = (
+        "in_order=False delivers batches as they come: their order differs from run to run, even with a seed."
+    )
     EPOCH_NOT_SEEN = "persistent_workers=True: set_epoch() on the dataset does not reach workers that live on."
     NO_BATCH_SIZE = "batch_size is not tuned: {why}."
     DISTURBED = "Other processes kept more than {limit:share} of the cores busy in {busy} of {rounds:# paired round}."
     NOT_WRITTEN = "{path} was not written ({why}). result.save() elsewhere keeps the result."
     CEILING_PASSED = (
-        "The step alone was measured at {alone:rate}, and {config} reached {rate:rate} with it: the ceiling is left out."
+        "The step alone was measured at {alone:rate}, and {config} reached {rate:rate} with it: the ceiling is "
+        "left out."
     )
     STEP_FASTER_IN_LOOP = (
         "The step alone was measured at {alone:rate}, and steps in the loop allow {rate:rate}: the ceiling is left out."
     )
     BATCH_SIZES_DIFFER = (
-        "Batch sizes differ ({sizes}): sides are compared by samples/s, which does not tell what a batch size does to learning."
+        "Batch sizes differ ({sizes}): sides are compared by samples/s, which does not tell what a batch size does "
+        "to learning."
     )
     FEWER_SAMPLES = (
         "drop_last=True: each of {workers} workers of a stream drops its own last batch, so an epoch has fewer samples."
@@ -249,11 +269,13 @@ class Source(Table):
     """Where bursts had their samples from, and where training will have them from."""
 
     STORAGE = (
-        "Bursts read {sample:bytes} per sample from storage. Training will, too: the data, about {data:bytes}, do not fit into "
+        "Bursts read {sample:bytes} per sample from storage. Training will, too: the data, about {data:bytes}, do "
+        "not fit into "
         "{memory:bytes} of memory."
     )
     STORAGE_AT_FIRST = (
-        "Bursts read {sample:bytes} per sample from storage. Training will in its first epoch: the data, about {data:bytes}, "
+        "Bursts read {sample:bytes} per sample from storage. Training will in its first epoch: the data, about "
+        "{data:bytes}, "
         "then fit into memory."
     )
     STORAGE_UNKNOWN = "Bursts read {sample:bytes} per sample from storage."
@@ -266,7 +288,9 @@ class Answer(Table):
     FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# paired round}."
     SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# paired round}."
     NOT_SHOWN = "{name} is not shown to be faster than {other}: {ratio:ratio} as fast in {rounds:# paired round}."
-    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# paired round}, too few or too noisy for an interval."
+    UNSURE = (
+        "{name} was {ratio:ratio} as fast as {other} in {rounds:# paired round}, too few or too noisy for an interval."
+    )
     FAILED = "{name} failed: {error}"
     ALONE = "{name} is the only side that worked."
     NONE = "No side worked."
@@ -281,4 +305,3 @@ def answer(name: str, ratio: Interval, other: str) -> Finding:
     else:
         row = Answer.SLOWER if ratio.high < 1 else Answer.NOT_SHOWN
     return row(name=name, ratio=ratio, other=other, rounds=ratio.count, gain=ratio.value - 1)
-

@@ -18,10 +18,12 @@ MOST_TIMES = 10.0
 
 
 def number_text(value: float) -> str:
-    """A number with at least three significant digits and thousands separated."""
+    """A number with at least three significant digits and thousands separated: "0.789", "1,234", "123k", "1.23M"."""
     if not math.isfinite(value):
         return str(value)
     magnitude = abs(value)
+    if magnitude >= 99_950:
+        return f"{number_text(value / 1e6)}M" if magnitude >= 999_500 else f"{value / 1e3:.0f}k"
     decimals = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.9995 else 3
     return f"{value:,.{decimals}f}"
 

@@ -63,7 +63,9 @@ def row_of(trial: Trial) -> dict[str, Any]:
     if failure is not None:
         own |= {f"failure_{name}": getattr(failure, name) for name in ("kind", "phase", "message")}
     for record in (trial, trial.config, measured, measured and measured.memory):
-        own = {name: getattr(record, name) for name in ("number", "round", *_KNOBS, *_OF_BURST) if hasattr(record, name)} | own
+        own = {
+            name: getattr(record, name) for name in ("number", "round", *_KNOBS, *_OF_BURST) if hasattr(record, name)
+        } | own
     return own
 
 

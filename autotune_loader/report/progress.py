@@ -45,7 +45,9 @@ class Progress:
             self.announce(f"round {number:3d}  nothing worked")
             return
         leader = max(rates, key=lambda config: rates[config])
-        self._line(f"round {number:3d}", leader, f"{rate_text(rates[leader]):<8}  fastest of {len(rates)}", seconds_left)
+        self._line(
+            f"round {number:3d}", leader, f"{rate_text(rates[leader]):<8}  fastest of {len(rates)}", seconds_left
+        )
 
     def _line(self, name: str, config: LoaderConfig, outcome: str, seconds_left: float) -> None:
         left = seconds_text(max(0.0, float(round(seconds_left))))

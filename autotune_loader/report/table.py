@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 WIDTH = 80
 """Columns that every terminal, log and e-mail has."""
-GAP = "  "
-NARROWEST = 8
-"""A column that is wrapped keeps so much."""
+NARROWEST = 10
+"""A column that is wrapped keeps so much: its longest word, "persistent"."""
 
 
 def wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> str:
@@ -38,25 +37,27 @@ def table_text(
     """
     rows = [row for group in groups for row in group]
     widths = [max(len(cell) for cell in column) for column in zip(headers, *rows, strict=True)]
-    spare = width - len(GAP) * (len(widths) - 1) - sum(widths)
-    if spare < 0:
-        widths[wraps] = max(NARROWEST, len(headers[wraps]), widths[wraps] + spare)
-    lines = [*_lines(headers, widths, numeric, wraps), "─" * (sum(widths) + len(GAP) * (len(widths) - 1))]
+    own = widths[wraps]
+    widths[wraps] = min(own, max(NARROWEST, len(headers[wraps]), own + width - sum(widths) - 2 * (len(widths) - 1)))
+    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= width else " "
+    lines = [*_lines(headers, widths, numeric, wraps, gap), "─" * (sum(widths) + len(gap) * (len(widths) - 1))]
     for number, group in enumerate(groups):
         lines += [""] if number else []
-        lines += [line for row in group for line in _lines(row, widths, numeric, wraps)]
+        lines += [line for row in group for line in _lines(row, widths, numeric, wraps, gap)]
     return "\n".join(lines)
 
 
-def _lines(row: Sequence[str], widths: Sequence[int], numeric: Sequence[int], wraps: int) -> list[str]:
+def _lines(row: Sequence[str], widths: Sequence[int], numeric: Sequence[int], wraps: int, gap: str) -> list[str]:
     """A row; more than one line where the wrapped column needs them."""
-    parts = textwrap.wrap(row[wraps], widths[wraps], break_on_hyphens=False) or [""]
+    size = widths[wraps]
+    whole = textwrap.wrap(row[wraps], size, break_on_hyphens=False, break_long_words=False) or [""]
+    parts = [line[begin : begin + size] for line in whole for begin in range(0, max(1, len(line)), size)]
     lines = []
     for number, part in enumerate(parts):
         cells = [part if index == wraps else cell if number == 0 else "" for index, cell in enumerate(row)]
         aligned = [
-            cell.rjust(size) if index in numeric else cell.ljust(size)
-            for index, (cell, size) in enumerate(zip(cells, widths, strict=True))
+            cell.rjust(column) if index in numeric else cell.ljust(column)
+            for index, (cell, column) in enumerate(zip(cells, widths, strict=True))
         ]
-        lines.append(GAP.join(aligned).rstrip())
+        lines.append(gap.join(aligned).rstrip())
     return lines

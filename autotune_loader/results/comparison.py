@@ -65,7 +65,9 @@ class Comparison:
     @property
     def rates(self) -> dict[str, Interval]:
         """Mean rate of each side that worked."""
-        seen = {side.name: [one.rates[side.name] for one in self.rounds if side.name in one.rates] for side in self.sides}
+        seen = {
+            side.name: [one.rates[side.name] for one in self.rounds if side.name in one.rates] for side in self.sides
+        }
         return {side.name: mean_interval(seen[side.name]) for side in self.sides if seen[side.name] and not side.error}
 
     @property

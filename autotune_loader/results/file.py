@@ -9,7 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -145,9 +145,9 @@ def _machine_of(raw: Mapping[str, Any]) -> Fingerprint | None:
     if (told := raw.get("machine")) is None:
         return None
     from autotune_loader.machine.facts import Fingerprint
+    from autotune_loader.values.serialization import from_plain
 
-    known = {each.name: told[each.name] for each in fields(Fingerprint) if each.name in told}
-    tuned_on = Fingerprint(**{**known, "gpus": tuple(known.get("gpus") or ())})
-    if not isinstance(tuned_on.usable_cores, int) or tuned_on.usable_cores < 1:
+    tuned_on = from_plain(told, Fingerprint)
+    if tuned_on.usable_cores < 1:
         raise ValueError(f"machine.usable_cores={tuned_on.usable_cores!r} is no number of cores")
     return tuned_on

@@ -54,7 +54,7 @@ def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult
         tuned_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         baseline=state.baseline,
         batch_size=best.batch_size or data.batch_size,
-        shuffle=_shuffles(data),
+        shuffle=shuffles(data),
         drop_last=data.drop_last,
         rate_unit="batches/s" if warmup.counts_batches else "samples/s",
         as_fast=() if outcome is None else outcome.as_fast,
@@ -168,7 +168,7 @@ def cautions(best: LoaderConfig, data: DataSide) -> Iterator[Finding]:
         yield Caution.EPOCH_NOT_SEEN()
 
 
-def _shuffles(data: DataSide) -> bool | None:
+def shuffles(data: DataSide) -> bool | None:
     """Whether the order is random; None where a sampler of the user's decides it."""
     if data.is_iterable or data.has_own_order:
         return None
@@ -210,5 +210,3 @@ def saved(result: TuningResult, output: str | None) -> TuningResult:
         log.warning("%s", caution)
         return replace(result, warnings=(*result.warnings, caution))
     return result
-
-

@@ -12,7 +12,7 @@ from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 from autotune_loader.values.trial import Trial
 
-FOUR, SIX = LoaderConfig(num_workers=4), LoaderConfig(num_workers=6)
+FOUR, SIX, TWELVE = (LoaderConfig(num_workers=workers) for workers in (4, 6, 12))
 
 
 def exactly(value):
@@ -31,7 +31,9 @@ def evidence(**changes):
 
 def trial(config=FOUR, rate=1000.0, kind=None, **changes):
     if kind is not None:
-        return Trial(number=0, config=config, role="search", failure=Failure(kind=kind, phase="batches", message="no room"))
+        return Trial(
+            number=0, config=config, role="search", failure=Failure(kind=kind, phase="batches", message="no room")
+        )
     values = {
         "samples_per_s": exactly(rate), "samples": 1000, "window_s": 1.0, "batch_size": 32.0, "first_batch_s": 0.2,
         "wait_share": 0.5, "service_s": 0.11, "service_cpu_s": 0.10, "receive_s": 0.001, "step_s": 0.015, **changes,
@@ -45,6 +47,7 @@ CROP = StageTime(stage="crop", where="a.py:3", wall_share=0.1, cpu_share=0.3, wa
 SLEEPS = {"wait_share": 0.08, "fetch_cpu_s": 0.01, "cpu_share": 0.3}
 READS = {"fetch_cpu_s": 0.01}
 READY = trial(SIX, 1010.0, receive_s=0.01, service_cpu_s=0.01)
+ALONE = trial(LoaderConfig(), 200.0, service_cpu_s=0.01)
 IN_MEMORY = {
     "config": LoaderConfig(), "batch_size": 64.0, "fetch_s": 0.001, "fetch_cpu_s": 0.001, "step_s": 0.0001,
     "samples_per_s": 58_000.0, "ceiling": exactly(640_000.0), "collate_share": 0.1,
@@ -79,7 +82,7 @@ CASES = {
         "Of 110 ms per batch, a fetch computes for 10 ms.", "Read larger pieces"),
     "a stage that waits": ("storage", evidence(**READS, stages=(READ, DECODE)),
         "read takes 100 % of a worker's waiting (a.py:1, open).", "a fetch waits 91 % of its time. read takes"),
-    "the most workers allowed": ("storage", evidence(**READS, max_workers=4, trials=(trial(LoaderConfig(), 200.0, service_cpu_s=0.01),)),
+    "the most workers allowed": ("storage", evidence(**READS, max_workers=4, trials=(ALONE,)),
         "", "max_workers=8: 4 workers were"),
     "handing over": ("hand_over", evidence(receive_s=0.02), "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
     "a toy": ("hand_over", evidence(**TOY), "The step takes next to no time", "Hand over less often"),
@@ -89,8 +92,9 @@ CASES = {
     "memory that ran out": ("memory", evidence(trials=(trial(SIX, kind="oom_killed"),)),
         "6 workers, prefetch 2 ran out of it (oom killed).", "Make a worker smaller"),
     "shared memory": ("memory", evidence(trials=(trial(SIX, kind="shared_memory"),)), "", "--shm-size"),
-    "starting epochs": ("start_up", evidence(first_batch_s=5.0, epoch_batches=100), "takes 60 % of the time.", "persistent_workers"),
-    "starts that were clocked": ("start_up", evidence(starting_share=0.2), "takes 20 % of the time.", "persistent_workers=True"),
+    "memory that was not missed": ("cpu", evidence(trials=(trial(SIX, 1010.0), trial(TWELVE, kind="oom_killed"))), "", ""),
+    "starting epochs": ("start_up", evidence(first_batch_s=5.0, epoch_batches=100), "takes 60 %", "persistent_workers"),
+    "starts that were clocked": ("start_up", evidence(starting_share=0.2), "takes 20 %", "persistent_workers=True"),
     "in memory": ("in_memory", evidence(**IN_MEMORY), "no worker is needed", "__getitems__"),
     "in memory, in batches": ("in_memory", evidence(**{**IN_MEMORY, "has_batched_fetch": True}), "1 ms, less than", None),
     "another loader": ("little", evidence(loader_share=0.01), "This loader is 1 % of the time", "Leave the loader as it is."),

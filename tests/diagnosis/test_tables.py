@@ -56,6 +56,8 @@ def test_a_gain_is_claimed_only_where_rounds_show_it(ratio, row):
     [
         (units.rate_text(1234.4), "1,234/s"),
         (units.rate_text(0.7891), "0.789/s"),
+        (units.rate_text(123_456), "123k/s"),
+        (units.rate_text(1_234_567), "1.23M/s"),
         (units.rate_text(None), "-"),
         (units.share_text(0.004), "0.4 %"),
         (units.share_text(0.124), "12 %"),

@@ -60,7 +60,7 @@ def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(
     on_simulated_machines(monkeypatch, lambda workload: SimulatedMachine(batch_size=8))
     loader, path = NeverIterated(ROWS, batch_size=8, num_workers=1, prefetch_factor=3), tmp_path / "loader.json"
     # WHEN it is tuned
-    result = tune(loader, torch.nn.Linear(3, 2), max_workers=1, output=path, reuse=False, progress=False)
+    result = tune(loader, torch.nn.Linear(3, 2), max_workers=1, output=path, progress=False)
     # THEN it is what the choice is compared with
     assert (result.baseline.num_workers, result.baseline.prefetch_factor) == (1, 3)
     assert (result.trials[0].role, result.batch_size.value) == ("baseline", 8)

@@ -39,7 +39,10 @@ def _draw(result: TuningResult, rows: tuple[Standing, ...], axes: canvas.Axes) -
     for count in rates:
         if count + 1 in rates:
             axes.plot([count, count + 1], [rates[count], rates[count + 1]], color=canvas.BLUE, linewidth=1.2)
-    for source, fill, label in (("rounds", canvas.BLUE, "timed in turns, 95 %"), ("search", "white", "timed once, 95 %")):
+    for source, fill, label in (
+        ("rounds", canvas.BLUE, "timed in turns, 95 %"),
+        ("search", "white", "timed once, 95 %"),
+    ):
         of_source = {count: row for count, row in shown.items() if row.source == source}
         _draw_rates(axes, of_source, fmt="o", color=canvas.BLUE, markerfacecolor=fill, label=label)
     own = {row.config.num_workers: row for row in rows if row.is_baseline and row.rate}
@@ -47,7 +50,9 @@ def _draw(result: TuningResult, rows: tuple[Standing, ...], axes: canvas.Axes) -
     best = {row.config.num_workers: row for row in rows if row.is_best and row.rate}
     _draw_rates(axes, best, fmt="*", color=canvas.VERMILLION, markersize=15, zorder=5, label="chosen")
     if failed:
-        axes.plot(sorted(failed), [0.03 * top] * len(failed), "x", color=canvas.VERMILLION, markersize=8, label="failed")
+        axes.plot(
+            sorted(failed), [0.03 * top] * len(failed), "x", color=canvas.VERMILLION, markersize=8, label="failed"
+        )
     axes.set(xlabel="worker processes", ylabel=result.rate_unit.replace("/s", " per second"))
     axes.set_ylim(0, 1.12 * max(top, axes.dataLim.y1))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == round(value) else f"{value:g}")
