@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any, TypeVar
 
 import click
 
-from autotune_loader.values.serialization import require_writable
 from autotune_loader.watch.plan import Plan, Verb
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -105,12 +105,13 @@ def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **opti
 def _launch(verb: Verb, script: str, arguments: tuple[str, ...], *, is_module: bool, **options: Any) -> Launch:
     """What the options ask for, checked now and not after hours of training; they are fields of the plan."""
     if options.get("start_with") is not None:
-        from autotune_loader.results.result import TuningResult
+        from autotune_loader import TuningResult
 
         TuningResult.load(options["start_with"])
     for name, option, example in (("output", "--output", "loader.json"), ("report", "--json", "report.json")):
-        if options[name] is not None:
-            require_writable(option, options[name], example)
+        folder = None if options[name] is None else Path(options[name]).absolute().parent
+        if folder is not None and not os.access(folder, os.W_OK):
+            raise ValueError(f"{option}={options[name]!r} cannot be written; {option}={example!r} would work")
     for name in ("output", "report", "start_with"):
         options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
     plan = Plan(verb=verb, script=f"-m {script}" if is_module else script, **options)

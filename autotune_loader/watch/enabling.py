@@ -80,7 +80,7 @@ def enable(
             raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already; its close() would end it")
         return Enabled(hook, is_ours=False)
     if start_with is not None:
-        from autotune_loader.results.result import TuningResult
+        from autotune_loader import TuningResult
 
         TuningResult.load(start_with)
     plan = Plan(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from autotune_loader.autoloader.log import Log
+from autotune_loader import LoaderConfig
+from autotune_loader.autoloader import Log
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
 from autotune_loader.pipeline.site import Site
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Interval
 
 FEWEST_BATCHES = 3
 """Of fewer nothing can be said: the first one waits for workers, and the last has no step after it."""
@@ -65,7 +64,7 @@ class ScriptLoader:
         """Of its first batch."""
         self.found: Any = None
         """What the latest AutoLoader in its place has found, without its data; None where there was none."""
-        self.gains: dict[LoaderConfig, Interval] = {}
+        self.gains: dict[LoaderConfig, Any] = {}
         """What those before it have measured, by what they have found best."""
         self.kept: Any = None
         """Why no AutoLoader takes its place under `run`, a `Finding`; None where one does."""
@@ -90,12 +89,11 @@ class ScriptLoader:
         self.found = found
 
     @property
-    def gain(self) -> Interval | None:
-        """How many times as fast what runs now was measured to be, in turns with what the script asks for."""
+    def gain(self) -> Any:
+        """How many times as fast what runs now was measured to be, in turns with what the script asks for: an `Interval`."""
         if self.found is None or self.found.config == self.own:
             return None
-        latest: Interval | None = self.found.gain
-        return latest or self.gains.get(self.found.config)
+        return self.found.gain or self.gains.get(self.found.config)
 
     def is_free_for(self, loader: Any) -> bool:
         """Whether it is this loader, or one that is gone, with all of its iterators, and whose place this one takes."""

@@ -5,17 +5,14 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from autotune_loader.diagnosis import Advice, Bottleneck, Evidence, Kept, diagnose, units
+from autotune_loader import TuningResult
+from autotune_loader.diagnosis import Advice, Bottleneck, Evidence, Finding, Kept, diagnose
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.results.record import Finding
-from autotune_loader.results.result import TuningResult
-from autotune_loader.values.serialization import write_json
-from autotune_loader.values.statistics import Interval
+from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.watch.loader import FEWEST_BATCHES, ScriptLoader
 from autotune_loader.watch.plan import Plan
 from autotune_loader.watch.session import Session
@@ -25,71 +22,6 @@ WORTH_TRYING = 0.05
 """A gain below this, at most, is not worth another run."""
 OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.HAND_OVER, Bottleneck.UNCLEAR)
 """Where other workers may bring something."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderReport:
-    """What is known of one loader; shares are of its training time, pauses apart."""
-
-    name: str
-    """The line that makes it."""
-    contents: str
-    epochs: int
-    batches: int
-    samples_per_s: float | None
-    """None where that time is no step long."""
-    wait_share: float | None
-    """The loop waited for data; None before there was a step."""
-    starting_share: float
-    """Part of the wait that went into the start of epochs, where workers start."""
-    settings: dict[str, Any]
-    """As the script has them."""
-    settings_now: dict[str, Any]
-    speedup: Interval | None = None
-    """How many times as fast the change made it, from blocks of batches in turns; None where there were none."""
-    kept: Finding | None = None
-    """Why the number of workers is as asked."""
-    bottleneck: Finding
-    advice: tuple[Finding, ...] = ()
-    """What to do, the best first."""
-
-    def __str__(self) -> str:
-        epochs = f" in {units.counted(self.epochs, 'epoch')}" if self.epochs > 1 else ""
-        seen = [f"{units.counted(self.batches, 'batch')}{epochs}"]
-        if self.samples_per_s is not None:
-            seen.append(f"{units.number_text(self.samples_per_s)} samples/s")
-        if self.wait_share is not None:
-            seen.append(f"the loop waits {units.share_text(self.wait_share)} of its time")
-        own, now = settings_text(self.settings), settings_text(self.settings_now)
-        lines = [f"{self.name}  {self.contents}", f"  {', '.join(seen)}", f"  settings: {own}"]
-        if now != own:
-            lines.append(f"  now: {now}{'' if self.speedup is None else f': {units.ratio_text(self.speedup)} as fast'}")
-        elif self.kept is not None:
-            lines.append(f"  not changed: {self.kept}")
-        lines.append(f"  {self.bottleneck}")
-        return "\n".join([*lines, *(f"  next: {step}" for step in self.advice[:1])])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptReport:
-    """What is known of a script's loaders."""
-
-    verb: str
-    seconds: float
-    peak_memory_bytes: int
-    """Of the process itself."""
-    peak_child_memory_bytes: int | None
-    """Of the largest process that it started and that has ended; None where no loader had workers."""
-    loaders: tuple[LoaderReport, ...]
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        memory = f"peak memory {units.bytes_text(self.peak_memory_bytes)}"
-        if self.peak_child_memory_bytes:
-            memory += f", largest child process {units.bytes_text(self.peak_child_memory_bytes)}"
-        loaders = units.counted(len(self.loaders), "loader")
-        head = f"autotune-loader {self.verb}: {loaders} in {units.seconds_text(self.seconds)}; {memory}"
-        return "\n\n".join([head, *map(str, self.loaders), *(["\n".join(self.notes)] if self.notes else [])])
 
 
 def report_of(session: Session) -> ScriptReport:
@@ -118,19 +50,17 @@ def tell(session: Session) -> None:
     if session.rank:
         return
     plan, report = session.plan, report_of(session)
-    notes = [_written(plan.output, lambda path: _result_of(session).save(path))] if plan.output else []
+    notes = [_written(plan.output, _result_of(session).save)] if plan.output else []
     report = replace(report, notes=(*report.notes, *notes))
     if plan.report:
-        failed = _written(plan.report, lambda path: write_json(report, path))
+        failed = _written(plan.report, report.save)
         report = replace(report, notes=(*report.notes, failed))
     say(f"\n{report}")
 
 
 def _notes(session: Session) -> Iterator[str]:
-    main = session.main
-    if main is not None and session.is_waiting_too_long:
-        waits, most = (units.share_text(each) for each in (main.log.totals.wait_share, session.plan.most_waiting))
-        yield f"{main.name} was waited for {waits} of its time, and --fail-if-wait allows {most}."
+    if (main := session.main) is not None and session.is_waiting_too_long:
+        yield f"{main.name}: {main}, and --fail-if-wait allows {(session.plan.most_waiting or 0.0) * 100:.0f} %."
     if session.ranks > 1:
         yield f"These are the loaders of rank 0 of {session.ranks}."
 
@@ -239,9 +169,3 @@ def _written(path: str, write: Callable[[str], None]) -> str:
 
 def _has_workers(loader: LoaderReport) -> bool:
     return bool(loader.settings["num_workers"] or loader.settings_now["num_workers"])
-
-
-def settings_text(kwargs: dict[str, Any]) -> str:
-    """Arguments of DataLoader that say anything: "num_workers=2, prefetch_factor=4"."""
-    shown = {name: value for name, value in kwargs.items() if value or name == "num_workers"}
-    return ", ".join(f"{name}={value!r}" for name, value in shown.items() if name != "in_order" or value is not True)

@@ -12,10 +12,10 @@ from typing import Any
 from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from autotune_loader.autoloader.learnt import Registry
+from autotune_loader import LoaderConfig
+from autotune_loader.autoloader import Registry
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
-from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import users_line
 from autotune_loader.watch.hook import is_auto, line_of
 from autotune_loader.watch.loader import ScriptLoader
@@ -41,7 +41,7 @@ class Session:
         self._known, self._names, self._first_looks = Registry[ScriptLoader](), Counter[str](), 0
         self._file: Any = None
         if plan.start_with is not None:
-            from autotune_loader.results.result import TuningResult
+            from autotune_loader import TuningResult
 
             self._file = TuningResult.load(plan.start_with)
 
@@ -70,7 +70,7 @@ class Session:
         if known.kept is not None:
             return plain(loader)
         try:
-            auto = loader if is_ours else self._auto_of(loader, known)
+            auto: Any = loader if is_ours else self._auto_of(loader, known)
         except Exception as error:  # whatever it is, torch's own iterator does without
             from autotune_loader.diagnosis import Kept
 
@@ -114,7 +114,7 @@ class Session:
 
     def _auto_of(self, loader: Any, known: ScriptLoader) -> Any:
         """The AutoLoader that takes the place of a loader."""
-        from autotune_loader.autoloader.loader import AutoLoader
+        from autotune_loader import AutoLoader
 
         kept = vars(loader).get(AUTO)
         if kept is not None and kept.owner() is loader:

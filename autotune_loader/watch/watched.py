@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune_loader.pipeline.batches import samples_in
-from autotune_loader.pipeline.workload import length_of
 from autotune_loader.watch.loader import CpuTimes, ScriptLoader
 
 WATCH = "_autotune_loader_watch"
@@ -73,7 +72,7 @@ class Watch:
         self._known, self._clock, self._cpu_clock = known, clock, cpu_clock
         size, is_stream = getattr(loader, "batch_size", None), getattr(loader, "_dataset_kind", 1) == 1
         self._size = size if isinstance(size, int) else 0
-        self._samples = 0 if is_stream or not self._size else length_of(getattr(loader, "sampler", None)) or 0
+        self._samples = 0 if is_stream or not self._size else _length_of(getattr(loader, "sampler", None))
         self._begin(begun)
 
     def _begin(self, now: float) -> None:
@@ -150,6 +149,13 @@ class Watch:
             for before, after in zip(earlier[1:], times[1:], strict=True):
                 self._known.in_workers.add((self._loop.batches - batches) / len(self.workers), before, after)
         self._reading = now, self._loop.batches, times
+
+
+def _length_of(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except Exception:  # it has none, or does not know
+        return 0
 
 
 def _samples_in(batch: Any) -> int | None:

@@ -14,6 +14,7 @@ from autotune_loader.autoloader.log import Totals
 from autotune_loader.cli.watch import run_command, watch_command
 from autotune_loader.diagnosis import Advice, Bottleneck, Kept
 from autotune_loader.pipeline.site import Site
+from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
 from autotune_loader.values.lines import Line
@@ -21,7 +22,6 @@ from autotune_loader.values.statistics import Interval
 from autotune_loader.watch import report
 from autotune_loader.watch.loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.plan import Plan
-from autotune_loader.watch.report import LoaderReport, ScriptReport
 from autotune_loader.watch.session import Session
 from autotune_loader.watch.stderr import say, tell_nothing
 
