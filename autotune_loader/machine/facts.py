@@ -1,4 +1,4 @@
-"""The machine as one value, and the fingerprint of it that a saved configuration carries.
+"""The machine as one value, read before anything is tried, and the fingerprint of it that a saved configuration carries.
 
 `Machine` is what holds now, with the source of every bound. `Fingerprint` is the part of it that a measurement depends
 on and that stays the same from run to run, as plain JSON.
@@ -27,6 +27,13 @@ from autotune_loader.machine.limits import (
     usable_cores,
 )
 
+CACHE_SHARE = 0.8
+"""Of the memory, which files that were read can take in the best case."""
+DAEMONIC = (
+    "this process was started by multiprocessing as a daemon, which may have no children and so no workers; daemon=False, or "
+    "concurrent.futures.ProcessPoolExecutor, would give it some"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -48,6 +55,8 @@ class Machine:
     gpu_reason: str | None
     """Why nothing is known about GPUs."""
     driver: str | None
+    why_no_workers: str | None = None
+    """Why this process cannot start workers; None where it can."""
 
     @property
     def usable_cores(self) -> int:
@@ -64,6 +73,14 @@ class Machine:
     def shm_budget_bytes(self) -> int | None:
         """Room in `/dev/shm` for this rank: an equal share of what is free now."""
         return None if self.shm is None else self.shm.free_bytes // self.world_size
+
+    def holds(self, data_bytes: int) -> bool | None:
+        """Whether this much data can stay in memory from one epoch to the next; None where memory is not known.
+
+        What is not taken by processes keeps files that were read (the page cache); ranks on a node share it.
+        """
+        total = self.memory.total_bytes
+        return None if total is None else data_bytes <= CACHE_SHARE * total
 
     def fingerprint(self, *, dataset: str = "") -> Fingerprint:
         """The part of this that a measurement depends on.
@@ -123,6 +140,7 @@ def inspect_machine(
         gpus=gpus.devices(),
         gpu_reason=gpus.reason,
         driver=gpus.driver,
+        why_no_workers=DAEMONIC if multiprocessing.current_process().daemon else None,
     )
 
 

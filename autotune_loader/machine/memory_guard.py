@@ -28,14 +28,11 @@ class MemoryGuard:
         pid: process at the root of the tree.
         budget_bytes: the tree may not outgrow 90 % of it; None for no alarm.
         on_limit: called once, on a thread of the guard's, when it does; it should end the burst.
-        held_bytes: what the tree held before anything was run; it comes on top of the budget.
     """
 
-    def __init__(
-        self, pid: int, budget_bytes: int | None, on_limit: Callable[[], None], *, held_bytes: int = 0
-    ) -> None:
+    def __init__(self, pid: int, budget_bytes: int | None, on_limit: Callable[[], None]) -> None:
         self._pid, self._on_limit = pid, on_limit
-        self._limit_bytes = None if budget_bytes is None else held_bytes + GUARDED_SHARE * budget_bytes
+        self._limit_bytes = None if budget_bytes is None else GUARDED_SHARE * budget_bytes
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="autotune-loader-memory", daemon=True)
 

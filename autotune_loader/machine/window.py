@@ -1,78 +1,81 @@
 """What a burst takes of the machine in its window, read by the process that runs it, while its workers live.
 
-start-up │ open ── window ── close │ shutdown        CPU: between the two; memory: once, when the window has closed
+    watch │ start-up │ open ─── window ─── close        nothing that takes long happens between the last two
+
+The tree of processes is looked for while workers start, and again when the window has closed. At its edges only the counters
+of known processes are read.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
-import psutil
-
 from autotune_loader.machine.host import host_cpu
-from autotune_loader.machine.limits import affinity, shared_memory
-from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
+from autotune_loader.machine.limits import affinity, shared_memory, usable_cores
+from autotune_loader.machine.processes import tree, tree_pss, tree_use
 from autotune_loader.values.measurement import Measurement, MemoryUse
 
 
 class Window:
-    """Watches this process and its descendants between two moments."""
+    """Watches this process and its descendants between two moments.
 
-    def __init__(self) -> None:
-        self._cpus = affinity()
+    Args:
+        reads_pss: whether memory is read when the window has closed, which stalls the processes for some milliseconds each:
+            once is enough for each configuration. Otherwise the measurement tells of no memory.
+    """
+
+    def __init__(self, *, reads_pss: bool = True) -> None:
+        self._reads_pss, self._cpus, self._cores = reads_pss, affinity(), usable_cores().usable
         self._shm_before = _shm_in_use()
         self._most: MemoryUse | None = None
-        """Memory as it was noted while the window was open."""
+        self.watch()
         self.open()
+
+    def watch(self) -> None:
+        """Look who belongs to us, once all workers have been started and nothing is timed yet."""
+        self._members = tree(os.getpid())
 
     def open(self) -> None:
         """The window begins: what start-up took is not counted."""
-        use, self._host = tree_use(tree(os.getpid())), host_cpu(self._cpus)
-        self._opened, self._cpu_s = time.monotonic(), None if use is None else use.cpu_s
+        self._use, self._host = tree_use(self._members), host_cpu(self._cpus)
+        self._opened = time.monotonic()
 
     def note_memory(self) -> None:
-        """Read memory now, where workers may have ended before the window closes."""
+        """Read memory now, where workers may have ended before the window closes; the most that was seen counts."""
         members = tree(os.getpid())
-        self._note(members, tree_use(members))
-
-    def closed(self, measured: Measurement) -> Measurement:
-        """The measurement with what the machine gave meanwhile; called while the workers live. CPU is a share of one core."""
-        elapsed_s, members = max(1e-9, time.monotonic() - self._opened), tree(os.getpid())
-        use, host = tree_use(members), host_cpu(self._cpus)
-        self._note(members, use)
-        own_s = None if use is None or self._cpu_s is None else use.cpu_s - self._cpu_s
-        measured = replace(measured, memory=self._most, cpu_share=None if own_s is None else own_s / elapsed_s)
-        if host is None or self._host is None or not host.cpus:
-            return measured
-        capacity_s = elapsed_s * host.cpus
-        # Ticks of the host and of the tree are counted apart and may differ by one: no foreign load is not less than none.
-        foreign_s = None if own_s is None else max(0.0, host.busy_s - self._host.busy_s - own_s)
-        return replace(
-            measured,
-            foreign_cpu_share=None if foreign_s is None else foreign_s / capacity_s,
-        )
-
-    def _note(self, members: Sequence[psutil.Process], use: TreeUse | None) -> None:
-        """Keep the most memory that was seen."""
+        use, shm, before = tree_use(members), _shm_in_use(), self._shm_before
         if use is None:
             return
-        shm, before = _shm_in_use(), self._shm_before
-        now = MemoryUse(
-            rss_bytes=use.rss_bytes,
-            pss_bytes=tree_pss(members),
-            shm_bytes=None if shm is None or before is None else max(0, shm - before),
-        )
+        taken = None if shm is None or before is None else max(0, shm - before)
+        now = MemoryUse(rss_bytes=use.rss_bytes, pss_bytes=tree_pss(members), shm_bytes=taken)
         if self._most is None or now.taken_bytes > self._most.taken_bytes:
             self._most = now
 
-
-def of_cores(measured: Measurement, usable_cores: int) -> Measurement:
-    """The measurement of another process, whose use of the CPU becomes a share of the cores that may be used."""
-    cpu = measured.cpu_share
-    return replace(measured, cpu_share=None if cpu is None else cpu / usable_cores)
+    def closed(self, measured: Measurement) -> Measurement:
+        """The measurement with what the machine gave meanwhile; called while the workers live."""
+        elapsed_s, host = max(1e-9, time.monotonic() - self._opened), host_cpu(self._cpus)
+        use, begun = tree_use(self._members), self._use
+        newer = tree_use(set(tree(os.getpid())) - set(self._members))
+        if self._reads_pss:
+            self.note_memory()
+        own_s = read_bytes = foreign_share = None
+        if use is not None and begun is not None:
+            own_s = use.cpu_s - begun.cpu_s + (0.0 if newer is None else newer.cpu_s)
+            if use.read_bytes is not None and begun.read_bytes is not None:
+                read_bytes = max(0, use.read_bytes - begun.read_bytes) + (newer.read_bytes or 0 if newer else 0)
+        if own_s is not None and host is not None and self._host is not None and host.cpus:
+            # Ticks of the host and of the tree are counted apart and may differ by one: no foreign load is not less than none.
+            foreign_s = max(0.0, host.busy_s - self._host.busy_s - own_s)
+            foreign_share = foreign_s / (elapsed_s * host.cpus)
+        return replace(
+            measured,
+            memory=self._most,
+            cpu_share=None if own_s is None else own_s / (elapsed_s * self._cores),
+            foreign_cpu_share=foreign_share,
+            read_bytes=read_bytes,
+        )
 
 
 def _shm_in_use() -> int | None:

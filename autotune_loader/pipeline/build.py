@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
 import warnings
-from collections.abc import Callable
 from inspect import Parameter
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, default_convert
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from autotune_loader.pipeline.tracing import (
-    EndlessBatches,
-    EndlessIterable,
-    TracedCollate,
-    TracedDataset,
-    TracedWorkerInit,
-)
+from autotune_loader.pipeline.reading import Reading, seed_everything
+from autotune_loader.pipeline.tracing import EndlessIterable, TracedCollate, TracedDataset, TracedWorkerInit
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.config import LoaderConfig
 
@@ -113,56 +105,37 @@ def batching_of(loader: Any, config: LoaderConfig) -> dict[str, Any]:
 
 
 def make_traced_loader(
-    data: DataSide, config: LoaderConfig, seed: int, *, endless: bool = True, stages: bool = False
+    data: DataSide, config: LoaderConfig, reading: Reading, *, endless: bool = True, stages: bool = False
 ) -> DataLoader[Any]:
     """A DataLoader of the user's parts that never ends and whose batches carry their history.
 
     Args:
         data: the user's parts; they are used, not copied.
         config: what to tune.
-        seed: seeds the global generators and the user's own, so that equal seeds give equal indices.
+        reading: of the run; which samples are read is its business.
         endless: False lets a map-style dataset's epochs end as they do in training.
         stages: whether workers are watched for where the time of a sample goes.
     """
-    again: Callable[[Any], Any] = EndlessBatches if endless else (lambda batches: batches)
-    seed_everything(seed, *_generators_of_order(data))
-    batched = data.is_batched
-    default = default_collate if batched else default_convert
+    seed = reading.begin(data.dataset)
+    seed_everything(seed)
+    batched, size = data.is_batched, config.batch_size or data.batch_size
     parts: dict[str, Any] = {
-        "collate_fn": TracedCollate(data.collate_fn or default, batched),
+        "collate_fn": TracedCollate(data.collate_fn or (default_collate if batched else default_convert), batched),
         "worker_init_fn": TracedWorkerInit(data.worker_init_fn, stages),
         # Torch draws a seed for the workers with it, on the default device.
         "generator": data.generator or torch.Generator(torch.get_default_device()).manual_seed(seed),
     }
-    batch_size = config.batch_size or data.batch_size
     if data.is_iterable:
         dataset: Any = EndlessIterable(data.dataset)
-        parts |= {"batch_size": batch_size, "drop_last": data.drop_last}
-    elif not batched:
-        dataset = TracedDataset(data.dataset)
-        parts |= {"sampler": again(data.sampler), "batch_size": None}
+        parts |= {"batch_size": size, "drop_last": data.drop_last}
     else:
-        batches = data.batch_sampler
-        if batches is None:
-            assert batch_size is not None
-            batches = BatchSampler(data.sampler, batch_size, data.drop_last)
-        dataset = TracedDataset(data.dataset)
-        parts |= {"batch_sampler": again(batches)}
+        dataset, order = TracedDataset(data.dataset), reading.batches(size) if endless else _one_epoch(data, size)
+        parts |= {"batch_sampler": order} if batched else {"sampler": order, "batch_size": None}
     loader: DataLoader[Any] = build_loader(dataset, config, **parts)
     return loader
 
 
-def seed_everything(seed: int, *generators: torch.Generator) -> None:
-    """Seed what datasets and samplers draw from: torch, Python, numpy, and these generators of their own."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - what they draw from is the global generator
-    for generator in generators:
-        generator.manual_seed(seed)
-
-
-def _generators_of_order(data: DataSide) -> list[torch.Generator]:
-    """The user's generators that decide on the order of indices."""
-    holders = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
-    generators = (getattr(holder, "generator", None) for holder in holders)
-    return [generator for generator in generators if isinstance(generator, torch.Generator)]
+def _one_epoch(data: DataSide, size: int | None) -> Any:
+    if data.batch_sampler is not None or size is None:
+        return data.sampler if data.batch_sampler is None else data.batch_sampler
+    return BatchSampler(data.sampler, size, data.drop_last)

@@ -168,16 +168,6 @@ class EndlessIterable(TracedIterable):
         return _again_and_again(super().__iter__)
 
 
-class EndlessBatches:
-    """A sampler, or batch sampler, that goes round again when its epoch ends: bursts measure the middle of training."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __iter__(self) -> Iterator[Any]:
-        return _again_and_again(lambda: iter(self._inner))
-
-
 def _again_and_again(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """What one iterator after the other gives, until one gives nothing."""
     delivered = True

@@ -84,10 +84,14 @@ class DataSide:
         """Whether a sampler of the user's decides which samples there are, and not just whether they are shuffled."""
         if self.batch_sampler is not None:
             return True
-        sampler = self.sampler
-        if type(sampler).__name__ == "RandomSampler":  # torchdata has one, too
-            return bool(sampler.replacement or getattr(sampler, "_num_samples", None) is not None)
-        return sampler is not None and type(sampler).__name__ != "SequentialSampler"
+        if self.is_shuffled:
+            return bool(self.sampler.replacement or getattr(self.sampler, "_num_samples", None) is not None)
+        return self.sampler is not None and type(self.sampler).__name__ != "SequentialSampler"
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether torch's sampler draws the samples, or torchdata's of the same name."""
+        return type(self.sampler).__name__ == "RandomSampler"
 
     @property
     def is_iterable(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.probe.bad_samples import BadSamples, SampleError, for_bursts, good
@@ -103,6 +104,7 @@ class Bench:
         self._private_data = private_data
         self._training = training
         self._bad = BadSamples()
+        self._read: tuple[int, Reading] | None = None
         self._first: FirstBatch | None = None
         self._step: TrainingStep | None = None
         self._timeline: Timeline | None = None
@@ -128,7 +130,7 @@ class Bench:
 
         def run() -> Measurement | Failure:
             data = self._for_bursts((self._data if has_workers else self._private_data)())
-            return run_burst(data, step, config, plan, announce, self._timeline, self._bad.by_name)
+            return run_burst(data, step, config, plan, announce, self._timeline, self._bad.by_name, self._reading())
 
         if (failure := self._warm_again()) is not None:
             return failure
@@ -186,8 +188,15 @@ class Bench:
         return self._report_on(self._step, first, private, step_s * first.share_of_whole)
 
     def _batches(self, data: DataSide, size: int | None) -> Iterator[Any]:
-        for batch, fetch in make_traced_loader(self._for_bursts(data), LoaderConfig(batch_size=size), seed=0):
-            yield good(batch), fetch
+        loader = make_traced_loader(self._for_bursts(data), LoaderConfig(batch_size=size), self._reading())
+        yield from ((good(batch), fetch) for batch, fetch in loader)
+
+    def _reading(self) -> Reading:
+        """Of the run; begun anew where a sample was left out."""
+        left_out = len(self._bad.left_out)
+        if self._read is None or self._read[0] != left_out:
+            self._read = left_out, Reading(self._for_bursts(self._data()))
+        return self._read[1]
 
     def _for_bursts(self, data: DataSide) -> DataSide:
         at_most = self._first.at_most if self._first is not None else None

@@ -29,6 +29,7 @@ import torch
 from autotune_loader.machine.window import Window
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.prefetch import prefetched
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.throughput import are_enough_epochs
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
@@ -70,6 +71,7 @@ def run_burst(
     announce: Announce = lambda phase: None,
     timeline: Timeline | None = None,
     bad: dict[str, BadSample] | None = None,
+    reading: Reading | None = None,
 ) -> Measurement | Failure:
     """Train for a moment with `config` and measure it; whatever goes wrong comes back as a `Failure`, but for a bad sample.
 
@@ -84,6 +86,7 @@ def run_burst(
         announce: told which phase begins.
         timeline: of the device that the step runs on, where that works behind the host; None for a CPU.
         bad: samples that have raised before, by name; what the step raises for is added.
+        reading: of the run that the burst belongs to; one of its own where None.
 
     Raises:
         SampleError: a sample of the dataset raised, by no fault of the configuration.
@@ -101,7 +104,7 @@ def run_burst(
             try:
                 with as_configured(config):
                     enter("start")
-                    outcome = _measure(open_loader, data, step, config, plan, enter, timeline, bad)
+                    outcome = _measure(open_loader, data, step, config, plan, enter, timeline, bad, reading)
             except Exception as error:
                 if isinstance(error, SampleError):
                     raise
@@ -121,7 +124,7 @@ def run_burst(
     return outcome
 
 
-def _measure(
+def _measure(  # noqa: PLR0913
     open_loader: OpenLoader,
     data: DataSide | Cached,
     step: TrainingStep,
@@ -130,6 +133,7 @@ def _measure(
     enter: Announce,
     timeline: Timeline | None,
     bad: dict[str, BadSample] | None,
+    reading: Reading | None,
 ) -> Measurement | Failure:
     window, lane = Window(), None
     if timeline is not None:
@@ -140,9 +144,11 @@ def _measure(
     if isinstance(data, Cached):
         loader: Any = replace(data, batch=step.ready(data.batch))
     else:
-        loader = make_traced_loader(data, config, plan.seed, endless=not plan.whole_epochs, stages=plan.stages)
+        reading = reading or Reading(data, plan.seed)
+        loader = make_traced_loader(data, config, reading, endless=not plan.whole_epochs, stages=plan.stages)
     run = Run(plan, config.num_workers, time.monotonic(), enter, timeline, lane, bad)
     open_loader.open(loader)
+    window.watch()
     if plan.prefill_s:
         time.sleep(plan.prefill_s)
     enter("first_batch")

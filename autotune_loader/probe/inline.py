@@ -27,9 +27,8 @@ import torch
 from torch.utils.data import _utils
 
 from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.memory_guard import MemoryGuard
+from autotune_loader.machine.memory_guard import GUARDED_SHARE, MemoryGuard
 from autotune_loader.machine.processes import tree, tree_pss, tree_use
-from autotune_loader.machine.window import of_cores
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload, wrapped_datasets
 from autotune_loader.probe.bench import Bench, WarmupReport
 from autotune_loader.probe.burst import running_workers
@@ -61,13 +60,12 @@ class InlineProbe:
     def __init__(
         self,
         workload: Workload,
-        machine: Machine,
+        machine: Machine,  # noqa: ARG002
         *,
         memory_budget_bytes: int | None = None,
         start_deadline_s: float = START_DEADLINE_S,
     ) -> None:
         self._start_deadline_s = start_deadline_s
-        self._machine = machine
         self._memory_budget_bytes = memory_budget_bytes
         self._held_bytes = _held_bytes() if memory_budget_bytes is not None else 0
         self._servers_before = _running_servers()
@@ -110,7 +108,9 @@ class InlineProbe:
         self, run: Callable[..., Measurement | Failure], config: LoaderConfig, plan: BurstPlan
     ) -> Measurement | Failure:
         stop = _Stop(plan.deadline_s)
-        guard = MemoryGuard(os.getpid(), self._memory_budget_bytes, stop.now, held_bytes=self._held_bytes)
+        budget = self._memory_budget_bytes
+        held = int(self._held_bytes / GUARDED_SHARE)  # what this process holds anyway is no part of it
+        guard = MemoryGuard(os.getpid(), None if budget is None else budget + held, stop.now)
         outcome: Measurement | Failure | None = None
         with stop, untouched_state(self._user_data), guard:
             outcome = run(config, plan, stop.enter)
@@ -118,7 +118,7 @@ class InlineProbe:
             return stop.failure()
         if stop.was_asked or outcome is None:
             return failure_of_memory_guard(config, self._memory_budget_bytes)
-        return outcome if isinstance(outcome, Failure) else of_cores(outcome, self._machine.usable_cores)
+        return outcome
 
     def close(self) -> None:
         """End the server that the start method "forkserver" leaves running, and free the copies of model and batch.

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.utils.data
 
-from autotune_loader.machine.processes import die_with_parent
+from autotune_loader.machine.elsewhere import die_with_owner
 
 T = TypeVar("T")
 _held: list[Any] = []
@@ -75,7 +75,7 @@ class BurstWorkerInit:
         return {**self.__dict__, "_sharing_strategy": torch.multiprocessing.get_sharing_strategy()}
 
     def __call__(self, worker: int) -> None:
-        die_with_parent()
+        die_with_owner()
         leave_segments()
         if self._sharing_strategy is not None:
             torch.multiprocessing.set_sharing_strategy(self._sharing_strategy)

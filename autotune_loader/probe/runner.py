@@ -29,7 +29,6 @@ import psutil
 
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.memory_guard import MemoryGuard
-from autotune_loader.machine.window import of_cores
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.probe.child import Message, Request, receive, send, serve_forked, settings
@@ -157,7 +156,7 @@ class ProcessProbe:
             child.is_lost = True  # also where the burst was over by then: the next one needs a new process
             return failure_of_memory_guard(request.config, self._memory_budget_bytes)
         if message.measurement is not None:
-            return of_cores(message.measurement, self._machine.usable_cores)
+            return message.measurement
         assert message.failure is not None
         if message.ends_run:
             raise WorkloadError(message.failure.message, message.failure.traceback or "")

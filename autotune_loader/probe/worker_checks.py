@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from autotune_loader.machine.facts import start_method
-from autotune_loader.pipeline.build import make_traced_loader, seed_everything
+from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.digest import Leaf, digest
 from autotune_loader.pipeline.look import look, shown
+from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.burst import OpenLoader
 from autotune_loader.probe.first_batches import FirstBatch
@@ -78,7 +79,7 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     first: dict[int, list[Leaf]] = {}
     try:
         with OpenLoader() as open_loader:
-            loader = make_traced_loader(alike, TWO_WORKERS, seed=0)
+            loader = make_traced_loader(alike, TWO_WORKERS, Reading(alike))
             loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
             open_loader.open(loader)
             del loader

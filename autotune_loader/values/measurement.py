@@ -109,6 +109,8 @@ class Measurement:
     """CPU use of the loop and its workers in the window, as a share of the usable cores."""
     foreign_cpu_share: float | None = None
     """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
+    read_bytes: int | None = None
+    """Bytes that the loop and its workers read from storage in the window; 0 where the data came from memory."""
     batch_bytes: int = 0
     """Bytes of the tensors in one batch."""
     batch_tensors: int = 0
@@ -121,6 +123,11 @@ class Measurement:
     """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
     bad_samples: tuple[BadSample, ...] = ()
     """Samples that raised and were left out, in this burst and in those before."""
+
+    @property
+    def read_bytes_per_sample(self) -> float | None:
+        """Bytes that a sample costs the storage; 0 where samples came from memory, None where that was not measured."""
+        return None if self.read_bytes is None or not self.samples else self.read_bytes / self.samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from autotune_loader.machine import host
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.machine.gpus import Gpus
 from autotune_loader.machine.limits import open_files_limit
+from autotune_loader.machine.scratch import scratch_root
 from tests.support import FakeGpu, FakeGpus
 
 Inspect = Callable[..., Machine]
@@ -153,6 +156,32 @@ def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice() 
     assert one is not None
     assert one.cpus == 1 <= whole.cpus
     assert 0 < one.busy_s <= whole.busy_s
+
+
+def test_data_larger_than_memory_are_read_from_storage_in_every_epoch(inspect: Inspect) -> None:
+    machine = inspect(files={"memory.max": "500"})
+    assert (machine.holds(300), machine.holds(450)) == (True, False)
+
+
+@pytest.mark.parametrize(("is_daemon", "told"), [(False, ""), (True, "may have no children")])
+def test_a_daemonic_process_has_no_workers(inspect: Inspect, is_daemon: bool, told: str) -> None:
+    current = multiprocessing.current_process()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(current._config, "daemon", is_daemon)  # type: ignore[attr-defined]
+        assert told in (inspect().why_no_workers or "")
+        assert (inspect().why_no_workers is None) is not is_daemon
+
+
+def test_a_temporary_folder_with_a_long_name_is_not_used_for_sockets(tmp_path: Path) -> None:
+    long = tmp_path / ("a" * 70)
+    long.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for own, root in ((str(long), "/tmp"), ("/short", "/short")):
+            patch.setattr(tempfile, "tempdir", own)
+            assert scratch_root() == root
+        patch.setattr("autotune_loader.machine.scratch.OTHERS", ())
+        patch.setattr(tempfile, "tempdir", str(long))
+        assert scratch_root() == str(long)
 
 
 @pytest.mark.process

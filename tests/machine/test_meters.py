@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +15,54 @@ import pytest
 from autotune_loader.machine import memory_guard, window
 from autotune_loader.machine.host import HostCpu
 from autotune_loader.machine.memory_guard import MemoryGuard
-from autotune_loader.machine.processes import TreeUse
-from autotune_loader.machine.window import Window, of_cores
+from autotune_loader.machine.processes import PAGE_BYTES, TICKS_PER_S, TreeUse, tree, tree_pss, tree_use
+from autotune_loader.machine.window import Window
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
+
+
+def process(root: Path, pid: int, *, ticks: str, pages: int = 10, read: int | None = None, pss_kb: int = 4) -> int:
+    """A folder of `/proc`; the process has a name that looks like more fields."""
+    folder = root / str(pid)
+    folder.mkdir()
+    (folder / "stat").write_text(f"{pid} (a) S 1 (b)) R 1 2 3 4 5 6 7 8 9 10 {ticks} 20 0 1 0 99 1000 {pages} 18446744")
+    (folder / "smaps_rollup").write_text(f"5581-7ffc ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPss: {pss_kb} kB\n")
+    if read is not None:
+        (folder / "io").write_text(f"rchar: 5\nread_bytes: {read}\nwrite_bytes: 7\n")
+    return pid
+
+
+def test_a_tree_has_used_what_its_processes_have_and_the_gone_count_nothing(tmp_path: Path) -> None:
+    # GIVEN a process with waited-for children, one that ends, and one that is gone
+    two = [process(tmp_path, 1, ticks="30 10 40 20", read=4096), process(tmp_path, 2, ticks="1 0 0 0", read=0)]
+    zombie = process(tmp_path, 3, ticks="100 0 0 0", pages=0, read=0)
+    (tmp_path / "3" / "smaps_rollup").unlink()
+    use = TreeUse(cpu_s=201 / TICKS_PER_S, rss_bytes=20 * PAGE_BYTES, read_bytes=4096)
+    assert tree_use([*two, zombie, 4], tmp_path) == use
+    assert tree_pss([*two, zombie, 4], tmp_path) == 8192
+    assert tree_use([zombie, 4], tmp_path) is tree_pss([4], tmp_path) is None
+    # AND where one does not tell what it has read, that is not known
+    assert (tree_use([*two, process(tmp_path, 5, ticks="0 0 0 0")], tmp_path) or use).read_bytes is None
+
+
+@pytest.mark.process
+def test_this_process_and_its_children_are_a_tree_with_what_the_system_says(tmp_path: Path) -> None:
+    # GIVEN a child that reads a file, which may come from memory, and lives on
+    (tmp_path / "data").write_bytes(bytes(1 << 20))
+    code = f"open({str(tmp_path / 'data')!r}, 'rb').read(); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        members = tree(os.getpid())
+        own, both = tree_use([os.getpid()]), tree_use(members)
+        assert child.pid in members
+        assert own is not None
+        assert both is not None
+        assert both.rss_bytes > own.rss_bytes > 1 << 20
+        assert own.cpu_s == pytest.approx(sum(os.times()[:4]), abs=0.1)
+        assert both.read_bytes is None or both.read_bytes >= 0
+        assert tree_pss([child.pid]) is not None
+        child.communicate(b"\n")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +80,7 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
 ) -> None:
     # GIVEN a tree that is as large as a test says, looked at every 5 ms
     looks, raised = list[Any](), list[bool]()
-    use = TreeUse(processes=3, cpu_s=1.0, rss_bytes=rss_bytes)
+    use = TreeUse(cpu_s=1.0, rss_bytes=rss_bytes)
     monkeypatch.setattr(memory_guard, "PERIOD_S", 0.005)
     monkeypatch.setattr(memory_guard, "SUSPICION_S", 0.0)
     monkeypatch.setattr(memory_guard, "tree_use", lambda members: looks.append(members) or use)
@@ -48,37 +95,73 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
 SECONDS = dict.fromkeys(("window_s", "first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s"), 0.0)
 RATE = Interval(value=1.0, low=1.0, high=1.0, count=1)
 MEASURED = Measurement(samples_per_s=RATE, samples=1, batch_size=0.0, wait_share=0.0, **SECONDS)  # type: ignore[arg-type]
+WORKER, LATE = 7, 8
+Uses = dict[int, tuple[float, int]]
+"""Of processes: CPU seconds and bytes read."""
 
 
-def looking(monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, float | None, HostCpu | None]) -> None:
-    """The machine at several moments: seconds, CPU seconds of the tree, and those of the host."""
-    moments, trees, hosts = (iter(column) for column in zip(*looks, strict=True))
-    uses = (None if cpu_s is None else TreeUse(processes=1, cpu_s=cpu_s, rss_bytes=5) for cpu_s in trees)
-    monkeypatch.setattr(window, "time", SimpleNamespace(monotonic=lambda: next(moments)))
-    monkeypatch.setattr(window, "tree_use", lambda _members: next(uses))
-    monkeypatch.setattr(window, "host_cpu", lambda _cpus: next(hosts))
+class Machine:
+    """This process with its workers, as a test has it; every walk through all processes is noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, cores: int = 2, pss_bytes: int | None = 5) -> None:
+        self.now, self.host, self.uses = 0.0, HostCpu(cpus=4, busy_s=0.0), Uses()
+        self.walks = self.pss_looks = 0
+        monkeypatch.setattr(window, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(window, "tree", self._tree)
+        monkeypatch.setattr(window, "tree_use", self._use)
+        monkeypatch.setattr(window, "tree_pss", lambda _members: self._pss(pss_bytes))
+        monkeypatch.setattr(window, "host_cpu", lambda _cpus: self.host)
+        monkeypatch.setattr(window, "usable_cores", lambda: SimpleNamespace(usable=cores))
+
+    def at(self, now: float, busy_s: float, uses: Uses) -> None:
+        self.now, self.host, self.uses = now, HostCpu(cpus=4, busy_s=busy_s), uses
+
+    def _tree(self, _pid: int) -> tuple[int, ...]:
+        self.walks += 1
+        return tuple(self.uses)
+
+    def _use(self, members: Any) -> TreeUse | None:
+        seen = [self.uses[each] for each in members if each in self.uses]
+        cpu_s, read = (sum(column) for column in zip(*seen, strict=True)) if seen else (0.0, 0)
+        return TreeUse(cpu_s=cpu_s, rss_bytes=5, read_bytes=int(read)) if seen else None
+
+    def _pss(self, pss_bytes: int | None) -> int | None:
+        self.pss_looks += 1
+        return pss_bytes
 
 
-def test_cpu_shares_are_those_of_the_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s, the machine 5 s
-    looking(
-        monkeypatch,
-        (0.0, 0.0, HostCpu(cpus=4, busy_s=0.0)),
-        (6.0, 7.0, HostCpu(cpus=4, busy_s=10.0)),
-        (8.0, 10.0, HostCpu(cpus=4, busy_s=15.0)),
-    )
+def test_shares_and_bytes_are_those_of_the_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s and reads 1,000 bytes, the machine is busy for 5 s
+    machine = Machine(monkeypatch)
+    machine.at(0.0, 0.0, {1: (0.0, 50)})
     watched = Window()
+    machine.at(1.0, 4.0, {1: (1.0, 50), WORKER: (3.0, 20)})
+    watched.watch()
+    machine.at(6.0, 10.0, {1: (4.0, 50), WORKER: (3.0, 20)})
+    walks = machine.walks
     watched.open()
-    # WHEN it is closed THEN the tree has had 1.5 cores, and a quarter of the CPUs was others' work
+    machine.at(8.0, 15.0, {1: (5.0, 50), WORKER: (4.0, 920), LATE: (1.0, 100)})
+    # THEN its beginning asks known processes only
+    assert machine.walks == walks
+    # WHEN it is closed THEN the tree has had 1.5 of 2 usable cores, and a quarter of the CPUs was others' work
     found = watched.closed(MEASURED)
-    assert (found.cpu_share, found.foreign_cpu_share) == pytest.approx((1.5, 0.25))
-    # THEN the parent, which knows what may be used, makes it a share of that
-    assert of_cores(found, 2).cpu_share == pytest.approx(0.75)
+    assert (found.cpu_share, found.foreign_cpu_share) == pytest.approx((0.75, 0.25))
+    assert found.read_bytes == 1000
+    assert found.memory is not None
+    assert (found.memory.rss_bytes, found.memory.pss_bytes) == (5, 5)
+
+
+def test_memory_is_read_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.at(0.0, 0.0, {1: (0.0, 0)})
+    assert Window(reads_pss=False).closed(MEASURED).memory is None
+    assert machine.pss_looks == 0
 
 
 def test_what_the_system_does_not_tell_is_none_and_ticks_make_no_negative_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    looking(monkeypatch, (0.0, None, None), (1.0, None, None))
+    machine = Machine(monkeypatch)
     assert Window().closed(MEASURED) == MEASURED
-    before, after = (HostCpu(cpus=1, busy_s=busy_s) for busy_s in (0.0, 0.99))
-    looking(monkeypatch, (0.0, 0.0, before), (1.0, 1.0, after))
-    assert Window().closed(MEASURED).foreign_cpu_share == 0.0
+    machine.at(0.0, 0.0, {1: (0.0, 0)})
+    watched = Window()
+    machine.at(1.0, 0.99, {1: (1.0, 0)})
+    assert watched.closed(MEASURED).foreign_cpu_share == 0.0

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.burst_loop import BatchShape
@@ -23,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarni
 WORKERS = [0, pytest.param(2, marks=pytest.mark.process)]
 
 
-def take(data: Any, count: int, workers: int = 0, seed: int = 0, **config: Any) -> list[Any]:
+def take(data: Any, count: int, workers: int = 0, **config: Any) -> list[Any]:
     """The first batches, checked for their history; the workers are gone afterwards."""
     side = data if isinstance(data, DataSide) else DataSide.from_loader(data)
-    iterator = iter(make_traced_loader(side, LoaderConfig(num_workers=workers, **config), seed=seed))
+    iterator = iter(make_traced_loader(side, LoaderConfig(num_workers=workers, **config), Reading(side)))
     batches = []
     for batch, (_worker, start, fetched, collated, cpu_s, samples) in itertools.islice(iterator, count):
         assert start <= fetched <= collated
@@ -91,28 +90,6 @@ def test_a_tuned_batch_size_wins_and_an_epoch_without_a_batch_ends() -> None:
     assert take(loader, 1, batch_size=16) == []
 
 
-class Dice:
-    """A sampler that draws from every generator a sampler might draw from."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(16):
-            drawn = torch.randint(1000, (), generator=self.generator) + torch.randint(1000, ())
-            yield (int(drawn) + random.randrange(1000) + int(np.random.randint(1000))) % 8  # noqa: NPY002
-
-
-# Rounds that are compared read the same samples, and so find the page cache alike.
-@pytest.mark.parametrize("workers", WORKERS)
-def test_equal_seeds_give_equal_indices_whatever_the_sampler_draws_from(workers: int) -> None:
-    own = DataLoader(Squares(), batch_size=8, shuffle=True, generator=torch.Generator())
-    for data in (DataSide.from_dataset(Squares(), batch_size=8, sampler=Dice()), own):
-        runs = [listed(take(data, 2, each, seed)) for each, seed in ((0, 3), (workers, 3), (0, 4))]
-        assert runs[0] == runs[1]
-        assert runs[0] != runs[2]
-
-
 class Point(NamedTuple):
     x: torch.Tensor
     tags: dict[str, Any]
@@ -168,7 +145,8 @@ ROWS_OF_INDICES = BatchSampler(SequentialSampler(range(8)), 3, True)
     ],
 )
 def test_samples_are_counted_and_weighed_whoever_makes_the_batches(loader: Any, samples: int, size: int) -> None:
-    batch, fetch = next(iter(make_traced_loader(DataSide.from_loader(loader), LoaderConfig(), seed=0)))
+    data = DataSide.from_loader(loader)
+    batch, fetch = next(iter(make_traced_loader(data, LoaderConfig(), Reading(data))))
     forget_open_batch()
     assert (fetch[5], BatchShape.of(batch).bytes) == (samples, size)
     assert isinstance(batch, Point) == (loader.dataset is POINTS)

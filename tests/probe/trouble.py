@@ -17,18 +17,22 @@ HOARD: list[bytearray] = []
 
 
 class Trouble(Dataset[torch.Tensor]):
-    """In trouble from the index `fine` on, in a worker or in the main process: the file says, say, "worker:kill"."""
+    """In trouble after `fine` samples, in a worker or in the main process: the file says, say, "worker:kill"."""
 
     def __init__(self, path: Path, nap_s: float = 0.001, fine: int = 20) -> None:
         self.path, self.nap_s, self.fine = path, nap_s, fine
+        self.read, self.said = 0, ""
 
     def __len__(self) -> int:
         return 4096
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self.nap_s)
-        where, _, what = self.path.read_text().partition(":")
-        if what and index >= self.fine and (where == "worker") == (get_worker_info() is not None):
+        said = self.path.read_text()
+        self.read = 0 if said != self.said else self.read + 1
+        self.said = said
+        where, _, what = said.partition(":")
+        if what and self.read >= self.fine and (where == "worker") == (get_worker_info() is not None):
             TROUBLES[what]()
         return torch.zeros(4)
 
