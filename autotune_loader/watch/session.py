@@ -70,7 +70,7 @@ class Session:
         if known.kept is not None:
             return plain(loader)
         try:
-            auto: Any = loader if is_ours else self._auto_of(loader, known)
+            auto = loader if is_ours else self._auto_of(loader, known)
         except Exception as error:  # whatever it is, torch's own iterator does without
             from autotune_loader.diagnosis import Kept
 
@@ -119,7 +119,7 @@ class Session:
         kept = vars(loader).get(AUTO)
         if kept is not None and kept.owner() is loader:
             return kept.auto
-        auto = AutoLoader(
+        auto: Any = AutoLoader(
             loader,
             config=self._start(known),
             max_workers=self.plan.max_workers,

@@ -11,9 +11,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from autotune_loader.machine.processes import PROC, process_use, queued_s
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.watch.loader import CpuTimes, ScriptLoader
 
@@ -29,21 +29,13 @@ log = logging.getLogger(__name__)
 
 def thread_times() -> CpuTimes:
     """Of the calling thread."""
-    return CpuTimes(time.thread_time(), _queued_s("thread-self"))
+    return CpuTimes(time.thread_time(), queued_s("thread-self"))
 
 
 def process_times(pid: int) -> CpuTimes:
-    """Of another process: utime and stime of all threads are the 14th and 15th field of `/proc/PID/stat`, in ticks."""
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return CpuTimes((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), _queued_s(str(pid)))
-
-
-def _queued_s(task: str) -> float:
-    """The second figure of `/proc/TASK/schedstat`, in nanoseconds; 0 where a kernel does not tell."""
-    try:
-        return int(Path(f"/proc/{task}/schedstat").read_bytes().split()[1]) / 1e9
-    except OSError:
-        return 0.0
+    """Of a process: on the cores all of its threads, in the queue its main one."""
+    use = process_use(PROC / str(pid))
+    return CpuTimes(0.0 if use is None else use.cpu_s, queued_s(str(pid)))
 
 
 class Watch:
