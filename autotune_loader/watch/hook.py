@@ -1,6 +1,6 @@
 """Where torch makes and iterates loaders, once it has been imported: three methods that every loader goes through.
 
-    DataLoader.__init__           which line makes it
+    DataLoader.__new__            which line makes it, also where a subclass does not call `__init__`
     DataLoader.__iter__           under `run` its batches come from an AutoLoader
     _BaseDataLoaderIter.__init__  an iterator is made, by whatever class of loader: it is one that is watched
 
@@ -129,13 +129,15 @@ def _hook_into(module: ModuleType) -> None:
     if HOOKED in vars(loaders):
         return
     setattr(loaders, HOOKED, True)
-    make, iterate, begin = loaders.__init__, loaders.__iter__, iterators.__init__
+    iterate, begin = loaders.__iter__, iterators.__init__
 
-    @functools.wraps(make)
-    def make_loader(loader: Any, *args: Any, **arguments: Any) -> None:
-        make(loader, *args, **arguments)
+    @functools.wraps(loaders.__init__)  # whose signature it has
+    def make_loader(kind: Any, *args: Any, **arguments: Any) -> Any:
+        make = super(loaders, kind).__new__
+        loader = make(kind) if make is object.__new__ else make(kind, *args, **arguments)
         if active and (line := users_line(sys._getframe(1))) is not None:
             vars(loader)[LINE] = tuple(line)
+        return loader
 
     @functools.wraps(iterate)
     def iterate_loader(loader: Any) -> Any:
@@ -154,7 +156,7 @@ def _hook_into(module: ModuleType) -> None:
             except Exception:  # whatever it is, it is no reason to end somebody's training
                 log.debug("an iterator is not watched", exc_info=True)
 
-    loaders.__init__, loaders.__iter__, iterators.__init__ = make_loader, iterate_loader, begin_iterator
+    loaders.__new__, loaders.__iter__, iterators.__init__ = make_loader, iterate_loader, begin_iterator
 
 
 def is_auto(loader: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import weakref
@@ -17,7 +18,7 @@ from autotune_loader.autoloader import Registry
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.lines import users_line
-from autotune_loader.watch.hook import is_auto, line_of
+from autotune_loader.watch.hook import line_of
 from autotune_loader.watch.loader import ScriptLoader
 from autotune_loader.watch.plan import Plan
 from autotune_loader.watch.stderr import say
@@ -27,6 +28,8 @@ AUTO = "_autotune_loader_auto"
 """Attribute of a loader: the AutoLoader in its place. Kept there, it goes when the loader does."""
 MOST_FIRST_LOOKS = 3
 """Loaders of a process that are told of before its end."""
+
+log = logging.getLogger(__name__)
 
 
 class Session:
@@ -59,22 +62,21 @@ class Session:
     def watch(self, iterator: Any, loader: Any, begun: float) -> None:
         """An iterator of torch's has begun to be made; its loop is watched. Workers read loaders of their own."""
         if get_worker_info() is None:
-            watch_iterator(iterator, self._loader_of(loader), loader, begun)
+            known = self._loader_of(loader)
+            if self.plan.verb == "run":
+                known.kept = why_not(loader)
+            watch_iterator(iterator, known, loader, begun)
 
     def iterate(self, loader: Any, plain: Callable[[Any], Any]) -> Any:
         """An iterator of a loader; `plain` is torch's way, whose iterators come to `watch` by themselves."""
-        if get_worker_info() is not None:
-            return plain(loader)
-        begun, known, is_ours = time.monotonic(), self._loader_of(loader), is_auto(loader)
-        known.kept = None if is_ours else why_not(loader)
-        if known.kept is not None:
-            return plain(loader)
+        begun, auto = time.monotonic(), None
         try:
-            auto = loader if is_ours else self._auto_of(loader, known)
-        except Exception as error:  # whatever it is, torch's own iterator does without
-            from autotune_loader.diagnosis import Kept
-
-            known.kept = Kept.CANNOT_START(why=str(error))
+            if get_worker_info() is None:
+                known = self._loader_of(loader)
+                auto = self._auto_of(loader, known)
+        except Exception:  # whatever it is, torch's own iterator does without
+            log.debug("a loader is not tuned", exc_info=True)
+        if auto is None:
             return plain(loader)
         iterator = plain(auto)
         known.serve(auto.found)
@@ -113,20 +115,23 @@ class Session:
             say(f"\nautotune-loader {self.plan.verb}: {known.name}: {known}")
 
     def _auto_of(self, loader: Any, known: ScriptLoader) -> Any:
-        """The AutoLoader that takes the place of a loader."""
+        """The AutoLoader that takes the place of a loader, which may be one itself; None where torch's own iterator is needed."""
         from autotune_loader import AutoLoader
 
+        if isinstance(loader, AutoLoader):
+            return loader
+        if why_not(loader) is not None:
+            return None
         kept = vars(loader).get(AUTO)
-        if kept is not None and kept.owner() is loader:
-            return kept.auto
-        auto: Any = AutoLoader(
-            loader,
-            config=self._start(known),
-            max_workers=self.plan.max_workers,
-            workers=True if self.plan.workers else None,
-        )
-        vars(loader)[AUTO] = _Kept(loader, auto)
-        return auto
+        if kept is None or kept.owner() is not loader:
+            auto: Any = AutoLoader(
+                loader,
+                config=self._start(known),
+                max_workers=self.plan.max_workers,
+                workers=True if self.plan.workers else None,
+            )
+            vars(loader)[AUTO] = kept = _Kept(loader, auto)
+        return kept.auto
 
     def _start(self, known: ScriptLoader) -> LoaderConfig | None:
         """What `--start-with` says of this loader: by its line, else what training is said to be best with."""
