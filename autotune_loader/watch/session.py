@@ -115,7 +115,7 @@ class Session:
             say(f"\nautotune-loader {self.plan.verb}: {known.name}: {known}")
 
     def _auto_of(self, loader: Any, known: ScriptLoader) -> Any:
-        """The AutoLoader that takes the place of a loader, which may be one itself; None where torch's own iterator is needed."""
+        """What takes the place of a loader, which may be an AutoLoader itself; None where torch's own iterator is needed."""
         from autotune_loader import AutoLoader
 
         if isinstance(loader, AutoLoader):
