@@ -1,13 +1,14 @@
 """May this loader's batches come from workers? Asked once, then looked after.
 
-    first fetch   what it makes ready (a file that is opened) is noted, so that workers begin without it
-    4 fetches     watched: what they change or write, only the training process may
-    workers       8 batches, then the 16th, 32nd ... are compared with the loop's own
-    each batch    has the training changed what workers have a copy of?
+first fetch   what it makes ready (a file that is opened) is noted, so that workers begin without it
+4 fetches     watched: what they change or write, only the training process may
+workers       8 batches, then the 16th, 32nd ... are compared with the loop's own
+each batch    has the training changed what workers have a copy of?
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -71,13 +72,14 @@ class Proof:
         before, self.watched = self._parts.noted(), self.watched + 1
         with watching_files() as files:
             try:
-                return make()
+                made = make()
             finally:
                 self.undo.add(before)
                 if (what := before.changed()) is not None:
                     self.refuse(Kept.DATASET_CHANGES(what=what))
         if files.found is not None:
             self.refuse(Kept.WRITES_FILES(path=files.found))
+        return made
 
     def is_due(self) -> bool:
         """Whether the batch that has come from a worker now is to be fetched by the loop as well."""
@@ -107,8 +109,11 @@ class Proof:
 
     def has_stayed(self) -> bool:
         """Whether all is as it was when workers began, so that they can be kept for another epoch."""
-        return self._seen is not None and self._whole is not None and self._whole.is_whole and not (
-            self._seen.changed() or self._whole.changed()
+        return (
+            self._seen is not None
+            and self._whole is not None
+            and self._whole.is_whole
+            and not (self._seen.changed() or self._whole.changed())
         )
 
 
@@ -130,7 +135,5 @@ class DrawnAhead:
         return drawn
 
 
-def _global_states() -> tuple[bytes, ...]:
-    import random
-
-    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), np.random.get_state()[1].tobytes()  # type: ignore[index]
+def _global_states() -> tuple[Any, ...]:
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())

@@ -23,14 +23,18 @@ class Kept(Enum):
     NOT_WAITING = "The loop hardly waits for data ({wait:.0%} of the time)."
     TOO_SHORT = "The training was too short to try anything."
     NOT_FASTER = "No other number of workers was shown to be faster."
-    SAMPLES_DIFFER = "Batch {batch} of a worker was not the loop's own ({what}): its samples depend on the process that makes them."
+    SAMPLES_DIFFER = (
+        "Batch {batch} of a worker was not the loop's own ({what}): its samples depend on the process that makes them."
+    )
     WORKER_ERROR = "A worker raised what the loop does not: {error}"
     WORKER_SILENT = "A worker gave no answer for {silent:.0f} s."
     WORKERS_LOST = "Workers ended again and again: {error}"
     DATASET_CHANGES = "Fetching a sample changes {what}, which the loop would not see from workers."
     TRAINING_CHANGES = "The training changes {what} in the midst of an epoch, which workers would not see."
     WRITES_FILES = "Fetching a sample writes {path}, which several processes must not do at once."
-    SAMPLER_DRAWS = "The sampler draws from a global generator between two batches; a generator of its own would allow workers."
+    SAMPLER_DRAWS = (
+        "The sampler draws from a global generator between two batches; a generator of its own would allow workers."
+    )
     MEMORY = "More workers would not fit into {what}."
     CANNOT_START = "Workers cannot be started here: {why}"
 

@@ -96,7 +96,7 @@ class Session:
 
     def _served(self, known: ScriptLoader, loader: Any, plain: Callable[[], Any]) -> Any:
         """An iterator of an AutoLoader of the same parts; torch's own where what was asked for is not possible with it."""
-        from autotune_loader.autoloader.loader import AutoLoader
+        from autotune_loader.live.loader import AutoLoader
 
         auto, begun = self._autos.get(loader), time.monotonic()
         if auto is None:
