@@ -1,12 +1,12 @@
-"""Finds the cheapest PyTorch DataLoader configuration that is as fast as anything this machine can do, and proves it.
+"""Finds the fewest DataLoader workers that keep a PyTorch training loop fed, and measures what they bring.
 
-    from autotune_loader import AutoLoader, tune, load_config
+    from autotune_loader import AutoLoader, load_config, tune
 
     loader = AutoLoader(dataset, batch_size=64, shuffle=True)       # a DataLoader that tunes itself while it trains
 
-    result = tune(dataset, model, batch_size=64, output="loader.json")
-    config = load_config("loader.json")
-    loader = DataLoader(dataset, batch_size=64, shuffle=True, **config.to_kwargs())
+    result = tune(DataLoader(dataset, batch_size=64, shuffle=True), model, output="loader.json")
+    loader = result.apply_to(loader)                                # yours, with the settings that were measured
+    loader = DataLoader(dataset, batch_size=64, shuffle=True, **load_config("loader.json").to_kwargs())
 
 Names are loaded when they are first used: reading a `loader.json` needs no torch, and `--help` should not wait for it.
 """
@@ -21,22 +21,34 @@ from autotune_loader.version import __version__
 if TYPE_CHECKING:
     from autotune_loader.autoloader.loader import AutoLoader
     from autotune_loader.pipeline.prefetch import DevicePrefetcher
-    from autotune_loader.report.comparison import Comparison
-    from autotune_loader.results.load import load_config
+    from autotune_loader.results.comparison import Comparison
+    from autotune_loader.results.file import load_config
     from autotune_loader.results.result import TuningResult
     from autotune_loader.scripts.enabling import enable
     from autotune_loader.tuning.compare import compare
     from autotune_loader.tuning.tune import tune
     from autotune_loader.values.config import LoaderConfig
-    from autotune_loader.values.errors import TunerError
+    from autotune_loader.values.errors import (
+        ConfigFileError,
+        MachineMismatchError,
+        MissingExtraError,
+        PlatformError,
+        TunerError,
+        WorkloadError,
+    )
 
 __all__ = [
     "AutoLoader",
     "Comparison",
+    "ConfigFileError",
     "DevicePrefetcher",
     "LoaderConfig",
+    "MachineMismatchError",
+    "MissingExtraError",
+    "PlatformError",
     "TunerError",
     "TuningResult",
+    "WorkloadError",
     "__version__",
     "compare",
     "enable",
@@ -46,14 +58,19 @@ __all__ = [
 
 _HOMES = {
     "AutoLoader": "autoloader.loader",
-    "Comparison": "report.comparison",
+    "Comparison": "results.comparison",
+    "ConfigFileError": "values.errors",
     "DevicePrefetcher": "pipeline.prefetch",
     "LoaderConfig": "values.config",
+    "MachineMismatchError": "values.errors",
+    "MissingExtraError": "values.errors",
+    "PlatformError": "values.errors",
     "TunerError": "values.errors",
     "TuningResult": "results.result",
+    "WorkloadError": "values.errors",
     "compare": "tuning.compare",
     "enable": "scripts.enabling",
-    "load_config": "results.load",
+    "load_config": "results.file",
     "load_ipython_extension": "integrations.ipython",
     "tune": "tuning.tune",
 }

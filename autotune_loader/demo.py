@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import platformdirs
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader.values.errors import MissingExtraError
 
@@ -28,7 +26,8 @@ MEAN, STD = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224,
 
 def cache_folder() -> Path:
     """Where the demo keeps its pictures between runs; the number changes when the pictures do."""
-    return Path(platformdirs.user_cache_dir("autotune-loader")) / "demo-jpegs-2"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "autotune-loader" / "demo-jpegs-2"
 
 
 def make_jpegs(folder: Path, count: int = 1200, size: tuple[int, int] = (500, 375), seed: int = 0) -> list[Path]:
@@ -94,7 +93,7 @@ class SmallCnn(nn.Module):
         return self.layers(pictures)  # type: ignore[no-any-return]  # Sequential's call is typed Any
 
 
-def demo_factory() -> dict[str, Any]:
-    """Keyword arguments for `tune()`: what `autotune-loader tune autotune_loader.demo:demo_factory` tunes."""
+def job() -> tuple[DataLoader[tuple[torch.Tensor, int]], SmallCnn]:
+    """What `autotune-loader demo` tunes: a loader and a model, for `tune(*job())`."""
     make_jpegs(cache_folder())
-    return {"dataset_or_loader": JpegFolder(cache_folder()), "model": SmallCnn(), "batch_size": BATCH_SIZE}
+    return DataLoader(JpegFolder(cache_folder()), batch_size=BATCH_SIZE, shuffle=True), SmallCnn()

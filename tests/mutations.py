@@ -71,10 +71,6 @@ MUTATIONS = (
         "shadow: every worker has the same seed", "live/shadow.py", TRUST,
         "seed = base_seed + number", "seed = base_seed",
     ),
-    Mutation(
-        "loader.json: a rate of zero is one", "results/loader_file.py", "tests/results/test_result.py",
-        "not 0 < rate < math.inf", "not 0 <= rate < math.inf",
-    ),
 )  # fmt: skip
 
 

@@ -158,7 +158,7 @@ def attempt(where, isolation, **options):
     try:
         loader = DataLoader(Telltale(where), batch_size=4, num_workers=int(where == "worker"))
         result = tune(loader, isolation=isolation, progress=True, output=f"{name}.json", budget=2, max_workers=1,
-                      max_trials=1, reuse=False, **options)
+                      max_trials=1, **options)
     except Exception:
         traceback.print_exc()
         return

@@ -11,7 +11,8 @@ import pytest
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 PUBLIC = {
     *("AutoLoader", "Comparison", "DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "__version__"),
-    *("compare", "enable", "load_config", "tune"),
+    *("compare", "enable", "load_config", "tune", "ConfigFileError", "MachineMismatchError", "MissingExtraError"),
+    *("PlatformError", "WorkloadError"),
 }
 
 

@@ -23,12 +23,13 @@ from autotune_loader.autoloader.comparison import WATCHED
 from autotune_loader.autoloader.log import Loop
 from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.proof import DrawnAhead, Proof
-from autotune_loader.autoloader.refusals import Finding, Kept
 from autotune_loader.autoloader.seeds import mixed
 from autotune_loader.autoloader.state import LoaderState
 from autotune_loader.autoloader.tuner import GATE_BATCHES
 from autotune_loader.autoloader.workers import LostError, Made, SilentError, Workers
+from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.batches import samples_in
+from autotune_loader.results.record import Finding
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trace import MAIN_PROCESS
 

@@ -201,8 +201,9 @@ def is_users(module: str | None) -> bool:
     if module in ("__main__", "__mp_main__"):
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    is_installed = file is None or "site-packages" in file or "dist-packages" in file
-    return not is_installed and not file.startswith(sysconfig.get_path("stdlib"))
+    if file is None or "site-packages" in file or "dist-packages" in file:
+        return False
+    return not file.startswith(sysconfig.get_path("stdlib"))
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,8 @@ import torch
 
 from autotune_loader.autoloader.comparison import FIRST, WATCHED, difference, is_due, watching_files
 from autotune_loader.autoloader.parts import Noted, Parts, Undo
-from autotune_loader.autoloader.refusals import Finding, Kept
+from autotune_loader.diagnosis import Kept
+from autotune_loader.results.record import Finding
 
 
 class Proof:

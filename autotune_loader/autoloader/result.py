@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from autotune_loader.autoloader.log import Log, continuous
-from autotune_loader.autoloader.refusals import Finding, Kept
 from autotune_loader.autoloader.tuner import GATE_BATCHES, Tuner
+from autotune_loader.diagnosis import Kept, judged
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.throughput import summarise
-from autotune_loader.report.assembly import judged
-from autotune_loader.results.loader_file import BatchSizeChoice, Measured, Spent
+from autotune_loader.results.record import Finding, Job
 from autotune_loader.results.result import TuningResult
-from autotune_loader.twin.context import TwinContext
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 from autotune_loader.values.trial import Trial, role_of
-
-NOTHING = "Too few batches were trained to say anything."
 
 
 class Found:
@@ -72,31 +68,27 @@ class Found:
         """As `tune()` returns it: the stretches of training that one configuration has made are its trials."""
         trials = self._trials()
         own = [trial.measurement for trial in trials if trial.config == self.best and trial.measurement is not None]
-        said = [self._standing()] + ([] if self.kept is None else [self.kept.sentence])
         found = TuningResult(
             best=self.best,
             status="complete" if self.tuner is not None and self.tuner.is_settled else "partial",
+            found_by="autoloader",
             baseline=self.asked,
+            batch_size=self.site.batch_size,
+            rate=own[-1].samples_per_s if own else None,
+            speedup=self.gain,
+            wait_share=own[-1].wait_share if own else None,
+            warnings=() if self.kept is None else (self.kept,),
             trials=tuple(trials),
-            batch_size=BatchSizeChoice(value=self.site.batch_size),
-            measured=Measured(samples_per_s=own[-1].samples_per_s, speedup=self.gain, wait_share=own[-1].wait_share)
-            if own
-            else Measured(),
-            spent=Spent(seconds=round(self.log.totals.active_s, 3), bursts=len(trials)),
-            fingerprint=inspect_machine().fingerprint(dataset=self.site.dataset),
-            twin=TwinContext(usable_cores=usable_cores().usable, consumer_cores=1.0),
-            origin="live",
+            seconds=round(self.log.totals.active_s, 3),
+            job=Job(usable_cores=usable_cores().usable),
+            machine=inspect_machine().fingerprint(dataset=self.site.dataset),
         )
-        batched = self._has_batched_fetch
-        return judged(found, before=said, nothing=NOTHING, on_accelerator=False, has_batched_fetch=batched)
-
-    def _standing(self) -> str:
-        lost = f" {self.lost} worker(s) were lost and replaced." if self.lost else ""
-        ratio = "" if self.gain is None else f" It is {self.gain} times as fast as {self.asked}."
-        return f"Chosen: {self.best}.{ratio}{lost}"
+        return judged(found, has_batched_fetch=self._has_batched_fetch)
 
     def _trials(self) -> list[Trial]:
         trials: list[Trial] = []
+        if not self.log.changes:
+            return trials
         ends = [change.batch for change in self.log.changes[1:]] + [self.log.end]
         for change, end in zip(self.log.changes, ends, strict=True):
             rows = self.log.since(change.batch)[: max(0, end - max(change.batch, self.log.forgotten))]

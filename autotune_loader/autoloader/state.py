@@ -9,11 +9,12 @@ from typing import Any
 
 from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.proof import Proof
-from autotune_loader.autoloader.refusals import Finding, Kept
 from autotune_loader.autoloader.seeds import Seeds
 from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.autoloader.work import Sent
 from autotune_loader.autoloader.workers import Workers
+from autotune_loader.diagnosis import Kept
+from autotune_loader.results.record import Finding
 from autotune_loader.values.config import LoaderConfig
 
 MOST_TRAINING_CHANGES = 3

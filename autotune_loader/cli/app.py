@@ -1,4 +1,4 @@
-"""`autotune-loader`: the group of commands, and the one place where exceptions become exit codes."""
+"""`autotune-loader`: the group of commands, and the one place where exceptions and results become exit codes."""
 
 from __future__ import annotations
 
@@ -11,48 +11,49 @@ from typing import Any
 
 import click
 
-from autotune_loader.cli.comparing import compare_command
 from autotune_loader.cli.doctor import doctor_command
-from autotune_loader.cli.exits import BAD_INPUT, FINE, INTERRUPTED
-from autotune_loader.cli.files import apply_command, show_command
 from autotune_loader.cli.scripts import Launch, run_command, watch_command
-from autotune_loader.cli.tuning import demo_command, tune_command
+from autotune_loader.cli.show import show_command
+from autotune_loader.cli.tune import demo_command, tune_command
 from autotune_loader.values.errors import TunerError
 from autotune_loader.version import __version__
 
 NAME = "autotune-loader"
 """Of the command, as pyproject.toml installs it; `python -m autotune_loader` has the same name."""
+# 2 is click's own for a wrong command line, 130 a shell's for SIGINT (128 + 2).
+FINE, BAD_INPUT, NOTHING_WORKED, OVER_LIMIT, INTERRUPTED = 0, 2, 3, 4, 130
+OF_STATUS = {"fallback": NOTHING_WORKED, "partial": INTERRUPTED}
+"""Exit codes of results that are not what was asked for."""
+TRACEBACK_VARIABLE = "AUTOTUNE_LOADER_TRACEBACK"
+"""Set to anything, shows the whole traceback of an error, for a bug report."""
 
 
-@click.group(name=NAME, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(name=NAME, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name=NAME)
-@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error, for a bug report.")
-def cli(traceback: bool) -> None:
-    """Find the cheapest DataLoader configuration that is as fast as this machine can be, and prove it.
+def cli() -> None:
+    """Find the fewest DataLoader workers that keep a training loop fed, and measure what they bring.
 
     \b
     Examples:
-      autotune-loader watch train.py --epochs 3          what your script's loaders cost it; nothing is changed
-      autotune-loader run train.py --epochs 3            tune them while it trains
-      autotune-loader tune train.py:make -o loader.json  tune a loader before the training
-      autotune-loader compare a.json b.json --job train.py:make   which of two settings is faster
-      autotune-loader demo                               a real training job in small, start to finish
-      autotune-loader show loader.json                   what was found, and whether it fits this machine
-      autotune-loader apply loader.json --to snippet     code for your training script
+      autotune-loader watch train.py --epochs 3   what the loaders of your script cost it
+      autotune-loader run train.py --epochs 3     tune them while it trains
+      autotune-loader tune train.py:make_loader   tune a loader before the training
+      autotune-loader show loader.json            what was found, and whether it fits this machine
+      autotune-loader doctor                      what this machine allows, fit for a bug report
+      autotune-loader demo                        a real training job in small, start to finish
 
     \b
     Exit codes:
         0  fine
         2  bad input
         3  nothing worked; loader.json holds torch's defaults
-        4  a limit of yours was exceeded (--fail-if-wait, --fail-if-slower)
+        4  the loop waited for longer than --fail-if-wait allows
       130  interrupted; the best so far is written
     A script that is run ends with its own exit code.
     """  # noqa: D301 - click's mark is the character itself
 
 
-_TUNING = (watch_command, run_command, tune_command, compare_command)
-for _command in (*_TUNING, show_command, apply_command, doctor_command, demo_command):
+for _command in (watch_command, run_command, tune_command, show_command, doctor_command, demo_command):
     cli.add_command(_command)
 
 
@@ -72,14 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsed(arguments: list[str]) -> int | Launch:
-    """Do what is asked for, and return its exit code; a script is run later, where nothing of ours is in its way."""
+    """Do what is asked for, and return its exit code; a script is run later, where nothing of ours is in its way.
+
+    A command returns nothing, the status of a result, or a script to run.
+    """
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         for stream in (sys.stdout, sys.stderr):
             _survive_any_encoding(stream, stack)
         warnings.showwarning = _show_warning
         try:
             returned = cli.main(arguments, prog_name=NAME, standalone_mode=False)
-            return returned if isinstance(returned, (int, Launch)) else FINE
+            return returned if isinstance(returned, Launch) else OF_STATUS.get(str(returned), FINE)
         except click.ClickException as error:
             error.show()
             return BAD_INPUT
@@ -91,7 +95,7 @@ def _parsed(arguments: list[str]) -> int | Launch:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FINE
         except (TunerError, ValueError, TypeError) as error:
-            if "--traceback" in arguments:
+            if os.environ.get(TRACEBACK_VARIABLE):
                 raise
             click.echo(f"Error: {error}", err=True)
             return BAD_INPUT

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune_loader.report.units import UNKNOWN, bytes_text, counted
-
 if TYPE_CHECKING:
     from autotune_loader.machine.facts import Machine
 
@@ -56,6 +54,7 @@ def examination(machine: Machine) -> str:
 
 def _checks(machine: Machine) -> Iterator[tuple[str, str, str | None]]:
     """Name and text of each line, and what to do where its limit is low."""
+    from autotune_loader.diagnosis.units import bytes_text, counted
     from autotune_loader.machine.facts import start_method
 
     cores, memory, shm, files = machine.cores, machine.memory_budget_bytes, machine.shm, machine.open_files
@@ -80,7 +79,7 @@ def _checks(machine: Machine) -> Iterator[tuple[str, str, str | None]]:
     yield "threads", threads or "no variable is set", None
     gpus = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for gpu in machine.gpus)
     none = f"none: {machine.gpu_reason or 'CUDA sees none'}"
-    yield "GPUs", f"{gpus}; driver {machine.driver or UNKNOWN}" if gpus else none, None
+    yield "GPUs", f"{gpus}; driver {machine.driver or 'unknown'}" if gpus else none, None
 
 
 def _versions() -> str:

@@ -1,4 +1,4 @@
-"""From `train.py:make_loader` on the command line to keyword arguments for `tune()`."""
+"""From `train.py:make_loader` on the command line to the arguments of `tune()`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from autotune_loader.values.errors import WorkloadError
 _EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
 
 
-def load_workload(target: str) -> dict[str, Any]:
-    """The workload that `target` names, as keyword arguments for `tune()`.
+def load_workload(target: str) -> tuple[Any, dict[str, Any]]:
+    """What `target` makes: the data that `tune()` takes first, and its other arguments.
 
     Args:
         target: `package.module:name` or `path/to/file.py:name`; the current folder is importable. The name is that of a
@@ -70,15 +70,15 @@ def _users_error(message: str, error: Exception) -> WorkloadError:
     return WorkloadError(message, "".join(traceback.format_exception(type(error), error, frame)))
 
 
-def _as_tune_arguments(made: Any, target: str) -> dict[str, Any]:
-    """A dataset, a DataLoader, a (dataset, model) tuple or a dict of `tune()`'s arguments, as the last of these."""
-    if isinstance(made, dict):
-        return dict(made)
+def _as_tune_arguments(made: Any, target: str) -> tuple[Any, dict[str, Any]]:
+    """A dataset, a DataLoader, a (dataset, model) tuple or a dict of `tune()`'s arguments."""
+    if isinstance(made, dict) and "data" in made:
+        return made["data"], {name: value for name, value in made.items() if name != "data"}
     if isinstance(made, tuple) and len(made) == 2:
-        return {"dataset_or_loader": made[0], "model": made[1]}
-    if isinstance(made, (tuple, str)) or not (hasattr(made, "__getitem__") or hasattr(made, "__iter__")):
+        return made[0], {"model": made[1]}
+    if isinstance(made, (dict, tuple, str)) or not (hasattr(made, "__getitem__") or hasattr(made, "__iter__")):
         raise TypeError(
             f"{target} gives {'None' if made is None else f'a {type(made).__name__}'}; it has to give a dataset, "
-            "a DataLoader, a tuple (dataset, model), or a dict such as {'dataset_or_loader': dataset, 'batch_size': 64}"
+            "a DataLoader, a tuple (dataset, model), or a dict such as {'data': dataset, 'batch_size': 64}"
         )
-    return {"dataset_or_loader": made}
+    return made, {}

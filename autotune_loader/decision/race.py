@@ -21,9 +21,9 @@ from statistics import fmean
 import numpy as np
 
 from autotune_loader.decision.posterior import TYPICAL_NOISE, Posterior, Seen
-from autotune_loader.decision.rounds import as_round, averaged
+from autotune_loader.decision.rounds import as_round
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import Failure, Measurement, averaged
 from autotune_loader.values.statistics import (
     MAX_ROUNDS,
     STOPPED_CONFIDENCE,

@@ -10,6 +10,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from autotune_loader.diagnosis import Caution
 from autotune_loader.integrations import require
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.tune import tune
@@ -51,7 +52,8 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
         result = tune(plain_loader(trainer), trainer.model, **options)
     own = [name for name in ("compute_loss", "training_step") if is_overridden(trainer, name)]
     if own and options.get("train_step") is None:
-        note = f"the bursts trained model(**batch).loss without the Trainer's own {' and '.join(own)}; pass train_step="
+        text = f"the bursts trained model(**batch).loss without the Trainer's own {' and '.join(own)}; pass train_step="
+        note = Caution.NOTE(text=text)
         result = replace(result, warnings=(*result.warnings, note))
     for name, value in training_arguments(result.best).items():
         setattr(args, name, value)

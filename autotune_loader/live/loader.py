@@ -26,15 +26,14 @@ from autotune_loader.live.saved import SCHEMA_VERSION, check_saved
 from autotune_loader.live.seeds import LoopSeeds, draws_nothing, mixed
 from autotune_loader.live.state import LoaderState, depends_on_worker
 from autotune_loader.live.step_threads import StepThreads
-from autotune_loader.live.traces import LiveTraces, continuous
+from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.trust import Trust
 from autotune_loader.live.tuner import Event
 from autotune_loader.live.tuning import LiveTuning, cores_within, first_proposal, history_frame
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import length_of
-from autotune_loader.results.load import load_config
-from autotune_loader.results.loader_file import Verdict
+from autotune_loader.results.file import load_config
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import users_line
@@ -42,7 +41,6 @@ from autotune_loader.values.validation import parse_bytes, require_bool, require
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 T = TypeVar("T")
 MOST_REPORTS = 2000
@@ -71,10 +69,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
         dataset: as for DataLoader, or a DataLoader, which is only read.
         *args: as for DataLoader.
         config: a configuration or a `loader.json` in place of `num_workers`, `prefetch_factor`, `pin_memory`, `in_order`,
-            `persistent_workers` and start method. Without it what `load_config()` finds, or what an earlier AutoLoader or
-            `tune()` found best for these data on this machine (`AUTOTUNE_LOADER_CACHE=off` forgets it), is tried first.
+            `persistent_workers` and start method.
         worker_seeds: "batch" seeds by batch; "torch" by worker, as DataLoader does.
-        tune: False only watches: `report()` says what binds.
+        tune: False only watches: `report()` says what the bottleneck is.
         stages: clock in the workers where a sample's time goes, at about 1 % of their time, so that `report()` tells.
         step_threads: "auto" tries fewer intra-op threads for a step on the CPU, too, which then has the cores that its workers
             leave it. They are the whole process' (`torch.set_num_threads`), and sums may round otherwise. None leaves them.
@@ -175,22 +172,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
         """What was observed and decided, one row each: seconds trained, batch, configuration, samples/s, share of waiting."""
         return history_frame([] if self._tuning is None else self._tuning.tuner.history)
 
-    def plot(self) -> Figure:
-        """A picture of the training that is remembered: samples/s over time, and where the configuration changed."""
-        from autotune_loader.report.plots.training import plot_training
-
-        log = self.traces
-        batches = log.block(log.first)
-        starts = [(each.serves_from - log.first, each.config) for each in log.changes]
-        return plot_training(continuous(batches, log.changes), starts)
-
-    @property
-    def verdict(self) -> Verdict:
-        """What binds training now."""
-        return self._result().verdict
-
     def report(self) -> str:
-        """What was tried, what was found and what binds, as text; and why nothing was tried, where that is so."""
+        """What was tried, what was found and what limits the rate, as text; and why nothing was tried, where that is so."""
         return self._result().report()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -379,7 +362,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         return self._tuning
 
     def _begun(self) -> LiveTuning:
-        first, known_as = first_proposal(self, self._saved) if self._state.is_tuned else (None, None)
+        first = first_proposal(self, self._saved) if self._state.is_tuned else None
         job = Job(
             start=self._state.asked,
             first=first,
@@ -390,7 +373,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
             is_fixed=not self._state.is_tuned,
             site=self._site.key,
         )
-        return LiveTuning(self._state, job, on_change=self.on_change, known_as=known_as)
+        return LiveTuning(self._state, job, on_change=self.on_change)
 
     def _check(self, config: LoaderConfig) -> None:
         """Raise a ValueError where a configuration is not this loader's to take."""

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Evidence
 from autotune_loader.decision.selection import cost
+from autotune_loader.diagnosis import judged
 from autotune_loader.live.prospects import TOLERANCE
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.site import Site
-from autotune_loader.report.assembly import judged
-from autotune_loader.results.loader_file import BatchSizeChoice, Finals, Measured, Spent
+from autotune_loader.results.record import Finding, Job
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial, role_of
-
-NOTHING = "Too few batches were trained to say anything."
 
 
 def result_of(  # noqa: PLR0913 - what is known, and what it is known of
@@ -28,7 +26,7 @@ def result_of(  # noqa: PLR0913 - what is known, and what it is known of
     asked: LoaderConfig,
     best: LoaderConfig,
     seconds: float,
-    said: Sequence[str],
+    said: Sequence[Finding],
     speedup: Interval | None = None,
     is_settled: bool = False,
     has_batched_fetch: bool = True,
@@ -42,7 +40,7 @@ def result_of(  # noqa: PLR0913 - what is known, and what it is known of
         asked: what the loader was asked for.
         best: the best configuration that is known.
         seconds: trained.
-        said: sentences of its summary, before the verdict's.
+        said: what else is to be known.
         speedup: of `best` over `asked`, from paired blocks.
         is_settled: whether it is done with trying.
         has_batched_fetch: whether the dataset can fetch batches, or that cannot be told.
@@ -51,28 +49,33 @@ def result_of(  # noqa: PLR0913 - what is known, and what it is known of
     blocks = [] if beliefs is None else list(beliefs.log)
     own = [each.measurement for each in blocks if each.key == best.key() and each.measurement is not None]
     context = None if beliefs is None else beliefs.context
+    job = None
+    if context is not None:
+        job = Job(
+            usable_cores=context.usable_cores,
+            step_cores=context.consumer_cores,
+            on_accelerator=context.consumer_cores < 0.5,
+            epoch_batches=context.epoch_batches,
+        )
     return judged(
         TuningResult(
             best=best,
             status="complete" if is_settled else "partial",
+            found_by="autoloader",
             baseline=asked,
             trials=tuple(_trial(number, block, asked) for number, block in enumerate(blocks)),
-            batch_size=BatchSizeChoice(value=site.batch_size),
-            measured=Measured(samples_per_s=own[-1].samples_per_s, speedup=speedup, wait_share=own[-1].wait_share)
-            if own
-            else Measured(),
-            finals=Finals(as_fast=() if beliefs is None else _as_fast(beliefs, best)),
-            stage_times=tuple(stage_times),
-            spent=Spent(seconds=round(seconds, 3), bursts=len(blocks)),
-            fingerprint=inspect_machine().fingerprint(dataset=site.dataset),
-            twin=context,
-            origin="live",
+            batch_size=site.batch_size,
+            rate=own[-1].samples_per_s if own else None,
+            speedup=speedup,
+            wait_share=own[-1].wait_share if own else None,
+            as_fast=() if beliefs is None else _as_fast(beliefs, best),
+            stages=tuple(stage_times),
+            warnings=tuple(said),
+            seconds=round(seconds, 3),
+            machine=inspect_machine().fingerprint(dataset=site.dataset),
+            job=job,
         ),
-        before=said,
-        nothing=NOTHING,
-        on_accelerator=context is not None and context.consumer_cores < 0.5,
         has_batched_fetch=has_batched_fetch,
-        space=None if beliefs is None else beliefs.space,
     )
 
 

@@ -7,22 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.diagnosis import Caution
 from autotune_loader.live.prospects import Job
 from autotune_loader.live.ranks import Follower, Leader
 from autotune_loader.live.result import result_of
 from autotune_loader.live.state import LoaderState
 from autotune_loader.live.trust import Refusal
 from autotune_loader.live.tuner import Event, Tuner
-from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.machine.ranks import RankLostError, is_one_of_many, job_link
-from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.report.summary import speedup_sentence
-from autotune_loader.results.cache import job_key, recall, remember
-from autotune_loader.results.load import find_loader_file, load_config
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import TunerError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,14 +34,11 @@ class LiveTuning:
         state: of the loader, which calls the tuner.
         job: the loader.
         on_change: of the user; told what the loader has settled on.
-        known_as: key of the job in the cache of what is known; None keeps nothing for the next job.
     """
 
-    def __init__(
-        self, state: LoaderState, job: Job, *, on_change: Callable[[Event], None] | None, known_as: str | None
-    ) -> None:
+    def __init__(self, state: LoaderState, job: Job, *, on_change: Callable[[Event], None] | None) -> None:
         self.on_change = on_change
-        self._state, self._known_as = state, known_as
+        self._state = state
         link = None
         if not job.is_fixed and is_one_of_many():
             try:
@@ -71,11 +63,9 @@ class LiveTuning:
         """What is known now; `facts` are of the loader: see `result_of`."""
         tuner, best = self.tuner, self.tuner.best
         gain = tuner.gain if tuner.gain is not None and tuner.gain.config.key() == best.key() else None
-        said = [self._standing()]
-        if gain is not None:
-            said.append(speedup_sentence(best, self.job.start, gain.ratio))
-        if self._state.refusal is not None:
-            said.append(not_tried(self._state.refusal))
+        refusal = self._state.refusal
+        said = [Caution.NOTE(text=self._standing())]
+        said += [] if refusal is None else [Caution.NOTE(text=not_tried(refusal))]
         return result_of(
             tuner.beliefs,
             asked=self.job.start,
@@ -100,8 +90,6 @@ class LiveTuning:
 
     def _settled(self, event: Event) -> None:
         self._state.settled = self._state.config
-        if self._known_as is not None:
-            remember(self._known_as, event.config)
         log.info("settled on %s after %.0f s of training", event.config, event.seconds)
         if self.on_change is not None:
             self.on_change(event)
@@ -130,34 +118,18 @@ def _row(event: Event) -> tuple[object, ...]:
     return (*where, *figures, event.waiting, failure)
 
 
-def first_proposal(loader: Any, saved: Mapping[str, Any] | None) -> tuple[LoaderConfig | None, str | None]:
-    """What is tried first, if anything is known, and the key by which the cache knows the job, if it may be asked.
+def first_proposal(loader: Any, saved: Mapping[str, Any] | None) -> LoaderConfig | None:
+    """What is tried first: what a saved state found best; None where there is none.
 
     Args:
         loader: an AutoLoader, whose pinning and life of workers stay as they are.
         saved: a state that it was given.
     """
-    try:
-        found, key = _known(loader, saved)
-        if found is None:
-            return None, key
-        like = LoaderConfig.from_loader(loader)
-        threads = found.consumer_threads if loader.step_threads else None
-        like = replace(like.with_workers(found.num_workers, found.prefetch_factor), consumer_threads=threads)
-        return like, key
-    except (TunerError, ValueError, OSError, UserWarning) as error:
-        log.debug("what is known of this job is not tried: %s", error)
-        return None, None
-
-
-def _known(loader: Any, saved: Mapping[str, Any] | None) -> tuple[LoaderConfig | None, str | None]:
-    if saved is not None and "config" in saved:
-        return LoaderConfig.from_dict(saved["config"]), None
-    try:
-        return load_config(find_loader_file()), None
-    except TunerError:
-        key = job_key(DataSide.from_loader(loader), inspect_machine().fingerprint())
-        return recall(key), key
+    if saved is None or "config" not in saved:
+        return None
+    found, like = LoaderConfig.from_dict(saved["config"]), LoaderConfig.from_loader(loader)
+    threads = found.consumer_threads if loader.step_threads else None
+    return replace(like.with_workers(found.num_workers, found.prefetch_factor), consumer_threads=threads)
 
 
 def cores_within(max_cores: int | None) -> int:

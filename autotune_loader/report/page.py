@@ -1,98 +1,74 @@
-"""The result as one HTML page that needs nothing else, and as a notebook's cell: pictures and data are inside."""
+"""A result as an HTML page that needs nothing else, and as a notebook's cell: the text, and pictures inside of it."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
-from datetime import datetime, timezone
+from collections.abc import Iterator
+from html import escape
 from pathlib import Path
-from typing import Any
 
+from autotune_loader.diagnosis.units import bytes_text, counted
 from autotune_loader.report import plots
-from autotune_loader.report.machines import machine_words
 from autotune_loader.report.plots.canvas import svg_bytes
-from autotune_loader.report.tables import render_findings, render_trials
+from autotune_loader.report.text import configurations_of, report_of, summary_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.errors import MissingExtraError
-from autotune_loader.version import __version__
 
-# Pictures in the order of a reader's questions, each with its caption and with what has to be there to be drawn.
-_PICTURES: dict[str, tuple[str, Callable[[TuningResult], object]]] = {
-    "workers": ("Where the line stops rising, more workers do not help.", lambda result: True),
-    "speedup": (
-        "Both configurations were timed in each round, so what slowed the machine slowed both.",
-        lambda result: result.finals.rounds and result.best != result.baseline,
-    ),
-    "stages": ("What takes the longest is worth making cheaper first.", lambda result: result.stage_times),
-    "timeline": (
-        "A wait of the training loop is explained by the worker whose batch was not ready yet.",
-        lambda result: any(trial.measurement and trial.measurement.traces for trial in result.trials),
-    ),
-}
+_PAGE = """<!doctype html><meta charset="utf-8"><title>autotune_loader</title>
+<style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
+pre {{ overflow-x: auto; font-size: 13px }} img {{ max-width: 100% }}</style>
+<h1>DataLoader settings</h1><p>{where}</p><pre>{report}</pre>{pictures}
+<h2>For the training script</h2><pre>{arguments}</pre>
+"""
 
 
-def render_html(result: TuningResult) -> str:
-    """A self-contained page: what was found, the table, the pictures, the configuration as JSON.
+def page_of(result: TuningResult) -> str:
+    """A self-contained page: the report, the pictures, the arguments for DataLoader.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    needed = {
-        "dataloader_kwargs": result.best.to_kwargs(),
-        "extras": result.best.to_extras(),
-        "batch_size": result.batch_size.value,
-        "status": result.status,
-    }
-    return _rendered(
-        where=_where_and_when(result),
-        doubt=result.summary[0] if result.status == "undecided" else "",
-        findings=render_findings(result, width=10_000),
-        table=render_trials(result, width=120),
-        pictures=_pictures(result, *_PICTURES),
-        configuration=json.dumps(needed, indent=2),
+    return _PAGE.format(
+        where=escape(where_of(result)),
+        report=escape(report_of(result, 110)),
+        pictures="".join(_pictures(result)),
+        arguments=escape(json.dumps(result.best.to_kwargs(), indent=2)),
     )
 
 
-def save_html(result: TuningResult, path: str) -> None:
+def save_page(result: TuningResult, path: str) -> None:
     """Write the page."""
-    Path(path).write_text(render_html(result), encoding="utf-8")
+    Path(path).write_text(page_of(result), encoding="utf-8")
 
 
-def render_cell(result: TuningResult) -> str:
-    """The notebook's view of a result: what was found, the table and, with matplotlib, pictures of workers and stages."""
+def cell_of(result: TuningResult) -> str:
+    """The notebook's view of a result: what to use, the table and, with matplotlib, the pictures."""
     try:
-        pictures = _pictures(result, "workers", "stages")
+        pictures = "".join(_pictures(result))
     except MissingExtraError:
-        pictures = []
-    table = render_trials(result, width=120)
-    return _rendered(is_cell=True, findings="\n".join(result.summary), table=table, pictures=pictures)
+        pictures = ""
+    return f"<pre>{escape(summary_of(result))}\n\n{escape(configurations_of(result))}</pre>{pictures}"
 
 
-def _rendered(**values: Any) -> str:
-    from importlib.resources import files
-
-    from jinja2 import Environment
-
-    template = files("autotune_loader.report").joinpath("page.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True).from_string(template).render(**values)
+def _pictures(result: TuningResult) -> Iterator[str]:
+    """Those that there is something to show in."""
+    yield _image(plots.plot_workers(result), "Samples per second over workers")
+    if result.stages:
+        yield _image(plots.plot_stages(result), "Where a sample's time goes in a worker")
 
 
-def _pictures(result: TuningResult, *names: str) -> list[dict[str, str]]:
-    found = []
-    for name in names:
-        caption, is_there = _PICTURES[name]
-        if is_there(result):
-            svg = svg_bytes(getattr(plots, f"plot_{name}")(result))
-            found.append({"name": name, "caption": caption, "data": base64.b64encode(svg).decode("ascii")})
-    return found
+def _image(figure: plots.Figure, what: str) -> str:
+    data = base64.b64encode(svg_bytes(figure)).decode("ascii")
+    return f'<p><img alt="{what}" src="data:image/svg+xml;base64,{data}"></p>'
 
 
-def _where_and_when(result: TuningResult) -> str:
-    """Dataset and machine of the result, and the day of the page."""
-    machine = result.fingerprint
-    told = [f"Written on {datetime.now(timezone.utc).date()} by autotune_loader {__version__}"]
-    if machine is not None:
-        told += [f"dataset {machine.dataset}"] if machine.dataset else []
-        told.append(machine_words(machine))
-    return "; ".join(told) + "."
+def where_of(result: TuningResult) -> str:
+    """When and on what machine, such as "2026-11-26, a dataset of 1,200, 4 cores, 16 GiB, no GPU, torch 2.6.0"."""
+    machine = result.machine
+    if machine is None:
+        return result.tuned_at or ""
+    gpus = ", ".join(machine.gpus) or "no GPU"
+    told = [(result.tuned_at or "")[:10], machine.dataset, counted(machine.usable_cores, "core")]
+    told += [bytes_text(machine.memory_bytes), gpus, f"torch {machine.torch}"]
+    return ", ".join(filter(None, told))

@@ -1,4 +1,4 @@
-"""What a person sees while the tuner works: one line for each trial and each round, on stderr or in the log."""
+"""What a person sees while the tuner works: one line for each burst and each round, on stderr or in the log."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, TextIO
 
-from autotune_loader.machine.limits import rank_of_environment
-from autotune_loader.report.units import rate_text, relative_error_text, seconds_text
+from autotune_loader.diagnosis.units import rate_text, relative_error_text, seconds_text
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trial import Trial
 
 log = logging.getLogger(__name__)
-
-ProgressMode = Literal["auto", "on", "off"]
-PROGRESS_MODES: tuple[ProgressMode, ...] = get_args(ProgressMode)
-"""For those who check an option, or offer it."""
-_CONFIG_WIDTH = 50
+_CONFIG_WIDTH = 36
 """Columns of a configuration in a line: nearly all of them fit into these."""
 
 
@@ -36,41 +31,42 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
-        """A trial is over: number, configuration, rate with its error or how it failed, best so far, time left."""
+        """A burst is over: number, configuration, rate with its error or how it failed, best so far, time left."""
         rate = trial.measurement.samples_per_s if trial.measurement is not None else None
-        outcome = f"failed: {trial.failure.kind}" if trial.failure is not None else ""
-        outcome = outcome if rate is None else f"{rate_text(rate.value)} {relative_error_text(rate)}".rstrip()
-        best_text = f"best {rate_text(best.samples_per_s)}" if best else "nothing has worked yet"
-        start = f"trial {trial.number:3d}  {trial.config!s:<{_CONFIG_WIDTH}}  {outcome:<20}"
-        self.announce(f"{start}  {best_text:<14}  {_left(seconds_left)}")
+        outcome = "" if rate is None else f"{rate_text(rate.value)} {relative_error_text(rate)}"
+        if trial.failure is not None:
+            outcome = f"failed: {trial.failure.kind.replace('_', ' ')}"
+        best_text = f"best {rate_text(best.samples_per_s)}" if best is not None else "nothing works yet"
+        self._line(f"trial {trial.number:3d}", trial.config, f"{outcome:<17}  {best_text}", seconds_left)
 
-    def finals_round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:
-        """A paired round is over: its fastest configuration, and its slowest; failed ones are not in `rates`."""
-        text = f"{'nothing worked':<{_CONFIG_WIDTH}}"
-        if rates:
-            leader = max(rates, key=lambda config: rates[config])
-            slowest = f", fastest of {len(rates)}; slowest {rate_text(min(rates.values()))}" if len(rates) > 1 else ""
-            text = f"{leader!s:<{_CONFIG_WIDTH}}  {rate_text(rates[leader])}{slowest}"
-        self.announce(f"round {number:3d}  {text}  {_left(seconds_left)}")
+    def round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:
+        """A paired round is over: its fastest configuration, and how many ran; failed ones are not in `rates`."""
+        if not rates:
+            self.announce(f"round {number:3d}  nothing worked")
+            return
+        leader = max(rates, key=lambda config: rates[config])
+        self._line(
+            f"round {number:3d}", leader, f"{rate_text(rates[leader]):<8}  fastest of {len(rates)}", seconds_left
+        )
+
+    def _line(self, name: str, config: LoaderConfig, outcome: str, seconds_left: float) -> None:
+        left = seconds_text(max(0.0, float(round(seconds_left))))
+        self.announce(f"{name}  {config!s:<{_CONFIG_WIDTH}}  {outcome}  {left} left")
 
 
-def make_progress(mode: ProgressMode, *, stream: TextIO | None = None) -> Progress:
+def make_progress(shown: bool | None = None, *, rank: int = 0, stream: TextIO | None = None) -> Progress:
     """The progress for this process; ranks other than 0 only log.
 
     Args:
-        mode: `"on"` prints, `"off"` only logs, `"auto"` prints on a terminal and in a notebook.
+        shown: whether to print; None prints on a terminal and in a notebook.
+        rank: of this process.
         stream: where to; stderr if None.
     """
     stream = sys.stderr if stream is None else stream
-    if rank_of_environment()[0]:
+    if rank:
         return Progress(level=logging.DEBUG)
-    is_seen = mode == "on" or (mode == "auto" and (_is_terminal(stream) or _is_notebook()))
+    is_seen = (_is_terminal(stream) or _is_notebook()) if shown is None else shown
     return Progress(stream if is_seen else None)
-
-
-def _left(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    return f"{whole} s left" if whole < 120 else f"{seconds_text(whole)} left"
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -81,7 +77,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _is_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process; IPython in a terminal is none."""
+    """Whether a notebook's kernel runs this process; IPython in a terminal is none."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)  # Colab's is made from it

@@ -1,1 +1,1 @@
-"""The finished run: its record, `loader.json`, `load_config()` and the cache of earlier results."""
+"""The finished run: its record, `loader.json`, `load_config()`, and what a comparison found."""

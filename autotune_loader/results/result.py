@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Literal
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.load import SCHEMA_VERSION, config_of, read_json
-from autotune_loader.results.loader_file import (
-    Advice,
-    BatchSizeChoice,
-    Finals,
-    Measured,
-    Reused,
-    Spent,
-    Status,
-    Verdict,
-)
-from autotune_loader.results.views import Views
-from autotune_loader.twin.context import TwinContext
-from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
-from autotune_loader.values.measurement import Measurement
+from autotune_loader.results.file import SCHEMA_VERSION, config_of, read_json
+from autotune_loader.results.record import Finding, FoundBy, Job, RateUnit, Status
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement, averaged
 from autotune_loader.values.serialization import from_plain, to_plain, write_json
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
@@ -32,123 +21,171 @@ from autotune_loader.values.trial import Trial
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
     from optuna import Study
     from torch.utils.data import DataLoader
 
-    from autotune_loader.pipeline.prefetch import DevicePrefetcher
     from autotune_loader.twin import Prediction
 else:
     Study = Any  # importing Optuna takes a second, and no file holds one
 
 log = logging.getLogger(__name__)
-ELSEWHERE = {"best", "spent", "study", "parts"}
-"""Fields that `loader.json` has by no name, or by another: `best` is `dataloader_kwargs` and `extras`, `spent` is `budget`."""
-FILE_ONLY: dict[str, Any] = {
-    "schema_version": str,
-    "dataloader_kwargs": dict[str, Any],
-    "scope": Literal["per_process"],
-    "extras": dict[str, Any],
-    "budget": Spent,
-    "created_by": str,
-}
-"""Keys of `loader.json` that are no field of the result: `dataloader_kwargs` can be splatted into `DataLoader` as they stand,
-and are for each training process (rank), as `scope` says."""
-
-
-def _in_a_line(result: TuningResult) -> str:
-    rate, ratio = result.measured.samples_per_s, result.speedup
-    told = [f"{result.status}: {result.best}"]
-    told += [f"{rate} {result.measured.rate_unit}"] if rate is not None else []
-    told += (
-        [f"{ratio} times the rate of {result.baseline}"] if ratio is not None and result.best != result.baseline else []
-    )
-    return f"<TuningResult {'; '.join(told)}>"
+NOT_IN_FILE = ("best", "study", "parts")
+"""Fields that `loader.json` has by no name, or by another: `best` is `dataloader_kwargs` and `extras`."""
+FILE_ONLY = ("schema_version", "created_by", "dataloader_kwargs", "extras")
+"""Keys of `loader.json` that are no field of the result. `dataloader_kwargs` can be given to `DataLoader` as they stand."""
+ORDER = ("shuffle", "sampler", "batch_sampler")
+"""Arguments of DataLoader that decide which samples come when."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningResult(Views):
-    """What `tune()` found.
+class TuningResult:
+    """What `tune()`, an AutoLoader or `watch` found.
 
     `save()` and `load()` are inverse: `TuningResult.load(saved) == result`. Not in the file, and not compared, are the study,
-    which stays in memory or its storage, what single batches and watched workers showed, and `parts`.
+    the histories of single batches, and the objects of the tuned loader that `make_loader()` takes over.
     """
 
     best: LoaderConfig
-    """The cheapest configuration within tolerance of the fastest. In the file: `dataloader_kwargs`, for each training process
-    (rank), and `extras`."""
+    """The cheapest configuration of those that are as fast as the fastest. All settings are for each training process."""
     status: Status
-    """`complete`; `undecided` when too little, or too disturbed, was measured to choose, so that the configuration is a guess;
-    `partial` when it was interrupted; `fallback` when nothing worked and torch's defaults are given."""
+    """`complete`; `undecided` when too little was measured to choose, so that `best` is a guess; `partial` when it was
+    interrupted, or trains still; `fallback` when nothing worked and torch's defaults are given."""
+    found_by: FoundBy = "tune"
+    tuned_at: str | None = None
+    """When it was found: ISO 8601, UTC."""
     baseline: LoaderConfig = field(default_factory=LoaderConfig)
     """The user's own configuration, or torch's defaults."""
-    batch_size: BatchSizeChoice = field(default_factory=lambda: BatchSizeChoice(value=None))
-    summary: tuple[str, ...] = ()
-    """Sentences a person reads."""
-    warnings: tuple[str, ...] = ()
-    verdict: Verdict = field(
-        default_factory=lambda: Verdict(binding="unknown", sentence="Nothing was measured, so nothing can be said.")
-    )
-    advice: tuple[Advice, ...] = ()
-    stage_times: tuple[StageTime, ...] = ()
-    """Where the time of a sample goes in a worker, the longest stage first; `stages()` has it as a frame."""
-    measured: Measured = field(default_factory=Measured)
-    spent: Spent = field(default_factory=lambda: Spent(seconds=0.0, bursts=0))
-    """What finding it cost; in the file: `budget`."""
-    tuned_at: str | None = None
-    """When it was found, ISO 8601, UTC; None where it was not kept for the next call."""
-    fingerprint: Fingerprint | None = None
-    tolerance: float | None = None
-    """Rates this close counted as equally fast; None where the file that was loaded does not tell."""
-    reused: Reused | None = None
-    """Set where an earlier result was checked and used instead of a new search."""
-    origin: Literal["tune", "live"] = "tune"
-    """`live` where an AutoLoader found it while it trained."""
+    batch_size: int | None = None
+    """Samples of a batch; None where the dataset or a batch_sampler makes the batches."""
+    shuffle: bool | None = None
+    """Whether the order was random; None for a sampler or batch_sampler of the user's, or an IterableDataset."""
+    drop_last: bool = False
+    rate_unit: RateUnit = "samples/s"
+    """Of all rates: batches where it is not known how many samples they hold."""
+    rate: Interval | None = None
+    """Of the best configuration, from the paired rounds where it ran in them."""
+    baseline_rate: Interval | None = None
+    speedup: Interval | None = None
+    """Rate of the best over that of the baseline, from paired rounds; None where none were run."""
+    ceiling: Interval | None = None
+    """Rate of the training step alone, data already in memory: no loader can exceed it."""
+    wait_share: float | None = None
+    """Of the best configuration, like the five below: share of the time in which the loop waited for data."""
+    first_batch_s: float | None = None
+    """Seconds until an epoch's first batch is there."""
+    cpu_share: float | None = None
+    """CPU use of the loop and its workers, as a share of the usable cores."""
+    memory_bytes: int | None = None
+    """Of all processes together."""
+    gpu_busy_share: float | None = None
+    """Share of the time in which the GPU was at work on a step, by its own clock."""
+    gpu_memory_bytes: int | None = None
+    as_fast: tuple[LoaderConfig, ...] = ()
+    """Others that count as equally fast, by the rule that made the choice."""
+    undecided: Finding | None = None
+    """Why the choice is a guess, and what would decide it."""
+    ended: Finding | None = None
+    """Why nothing more was tried."""
+    bottleneck: Finding | None = None
+    """What limits the best configuration; its `gain` is what a loader without any cost would bring at most."""
+    advice: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+    step: str = ""
+    """What bursts did with a batch, in words."""
+    stages: tuple[StageTime, ...] = ()
+    """Where the time of a sample goes in a worker, the longest stage first."""
+    tolerance: float = 0.02
+    """Rates this close count as equally fast."""
+    seconds: float = 0.0
+    """Wall seconds from the call to the result."""
+    job: Job | None = None
+    machine: Fingerprint | None = None
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
-    finals: Finals = field(default_factory=Finals)
     trials: tuple[Trial, ...] = ()
-    twin: TwinContext | None = None
+    """Every burst, of the search and of the paired rounds."""
     study: Study | None = field(default=None, compare=False, repr=False)
-    """The Optuna study, an ordinary one; None after `load()`, and where an earlier result was used."""
+    """The Optuna study, an ordinary one; None after `load()`."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What `make_loader()` takes over from the tuned loader: collate_fn, worker_init_fn, generator, drop_last, and over the
-    same dataset a sampler or batch_sampler of its own."""
+    """What `make_loader()` takes over from the tuned loader: collate_fn, worker_init_fn, generator, and over the same
+    `dataset` its sampler or batch_sampler."""
 
-    @property
-    def speedup(self) -> Interval | None:
-        """Best over baseline in samples/s, from paired rounds; None when they could not be run."""
-        return self.measured.speedup
+    def rates_of(self, config: LoaderConfig) -> dict[int, float]:
+        """Rates of a configuration in the paired rounds, by the round's number; those where it failed are missing."""
+        return {
+            trial.round: trial.measurement.samples_per_s.value
+            for trial in self.trials
+            if trial.round is not None and trial.config == config and trial.measurement is not None
+        }
 
-    @property
-    def ceiling(self) -> Interval | None:
-        """Samples/s of the training step on a cached batch: no loader can exceed it."""
-        return self.measured.ceiling_samples_per_s
+    def measurement_of(self, config: LoaderConfig) -> Measurement | None:
+        """What the rounds say together of a configuration, or else its last burst; whether workers live on shows in none."""
+        own = [trial for trial in self.trials if trial.measurement and trial.config.key() == config.key()]
+        in_rounds = [trial.measurement for trial in own if trial.round is not None and trial.measurement]
+        if in_rounds:
+            return averaged(in_rounds)
+        return own[-1].measurement if own else None
 
-    @overload
-    def make_loader(self, dataset: Any, *, device: None = None, **kwargs: Any) -> DataLoader[Any]: ...
-    @overload
-    def make_loader(self, dataset: Any, *, device: Any, **kwargs: Any) -> DataLoader[Any] | DevicePrefetcher: ...
-    def make_loader(self, dataset: Any, *, device: Any = None, **kwargs: Any) -> DataLoader[Any] | DevicePrefetcher:
-        """A DataLoader over `dataset` with the best configuration.
+    def apply_to(self, loader: Any, *, device: Any = None) -> Any:
+        """The user's own loader with the settings that were measured: same dataset, sampler, shuffling and class.
+
+        Args:
+            loader: a DataLoader, or of a class made from it, such as StatefulDataLoader. It is left as it is.
+            device: where the step runs, if copying batches ahead was allowed and chosen; "cuda" without it.
+
+        Raises:
+            ValueError: a batch size was tuned, and this loader has a batch_sampler, which decides it.
+        """
+        from autotune_loader.pipeline.build import rebuild
+
+        return self._on_device(rebuild(loader, self.best), device)
+
+    def make_loader(self, dataset: Any, *, device: Any = None, **kwargs: Any) -> DataLoader[Any]:
+        """A DataLoader over `dataset` with exactly the settings that were measured.
+
+        Batch size, shuffling, drop_last, collate_fn, worker_init_fn and generator are those of the tuned loader. After
+        `load()` functions and objects are not known: give them, or use `apply_to(loader)`.
 
         Args:
             dataset: any dataset that DataLoader takes.
-            device: where the step runs. On CUDA, and where copying ahead was found to pay, the loader comes inside a
-                `DevicePrefetcher`, whose batches lie on the device already; without it, plain.
-            **kwargs: further DataLoader arguments, such as `shuffle=True`; they win over the tuned ones. Without
-                `batch_size`, the batch size that was tuned with.
+            device: as in `apply_to()`.
+            **kwargs: further DataLoader arguments, such as `shuffle=False`; they win over the tuned ones.
 
         Raises:
             ValueError: the tuned loader had a sampler or batch_sampler of its own, which belongs to another dataset.
         """
         from autotune_loader.pipeline.build import build_loader
+
+        parts = {**self._parts_for(dataset, kwargs), **kwargs}
+        if parts.get("batch_sampler") is None:
+            parts = {"batch_size": self.batch_size, "drop_last": self.drop_last, **parts}
+        made: DataLoader[Any] = self._on_device(build_loader(dataset, self.best, **parts), device)
+        return made
+
+    def _parts_for(self, dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the tuned loader had, as far as it belongs to this dataset and is not given."""
+        from autotune_loader.pipeline.workload import is_iterable_dataset
+
+        parts = {name: value for name, value in self.parts.items() if name not in (*ORDER, "dataset")}
+        own: dict[str, Any] = {name: self.parts[name] for name in ORDER if name in self.parts}
+        if is_iterable_dataset(dataset) or not given.keys().isdisjoint(ORDER):
+            return parts
+        if self.shuffle is not None:
+            return {**parts, "shuffle": self.shuffle}
+        if own and dataset is self.parts.get("dataset"):
+            return {**parts, **own}
+        name, kind = next(((name, type(value).__name__) for name, value in own.items()), ("sampler", "sampler"))
+        raise ValueError(
+            f"{name} was not given, and the tuned loader had a {kind} of its own; shuffle=True or {name}=... for this dataset "
+            "would work"
+        )
+
+    def _on_device(self, loader: Any, device: Any) -> Any:
         from autotune_loader.pipeline.prefetch import prefetched_as_tuned
 
-        parts = _parts_for(dataset, self.parts, kwargs)
-        if "batch_size" not in kwargs and "batch_sampler" not in {**parts, **kwargs}:
-            kwargs["batch_size"] = self.batch_size.value
-        loader: DataLoader[Any] = build_loader(dataset, self.best, **{**parts, **kwargs})
-        return loader if device is None else prefetched_as_tuned(loader, self.best, device)
+        return prefetched_as_tuned(loader, self.best, device or "cuda") if self.best.device_prefetch else loader
 
     def save(self, path: str | os.PathLike[str], *, private: bool = False) -> None:
         """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it.
@@ -163,26 +200,28 @@ class TuningResult(Views):
         """The result that `save()` wrote.
 
         Raises:
-            ConfigFileError: missing, corrupt, or of a newer major version.
+            ConfigFileError: missing, corrupt, or of a newer version.
         """
         return read_json(path, cls.from_dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain JSON values of `loader.json`."""
-        finals = replace(self.finals, measurements=tuple(_without_raw(each) for each in self.finals.measurements))
+        """The plain JSON values of `loader.json`. Below the first level what has its default value is left out."""
         trials = tuple(replace(trial, measurement=_without_raw(trial.measurement)) for trial in self.trials)
-        plain = to_plain(replace(self, trials=trials, finals=finals, study=None, parts={}))
-        kept = {name: value for name, value in plain.items() if name not in ELSEWHERE}
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "status": kept.pop("status"),
-            "dataloader_kwargs": self.best.to_kwargs(),
-            "scope": "per_process",
-            "extras": self.best.to_extras(),
-            "budget": plain["spent"],
-            **kept,
-            "created_by": f"autotune_loader {__version__}",
-        }
+        own = replace(self, trials=trials)
+        kept = {each.name: _sparse(getattr(own, each.name)) for each in fields(self) if each.name not in NOT_IN_FILE}
+        kept["tuned_at"] = self.tuned_at or datetime.now(timezone.utc).isoformat(timespec="seconds")
+        extras = {**self.best.to_extras(), "batch_size": self.best.batch_size}
+        plain: dict[str, Any] = to_plain(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "status": kept.pop("status"),
+                "dataloader_kwargs": self.best.to_kwargs(),
+                "extras": {name: value for name, value in extras.items() if value},
+                **kept,
+                "created_by": f"autotune_loader {__version__}",
+            }
+        )
+        return plain
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> TuningResult:
@@ -191,101 +230,122 @@ class TuningResult(Views):
         Raises:
             ValueError, TypeError, KeyError: the values make no result.
         """
-        known = {each.name for each in fields(cls)} - ELSEWHERE
-        if unknown := sorted(raw.keys() - known - FILE_ONLY.keys()):
+        known = {each.name for each in fields(cls)}.difference(NOT_IN_FILE)
+        if unknown := sorted(raw.keys() - known - set(FILE_ONLY)):
             log.info("keys that this release does not use are ignored: %s", ", ".join(unknown))
         values = {name: raw[name] for name in known & raw.keys()}
-        values |= {"spent": raw["budget"]} if "budget" in raw else {}
         return from_plain({**values, "best": config_of(raw).to_dict()}, cls)
 
     def predict(
-        self,
-        num_workers: int | None = None,
-        prefetch_factor: int | None = None,
-        *,
-        cores: float | None = None,
-        stages: Mapping[str, float] | None = None,
-        **knobs: Any,
+        self, num_workers: int | None = None, prefetch_factor: int | None = None, *, cores: float | None = None
     ) -> Prediction:
-        """What if: the rate and memory expected of another configuration, of another number of cores, or of cheaper stages.
+        """What if: the rate and memory expected of other workers, other prefetching, or another number of cores.
 
-        After `load()` the twin rests on each burst's means, as the histories of single batches are not in the file.
+        After `load()` a prediction rests on each burst's means, as the file has no histories of single batches.
 
         Args:
-            num_workers: worker processes; the best configuration's where it is not given, like every other knob.
-            prefetch_factor: batches ahead per worker.
+            num_workers: worker processes; those of the best configuration where it is not given.
+            prefetch_factor: batches ahead of each worker.
             cores: usable cores of the machine asked about; this one's where it is not given.
-            stages: what stages would take of what they take, by their names in `stages()`: `{"decode": 0.5}` is half.
-            **knobs: other fields of `LoaderConfig`, such as `in_order=False` or `consumer_threads=2`.
 
         Raises:
-            TypeError: a knob that `LoaderConfig` does not have.
-            ValueError: no burst succeeded, so there is nothing to predict from; `cores` is not positive; or a stage is none.
+            ValueError: no burst succeeded, so there is nothing to predict from; or `cores` is not positive.
         """
-        named = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
-        knobs |= {name: value for name, value in named.items() if value is not None}
-        return self.predict_all([_changed(self.best, knobs)], cores=cores, stages=stages)[0]
-
-    def predict_all(
-        self, configs: Sequence[LoaderConfig], *, cores: float | None = None, stages: Mapping[str, float] | None = None
-    ) -> list[Prediction]:
-        """`predict()` for many whole configurations at once, which takes little longer than for one.
-
-        Raises:
-            ValueError: as in `predict()`.
-        """
-        from autotune_loader.decision.belief import fit_twin
-        from autotune_loader.twin.memory import MemoryModel
-        from autotune_loader.twin.what_if import with_stages
-
         if cores is not None and not cores > 0:
             raise ValueError(f"cores={cores!r} must be more than 0, such as cores=2")
-        context = self.twin
+        workers = self.best.num_workers if num_workers is None else num_workers
+        return self.predictions([self.best.with_workers(workers, prefetch_factor)], cores=cores)[0]
+
+    def predictions(self, configs: Sequence[LoaderConfig], *, cores: float | None = None) -> list[Prediction]:
+        """`predict()` for many whole configurations at once, which takes little longer than for one."""
+        from autotune_loader.decision.belief import fit_twin
+        from autotune_loader.twin.context import TwinContext
+        from autotune_loader.twin.memory import MemoryModel
+
         observed = [(each.config, each.measurement) for each in self.trials if each.measurement is not None]
-        if context is None or (twin := fit_twin(observed, context)) is None:
+        job = self.job
+        if job is None or not observed:
             raise ValueError(
                 "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
             )
-        twin = with_stages(twin, self.stage_times, stages) if stages else twin
-        memory = MemoryModel.fit(observed)
+        step = () if job.step_s is None else ((None, job.step_s),)
+        context = TwinContext(usable_cores=job.usable_cores, consumer_cores=job.step_cores, step_s=step)
+        twin, memory = fit_twin(observed, context), MemoryModel.fit(observed)
+        assert twin is not None
         return [
             replace(prediction, pss_bytes=None if memory is None else memory.peak_bytes(prediction.config))
-            for prediction in twin.predict_all(configs, epoch_batches=context.epoch_batches, cores=cores)
+            for prediction in twin.predict_all(configs, epoch_batches=job.epoch_batches, cores=cores)
         ]
 
-    __repr__ = _in_a_line
+    def to_dataframe(self, of: Literal["trials", "stages"] = "trials") -> pd.DataFrame:
+        """A row for each burst, or for each stage of a sample's way through a worker.
+
+        Units are in the names: `_s` seconds, `_bytes` bytes, `_share` 0 to 1. The columns are the same whatever was measured.
+        """
+        from autotune_loader.report.frames import stages_frame, trials_frame
+
+        return stages_frame(self) if of == "stages" else trials_frame(self)
+
+    def report(self) -> str:
+        """The whole result as text, 80 columns wide: table, bottleneck, stages, advice, warnings."""
+        from autotune_loader.report.text import report_of
+
+        return report_of(self)
+
+    def plot_workers(self) -> Figure:
+        """Rates over workers with intervals, ceiling and predictions."""
+        from autotune_loader.report.plots import plot_workers
+
+        return plot_workers(self)
+
+    def plot_stages(self) -> Figure:
+        """Where the time of a sample goes in a worker: computing and waiting of each stage."""
+        from autotune_loader.report.plots import plot_stages
+
+        return plot_stages(self)
+
+    def plot_timeline(self, trial: int | None = None) -> Figure:
+        """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
+
+        Args:
+            trial: number of the trial; None takes the chosen configuration's last burst.
+
+        Raises:
+            ValueError: there is no such trial, it failed, or the result was loaded: a file has no single batches.
+        """
+        from autotune_loader.report.plots import plot_timeline
+
+        return plot_timeline(self, trial)
+
+    def _repr_html_(self) -> str:
+        from autotune_loader.report.page import cell_of
+
+        return cell_of(self)
 
     def __str__(self) -> str:
-        return "\n".join(self.summary) or f"{self.status}: {self.best}"
+        from autotune_loader.report.text import summary_of
 
+        return summary_of(self)
 
-def _changed(best: LoaderConfig, changes: dict[str, Any]) -> LoaderConfig:
-    known = [each.name for each in fields(LoaderConfig)]
-    for name in changes.keys() - known:
-        near = difflib.get_close_matches(name, known, n=1) or known
-        raise TypeError(f"{name}={changes[name]!r} is no knob; {' or '.join(near)} would work")
-    if changes.get("num_workers") == 0:  # what only workers have goes with them
-        changes = {**WITHOUT_WORKERS, **changes, "multiprocessing_context": None}
-    return replace(best, **changes)
+    def __repr__(self) -> str:
+        return f"<TuningResult {self.status}: {self.best}>"
 
 
 def _without_raw(measurement: Measurement | None) -> Measurement | None:
     return None if measurement is None else replace(measurement, traces=(), stages=None)
 
 
-def _parts_for(dataset: Any, own_parts: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is taken over where these arguments are given."""
-    parts = dict(own_parts)
-    tuned_on = parts.pop("dataset", None)
-    order = "batch_sampler" if "batch_sampler" in parts else "sampler"
-    if order not in parts or (order == "sampler" and "batch_sampler" in given):
-        return parts
-    own = parts.pop(order)
-    if order in given or (order == "sampler" and "shuffle" in given):
-        return parts
-    if dataset is not tuned_on or (order == "batch_sampler" and not given.keys().isdisjoint(("batch_size", "sampler"))):
-        raise ValueError(
-            f"{order} was not given, and it was tuned with a {type(own).__name__}, which decides what is in a batch; "
-            f"{order}=... for this dataset would work"
-        )
-    return {**parts, order: own}
+def _sparse(value: Any) -> Any:
+    """A record without what has its default value; of a configuration the workers stay."""
+    if isinstance(value, (list, tuple)):
+        return [_sparse(each) for each in value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    if isinstance(value, Interval):
+        return value
+    kept = {}
+    for each in fields(value):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if (own := getattr(value, each.name)) != default or each.name == "num_workers":
+            kept[each.name] = _sparse(own)
+    return kept

@@ -59,7 +59,7 @@ def findings_of(log: BatchLog, site: Site, own: LoaderConfig, epoch_batches: int
         asked=own,
         best=own,
         seconds=log.active_s,
-        said=(f"Only watched: {own} ran from start to end.",),
+        said=(),
     )
     return Findings(result, _expected(beliefs, own))
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-from autotune_loader.report.units import share_text
+from autotune_loader.diagnosis.units import share_text
 
 PATIENCE_S = 3.0
 """Ranks end together; whoever needs longer is not waited for."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from autotune_loader.report.page import save_html
-from autotune_loader.report.units import bytes_text, counted, seconds_text, share_text
+from autotune_loader.diagnosis.units import bytes_text, counted, seconds_text, share_text
+from autotune_loader.report.page import save_page
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts import ranks
 from autotune_loader.scripts.loader import ScriptLoader
@@ -82,7 +82,7 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
         logging.disable()  # what matplotlib has to tell would go to the script's log, and perhaps its stdout
         notes += [
             _written(session, path, write)
-            for path, write in ((plan.output, TuningResult.save), (plan.page, save_html))
+            for path, write in ((plan.output, TuningResult.save), (plan.page, save_page))
             if path
         ]
     report = replace(report, notes=(*report.notes, *notes))
@@ -139,9 +139,9 @@ def _report_of(loader: ScriptLoader, session: Session) -> LoaderReport:
         known = replace(
             known,
             speedup=None if loader.config == loader.own else result.speedup,
-            binding=result.verdict.binding,
-            evidence=result.verdict.sentence,
-            latest_wait_share=result.measured.wait_share,
+            binding="unclear" if result.bottleneck is None else result.bottleneck.kind,
+            evidence=None if result.bottleneck is None else result.bottleneck.sentence,
+            latest_wait_share=result.wait_share,
             advice=str(result.advice[0]) if result.advice else None,
         )
     return told(known, session.plan.script or "train.py")

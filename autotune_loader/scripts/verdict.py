@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autotune_loader.diagnosis.advice import WORTH_S_TIME
+from autotune_loader.diagnosis.units import counted, rate_text, ratio_text, share_text, times_text
 from autotune_loader.live.prospects import LEAST_GAIN
-from autotune_loader.report.advice.steps import BELIEVABLE_GAIN, WORTH_S_TIME
-from autotune_loader.report.units import counted, gain_words, rate_text, ratio_text, share_text
 from autotune_loader.values.statistics import Interval
 
 FEWEST_BATCHES = 3
@@ -51,7 +51,7 @@ class LoaderReport:
     """Why no other number of workers was tried."""
     mend: str | None = None
     """What would allow it."""
-    binding: str = "unknown"
+    binding: str = "unclear"
     evidence: str | None = None
     """What the latest batches tell of the resource that binds; None where they are too few."""
     latest_wait_share: float | None = None
@@ -102,14 +102,14 @@ def told(known: LoaderReport, script: str = "train.py") -> LoaderReport:
     rest = share_text(known.script_share)
     hardly = f"This loader hardly counts: {waits}, which is {rest} of the time with all loaders."
     starts = f"The starts of epochs bind: they take {share_text(starting)} of the time; {waits}."
-    gain = gain_words(starting / max(1 - starting, 0.1))
-    keep = f"persistent_workers=True: up to {gain}, where workers need not see what the script changes"
+    gain = times_text(starting / max(1 - starting, 0.1))
+    keep = f"persistent_workers=True: up to {gain} as fast, where workers need not see what the script changes"
     keeps = now.get("persistent_workers") or not now.get("num_workers")
     latest, then = known.latest_wait_share, _next_step(known, script)
     # The latest batches need not wait as all did.
     is_other = latest is not None and (known.binding == "step" or abs(latest - share) >= ALIKE)
-    begins = known.binding == "startup" and not known.is_tuned  # the figure of one start, where that of all is known
-    is_unclear = known.evidence is None or known.binding == "unknown" or begins
+    begins = known.binding == "start_up" and not known.is_tuned  # the figure of one start, where that of all is known
+    is_unclear = known.evidence is None or known.binding == "unclear" or begins
     rows = (
         (most < LEAST_GAIN, step, LEAVE_IT),
         (known.script_share < LEAST_GAIN, hardly, LEAVE_IT),
@@ -133,7 +133,7 @@ def _next_step(known: LoaderReport, script: str) -> str | None:
     if known.is_tuned or settings is None or speedup is None or speedup.value < 1 + WORTH_S_TIME:
         return known.advice
     # Far beyond what ran, something that was never seen will bind first.
-    far = f"more than {1 + BELIEVABLE_GAIN:.0f} times" if speedup.value > 1 + BELIEVABLE_GAIN else ""
+    far = f"more than {1 + 9.0:.0f} times" if speedup.value > 1 + 9.0 else ""
     own = f"yours to try, as {known.why_watched}"
     tries = f"autotune-loader run {script} tries it, where it changes no batch" if known.why_watched is None else own
     return f"{settings_text(settings)}: {far or ratio_text(speedup)} as fast is expected; {tries}"

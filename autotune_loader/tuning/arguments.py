@@ -18,8 +18,8 @@ from itertools import islice
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
+from autotune_loader.diagnosis.units import counted
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
-from autotune_loader.report.units import counted
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.validation import require_bool, require_count

@@ -1,198 +1,178 @@
 """From the state of a search to the `TuningResult`, and who is told of it while the search runs.
 
-Whose figures a result holds is decided here; what they mean is said in `report`.
+Whose figures a result holds is decided here; what they mean is said in `diagnosis`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any
 
-from autotune_loader.decision.rounds import averaged
+from autotune_loader.decision.race import MIN_ROUNDS
 from autotune_loader.decision.stopping import StopReason
+from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.pipeline.stages import pooled, stage_times
-from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.first_batches import SLOW_FETCH_S
-from autotune_loader.report import summary
-from autotune_loader.report.assembly import judged
+from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.report.progress import Progress
-from autotune_loader.report.semantics import consequences
-from autotune_loader.report.standings import measurement_of, rate_of
-from autotune_loader.results.loader_file import (
-    BatchSizeChoice,
-    Finals,
-    Measured,
-    RateUnit,
-    Reused,
-    Spent,
-    Status,
-)
+from autotune_loader.results.record import Finding, Job, Status
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.earlier import Check
-from autotune_loader.tuning.state import RunContext, SearchState
+from autotune_loader.tuning.state import SearchState
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Interval, mean_share
+from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval, mean_interval
 from autotune_loader.values.trial import Trial
 
 log = logging.getLogger(__name__)
 
-NOT_WRITTEN = "could not be written"
-"""What a warning says of a file that was asked for."""
+_ENDED = {
+    StopReason.CEILING: Ended.CEILING,
+    StopReason.CHOICE_SAFE: Ended.SAFE,
+    StopReason.OUT_OF_BUDGET: Ended.BUDGET,
+    StopReason.OUT_OF_TRIALS: Ended.TRIALS,
+    StopReason.SAMPLER_REPEATS: Ended.SAMPLER,
+    StopReason.INTERRUPTED: Ended.INTERRUPTED,
+}
 
 
 def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult:
     """The result of a search after so many wall seconds; one that is not `final`, or was interrupted, is "partial"."""
-    context, finals, fastest = state.run, _finals(state), state.fastest()
-    data, warmup = context.workload.data, context.warmup
-    best = fastest.config if fastest is not None else LoaderConfig()
-    best = state.finals.winner if state.finals is not None else best
-    status: Status = "complete" if finals.undecided is None else "undecided"
+    context, fastest = state.run, state.fastest()
+    data, warmup, outcome = context.workload.data, context.warmup, state.finals
+    best = outcome.winner if outcome is not None else fastest.config if fastest is not None else LoaderConfig()
+    undecided = _undecided(state)
+    status: Status = "complete" if undecided is None else "undecided"
     if not final or state.interrupted:
         status = "partial"
     elif fastest is None:
         status = "fallback"
-    epoch_batches = data.batches_per_epoch(best.batch_size or warmup.burst_batch_size)
     found = TuningResult(
         best=best,
         status=status,
+        tuned_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         baseline=state.baseline,
-        trials=tuple(state.trials),
-        batch_size=BatchSizeChoice(value=best.batch_size or data.batch_size, tuned=best.batch_size is not None),
-        measured=_measured(best, state, finals),
-        finals=finals,
-        spent=Spent(seconds=round(seconds, 3), bursts=state.bursts),
-        fingerprint=context.fingerprint,
-        twin=replace(state.context, epoch_batches=epoch_batches),
-        stage_times=stage_times(pooled(trial.measurement.stages for trial in state.trials if trial.measurement)),
-        warnings=_warnings(best, state, finals),
+        batch_size=best.batch_size or data.batch_size,
+        shuffle=shuffles(data),
+        drop_last=data.drop_last,
+        rate_unit="batches/s" if warmup.counts_batches else "samples/s",
+        as_fast=() if outcome is None else outcome.as_fast,
+        undecided=undecided if status == "undecided" else None,
+        ended=Ended.ASKED() if state.stop_reason is None else _ENDED[state.stop_reason](),
+        step=warmup.step,
+        stages=stage_times(pooled(trial.measurement.stages for trial in state.trials if trial.measurement)),
+        warnings=tuple(dict.fromkeys(_warnings(best, state))),
         tolerance=context.tolerance,
+        seconds=round(seconds, 3),
+        job=_job(state, data.batches_per_epoch(best.batch_size or warmup.burst_batch_size)),
+        machine=context.fingerprint,
+        trials=(*state.trials, *_round_trials(state)),
         study=state.study,
         parts=loader_parts(context.workload),
     )
-    measured = found.measured
-    before = [
-        summary.INTERRUPTED if status == "partial" else "",
-        summary.undecided_sentence(finals.undecided) if status == "undecided" else "",
-        summary.use_sentence(best, measured.samples_per_s, measured.rate_unit),
-        summary.speedup_sentence(best, state.baseline, measured.speedup, is_decided=status == "complete"),
-    ]
-    after = [
-        f"Step: {warmup.step}. {summary.why_it_ended(state.stop_reason)}",
-        summary.SHORT_EPOCHS if state.finals is not None and state.whole_epochs else "",
-    ]
-    is_fallback = status == "fallback"
-    return judged(
-        found,
-        before=() if is_fallback else before,
-        after=summary.failure_kinds(found.trials) if is_fallback else after,
-        nothing=summary.FALLBACK if is_fallback else summary.NOTHING_MEASURED,
-        on_accelerator=not context.workload.on_cpu,
-        has_batched_fetch=data.has_batched_fetch,
-        space=context.space,
-    )
+    return judged(_with_figures(found, state), has_batched_fetch=data.has_batched_fetch)
 
 
-def assemble_reused(seen: Check, context: RunContext, seconds: float) -> TuningResult:
-    """An earlier result that passed a check as the answer of now: its evidence, what the check saw, and what was said of this
-    call, which took so many seconds. The speed-up is over the baseline of now.
-    """
-    earlier, baseline, rate = seen.earlier, context.baseline, seen.rate(seen.earlier.best)
-    assert rate is not None
-    assert earlier.tuned_at is not None
-    measured = earlier.measured
-    if baseline != earlier.baseline:
-        now = seen.rate(baseline) if seen.partner == baseline else rate
-        unsure = None if now is None else Interval(value=now, low=-math.inf, high=math.inf, count=len(seen.rounds))
-        speedup = seen.speedup if seen.partner == baseline else None
-        measured = replace(measured, speedup=speedup, baseline_samples_per_s=unsure)
-    reused = Reused(
-        tuned_at=earlier.tuned_at,
-        samples_per_s=rate,
-        speedup=None if seen.speedup is None else seen.speedup.value,
-        rounds=len(seen.rounds),
-        seconds=earlier.spent.seconds,
-    )
-    unit = measured.rate_unit
-    sentences = summary.told(
-        summary.reused_sentence(reused, seen.partner, unit, seen.why_long),
-        summary.use_sentence(earlier.best, measured.samples_per_s, unit),
-        summary.speedup_sentence(earlier.best, baseline, measured.speedup),
-        earlier.verdict.sentence,
-        f"Step: {context.warmup.step}.",
-    )
+def _with_figures(found: TuningResult, state: SearchState) -> TuningResult:
+    """The result with what was measured of the best and of the baseline."""
+    measured, outcome = found.measurement_of(found.best), state.finals
+    found = replace(found, baseline_rate=_rate_of(found, found.baseline))
+    if measured is None:
+        return found
     return replace(
-        earlier,
-        baseline=baseline,
-        measured=measured,
-        summary=sentences,
-        warnings=(*summary.bad_samples(context.warmup.bad_samples), *context.notes, *earlier.warnings),
-        spent=Spent(seconds=round(seconds, 3), bursts=seen.bursts),
-        fingerprint=context.fingerprint,
-        reused=reused,
-        parts=loader_parts(context.workload),
+        found,
+        rate=_rate_of(found, found.best) if outcome is None else outcome.rate,
+        speedup=None if outcome is None else outcome.speedup,
+        ceiling=state.ceiling_of(found.best),
+        wait_share=measured.wait_share,
+        first_batch_s=measured.first_batch_s,
+        cpu_share=measured.cpu_share,
+        memory_bytes=None if measured.memory is None else measured.memory.taken_bytes,
+        gpu_busy_share=measured.gpu.busy_share,
+        gpu_memory_bytes=measured.gpu.memory_bytes,
     )
 
 
-def _measured(best: LoaderConfig, state: SearchState, finals: Finals) -> Measured:
-    """Every figure from where the table has it, too."""
-    unit: RateUnit = "batches/s" if state.run.warmup.counts_batches else "samples/s"
-    before = rate_of(state.baseline, finals, state.trials, is_best=state.baseline == best)
-    measurement = measurement_of(best, finals, state.trials)
-    if measurement is None:
-        return Measured(rate_unit=unit, baseline_samples_per_s=before)
-    bursts = state.finals.bursts.get(best, ()) if state.finals is not None else ()
-    return Measured(
-        rate_unit=unit,
-        samples_per_s=rate_of(best, finals, state.trials, is_best=True),
-        baseline_samples_per_s=before,
-        speedup=None if state.finals is None else state.finals.speedup,
-        ceiling_samples_per_s=state.ceiling_of(best),
-        wait_share=measurement.wait_share,
-        wait_interval=mean_share([each.wait_share for each in bursts]),
-        first_batch_s=measurement.first_batch_s,
-        cpu_share=measurement.cpu_share,
-        gpu_busy_share=measurement.gpu.busy_share,
-        gpu_util=measurement.gpu.util,
-        gpu_memory_bytes=measurement.gpu.memory_bytes,
-        **({} if measurement.memory is None else asdict(measurement.memory)),
-    )
+def _rate_of(found: TuningResult, config: LoaderConfig) -> Interval | None:
+    rates, measured = list(found.rates_of(config).values()), found.measurement_of(config)
+    return mean_interval(rates) if len(rates) > 1 else None if measured is None else measured.samples_per_s
 
 
-def _finals(state: SearchState) -> Finals:
+def _round_trials(state: SearchState) -> Iterator[Trial]:
+    """The bursts of the rounds, numbered after those of the search."""
+    if state.finals is None:
+        return
+    number = len(state.trials)
+    left = {config: list(bursts) for config, bursts in state.finals.bursts.items()}
+    for place, each in enumerate(state.finals.rounds):
+        for config in each.rates:
+            if left.get(config):
+                burst = left[config].pop(0)
+                yield Trial(number=number, config=config, role="search", round=place, measurement=burst)
+                number += 1
+
+
+def _undecided(state: SearchState) -> Finding | None:
+    """Why the rounds do not decide; None where they do, or where there was nothing to choose from."""
     outcome, tolerance = state.finals, state.run.tolerance
     tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
     was_short = len(tried) == 1 and state.stop_reason is StopReason.OUT_OF_BUDGET
-    untried = summary.NOTHING_COMPARED if was_short else None
+    untried = Undecided.ONE_TRIED() if was_short else None
     if outcome is None:
-        return Finals(undecided=summary.why_undecided(None, tolerance) if len(tried) > 1 else untried)
-    return Finals(
-        configs=outcome.configs,
-        rounds=tuple(tuple(each.rates.get(config) for config in outcome.configs) for each in outcome.rounds),
-        whole_epochs=state.whole_epochs,
-        foreign_cpu_share=tuple(each.foreign_cpu_share for each in outcome.rounds),
-        measurements=tuple(
-            averaged(outcome.bursts[config]) if config in outcome.bursts else None for config in outcome.configs
-        ),
-        as_fast=outcome.as_fast,
-        undecided=summary.why_undecided(outcome, tolerance) or untried,
+        return Undecided.NO_ROUNDS() if len(tried) > 1 else untried
+    if outcome.at_ceiling or len({config.key() for config in outcome.configs}) < 2:
+        return untried
+    count = len(outcome.rounds)
+    busy = sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in outcome.rounds)
+    if busy > MAX_DISCARDED_SHARE * count:
+        return Undecided.BUSY(busy=busy, rounds=count)
+    if count < MIN_ROUNDS:
+        return Undecided.FEW_ROUNDS(rounds=count)
+    return Undecided.CLOSE(rounds=count, tolerance=tolerance) if outcome.expected_loss > tolerance else untried
+
+
+def _job(state: SearchState, epoch_batches: int | None) -> Job:
+    context = state.context
+    return Job(
+        usable_cores=context.usable_cores,
+        step_cores=context.consumer_cores,
+        step_s=context.step_s_by_threads.get(state.best_threads),
+        on_accelerator=not state.run.workload.on_cpu,
+        epoch_batches=epoch_batches,
     )
 
 
-def _warnings(best: LoaderConfig, state: SearchState, finals: Finals) -> tuple[str, ...]:
-    context = state.run
-    measured = [trial.measurement for trial in state.trials]
-    measured += [state.finals.measurement] if state.finals is not None else []
-    bad = [*context.warmup.bad_samples, *(bad for each in measured if each is not None for bad in each.bad_samples)]
-    notes = [*summary.bad_samples(bad), *consequences(best, context.workload.data), *context.notes]
+def _warnings(best: LoaderConfig, state: SearchState) -> Iterator[Finding]:
+    context, data = state.run, state.run.workload.data
+    yield from cautions(best, data)
+    yield from (Caution.NOTE(text=note) for note in context.notes)
     if state.finals is not None:
-        # That the rounds were disturbed is said where the choice is called undecided.
-        notes += state.finals.failures if finals.undecided is not None else state.finals.notes
-    elif context.warmup.first_fetch_s > SLOW_FETCH_S:
-        notes.append(summary.slow_batches(context.warmup.first_fetch_s))
-    return tuple(dict.fromkeys([*notes, *summary.failed_trials(state.trials)]))
+        yield from (Caution.NOTE(text=note) for note in state.finals.notes)
+    by_kind: dict[str, list[str]] = {}
+    for trial in state.trials:
+        if trial.failure is not None:
+            by_kind.setdefault(trial.failure.kind, []).append(trial.failure.message)
+    for kind, said in sorted(by_kind.items()):
+        yield Caution.FAILED(trials=len(said), kind=kind.replace("_", " "), message=said[0])
+
+
+def cautions(best: LoaderConfig, data: DataSide) -> Iterator[Finding]:
+    """What a chosen configuration changes in training."""
+    if best.batch_size is not None and data.batch_size:
+        ratio = best.batch_size / data.batch_size
+        yield Caution.BATCH_SIZE(old=data.batch_size, new=best.batch_size, ratio=ratio, root=ratio**0.5)
+    if not best.in_order:
+        yield Caution.OUT_OF_ORDER()
+    if best.persistent_workers and data.has_epochs:
+        yield Caution.EPOCH_NOT_SEEN()
+
+
+def shuffles(data: DataSide) -> bool | None:
+    """Whether the order is random; None where a sampler of the user's decides it."""
+    if data.is_iterable or data.has_own_order:
+        return None
+    return type(data.sampler).__name__ == "RandomSampler"
 
 
 def loader_parts(workload: Workload) -> dict[str, Any]:
@@ -202,7 +182,7 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
     if data.has_own_order:
         order = "sampler" if data.batch_sampler is None else "batch_sampler"
         parts |= {order: getattr(data, order), "dataset": data.dataset}
-    return {name: value for name, value in {**parts, "drop_last": data.drop_last or None}.items() if value is not None}
+    return {name: value for name, value in parts.items() if value is not None}
 
 
 class FileAndProgress:
@@ -210,7 +190,7 @@ class FileAndProgress:
 
     def __init__(self, output: str | None, progress: Progress, started: float) -> None:
         self._output, self._started, self._progress = output, started, progress
-        self.finals_round = progress.finals_round
+        self.finals_round = progress.round
 
     def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
         best = state.fastest()
@@ -226,7 +206,7 @@ def saved(result: TuningResult, output: str | None) -> TuningResult:
     try:
         result.save(output)
     except OSError as error:
-        text = f"{output} {NOT_WRITTEN} ({error.strerror}); result.save() elsewhere keeps the result"
-        log.warning(text)
-        return replace(result, warnings=(*result.warnings, text))
+        caution = Caution.NOT_WRITTEN(path=output, why=error.strerror)
+        log.warning("%s", caution)
+        return replace(result, warnings=(*result.warnings, caution))
     return result

@@ -13,18 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.decision.evidence import Ask
-from autotune_loader.decision.rounds import as_round, averaged
+from autotune_loader.decision.rounds import as_round
 from autotune_loader.decision.space import Space
+from autotune_loader.diagnosis import Caution, Evidence, diagnose
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.failures import failure_of_workload
 from autotune_loader.probe.opening import OpenProbe, open_probe
-from autotune_loader.report import summary
-from autotune_loader.report.assembly import judged
-from autotune_loader.report.comparison import Comparison, Side, about_batch_sizes
 from autotune_loader.report.progress import make_progress
-from autotune_loader.results.loader_file import Finals, Measured
-from autotune_loader.results.result import TuningResult
+from autotune_loader.results.comparison import Comparison, Side
+from autotune_loader.results.record import Finding
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import paired
@@ -32,7 +30,7 @@ from autotune_loader.tuning.options import TuneOptions, parse_options
 from autotune_loader.tuning.state import twin_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BadSample, Failure, Measurement
+from autotune_loader.values.measurement import BadSample, Failure, Measurement, averaged
 from autotune_loader.values.plan import Isolation
 from autotune_loader.values.statistics import Round, mean_interval, usable_rounds
 from autotune_loader.values.trial import Trial
@@ -123,7 +121,7 @@ def compare_workloads(workloads: Mapping[str, Workload], options: TuneOptions) -
             rounds.append(as_round(outcomes))
             rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in rounds[-1].rates.items())
             progress.announce(f"round {len(rounds)}: {rates}")
-    return _told(list(entrants.values()), rounds, whole_epochs, time.monotonic() - begun)
+    return _told(list(entrants.values()), rounds, time.monotonic() - begun)
 
 
 def _check_sides(sides: object) -> None:
@@ -236,13 +234,12 @@ class _Entrant:
         """What is to be known of this side."""
         yield from self.workload.notes
         yield from self.notes
-        yield from summary.bad_samples(self.bad_samples)
 
     def _fail(self, failure: Failure) -> None:
         self.failure, self.traceback = f"{failure.kind}: {failure.message}", failure.traceback
 
 
-def _told(entrants: Sequence[_Entrant], rounds: Sequence[Round], whole_epochs: bool, seconds: float) -> Comparison:
+def _told(entrants: Sequence[_Entrant], rounds: Sequence[Round], seconds: float) -> Comparison:
     working = [each for each in entrants if each.failure is None]
     counting = [each.name for each in working if each.counts_batches]
     if 0 < len(counting) < len(working):
@@ -251,19 +248,18 @@ def _told(entrants: Sequence[_Entrant], rounds: Sequence[Round], whole_epochs: b
             "rate in common; tensors whose first dimension are the samples would work"
         )
     usable = usable_rounds(rounds)
-    sides = tuple(_side(each, usable.rounds, whole_epochs) for each in entrants)
-    notes = [f"{each.name}: {note}" for each in entrants for note in each.told()]
+    sides = tuple(_side(each, usable.rounds) for each in entrants)
+    notes = [Caution.NOTE(text=f"{each.name}: {note}") for each in entrants for note in each.told()]
     return Comparison(
         sides=sides,
         rounds=usable.rounds,
         rate_unit="batches/s" if counting else "samples/s",
-        whole_epochs=whole_epochs,
         seconds=seconds,
-        notes=(*about_batch_sizes(sides), *([usable.note] if usable.note else []), *notes),
+        notes=(*_about_batch_sizes(sides), *([Caution.NOTE(text=usable.note)] if usable.note else []), *notes),
     )
 
 
-def _side(entrant: _Entrant, rounds: Sequence[Round], whole_epochs: bool) -> Side:
+def _side(entrant: _Entrant, rounds: Sequence[Round]) -> Side:
     """What was measured of a side, and what binds it, by the same rules as in `tune()`."""
     name, config, data = entrant.name, entrant.config, entrant.workload.data
     rates = [each.rates[name] for each in rounds if name in each.rates]
@@ -271,30 +267,27 @@ def _side(entrant: _Entrant, rounds: Sequence[Round], whole_epochs: bool) -> Sid
         error = entrant.failure or "no round was completed"
         return Side(name=name, config=config, error=error, traceback=entrant.traceback)
     measurement, step = averaged(entrant.bursts), entrant.step
-    found = TuningResult(
-        best=config,
-        status="complete",
-        baseline=config,
-        trials=tuple(entrant.trials),
-        measured=Measured(
-            samples_per_s=mean_interval(rates),
-            ceiling_samples_per_s=None if step is None else step.samples_per_s,
-            wait_share=measurement.wait_share,
-        ),
-        finals=Finals(
-            configs=(config,),
-            rounds=tuple((rate,) for rate in rates),
-            measurements=(measurement,),
-            whole_epochs=whole_epochs,
-        ),
-        twin=replace(entrant.source.context, epoch_batches=data.batches_per_epoch(config.batch_size)),
+    found = diagnose(
+        Evidence.of(
+            measurement,
+            config=config,
+            cores=entrant.source.context.usable_cores,
+            samples_per_s=mean_interval(rates).value,
+            ceiling=None if step is None else step.samples_per_s,
+            epoch_batches=data.batches_per_epoch(config.batch_size),
+            on_accelerator=not entrant.workload.on_cpu,
+            has_batched_fetch=data.has_batched_fetch,
+            trials=tuple(entrant.trials),
+        )
     )
-    verdict = judged(
-        found,
-        on_accelerator=not entrant.workload.on_cpu,
-        has_batched_fetch=data.has_batched_fetch,
-    ).verdict
-    return Side(name=name, config=config, measurement=measurement, verdict=verdict)
+    return Side(name=name, config=config, measurement=measurement, bottleneck=found.bottleneck)
+
+
+def _about_batch_sizes(sides: Sequence[Side]) -> Iterator[Finding]:
+    """That sides of different batch sizes are compared by samples/s; nothing where they are of one size."""
+    sizes = {side.name: side.measurement.batch_size for side in sides if side.measurement is not None}
+    if sizes and max(sizes.values()) > 1.01 * min(sizes.values()):
+        yield Caution.BATCH_SIZES_DIFFER(sizes=", ".join(f"{name} {size:.3g}" for name, size in sizes.items()))
 
 
 def sides_of(configs: Mapping[str, LoaderConfig], workload: Workload) -> dict[str, Workload]:

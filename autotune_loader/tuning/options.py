@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from autotune_loader.report.progress import PROGRESS_MODES, ProgressMode
 from autotune_loader.values.plan import ISOLATIONS, Isolation
 from autotune_loader.values.validation import (
     parse_bytes,
@@ -58,25 +57,23 @@ class TuneOptions:
     storage: str | None = field(default=None, repr=False)
     """May hold a password."""
     study_name: str | None = None
-    reuse: bool = True
     stages: bool = True
     """Whether workers are watched for where the time of a sample goes, in the bursts of the search."""
     output: str | None = None
-    progress: ProgressMode = "auto"
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         for name, minimum in (("max_trials", 1), ("max_workers", 0), ("max_cores", 1)):
             require_count(name, getattr(self, name), minimum=minimum)
         require_int("seed", self.seed, minimum=0)
-        for name, choices in (("search", SEARCHES), ("isolation", ISOLATIONS), ("progress", PROGRESS_MODES)):
+        for name, choices in (("search", SEARCHES), ("isolation", ISOLATIONS)):
             require_choice(name, getattr(self, name), choices)
         for name in sorted(self.allow):
             require_choice("allow", name, ALLOWABLE)
         require_number("tolerance", self.tolerance, example=0.02)
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance={self.tolerance!r} is not a share between 0 and 1; tolerance=0.02 would work")
-        for name in ("reuse", "stages"):
-            require_bool(name, getattr(self, name))
+        require_bool("stages", self.stages)
         if not isinstance(self.study_name, (str, type(None))):
             raise TypeError(f"study_name={self.study_name!r} is not a text; study_name='my-study' would work")
 
@@ -107,7 +104,9 @@ def _parse_allow(name: str, value: object) -> frozenset[str]:
 
 
 def _parse_progress(_: str, value: object) -> object:
-    return ("on" if value else "off") if isinstance(value, bool) else value
+    if value not in (None, "auto", True, False):
+        raise ValueError(f"progress={value!r} is not one of True, False and None; progress=True would work")
+    return None if value == "auto" else value
 
 
 def _parse_path(name: str, value: object, what: str = "a path", example: str = "'loader.json'") -> str | None:

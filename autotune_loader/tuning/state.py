@@ -17,8 +17,6 @@ from autotune_loader.decision.stopping import StopReason
 from autotune_loader.machine.facts import Fingerprint, Machine, start_method
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.probe.bench import WarmupReport
-from autotune_loader.report.semantics import why_no_drop_last
-from autotune_loader.report.standings import DEFAULT_TOLERANCE
 from autotune_loader.tuning.burst_source import BurstSource, fastest
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.twin.context import TwinContext
@@ -48,7 +46,7 @@ def batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ...
 
 def drop_lasts(data: DataSide, allow: Collection[str]) -> tuple[bool | None, ...]:
     """The user's own choice (None), and True where an epoch ends in a short batch that costs a step of its own."""
-    return (None, True) if "drop_last" in allow and not why_no_drop_last(data) else (None,)
+    return (None, True) if "drop_last" in allow and not data.drop_last and data.batch_size is not None else (None,)
 
 
 def start_methods(workload: Workload, allow: Collection[str]) -> tuple[str | None, ...]:
@@ -124,7 +122,7 @@ class RunContext:
     usable_cores: int
     """Cores that the workers and the step share."""
     notes: tuple[str, ...] = ()
-    tolerance: float = DEFAULT_TOLERANCE
+    tolerance: float = 0.02
 
     @property
     def baseline(self) -> LoaderConfig:

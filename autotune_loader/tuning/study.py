@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.ranks import Place
-from autotune_loader.report.frame import row_of
+from autotune_loader.report.frames import row_of
 from autotune_loader.tuning.options import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import MissingExtraError

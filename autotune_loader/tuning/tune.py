@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.machine.affinity import confined_to
@@ -17,11 +16,9 @@ from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.probe.opening import open_probe
 from autotune_loader.report.progress import Progress, make_progress
-from autotune_loader.report.semantics import unmet
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload, told_beside_errors
-from autotune_loader.tuning.assemble import FileAndProgress, assemble, assemble_reused, loader_parts, saved
-from autotune_loader.tuning.earlier import EarlierResult
+from autotune_loader.tuning.assemble import FileAndProgress, assemble, loader_parts, saved
 from autotune_loader.tuning.options import OPTIONS, Search, TuneOptions, parse_options
 from autotune_loader.tuning.ranks import (
     LockstepProbe,
@@ -74,7 +71,6 @@ def tune(  # noqa: PLR0913 - all that a user may say
     isolation: Isolation = "auto",
     storage: str | os.PathLike[str] | None = None,
     study_name: str | None = None,
-    reuse: bool = True,
     stages: bool = True,
     output: str | os.PathLike[str] | None = None,
     progress: str | bool = "auto",
@@ -119,9 +115,6 @@ def tune(  # noqa: PLR0913 - all that a user may say
         storage: where the Optuna study is kept, so that a run that was killed goes on: the path of a journal file, or a URL of
             any database that Optuna takes.
         study_name: name of the study in the storage; without it each job has its own.
-        reuse: use an earlier result for the same machine and workload, after a paired check of about 2 s has shown that
-            it still holds (at most 5 s, or the result says why); otherwise its best is tried early. False tunes anew; either
-            way the result is kept for later.
         stages: tell which stage of the dataset takes how much of a worker's time (`result.stages()`): it is clocked in
             workers during the search, at about 1 % of their time, and not in the paired rounds that rates are taken from.
         output: write `loader.json` here, after every trial.
@@ -142,7 +135,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
     workload = make_workload(**given)
     with told_beside_errors(workload.notes), joined_ranks() as ranks:
         leads = ranks is None or ranks.leads
-        shown = make_progress(options.progress if leads else "off")
+        shown = make_progress(options.progress, rank=0 if leads else 1)
         if leads and options.output is not None:
             require_writable("output", options.output)
         whole = inspect_machine(environ=environment(ranks))
@@ -175,26 +168,19 @@ def _tuned(
             warmup=opened.warmup,
             fingerprint=whole.fingerprint(dataset=workload.data.description),
             usable_cores=machine.usable_cores,
-            notes=(*workload.notes, *opened.notes, *waited, *unmet(workload.data, options.allow, space)),
+            notes=(*workload.notes, *opened.notes, *waited),
         )
-        earlier = EarlierResult.find(context, options, ranks=1 if ranks is None else ranks.link.ranks)
-        seen = earlier.check(probe, progress.announce)
-        if seen is not None:
-            held = assemble_reused(seen, context, time.monotonic() - begun)
-            return share(ranks, saved(held, options.output))
         session = TuningSession(
             probe,
-            replace(context, notes=(*context.notes, *earlier.objections)),
+            context,
             options,
             clock=time.monotonic,
             started=begun,
             listener=FileAndProgress(options.output, progress, started),
-            suggestions=() if earlier.entry is None else (earlier.entry.best,),
-            job=f"{space.hash}-{earlier.key}",
+            job=f"{space.hash}-{workload.data.description}",
         )
         state = session.run()
     result = saved(assemble(state, time.monotonic() - started, final=True), options.output)
-    earlier.keep(result, cut_short=state.stop_reason is not None and state.stop_reason.wanted_more)
     return share(ranks, result)
 
 

@@ -171,23 +171,22 @@ class LoaderConfig:
                 )
         return cls(**{name: value for name, value in values.items() if name in known})
 
+    def words(self) -> list[str]:
+        """What differs from torch's defaults beyond workers and prefetching, such as ["pinned", "persistent"]."""
+        told = [
+            ("pinned", self.pin_memory),
+            ("persistent", self.persistent_workers),
+            ("out of order", not self.in_order),
+            (f"{self.multiprocessing_context}", self.multiprocessing_context),
+            (f"{self.consumer_threads} step threads", self.consumer_threads),
+            (f"device prefetch {self.device_prefetch}", self.device_prefetch),
+            (f"batch {self.batch_size}", self.batch_size),
+            (f"drop_last={self.drop_last}", self.drop_last is not None),
+            (f"{self.sharing_strategy}", self.sharing_strategy),
+        ]
+        return [word for word, applies in told if applies]
+
     def __str__(self) -> str:
-        parts = [f"{self.num_workers} worker" + ("" if self.num_workers == 1 else "s")]
-        if self.num_workers:
-            parts.append(f"prefetch {self.prefetch_factor}")
-        parts += [word for word, on in (("pinned", self.pin_memory), ("persistent", self.persistent_workers)) if on]
-        if not self.in_order:
-            parts.append("out of order")
-        if self.multiprocessing_context:
-            parts.append(self.multiprocessing_context)
-        if self.consumer_threads is not None:
-            parts.append(f"{self.consumer_threads} step thread" + ("" if self.consumer_threads == 1 else "s"))
-        if self.device_prefetch:
-            parts.append(f"device prefetch {self.device_prefetch}")
-        if self.batch_size is not None:
-            parts.append(f"batch {self.batch_size}")
-        if self.drop_last is not None:
-            parts.append("drops last" if self.drop_last else "keeps last")
-        if self.sharing_strategy is not None:
-            parts.append(self.sharing_strategy)
-        return ", ".join(parts)
+        workers = f"{self.num_workers} worker" + ("" if self.num_workers == 1 else "s")
+        ahead = [f"prefetch {self.prefetch_factor}"] if self.num_workers else []
+        return ", ".join([workers, *ahead, *self.words()])

@@ -5,7 +5,9 @@ Times are seconds, sizes are bytes, shares lie between 0 and 1. `None` means "no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
 from typing import Literal
 
 from autotune_loader.values.secrets import without_secrets
@@ -148,3 +150,27 @@ class Failure:
         object.__setattr__(self, "message", without_secrets(self.message))
         if self.traceback is not None:
             object.__setattr__(self, "traceback", without_secrets(self.traceback))
+
+
+def averaged(bursts: Sequence[Measurement]) -> Measurement:
+    """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
+    last = bursts[-1]
+    memory = [each.memory for each in bursts if each.memory is not None]
+    largest = max(memory, key=lambda each: each.taken_bytes, default=None)
+    return replace(
+        last,
+        first_batch_s=median(each.first_batch_s for each in bursts),
+        wait_share=fmean(each.wait_share for each in bursts),
+        service_s=fmean(each.service_s for each in bursts),
+        service_cpu_s=fmean(each.service_cpu_s for each in bursts),
+        receive_s=fmean(each.receive_s for each in bursts),
+        step_s=fmean(each.step_s for each in bursts),
+        cpu_share=_mean_of_known(each.cpu_share for each in bursts),
+        foreign_cpu_share=_mean_of_known(each.foreign_cpu_share for each in bursts),
+        memory=largest,
+    )
+
+
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -20,6 +20,8 @@ class Trial:
     config: LoaderConfig
     role: TrialRole
     """Why it was tried: the user's own configuration, torch's defaults, or the search."""
+    round: int | None = None
+    """Paired round that the burst belongs to, from 0; None for a burst of the search."""
     measurement: Measurement | None = None
     failure: Failure | None = None
     predicted_samples_per_s: float | None = None

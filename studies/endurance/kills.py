@@ -42,7 +42,7 @@ class Rows(torch.utils.data.Dataset):
         return torch.full((3,), float(index))
 
 tune(Rows(), batch_size=8, budget=4, max_trials=3, max_workers=2, output="loader.json",
-     storage="study.journal", reuse=False, progress=False)
+     storage="study.journal", progress=False)
 """
 DEADLINE_S = 120.0
 LEFT_FILES = re.compile(r"loader\.json|study\.journal|.*\.journal\.lock.*|\.loader\.json\..*\.tmp")

@@ -25,7 +25,7 @@ from functools import cache
 
 from autotune_loader.decision.posterior import TYPICAL_NOISE
 from autotune_loader.decision.race import Race, RaceRules
-from autotune_loader.report.units import is_claimed
+from autotune_loader.diagnosis.units import is_claimed
 from autotune_loader.tuning.finals import FINALS_PATIENCE_S
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement

@@ -69,10 +69,10 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     startup_s, known_s, step_binds = _time_of_verdict(loop)
     record(name, "verdict", startup_s=startup_s, known_s=known_s, step_binds=step_binds)
     result = tune(
-        _loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device, budget=effort.budget_s, reuse=False,
+        _loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device, budget=effort.budget_s,
         progress=False,
     )  # fmt: skip
-    record(name, "tuned", best=str(result.best), summary=list(result.summary), seconds=result.spent.seconds)
+    record(name, "tuned", best=str(result.best), summary=str(result), seconds=result.seconds)
     grid = {
         config: _recorded(name, f"grid: {config}", loop.train(config)).samples_per_s for config in _grid(device, effort)
     }
@@ -87,7 +87,7 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     errors = _twin_errors(result, grid)
     return [
         f"{name} ({loop.job.binds})",
-        result.verdict.binding,
+        result.bottleneck.kind,
         f"{default:,.1f}",
         f"{tuned:,.1f} ({tuned / default:.2f}x)",
         f"{tuned / limit:.1%} of {limit:,.1f}",

@@ -95,20 +95,20 @@ def make_attempt(attempt: Attempt) -> Outcome:
     job = attempt.make()
     begun = time.monotonic()
     try:
-        result = tune(job.given, job.model, **{"budget": BUDGET_S, "reuse": False, "progress": False, **job.options})
+        result = tune(job.given, job.model, **{"budget": BUDGET_S, "progress": False, **job.options})
     except (TypeError, ValueError, TunerError) as error:
         sentence = str(error).split("\n")[0]
         says = "refused" if any(word in sentence for word in ADVICE) else "wrong"
         return Outcome(**fields, outcome=says, sentence=sentence, seconds=round(time.monotonic() - begun, 1))
     fields |= {"seconds": round(time.monotonic() - begun, 1), "config": str(result.best), "notes": result.warnings}
     wrong = _what_is_wrong(job, result)
-    sentence = wrong or next((each for each in result.summary if each.startswith("Use ")), "")
+    sentence = wrong or str(result).partition(".")[0]
     return Outcome(**fields, outcome="wrong" if wrong else "tuned", sentence=sentence, epoch_ok=not wrong)
 
 
 def _what_is_wrong(job: Job, result: Any) -> str | None:
     if result.status not in ("complete", "undecided"):
-        return " ".join(result.summary)
+        return " ".join(str(result).split())
     sizes = [trial.measurement.batch_size for trial in result.trials if trial.measurement is not None]
     if job.batch is not None and abs(sizes[0] / job.batch - 1) > SAME_SIZE:
         return f"a batch of {job.batch:g} samples was counted as {sizes[0]:g}"

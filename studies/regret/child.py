@@ -21,8 +21,8 @@ def ours(name: str, seed: int) -> dict[str, Any]:
 
     arguments = regret_workload(name).to_tune_kwargs()
     begun = time.perf_counter()
-    result = tune(**arguments, seed=seed, budget=BUDGET, reuse=False, progress=False)
-    return {"config": result.best.to_dict(), "seconds": time.perf_counter() - begun, "detail": list(result.summary)}
+    result = tune(**arguments, seed=seed, budget=BUDGET, progress=False)
+    return {"config": result.best.to_dict(), "seconds": time.perf_counter() - begun, "detail": str(result)}
 
 
 def loadtune(name: str, seed: int) -> dict[str, Any]:

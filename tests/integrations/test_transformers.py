@@ -47,7 +47,7 @@ def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains(
     assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
     assert trainer.args.dataloader_num_workers == result.best.num_workers
     assert trainer.get_train_dataloader().num_workers == result.best.num_workers
-    assert result.batch_size.value == 32
+    assert result.batch_size == 32
     assert trainer.train().global_step == 2 * 8
 
 
@@ -75,8 +75,8 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(
     monkeypatch.setattr(integration, "tune", tuned)
     trainer = trainer_of(few, Own, bf16=True)
     # WHEN it is tuned THEN bursts train in bf16, and what they leave out is said, unless a step was given
-    assert any("own compute_loss; pass train_step=" in note for note in tune_trainer(trainer).warnings)
-    assert not any("compute_loss" in note for note in tune_trainer(trainer, train_step=0.01).warnings)
+    assert any("own compute_loss; pass train_step=" in str(note) for note in tune_trainer(trainer).warnings)
+    assert not any("compute_loss" in str(note) for note in tune_trainer(trainer, train_step=0.01).warnings)
     assert was_on == [True, True]
 
 

@@ -1,17 +1,26 @@
-"""A finished run on a simulated machine, with everything that a report can show; it chose what only its paired rounds ran."""
+"""A finished run on a simulated machine, with everything that a report can show; nothing of it comes from a tuner."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
 
-from autotune_loader.results.loader_file import Advice
+from autotune_loader.diagnosis import Caution, Ended, judged
+from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.results.record import Job
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageTime
+from autotune_loader.values.statistics import Interval, mean_interval
 from autotune_loader.values.trial import Trial
-from tests.support import SimulatedMachine, simulated_result
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+
+NONE, BEST, DEEP = LoaderConfig(), LoaderConfig(num_workers=5), LoaderConfig(num_workers=8, prefetch_factor=8)
+SEARCHED = (NONE, LoaderConfig(num_workers=1), LoaderConfig(num_workers=4), DEEP)
+ROUNDS = (BEST, DEEP, NONE)
+"""The chosen one ran in the rounds alone."""
 
 
 def _stage(stage: str, where: str, wall_share: float, cpu_share: float) -> StageTime:
@@ -26,19 +35,65 @@ STAGES = (
 )
 FULL = Failure(kind="shared_memory", phase="batches", message="/dev/shm is full [/red]; start with --shm-size=1g")
 KILLED = Failure(kind="oom_killed", phase="first_batch", message="the kernel's OOM killer ended worker 5")
-ADVICE = Advice(
-    action="Implement __getitems__ to decode a batch at once.",
-    reason="10 % of a worker's time passes between samples.",
-    expected_gain=0.1,
-)
+MACHINE = Fingerprint(usable_cores=4, memory_bytes=16 << 30, torch="2.6.0", dataset="photos.Photos[1200]")
+
+
+def exactly(value: float, count: int = 20) -> Interval:
+    """A rate without doubt."""
+    return Interval(value=value, low=value, high=value, count=count)
 
 
 @functools.cache
 def synthetic_result() -> TuningResult:
-    run = simulated_result(SimulatedMachine(noise_sd=0.03))
-    failed = [
-        Trial(number=len(run.trials) + place, config=LoaderConfig(num_workers=workers), role="search", failure=failure)
-        for place, (workers, failure) in enumerate(((48, FULL), (64, KILLED)))
-    ]
-    warnings = ("The dataset's order <was> not shuffled & read twice.",)
-    return replace(run, trials=(*run.trials, *failed), stage_times=STAGES, advice=(ADVICE,), warnings=warnings)
+    """Four bursts, three rounds of three, two failures."""
+    probe = SimulatedProbe(SimulatedMachine(noise_sd=0.03), FakeClock(), epoch_batches=10_000)
+    plan, trials = BurstPlan(max_s=1.0), list[Trial]()
+
+    def burst(config: LoaderConfig, number: int | None = None) -> None:
+        measured = probe.burst(config, plan)
+        assert isinstance(measured, Measurement)
+        trials.append(Trial(number=len(trials), config=config, role="search", round=number, measurement=measured))
+
+    for config in SEARCHED:
+        burst(config)
+    for number in range(3):
+        for config in ROUNDS:
+            burst(config, number)
+    for workers, failure in ((48, FULL), (64, KILLED)):
+        trials.append(
+            Trial(number=len(trials), config=LoaderConfig(num_workers=workers), role="search", failure=failure)
+        )
+    found = TuningResult(
+        best=BEST,
+        status="complete",
+        tuned_at="2026-11-26T12:00:00+00:00",
+        baseline=NONE,
+        batch_size=32,
+        shuffle=True,
+        ended=Ended.SAFE(),
+        step="SmallCnn, cross_entropy, SGD",
+        stages=STAGES,
+        as_fast=(DEEP,),
+        warnings=(Caution.NOTE(text="The dataset's order <was> not shuffled & read twice."),),
+        seconds=24.0,
+        job=Job(usable_cores=4, step_s=0.01, epoch_batches=10_000),
+        machine=MACHINE,
+        trials=tuple(trials),
+        ceiling=exactly(3200.0),
+    )
+    own = found.measurement_of(BEST)
+    assert own is not None
+    assert own.memory is not None
+    rates = {config: list(found.rates_of(config).values()) for config in ROUNDS}
+    ratios = mean_interval([one / other for one, other in zip(rates[BEST], rates[NONE], strict=True)])
+    return judged(
+        replace(
+            found,
+            rate=mean_interval(rates[BEST]),
+            baseline_rate=mean_interval(rates[NONE]),
+            speedup=ratios,
+            wait_share=own.wait_share,
+            first_batch_s=own.first_batch_s,
+            memory_bytes=own.memory.taken_bytes,
+        )
+    )

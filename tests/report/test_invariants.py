@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from report.example import exactly
 
-from autotune_loader.results.loader_file import Advice, Verdict
+from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.statistics import Interval
 from tests.support import SimulatedMachine, simulated_result
 from tests.support.invariants import CHECKS, contradictions
 from tests.support.sentences import JARGON, all_texts
@@ -52,36 +52,27 @@ def test_no_search_contradicts_itself(number: int) -> None:
     assert contradictions(searched(number)) == []
 
 
-def exactly(value: float) -> Interval:
-    return Interval(value=value, low=value, high=value, count=20)
-
-
 def test_each_kind_of_mistake_is_found_and_the_example_of_the_other_tests_has_none(result: TuningResult) -> None:
     assert contradictions(result) == []
     # WHEN it is changed as real results once were wrong, by the check that is to find it
-    measured, rounds = result.measured, result.finals.rounds
     cheaper = replace(result.best, num_workers=result.best.num_workers - 1)
-    promise = Advice(action="Do.", reason="Because.", expected_gain=0.3)
+    assert result.bottleneck is not None
     broken: dict[str, dict[str, Any]] = {
-        "the ceiling is one": {"measured": replace(measured, ceiling_samples_per_s=exactly(99.0))},
-        "the headroom is that of rate and ceiling": {"verdict": replace(result.verdict, headroom=17.0)},
-        "what binds has something to gain": {
-            "verdict": replace(result.verdict, binding="step"),
-            "measured": replace(measured, wait_share=0.5),
+        "the ceiling is one": {"ceiling": exactly(99.0)},
+        "the headroom is that of rate and ceiling": {"bottleneck": replace(result.bottleneck, gain=17.0)},
+        "what limits has something to gain": {
+            "bottleneck": Finding(kind="step", sentence="The step."),
+            "wait_share": 0.5,
         },
-        "advice promises no more than there is": {
-            "verdict": Verdict(binding="unknown", sentence="Unknown."),
-            "advice": (promise,),
-        },
+        "advice promises no more than there is": {"advice": (Finding(kind="do", sentence="Do.", gain=3.0),)},
         "nothing cheaper is as fast as the choice": {
-            "finals": replace(result.finals, as_fast=(cheaper,)),
+            "as_fast": (cheaper,),
             "trials": (*result.trials, replace(result.trials[0], config=cheaper)),
         },
-        "each figure is that of the table": {"measured": replace(measured, first_batch_s=99.0)},
-        "the chosen row is whole": {"trials": (), "finals": replace(result.finals, measurements=())},
-        "the speed up is that of the rates": {"measured": replace(measured, speedup=exactly(77.0))},
-        "a choice is called decided when it was": {"finals": replace(result.finals, rounds=rounds[:1])},
-        "a doubt is said first": {"status": "undecided"},
+        "each figure is that of the table": {"first_batch_s": 99.0},
+        "the chosen row is whole": {"trials": ()},
+        "the speed up is that of the rates": {"speedup": exactly(77.0)},
+        "a status has its reason": {"status": "undecided"},
     }
     # THEN it is found
     assert set(broken) == {check.__name__.strip("_").replace("_", " ") for check in CHECKS}

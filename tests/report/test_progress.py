@@ -14,55 +14,59 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
 
-NONE, FOUR = LoaderConfig(), LoaderConfig(num_workers=4, prefetch_factor=4, consumer_threads=1)
+NONE, FOUR = LoaderConfig(), LoaderConfig(num_workers=4, prefetch_factor=4)
 FAILED = Trial(number=3, config=LoaderConfig(num_workers=16), role="search", failure=KILLED)
 LINES = """\
 config [/red] [bold]
-trial   0  0 workers                                           389/s ± 2.0 %         best 389/s      55 s left
-trial   1  4 workers, prefetch 4, 1 step thread                1,308/s ± 2.0 %       best 1,308/s    53 s left
-trial   3  16 workers, prefetch 2                              failed: oom_killed    best 1,308/s    50 s left
-round   1  4 workers, prefetch 4, 1 step thread                1,300/s, fastest of 2; slowest 390/s  20 s left
+trial   0  0 workers                             389/s ± 2.0 %      best 389/s  55 s left
+trial   1  4 workers, prefetch 4                 1,308/s ± 2.0 %    best 1,308/s  53 s left
+trial   3  16 workers, prefetch 2                failed: oom killed  best 1,308/s  50 s left
+round   1  4 workers, prefetch 4                 1,300/s   fastest of 2  20 s left
+round   2  nothing worked
 """
 
 
 def measured(number: int, config: LoaderConfig, rate: float) -> Trial:
     interval = Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20)
-    seen = replace(synthetic_result().trials[0].measurement, samples_per_s=interval)
-    return Trial(number=number, config=config, role="search", measurement=seen)
+    burst = synthetic_result().trials[0].measurement
+    assert burst is not None
+    return Trial(number=number, config=config, role="search", measurement=replace(burst, samples_per_s=interval))
 
 
 TERMINAL: dict[str, Any] = {"isatty": lambda: True}
+Kernel = type("ZMQInteractiveShell", (), {})
 
 
 @pytest.mark.parametrize(
-    ("mode", "stderr", "shell", "rank", "shown"),
+    ("asked", "stderr", "shell", "rank", "shown"),
     [
-        ("auto", TERMINAL, "Terminal", None, "printed"),
-        ("auto", {}, "Terminal", None, "logged"),
-        ("auto", {}, "ZMQInteractiveShell", None, "printed"),  # as in a Jupyter kernel
-        ("off", TERMINAL, "ZMQInteractiveShell", None, "logged"),
-        ("on", {}, "Terminal", None, "printed"),
-        ("on", TERMINAL, "Terminal", "1", "nowhere"),
+        (None, TERMINAL, type("Terminal", (), {}), 0, "printed"),
+        (None, {}, type("Terminal", (), {}), 0, "logged"),
+        (None, {}, Kernel, 0, "printed"),
+        (None, {}, type("Shell", (Kernel,), {}), 0, "printed"),  # as in Colab
+        (False, TERMINAL, Kernel, 0, "logged"),
+        (True, {}, type("Terminal", (), {}), 0, "printed"),
+        (True, TERMINAL, type("Terminal", (), {}), 1, "nowhere"),
     ],
 )
 def test_who_gets_the_lines(
-    mode: Any, stderr: dict[str, Any], shell: str, rank: str | None, shown: str, monkeypatch: pytest.MonkeyPatch,
+    asked: bool | None, stderr: dict[str, Any], shell: type, rank: int, shown: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    made = type(shell, (), {})()
+    made = shell()
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: made))
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
     printed: list[str] = []
     # All that a script may put in stderr's place.
     stream: Any = SimpleNamespace(write=printed.append, flush=lambda: None, **stderr)
     with caplog.at_level(logging.INFO, logger="autotune_loader"):
-        progress = make_progress(mode, stream=stream)
+        progress = make_progress(asked, rank=rank, stream=stream)
         first, second = measured(0, NONE, 389.0), measured(1, FOUR, 1308.0)
         progress.announce("config [/red] [bold]")  # square brackets are text
         progress.trial(first, first, 55.0)
         progress.trial(second, second, 53.4)
         progress.trial(FAILED, second, 50.0)
-        progress.finals_round(1, {FOUR: 1300.0, NONE: 390.0}, 20.0)
+        progress.round(1, {FOUR: 1300.0, NONE: 390.0}, 20.0)
+        progress.round(2, {}, 20.0)
     assert "".join(printed) == (LINES if shown == "printed" else "")
     assert [record.message for record in caplog.records] == (LINES.splitlines() if shown == "logged" else [])

@@ -55,34 +55,6 @@ def saving(loader, caught=[]):
 """
 
 
-@pytest.mark.parametrize("catches", [False, True])
-def test_tune_ends_the_script_as_ctrl_c_would(bench: Bench, catches: bool) -> None:
-    bench.write(CAUGHT + WAITING.replace("x in loader:", "x in saving(loader):") if catches else WAITING)
-
-    code, printed, report = bench.command(
-        "tune", "--budget", "10s", "--max-workers", "4", "-o", "loader.json", "train.py", "9999"
-    )
-
-    assert (code, printed) == (0, "cleaned up\n")
-    assert "The script was asked to end, as by Ctrl-C: " in report
-    assert TuningResult.load(bench.folder / "loader.json").best.num_workers > 0
-
-
-def test_tune_keeps_its_budget_where_it_can_change_nothing_and_ctrl_c_is_ignored(bench: Bench) -> None:
-    bench.write("""
-        import signal
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # so a shell script starts what runs in the background
-        while __name__ == "__main__":
-            for x in DataLoader(Stream(), batch_size=8):
-                time.sleep(0.01)
-        """)
-
-    code, printed, report = bench.command("tune", "--budget", "2s", "train.py")
-
-    assert (code, printed) == (0, "")
-    assert "the budget of 2 s is spent" in report
-
-
 def test_apply_begins_with_what_a_file_says(bench: Bench) -> None:
     bench.write(WAITING)
     found = LoaderConfig(num_workers=2, prefetch_factor=3)

@@ -69,7 +69,7 @@ def test_what_binds_is_told_with_a_step_to_take_files_are_written_and_long_waits
     assert code == 4
     assert "--fail-if-wait allows 10 %" in told["notes"][0]
     loader = told["loaders"][0]
-    assert loader["binding"] == "wait"
+    assert loader["binding"] == "storage"
     assert 0.6 < loader["wait_share"] < 0.95
     assert re.match(r"num_workers=\d+, prefetch_factor=\d: .* expected", loader["next_step"])
     result = TuningResult.load(bench.folder / "loader.json")

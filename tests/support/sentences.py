@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = [ROOT / "autotune_loader" / room for room in ("report", "results", "cli", "integrations")]
+ROOMS = [ROOT / "autotune_loader" / room for room in ("diagnosis", "report", "results", "cli", "integrations")]
 MODULES = [ROOT / "autotune_loader" / "demo.py", *(path for room in ROOMS for path in room.rglob("*.py"))]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
 # Phrases of a private dialect; each was once in a message, and a reader had to ask what it means.

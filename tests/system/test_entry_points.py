@@ -15,7 +15,6 @@ import pytest
 from preloaded import PreloadedPython
 
 from autotune_loader import TuningResult
-from autotune_loader.results.loader_file import ENDED
 
 pytestmark = pytest.mark.system
 
@@ -85,7 +84,7 @@ def test_a_program_without_a_file_tunes_its_own_dataset_and_keeps_nothing(tmp_pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert " ['ok'" in done.stdout
     assert "KEPT None" in done.stdout
-    assert TuningResult.load(tmp_path / "loader.json").status in ENDED
+    assert TuningResult.load(tmp_path / "loader.json").status in ("complete", "undecided")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def trained(dispatch, data):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    quick = dict(budget=4, max_trials=2, max_workers=2, progress=False, reuse=False)
+    quick = dict(budget=4, max_trials=2, max_workers=2, progress=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader, result = tune_before_prepare(

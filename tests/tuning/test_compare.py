@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from autotune_loader import Comparison, LoaderConfig, TuningResult, compare
-from autotune_loader import __main__ as cli
+from autotune_loader import Comparison, LoaderConfig, compare
+from autotune_loader.diagnosis.units import ratio_text
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.report.units import ratio_text
 from autotune_loader.tuning.compare import MOST_ROUNDS, compare_workloads
 from autotune_loader.tuning.finals import paired
 from autotune_loader.tuning.options import TuneOptions
@@ -63,17 +60,16 @@ def test_the_faster_side_is_told_with_its_interval_and_what_binds_it(monkeypatch
     found = simulated(monkeypatch, now=SLOW, cached=FAST)
     ratio = found.ratios["cached"]
     assert ratio.low < 2 < ratio.high * 1.05
-    assert (found.fastest, len(found.rounds)) == ("cached", MOST_ROUNDS)
-    told = f"cached is {ratio_text(ratio)} as fast as now in {ratio.count} paired rounds; the CPU binds then."
-    assert told in str(found)
-    frame = found.to_frame().set_index("side")
+    assert len(found.rounds) == MOST_ROUNDS
+    told = f"cached is {ratio_text(ratio)} as fast as now in {ratio.count} paired rounds."
+    assert told in " ".join(str(found).split())
+    frame = found.to_dataframe().set_index("side")
     assert frame.loc["cached", "ratio"] == pytest.approx(ratio.value)
-    assert frame.loc["cached", "binding"] == "cpu"
+    assert frame.loc["cached", "bottleneck"] == "cpu"
 
 
 def test_sides_that_are_alike_are_not_called_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     found = simulated(monkeypatch, now=SLOW, other=SLOW)
-    assert found.fastest is None
     assert "other is not shown to be faster than now" in found.report()
 
 
@@ -91,11 +87,10 @@ def test_a_side_that_fails_is_an_answer(
 ) -> None:
     found = simulated(monkeypatch, **sides)
     assert found["broken"].error is not None
-    assert "broken failed:" in found.summary[0]
-    assert "works is the only side that worked; the CPU binds then." in found.summary
+    assert str(found).startswith("broken failed:")
+    assert "works is the only side that worked." in " ".join(str(found).split())
     assert found["works"].measurement is not None
-    assert (found.ratios, found.fastest) == ({}, None)
-    assert found.plot() is not None
+    assert found.ratios == {}
 
 
 def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said(
@@ -105,7 +100,9 @@ def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said
         monkeypatch, small=SimulatedMachine(batch_size=16, cpu_s=0.02), large=SimulatedMachine(batch_size=32)
     )
     assert found.ratios["large"].value == pytest.approx(1.0, abs=0.1)
-    assert "Batch sizes differ (small 16, large 32), so the sides are compared by samples/s" in found.report()
+    assert "Batch sizes differ (small 16, large 32): sides are compared by samples/s" in " ".join(
+        found.report().split()
+    )
 
 
 # Arguments
@@ -152,23 +149,3 @@ from torch.utils.data import DataLoader
 def make():
     return DataLoader([0] * 10_000, batch_size=8)
 """
-
-
-def test_the_command_compares_two_files_of_one_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    on_simulated_machines(monkeypatch, lambda workload: SLOW)
-    monkeypatch.chdir(tmp_path)
-    Path("compared_job.py").write_text(JOB)
-    for name, workers in (("alone", 0), ("three", 3)):
-        result = TuningResult(best=LoaderConfig(num_workers=workers), baseline=LoaderConfig(), status="complete")
-        result.save(f"{name}.json")
-    arguments = ["compare", "alone.json", "three.json", "--job", "compared_job.py:make", "--quiet"]
-    assert cli.main([*arguments, "--json"]) == 0
-    alone, three = json.loads(capsys.readouterr().out)
-    assert (alone["side"], three["side"], alone["ratio"]) == ("alone.json", "three.json", None)
-    assert three["ratio"] > 1.3
-    assert cli.main(["compare", "three.json", "alone.json", *arguments[3:], "--fail-if-slower", "5%"]) == 4
-    assert "Slower by more than --fail-if-slower allows: alone.json." in capsys.readouterr().err
-    assert cli.main(["compare", "alone.json", "alone.json", "--job", "compared_job.py:make"]) == 2
-    assert "is one file, and a comparison takes two" in capsys.readouterr().err

@@ -65,11 +65,11 @@ def test_every_burst_of_a_search_runs_on_as_many_cores(monkeypatch: pytest.Monke
     # GIVEN a step that binds
     machine = SimulatedMachine(cores=1, cpu_s=0.01, step_s=0.03, step_cores=1.0)
     on_simulated_machines(monkeypatch, lambda workload: machine, OnOneCore)
-    result = tune(Cores(), torch.nn.Linear(4, 2), batch_size=8, max_cores=1, reuse=False, progress=False)
+    result = tune(Cores(), torch.nn.Linear(4, 2), batch_size=8, max_cores=1, progress=False)
     # THEN the baseline was among them, and the step is given no more threads
     assert {trial.config.num_workers > 0 for trial in result.trials} == {False, True}
     assert (result.best.consumer_threads or 1) == 1
-    assert result.twin is not None
-    assert result.twin.usable_cores == 1
+    assert result.job is not None
+    assert result.job.usable_cores == 1
     # AND afterwards this process has all of its cores again
     assert sorted(os.sched_getaffinity(0)) == CORES

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from autotune_loader.decision.space import Space
 from autotune_loader.machine.facts import Machine, inspect_machine, start_method
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
-from autotune_loader.report.semantics import consequences, unmet
+from autotune_loader.tuning.assemble import cautions
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.state import make_space
 from autotune_loader.values.config import LoaderConfig
@@ -75,29 +75,6 @@ def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_no
     space = space_of(side, "batch_size")
     assert space.batch_sizes == sizes
     assert space_of(side).batch_sizes == (None,)
-    assert [each.startswith(f"batch_size is not tuned: {why}") for each in unmet(side, {"batch_size"}, space)] == (
-        [True] if why else []
-    )
-
-
-@pytest.mark.parametrize(
-    ("side", "why"),
-    [
-        (data(), None),
-        (data(rows(96)), "every batch of an epoch is full"),
-        (data(rows(5)), "only one of an epoch"),
-        (data(drop_last=True), "True already"),
-        (OWN_BATCHES, "not made by the DataLoader"),
-        (data(Stream()), "shows in no burst"),
-    ],
-    ids=["short last", "full last", "only one", "dropped already", "own batches", "a stream"],
-)
-def test_drop_last_is_searched_only_where_a_short_batch_costs_something(side: DataSide, why: str | None) -> None:
-    space = space_of(side, "drop_last")
-    assert space.drop_lasts == ((None, True) if why is None else (None,))
-    assert space_of(side).drop_lasts == (None,)
-    said = unmet(side, {"drop_last"}, space)
-    assert (said == []) if why is None else (why in said[0])
 
 
 @pytest.mark.parametrize("own", [None, "spawn"])
@@ -146,15 +123,12 @@ def test_each_kind_of_device_has_the_roads_to_it_that_torch_has(
     [
         ({"batch_size": 32}, data(), "from 8 to 32: the learning rate and its schedule belong to it"),
         ({"batch_size": 32}, data(), "4 times the learning rate is a common start for SGD, 2 times for Adam"),
-        ({"drop_last": True, "batch_size": 32}, data(), "leaves out the last 4 samples of every epoch"),
         ({"num_workers": 1, "in_order": False}, data(), "order differs from run to run"),
-        ({"sharing_strategy": "file_system"}, data(), "config.apply()"),
-        ({"num_workers": 1, "multiprocessing_context": "fork"}, data(), "may hang in forked workers"),
         ({"num_workers": 1, "persistent_workers": True}, data(rows(kind=ToldItsEpoch)), "set_epoch()"),
         ({"num_workers": 1, "persistent_workers": True, "consumer_threads": 2}, data(), ""),
     ],
     ids=lambda value: None if isinstance(value, DataSide) else str(value),
 )
 def test_what_a_choice_changes_in_training_is_said(best: dict[str, Any], side: DataSide, said: str) -> None:
-    found = consequences(LoaderConfig(**best), side)
-    assert any(said in sentence for sentence in found) if said else found == []
+    found = list(cautions(LoaderConfig(**best), side))
+    assert any(said in str(each) for each in found) if said else found == []

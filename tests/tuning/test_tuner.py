@@ -60,12 +60,12 @@ def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(
     on_simulated_machines(monkeypatch, lambda workload: SimulatedMachine(batch_size=8))
     loader, path = NeverIterated(ROWS, batch_size=8, num_workers=1, prefetch_factor=3), tmp_path / "loader.json"
     # WHEN it is tuned
-    result = tune(loader, torch.nn.Linear(3, 2), max_workers=1, output=path, reuse=False, progress=False)
+    result = tune(loader, torch.nn.Linear(3, 2), max_workers=1, output=path, progress=False)
     # THEN it is what the choice is compared with
     assert (result.baseline.num_workers, result.baseline.prefetch_factor) == (1, 3)
-    assert (result.trials[0].role, result.batch_size.value) == ("baseline", 8)
+    assert (result.trials[0].role, result.batch_size) == ("baseline", 8)
     # AND result and file say the same
-    assert load_config(path, on_mismatch="raise") == result.best
+    assert load_config(path, on_mismatch="strict") == result.best
     assert len(next(iter(result.make_loader(ROWS, shuffle=True, num_workers=0)))[0]) == 8
     written = TuningResult.load(path)
     assert (written.best, written.status, len(written.trials)) == (result.best, result.status, len(result.trials))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autotune_loader.values.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
+else:
+    Axes = Figure = Any  # matplotlib is imported when something is drawn
 
 # Okabe and Ito, "Color universal design" (2008); yellow is left out, it vanishes on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -32,7 +34,7 @@ _STYLE = {
     "legend.frameon": False,
     "legend.fontsize": 9,
     "svg.fonttype": "path",
-    "hatch.linewidth": 0.6,
+    "svg.hashsalt": "autotune_loader",
 }
 
 
@@ -51,7 +53,7 @@ def picture(
         content: what draws on the axes; or the reason why there is nothing to draw, which is then written instead.
         width: of the figure in inches.
         height: of the figure in inches.
-        legend_columns: of the legend below the axes, where it hides nothing; 0 for no legend.
+        legend_columns: of the legend below the axes, where it hides nothing.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -74,8 +76,7 @@ def picture(
             axes.text(0.5, 0.5, content, ha="center", va="center", transform=axes.transAxes, color=GREY, wrap=True)
         else:
             content(axes)
-            if legend_columns:
-                figure.legend(loc="outside lower center", ncols=legend_columns)
+            figure.legend(loc="outside lower center", ncols=legend_columns)
     return figure
 
 
@@ -91,14 +92,6 @@ def svg_bytes(figure: Figure) -> bytes:
     import matplotlib
 
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "autotune_loader", **_STYLE}):
+    with matplotlib.rc_context(_STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
-
-
-def label_rates(axes: Axes, xlabel: str, unit: str = "samples/s") -> None:
-    """Samples, or batches, per second upwards from zero."""
-    axes.set(xlabel=xlabel, ylabel=unit.replace("/s", " per second"))
-    top = axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1.0  # without any rate
-    axes.set_ylim(0, 1.1 * top)  # no marker on the upper edge, however close the rates are to one another
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == round(value) else f"{value:g}")

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from autotune_loader.diagnosis.units import share_text
 from autotune_loader.report.plots import canvas
-from autotune_loader.report.standings import measurement_of
-from autotune_loader.report.units import share_text
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import TunerError
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_of_each
 
@@ -24,9 +22,9 @@ MAX_BATCHES = 36
 HAIRLINE = 0.002
 """Waits below this share of the picture are hand-overs, not stalls, and would only be a hairline."""
 _COLOURS = {  # with the legend's words; in the order of drawing
-    "wait": (canvas.VERMILLION, "training loop waits"),
+    "wait": (canvas.ORANGE, "training loop waits"),
     "step": (canvas.BLUE, "training step"),
-    "fetch": (canvas.GREEN, "samples are fetched"),
+    "fetch": (canvas.PURPLE, "samples are fetched"),
     "collate": (canvas.SKY, "batch is collated"),
     "unseen": ("#E5E5E5", "not seen"),
 }
@@ -40,8 +38,7 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figu
         trial: number of the trial; the best configuration's if None.
 
     Raises:
-        ValueError: there is no such trial, or it failed.
-        TunerError: no trace is there any more; they are not saved in `loader.json`.
+        ValueError: there is no such trial, it failed, or the result was loaded: a file has no single batches.
     """
     config, measurement = _burst(result, trial)
     waits = f"The training loop waits {share_text(measurement.wait_share)} of the time"
@@ -103,18 +100,18 @@ def _spans(
 
 
 def _burst(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Measurement]:
-    """The trial asked for; if None, the chosen configuration's burst, or else the fastest of those that have traces."""
-    chosen = measurement_of(result.best, result.finals, result.trials)
-    if number is None and chosen is not None and chosen.traces:
-        return result.best, chosen
+    """The trial asked for; if None, the chosen configuration's last burst, or else the fastest of those that have traces."""
     traced = {each.number: (each.config, each.measurement) for each in result.trials if each.measurement}
     traced = {number: burst for number, burst in traced.items() if burst[1].traces}
     if not traced:
-        raise TunerError(
-            "no trace of a burst is there: they are kept in memory, not in loader.json. "
-            "Call plot_timeline() on the result of tune(..., reuse=False), in the process that tuned"
+        raise ValueError(
+            "plot_timeline() needs the single batches of a burst, which loader.json does not hold; the result that tune() "
+            "returned, in the process that tuned, would work"
         )
     if number is not None and number not in traced:
         known = ", ".join(map(str, sorted(traced)))
-        raise ValueError(f"trial={number!r} has no trace; these have one: {known}")
-    return max(traced.values(), key=lambda each: each[1].samples_per_s.value) if number is None else traced[number]
+        raise ValueError(f"trial={number!r} has no single batches; these have some: {known}")
+    if number is not None:
+        return traced[number]
+    chosen = [burst for burst in traced.values() if burst[0].key() == result.best.key()]
+    return chosen[-1] if chosen else max(traced.values(), key=lambda each: each[1].samples_per_s.value)

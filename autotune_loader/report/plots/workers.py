@@ -1,64 +1,90 @@
-"""Samples/s over the number of workers: where more workers stop helping."""
+"""Rates over the number of workers: where more workers stop helping."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from autotune_loader.diagnosis.ranking import Standing, ranking
+from autotune_loader.diagnosis.units import rate_text
 from autotune_loader.report.plots import canvas
-from autotune_loader.report.standings import rate_of, standings, tolerance_of
-from autotune_loader.report.units import rate_text, share_text
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.statistics import Interval
 
 FAR_ABOVE = 1.6
 """A ceiling this many times as high as the rest would press everything else flat onto the axis."""
 
 
 def plot_workers(result: TuningResult) -> canvas.Figure:
-    """Samples/s over workers: measured with intervals, predicted, the plateau and the ceiling.
+    """Rates over workers: measured with intervals, predicted, failed, and the ceiling.
 
-    Of each number of workers the fastest configuration counts; the chosen one has its rate of the finals where it ran in them.
+    Of each number of workers the fastest configuration is shown: of those in the paired rounds, where one ran in them. Only
+    what ran is a point, and only neighbours are joined.
     """
-    measured = [(row.config.num_workers, row.rate) for row in standings(result) if row.rate is not None]
-    fastest = dict(sorted(measured, key=lambda pair: pair[1].value))  # the last one of each number stays
-    nothing = "No configuration worked, so there is no rate to show."
-    content = partial(_draw, result, dict(sorted(fastest.items()))) if fastest else nothing
+    rows = ranking(result)
+    content = partial(_draw, result, rows) if any(row.rate for row in rows) else "No configuration worked."
     return canvas.picture("How many workers help", content)
 
 
-def _draw(result: TuningResult, fastest: dict[int, Interval], axes: canvas.Axes) -> None:
-    best = rate_of(result.best, result.finals, result.trials, is_best=True)
-    baseline = rate_of(result.baseline, result.finals, result.trials, is_best=result.baseline == result.best)
-    top = max(rate.value for rate in (*fastest.values(), best) if rate is not None)
-    if result.ceiling is not None and result.ceiling.value > FAR_ABOVE * top:
-        axes.plot([], [], " ", label=f"ceiling {rate_text(result.ceiling.value)}, far above")
-    elif result.ceiling is not None:
-        dashed: dict[str, Any] = {"color": canvas.BLACK, "linewidth": 1.2, "linestyle": (0, (6, 3))}
-        axes.axhline(result.ceiling.value, label="ceiling: the step alone", **dashed)
-    if best is not None:
-        tolerance = tolerance_of(result)
-        low, high = best.value * (1 - tolerance), best.value / (1 - tolerance)
-        label = f"within {share_text(tolerance)} of the chosen one"
-        axes.axhspan(low, high, color=canvas.GREEN, alpha=0.18, linewidth=0, label=label)
-    _draw_rates(axes, fastest, fmt="o-", color=canvas.BLUE, label="measured, 95 % interval")
-    asked = [result.best.with_workers(count) for count in range(max(*fastest, result.best.num_workers) + 1)]
-    if result.twin is not None and any(trial.measurement for trial in result.trials):
-        rates = [each.samples_per_s.value for each in result.predict_all(asked)]
-        axes.plot(range(len(rates)), rates, ":", color=canvas.PURPLE, linewidth=2, label="predicted")
-    chosen = "chosen, in the paired rounds" if result.finals.rates_of(result.best) else "chosen"
-    if baseline is not None:
-        look: dict[str, Any] = {"color": canvas.BLACK, "markersize": 8, "zorder": 5}
-        _draw_rates(axes, {result.baseline.num_workers: baseline}, fmt="s", label="before tuning", **look)
-    if best is not None:
-        look = {"color": canvas.VERMILLION, "markersize": 15, "zorder": 5}
-        _draw_rates(axes, {result.best.num_workers: best}, fmt="*", label=chosen, **look)
-    canvas.label_rates(axes, "worker processes", result.measured.rate_unit)
+def _draw(result: TuningResult, rows: tuple[Standing, ...], axes: canvas.Axes) -> None:
+    # Rows come with the rounds first and the fastest of each first: the first one of a number is shown.
+    shown: dict[int, Standing] = {}
+    for row in (row for row in rows if row.rate is not None):
+        shown.setdefault(row.config.num_workers, row)
+    rates = {count: row.rate.value for count, row in shown.items() if row.rate is not None}
+    failed = {row.config.num_workers for row in rows if row.rate is None} - rates.keys()
+    top = max(rates.values())
+    _draw_ceiling(axes, result, top)
+    _draw_predicted(axes, result, rates, failed)
+    for count in rates:
+        if count + 1 in rates:
+            axes.plot([count, count + 1], [rates[count], rates[count + 1]], color=canvas.BLUE, linewidth=1.2)
+    for source, fill, label in (
+        ("rounds", canvas.BLUE, "timed in turns, 95 %"),
+        ("search", "white", "timed once, 95 %"),
+    ):
+        of_source = {count: row for count, row in shown.items() if row.source == source}
+        _draw_rates(axes, of_source, fmt="o", color=canvas.BLUE, markerfacecolor=fill, label=label)
+    own = {row.config.num_workers: row for row in rows if row.is_baseline and row.rate}
+    _draw_rates(axes, own, fmt="s", color=canvas.BLACK, markersize=8, zorder=5, label="before tuning")
+    best = {row.config.num_workers: row for row in rows if row.is_best and row.rate}
+    _draw_rates(axes, best, fmt="*", color=canvas.VERMILLION, markersize=15, zorder=5, label="chosen")
+    if failed:
+        axes.plot(
+            sorted(failed), [0.03 * top] * len(failed), "x", color=canvas.VERMILLION, markersize=8, label="failed"
+        )
+    axes.set(xlabel="worker processes", ylabel=result.rate_unit.replace("/s", " per second"))
+    axes.set_ylim(0, 1.12 * max(top, axes.dataLim.y1))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == round(value) else f"{value:g}")
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)  # type: ignore[call-arg, unused-ignore]
 
 
-def _draw_rates(axes: canvas.Axes, rates: dict[int, Interval], **look: Any) -> None:
+def _draw_ceiling(axes: canvas.Axes, result: TuningResult, top: float) -> None:
+    if result.ceiling is None:
+        return
+    if result.ceiling.value > FAR_ABOVE * top:
+        axes.plot([], [], " ", label=f"the step alone: {rate_text(result.ceiling.value)}, far above")
+    else:
+        dashed: dict[str, Any] = {"color": canvas.BLACK, "linewidth": 1.2, "linestyle": (0, (6, 3))}
+        axes.axhline(result.ceiling.value, label="the step alone", **dashed)
+
+
+def _draw_predicted(axes: canvas.Axes, result: TuningResult, rates: Mapping[int, float], failed: set[int]) -> None:
+    """What is predicted up to the most workers that ran, and no further than what failed."""
+    if result.job is None:
+        return
+    most = min([max(rates), *(count - 1 for count in failed)])
+    counts = range(most + 1)
+    asked = [result.best.with_workers(count) for count in counts]
+    predicted = [each.samples_per_s.value for each in result.predictions(asked)] if asked else []
+    ahead = f", prefetch {result.best.prefetch_factor}" if result.best.prefetch_factor else ""
+    axes.plot(list(counts), predicted, ":", color=canvas.PURPLE, linewidth=2, label=f"predicted{ahead}")
+
+
+def _draw_rates(axes: canvas.Axes, rows: Mapping[int, Standing], **look: Any) -> None:
     """Rates with their intervals, where these tell anything."""
-    below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates.values()]
-    above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates.values()]
-    axes.errorbar(list(rates), [rate.value for rate in rates.values()], [below, above], capsize=3, **look)
+    rates = {count: row.rate for count, row in rows.items() if row.rate is not None}
+    if rates:
+        below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates.values()]
+        above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates.values()]
+        axes.errorbar(list(rates), [rate.value for rate in rates.values()], [below, above], capsize=3, **look)

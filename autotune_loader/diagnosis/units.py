@@ -1,29 +1,36 @@
-"""Numbers for people: rates, sizes, durations and shares as short texts. Only `report` and `cli` use them."""
+"""Numbers for people: rates, sizes, durations and shares as short texts. All below return `-` for None."""
 
 from __future__ import annotations
 
 import math
+import string
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from autotune_loader.values.statistics import Interval
 
-WORTH_CLAIMING = 1.005
-"""Of a ratio; two digits show no less."""
 UNKNOWN = "-"
 """What stands where nothing was measured."""
+WORTH_CLAIMING = 1.005
+"""Of a ratio; two digits show no less."""
+MOST_TIMES = 10.0
+"""A ratio above this says only that something else will limit long before."""
+
+
+def number_text(value: float) -> str:
+    """A number with at least three significant digits and thousands separated: "0.789", "1,234", "123k", "1.23M"."""
+    if not math.isfinite(value):
+        return str(value)
+    magnitude = abs(value)
+    if magnitude >= 99_950:
+        return f"{number_text(value / 1e6)}M" if magnitude >= 999_500 else f"{value / 1e3:.0f}k"
+    decimals = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.9995 else 3
+    return f"{value:,.{decimals}f}"
 
 
 def rate_text(samples_per_s: float | None) -> str:
     """Three significant digits at least: "1,234/s", "45.6/s", "0.789/s"."""
     return UNKNOWN if samples_per_s is None else f"{number_text(samples_per_s)}/s"
-
-
-def number_text(value: float) -> str:
-    """A number with at least three significant digits and thousands separated."""
-    if not math.isfinite(value):
-        return str(value)
-    magnitude = abs(value)
-    decimals = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.9995 else 3
-    return f"{value:,.{decimals}f}"
 
 
 def range_text(interval: Interval | None) -> str:
@@ -48,27 +55,19 @@ def ratio_text(interval: Interval | None) -> str:
     return f"{interval.value:.2f}x{limits}"
 
 
-def faster_words(subject: str, ratio: Interval, other: str) -> str:
-    """How many times as fast something was shown to be in paired rounds: the one wording, wherever a gain is told.
-
-    "It is 2.31x (2.20x to 2.42x) as fast as 0 workers in 5 paired rounds"; what is not shown is not claimed.
-    """
-    rounds = counted(ratio.count, "paired round")
-    if not ratio.is_telling:
-        return f"{subject} was {ratio_text(ratio)} as fast as {other} in {rounds}, too few or too noisy for an interval"
-    if is_claimed(ratio) or ratio.high < 1:
-        return f"{subject} is {ratio_text(ratio)} as fast as {other} in {rounds}"
-    return f"{subject} is not shown to be faster than {other}: {ratio_text(ratio)} as fast in {rounds}"
-
-
 def is_claimed(ratio: Interval) -> bool:
     """Whether words say that something is faster: its interval lies above one, and it is by more than a breath."""
-    return ratio.low > 1 and ratio.value > WORTH_CLAIMING
+    return ratio.is_telling and ratio.low > 1 and ratio.value > WORTH_CLAIMING
 
 
-def gain_words(gain: float) -> str:
-    """A relative gain that is expected: "12 %", and from a doubling on "3.2 times the rate"."""
-    return share_text(gain) if gain < 1 else f"{1 + gain:,.{0 if gain >= 9.5 else 1}f} times the rate"
+def times_text(gain: float | None) -> str:
+    """How many times as fast a relative gain is: "1.25x", "3.2x", "more than 10x"."""
+    if gain is None:
+        return UNKNOWN
+    times = 1 + gain
+    if times > MOST_TIMES:
+        return f"more than {MOST_TIMES:.0f}x"
+    return f"{times:.2f}x" if times < 2 else f"{times:.1f}x"
 
 
 def share_text(share: float | None) -> str:
@@ -102,9 +101,31 @@ def seconds_text(seconds: float | None) -> str:
     if seconds >= 0.9995:
         return f"{seconds:.2f} s"
     milliseconds = seconds * 1000
+    if 0 < milliseconds < 0.0995:
+        return f"{milliseconds * 1000:.2g} us"
     return f"{milliseconds:.0f} ms" if milliseconds >= 9.95 or not milliseconds else f"{milliseconds:.2g} ms"
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun: "1 trial", "3 trials"."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+    """A count with its noun: "1 trial", "3 trials", "2 batches"."""
+    plural = "es" if noun.endswith("tch") else "s"
+    return f"{count:,} {noun}" + ("" if count == 1 else plural)
+
+
+class Units(string.Formatter):
+    """Fills in a template whose fields name their unit: "{wait:share} of the time", "{size:bytes}", "{rounds:# round}"."""
+
+    _TEXTS: ClassVar[dict[str, Callable[[Any], str]]] = {
+        "share": share_text,
+        "bytes": bytes_text,
+        "seconds": seconds_text,
+        "rate": rate_text,
+        "ratio": ratio_text,
+        "times": times_text,
+    }
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("# "):
+            return counted(int(value), format_spec[2:])
+        text = self._TEXTS.get(format_spec)
+        return str(super().format_field(value, format_spec)) if text is None else text(value)

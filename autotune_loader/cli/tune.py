@@ -1,0 +1,111 @@
+"""`autotune-loader tune` and `demo`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
+
+
+@click.command("tune")
+@click.argument("factory", metavar="MODULE:FUNCTION")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write it here.  [default: loader.json]")
+@click.option("--budget", help="Wall time for everything, such as 60s or 3m.  [default: 60s]")
+@click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers.")
+@click.option(
+    "--allow",
+    multiple=True,
+    type=click.Choice(ALLOWED),
+    help="Search this too, though it changes training. Repeatable.",
+)
+@click.option("--storage", help="Keep the Optuna study here: a file, or the URL of a database.")
+@click.option("--json", "as_json", is_flag=True, help="Print what loader.json has, and nothing else, on stdout.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def tune_command(factory: str, as_json: bool, quiet: bool, storage: str | None, **options: Any) -> str:
+    """Tune the loader that a function of yours makes.
+
+    MODULE:FUNCTION is package.module:function or path/to/file.py:function. The function takes no arguments and returns
+    a dataset, a DataLoader, a tuple (dataset, model), or a dict of arguments for tune(). Options given here win over it.
+
+    \b
+    Examples:
+      autotune-loader tune train.py:make_loader
+      autotune-loader tune project.data:make --budget 3m --max-workers 16 --allow in_order
+      autotune-loader tune train.py:make_loader --json | jq .dataloader_kwargs
+    """  # noqa: D301 - click's mark is the character itself
+    from autotune_loader.cli.factories import load_workload
+
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    if storage is not None:
+        given["storage"] = storage
+    with _stdout_kept_for_us() if as_json else contextlib.nullcontext():
+        # Only now: a script may set variables that torch reads as it is imported.
+        data, arguments = load_workload(factory)
+        wanted = {"output": "loader.json", "progress": not quiet, **arguments, **given}
+        result = _tune(data, **wanted)
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), indent=2))
+    else:
+        click.echo(result.report())
+        _say_where(result, wanted["output"])
+    return str(result.status)
+
+
+@click.command("demo")
+@click.option("--budget", default="60s", show_default=True, help="Wall time for tuning, such as 60s or 3m.")
+def demo_command(budget: str) -> str:
+    """Tune a small real training job, in a temporary folder.
+
+    1,200 JPEG files are made once, in a cache folder. They are decoded, augmented and train a small CNN.
+
+    \b
+    Examples:
+      autotune-loader demo
+      autotune-loader demo --budget 30s
+    """  # noqa: D301 - click's mark is the character itself
+    import tempfile
+
+    from autotune_loader import demo
+
+    folder = demo.cache_folder()
+    click.echo(f"The training job: JPEG files in {folder}, decoded and augmented, and a small CNN.", err=True)
+    output = str(Path(tempfile.mkdtemp(prefix="autotune-loader-demo-")) / "loader.json")
+    result = _tune(*demo.job(), budget=budget, output=output, progress=True)
+    click.echo(result.report())
+    _say_where(result, output)
+    return str(result.status)
+
+
+def _tune(*job: Any, **options: Any) -> Any:
+    import autotune_loader
+
+    return autotune_loader.tune(*job, **options)
+
+
+def _say_where(result: Any, output: str | None) -> None:
+    if output is None or any(warning.kind == "not_written" for warning in result.warnings):
+        click.echo(f"\nArguments for DataLoader: {result.best.to_kwargs()}")
+    else:
+        click.echo(f"\nWritten to {output}. For your training script: autotune-loader show {output} --code")
+
+
+@contextlib.contextmanager
+def _stdout_kept_for_us() -> Iterator[None]:
+    """Send to stderr what anything else prints, worker processes and C libraries included."""
+    sys.__stdout__.flush() if sys.__stdout__ else None
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

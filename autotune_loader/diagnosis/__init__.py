@@ -1,0 +1,34 @@
+"""What figures of a run mean: who is fastest, what limits it, what to do. Pure: records go in, findings come out.
+
+evidence     what was measured of a loader in its loop
+bottleneck   what limits it             advice     what to do about it
+ranking      every configuration once, with the best evidence there is of it
+judge        these put into a result
+tables       every sentence that can be said      units     numbers for people
+"""
+
+from autotune_loader.diagnosis.evidence import Evidence
+from autotune_loader.diagnosis.judge import Diagnosis, diagnose, judged
+from autotune_loader.diagnosis.tables import (
+    Advice,
+    Answer,
+    Bottleneck,
+    Caution,
+    Ended,
+    Kept,
+    Undecided,
+)
+
+__all__ = [
+    "Advice",
+    "Answer",
+    "Bottleneck",
+    "Caution",
+    "Diagnosis",
+    "Ended",
+    "Evidence",
+    "Kept",
+    "Undecided",
+    "diagnose",
+    "judged",
+]

@@ -1,0 +1,221 @@
+"""What a diagnosis rests on: figures of one loader in its training loop, and what is derived from them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, FailureKind, Measurement
+from autotune_loader.values.stages import StageTime
+from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
+from autotune_loader.values.trial import Trial
+
+MIN_BATCHES = 4
+"""Fewer batches say nothing of a mean."""
+SAME_RATE = 0.05
+"""Bursts whose rates differ by less are no faster than each other."""
+MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
+"""What more memory, of either kind, would have prevented."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What was measured of a loader in its loop; None is "not measured". Seconds are means of one batch."""
+
+    config: LoaderConfig
+    """As the loader ran."""
+    samples_per_s: float
+    wait_share: float | None
+    """Share of the time in which the loop waited for data; None where no step could be timed."""
+    cores: float
+    """Those that the step and the workers share."""
+    batch_size: float = 1.0
+    """Samples of a batch; 1 where rates are of batches."""
+    step_s: float | None = None
+    fetch_s: float | None = None
+    """What a worker, or the loop, takes to fetch and collate."""
+    fetch_cpu_s: float | None = None
+    receive_s: float | None = None
+    """What the loop takes to receive a batch that lies ready; 0 where none did."""
+    collate_share: float | None = None
+    """Of `fetch_s`."""
+    slow_times: float | None = None
+    """How many times the median the slowest batches of a hundred take; None of fewer than twenty."""
+    first_batch_s: float | None = None
+    starting_share: float | None = None
+    """Share of the time in the starts of epochs; derived from `first_batch_s` where it was not measured."""
+    epoch_batches: int | None = None
+    batches: int | None = None
+    """How many this rests on; None for enough."""
+    loader_share: float = 1.0
+    """What the loop waited for this loader, as a share of its time with all loaders."""
+    cpu_share: float | None = None
+    """CPU use of loop and workers, as a share of `cores`."""
+    foreign_cpu_share: float | None = None
+    batch_bytes: int = 0
+    batch_tensors: int = 0
+    ceiling: Interval | None = None
+    """Rate of the step alone; None also where something speaks against it."""
+    on_accelerator: bool = False
+    """Whether the step leaves the cores to the loader."""
+    has_batched_fetch: bool = True
+    """Whether the dataset can fetch batches, or that cannot be told."""
+    max_workers: int | None = None
+    """The most that could be tried, where somebody said so."""
+    stages: Sequence[StageTime] = ()
+    """Where the time of a sample goes in a worker."""
+    trials: Sequence[Trial] = ()
+    """What was measured of other configurations of the same job."""
+
+    @classmethod
+    def of(cls, measured: Measurement, *, config: LoaderConfig, cores: float, **more: Any) -> Evidence:
+        """The evidence of a burst; `more` are other fields, and win over it."""
+        whole_s = sum(trace.service_s for trace in measured.traces)
+        times = sorted(trace.service_s for trace in measured.traces)
+        slow = times[int(len(times) * 0.99)] / times[len(times) // 2] if len(times) >= 20 and times[0] > 0 else None
+        collating_s = sum(trace.collate_end - trace.fetch_end for trace in measured.traces)
+        known: dict[str, Any] = {
+            "samples_per_s": measured.samples_per_s.value,
+            "wait_share": measured.wait_share,
+            "batch_size": measured.batch_size,
+            "step_s": measured.step_s,
+            "fetch_s": measured.service_s,
+            "fetch_cpu_s": measured.service_cpu_s,
+            "receive_s": ready_s(measured),
+            "collate_share": collating_s / whole_s if whole_s > 0 else None,
+            "slow_times": slow,
+            "first_batch_s": measured.first_batch_s,
+            "cpu_share": measured.cpu_share,
+            "foreign_cpu_share": measured.foreign_cpu_share,
+            "batch_bytes": measured.batch_bytes,
+            "batch_tensors": measured.batch_tensors,
+        }
+        return cls(config=config, cores=cores, **{**known, **more})
+
+    @property
+    def period_s(self) -> float:
+        """Seconds of one batch at the measured rate."""
+        return self.batch_size / self.samples_per_s
+
+    @property
+    def headroom(self) -> float | None:
+        """What a loader without any cost would gain at most, relatively; None where nothing bounds it."""
+        if self.ceiling is not None:
+            return max(0.0, self.ceiling.value / self.samples_per_s - 1)
+        if self.wait_share is None or self.wait_share >= 1:
+            return None
+        return self.wait_share / (1 - self.wait_share)
+
+    @property
+    def start_share(self) -> float:
+        """Share of the time that starting epochs takes, where workers are not kept."""
+        if self.starting_share is not None:
+            return self.starting_share
+        is_kept = self.config.persistent_workers or self.config.num_workers == 0
+        if not self.epoch_batches or is_kept or self.first_batch_s is None:
+            return 0.0
+        starting_s = max(0.0, self.first_batch_s - (self.fetch_s or 0.0))
+        return starting_s / (starting_s + self.epoch_batches * self.period_s)
+
+    @property
+    def fetching_share(self) -> float:
+        """Share of its time in which a worker fetches; 1 without workers."""
+        if self.config.num_workers == 0 or self.fetch_s is None:
+            return 1.0
+        return min(1.0, self.fetch_s / (self.config.num_workers * self.period_s))
+
+    @property
+    def bursts(self) -> list[tuple[LoaderConfig, Measurement]]:
+        """Every configuration that was measured."""
+        return [(trial.config, trial.measurement) for trial in self.trials if trial.measurement is not None]
+
+    @property
+    def undisturbed(self) -> Undisturbed:
+        """A fetch where nothing else wanted its core: with the fewest workers, on a quiet machine.
+
+        There, a worker that waits does so for its data. Where the machine was never quiet: the burst whose fetches had the CPU
+        for most of their time.
+        """
+        own = Undisturbed(self.fetch_s or 0.0, self.fetch_cpu_s or 0.0, self.cpu_share, self.foreign_cpu_share)
+        bursts = self.bursts
+        quiet = [each for each in bursts if (each[1].foreign_cpu_share or 0.0) <= FOREIGN_CPU_LIMIT]
+        if not bursts:
+            return own
+        if quiet:
+            found = min(quiet, key=lambda each: each[0].num_workers)[1]
+        else:
+            found = max((each for _, each in bursts), key=lambda each: each.service_cpu_s / max(each.service_s, 1e-9))
+        return Undisturbed(found.service_s, found.service_cpu_s, found.cpu_share, found.foreign_cpu_share)
+
+    @property
+    def ready_burst(self) -> Measurement | None:
+        """A burst with more workers, most of whose batches lay ready, and which was no faster: its loop waited for no fetch."""
+        more = [
+            burst
+            for config, burst in self.bursts
+            if config.num_workers > self.config.num_workers and config.batch_size == self.config.batch_size
+        ]
+        if any(burst.samples_per_s.value > (1 + SAME_RATE) * self.samples_per_s for burst in more):
+            return None
+        return max((burst for burst in more if ready_s(burst) > 0), key=ready_s, default=None)
+
+    @property
+    def ran_out(self) -> Trial | None:
+        """The smallest configuration with more batches in flight that ran out of memory, and was missed; None where none was.
+
+        It is not missed where others with more workers ran, and were no faster, or where it was predicted to be no faster.
+        """
+        own, least = self.config, (1 + SAME_RATE) * self.samples_per_s
+        more = [burst.samples_per_s.value for config, burst in self.bursts if config.num_workers > own.num_workers]
+        larger = [
+            each
+            for each in self.trials
+            if each.config.batches_in_flight > own.batches_in_flight
+            and _out_of_memory(each.failure)
+            and (each.predicted_samples_per_s is None or each.predicted_samples_per_s > least)
+        ]
+        if more and max(more) <= least:
+            return None
+        return min(larger, key=lambda each: each.config.batches_in_flight, default=None)
+
+    def rate_of(self, num_workers: int) -> float | None:
+        """The highest rate that was measured with so many workers."""
+        rates = [burst.samples_per_s.value for config, burst in self.bursts if config.num_workers == num_workers]
+        return max(rates, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Undisturbed:
+    """What a fetch takes where nothing else wants its core."""
+
+    fetch_s: float
+    cpu_s: float
+    own_share: float | None
+    foreign_share: float | None
+
+    @property
+    def computing_share(self) -> float:
+        """Share of a fetch that is spent on a CPU; above 1 where it uses several cores."""
+        return self.cpu_s / self.fetch_s if self.fetch_s > 0 else 1.0
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of the cores that nobody used: what a fetch did not wait for; None without a meter."""
+        if self.own_share is None or self.foreign_share is None:
+            return None
+        return max(0.0, 1 - self.own_share - self.foreign_share)
+
+
+def ready_s(measured: Measurement) -> float:
+    """Seconds in which the loop receives a batch that lies ready; 0 where most had to be waited for."""
+    if not measured.traces:
+        return measured.receive_s
+    ready = [trace.receive_s for trace in measured.traces[1:] if trace.collate_end <= trace.requested]
+    return statistics.median(ready) if len(ready) >= max(MIN_BATCHES, len(measured.traces) // 2) else 0.0
+
+
+def _out_of_memory(failure: Failure | None) -> bool:
+    return failure is not None and failure.kind in MEMORY_FAILURES

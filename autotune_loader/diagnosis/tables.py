@@ -1,0 +1,307 @@
+"""Everything that can be said of a run, one row a sentence. Rows are called with their figures and give a `Finding`.
+
+`Bottleneck.CPU()` is `Finding(kind="cpu", sentence="Bottleneck: CPU.")`. Figures are written in the unit that the row names.
+What is said of several things is several sentences: `all_of` joins them under the first one's kind.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from autotune_loader.diagnosis.units import Units, is_claimed
+from autotune_loader.results.record import Finding
+from autotune_loader.values.statistics import Interval
+
+_UNITS = Units()
+
+
+class Table(Enum):
+    """Rows of sentences by name."""
+
+    def __call__(self, **figures: Any) -> Finding:
+        """What the row says of these figures.
+
+        Raises:
+            KeyError: the row needs a figure that was not given.
+        """
+        return Finding(kind=self.kind, sentence=_UNITS.format(self.value, **figures), gain=figures.get("gain"))
+
+    @property
+    def kind(self) -> str:
+        """`Finding.kind` of what the row says."""
+        return self.name.lower()
+
+    def said_by(self, finding: Finding | None) -> bool:
+        """Whether a finding is what this row says."""
+        return finding is not None and finding.kind == self.kind
+
+
+def all_of(first: Finding, *facts: Finding | None, gain: float | None = None) -> Finding:
+    """One finding of several sentences, of the first one's kind; what is None is not said."""
+    said = [first, *(fact for fact in facts if fact is not None)]
+    return Finding(kind=first.kind, sentence=" ".join(each.sentence for each in said), gain=gain)
+
+
+class Bottleneck(Table):
+    """What limits the rate."""
+
+    STEP = "Bottleneck: the training step."
+    CPU = "Bottleneck: CPU."
+    STORAGE = "Bottleneck: waiting for storage or network."
+    HAND_OVER = "Bottleneck: handing batches over from workers to the training process."
+    MEMORY = "Bottleneck: memory."
+    START_UP = "Bottleneck: starting epochs, which takes {share:share} of the time."
+    IN_MEMORY = (
+        "Bottleneck: none. Fetching a batch takes {fetch:seconds}, less than handing it over would, so no worker "
+        "is needed."
+    )
+    LITTLE = "This loader is {share:share} of the time with all loaders."
+    UNCLEAR = "Bottleneck: unclear."
+    TOO_SHORT = "{batches:# batch}: too few to say anything."
+    NO_STEP = "No step could be timed: each epoch was left after its first batch."
+    NOTHING = "Nothing was measured."
+
+
+class Fact(Table):
+    """The figures behind a bottleneck or an advice."""
+
+    WAITS = "The loop waits for data {wait:share} of the time."
+    AT_MOST = "A loader without any cost would make training at most {gain:times} as fast."
+    LOADER_ALONE = "The step takes next to no time, so the loader alone sets the rate."
+    OF_CEILING = "That is {rate:rate} of the {ceiling:rate} that the step alone can do."
+    NO_CEILING = "What the step alone can do is not known."
+    CPU_OF_BATCH = "A batch takes {cpu:seconds} of CPU to fetch and {step:seconds} of step."
+    CORES = "There {cores}, {share:share} in use."
+    WAITED = "Of {fetch:seconds} per batch, a fetch computes for {cpu:seconds}."
+    IDLE = "{share:share} of the cores are idle."
+    NO_CORE_IDLE = "No core was idle meanwhile, so a fetch may have waited for a core."
+    STAGE_COMPUTES = "{stage} takes {share:share} of a worker's CPU ({where})."
+    STAGE_WAITS = "{stage} takes {share:share} of a worker's waiting ({where})."
+    RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
+    WRITING = "A worker needs {cpu:seconds} of CPU for {size:bytes}, which is what writing them takes."
+    RAN_OUT = "{config} ran out of it ({kind})."
+    FETCHES_LITTLE = "A worker fetches for only {share:share} of its time."
+    READY = "With more workers, whose batches lay ready, the rate is no higher ({rate:rate})."
+    BUSY = "Other processes kept {share:share} of the cores busy."
+    HALF_OF_IT = "Half of that would make training at most {gain:times} as fast."
+    LESS_OF_IT = "That would make training at most {gain:times} as fast."
+
+
+class Advice(Table):
+    """What to do next."""
+
+    LEAVE_IT = "Leave the loader as it is."
+    SPEED_UP_STEP = "Speed up the step (torch.compile, mixed precision, a larger batch), not the loader."
+    CHEAPER_STAGE = (
+        "Make {stage} cheaper ({where}){how}: it takes {share:share} of a worker's CPU, {cpu:seconds} per sample."
+    )
+    CHEAPER_TRANSFORMS = (
+        "Make the transforms cheaper (smaller images, a faster decoder, work done once and kept): a sample takes "
+        "{cpu:seconds} of CPU."
+    )
+    MORE_CORES = "Use a machine with more cores: all {cores} of this one are in use."
+    STEP_THREADS = (
+        "Give the step fewer threads, torch.set_num_threads({threads}), and measure it with compare(): step and "
+        "workers "
+        "share {cores} cores, and the step takes {step:seconds} in the loop and {alone:seconds} alone."
+    )
+    MORE_WORKERS = (
+        "Allow more workers, such as max_workers={workers}: {tried} were the most allowed, and a fetch waits "
+        "{wait:share} of "
+        "its time."
+    )
+    LARGER_READS = (
+        "Read larger pieces (tar shards, Parquet, memory-mapped arrays), or keep the data on a local disk: a fetch "
+        "waits "
+        "{wait:share} of its time."
+    )
+    SEND_LESS = "Send less per batch (uint8 instead of float32, cropped in the worker): a batch carries {size:bytes}."
+    HAND_OVER_LESS_OFTEN = (
+        "Hand over less often, with a larger batch_size: handing over takes {receive:seconds} however little a "
+        "batch carries."
+    )
+    AUTOLOADER_HANDS_OVER = (
+        "AutoLoader(dataset, num_workers={workers}, tune=False) hands batches over at less cost; compare() measures it."
+    )
+    FEWER_TENSORS = "Collate into fewer, larger tensors: a batch has {tensors}, and each travels by itself."
+    MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or make batches smaller."
+    SMALLER_WORKERS = "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of objects."
+    KEEP_WORKERS = (
+        "Keep workers between epochs, persistent_workers=True, unless they have to see what training changes in "
+        "the dataset."
+    )
+    KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
+    BATCHED_FETCH = (
+        "Give the dataset a __getitems__(indices) that fetches a whole batch at once: {share:share} of a fetch "
+        "goes into "
+        "single samples of {sample:seconds} each."
+    )
+    ONE_THREAD_WORKERS = (
+        "Keep libraries in workers to one thread (OMP_NUM_THREADS=1, cv2.setNumThreads(0) in worker_init_fn): a "
+        "worker keeps "
+        "{busy:.1f} cores busy, and there {cores}."
+    )
+    OUT_OF_ORDER = (
+        "If the order of batches does not matter, tune(allow=('in_order',)) lets a slow one be overtaken: the "
+        "slowest batches "
+        "take {times:.0f} times the median."
+    )
+    RUN = "`autotune-loader run {script}` tries other settings."
+    RUN_WITH_WORKERS = (
+        "`autotune-loader run --workers {script}` tries workers, if the data may be read from other processes."
+    )
+    TRAIN_LONGER = "Train for longer: the script ended before it was known what other settings bring."
+
+
+class Choice(Table):
+    """What to use, and what it brings."""
+
+    USE = "Use {best}: {rate}."
+    KEEP = "Keep {best}, which you have: {rate}."
+    NOTHING_FASTER = "Nothing that was tried is faster by more than {tolerance:share}."
+    UNTIL_THEN = "Until then use {best}, which was not shown to be the best."
+    FASTER = "That is {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired round}."
+    PROBABLY_FASTER = (
+        "Probably faster, not certain: {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired "
+        "round}. Keep "
+        "your settings if memory matters."
+    )
+    AS_FAST = (
+        "That is about as fast as {baseline} (before tuning), and costs less: {ratio:ratio} in {rounds:# paired round}."
+    )
+    NOT_COMPARED = "It was not timed in turns with {baseline} (before tuning)."
+    SO_FAR = "This is the best so far."
+    REPORT = "{name}.report() has the table."
+
+
+class Undecided(Table):
+    """Why a choice is a guess, and what would decide it."""
+
+    NO_ROUNDS = "No paired round fitted into the budget; a larger budget would decide it."
+    FEW_ROUNDS = "Only {rounds:# paired round} fitted into the budget; a larger budget would decide it."
+    CLOSE = (
+        "After {rounds:# paired round} something else may be faster by more than {tolerance:share}; a larger "
+        "budget would "
+        "decide it."
+    )
+    BUSY = (
+        "Other processes kept the cores busy in {busy} of {rounds:# paired round}; tuning on a quiet machine would "
+        "decide it."
+    )
+    ONE_TRIED = "The budget ended before a second configuration was measured; a larger budget would decide it."
+
+
+class Ended(Table):
+    """Why a search tried nothing more."""
+
+    SAFE = "Search ended: no untried setting was expected to be faster."
+    CEILING = "Search ended: bursts were as fast as the step alone."
+    BUDGET = "Search ended: the rest of the budget was kept for the rounds."
+    TRIALS = "Search ended: the study has as many trials as were asked for."
+    SAMPLER = "Search ended: the sampler repeats itself."
+    INTERRUPTED = "Search ended: it was interrupted. This is the best so far."
+    ASKED = "Search ended: the study was told to stop."
+    FALLBACK = "No configuration worked; torch's defaults are given as a fallback."
+
+
+class Kept(Table):
+    """Why an AutoLoader keeps the number of workers that was asked for."""
+
+    NO_CONSENT = "num_workers=0 was asked for, so no worker is used; without num_workers they may be."
+    FROZEN = "tune=False was asked for."
+    OWN_ITERATOR = "{kind} makes iterators of its own."
+    ITERABLE = "An IterableDataset reads by itself: its workers are as asked."
+    WORKER_INIT = "worker_init_fn is the script's own and may depend on the number of workers."
+    NOT_WAITING = "The loop hardly waits for data ({wait:share} of the time)."
+    TOO_SHORT = "The training was too short to try anything."
+    NOT_FASTER = "No other number of workers was shown to be faster."
+    SAMPLES_DIFFER = (
+        "Batch {batch} of a worker was not the loop's own ({what}): its samples depend on the process that makes them."
+    )
+    WORKER_ERROR = "A worker raised what the loop does not: {error}"
+    WORKER_SILENT = "A worker gave no answer for {silent:seconds}."
+    WORKERS_LOST = "Workers ended again and again: {error}"
+    DATASET_CHANGES = "Fetching a sample changes {what}, which the loop would not see from workers."
+    TRAINING_CHANGES = "The training changes {what} in the midst of an epoch, which workers would not see."
+    WRITES_FILES = "Fetching a sample writes {path}, which several processes must not do at once."
+    SAMPLER_DRAWS = (
+        "The sampler draws from a global generator between two batches; a generator of its own would allow workers."
+    )
+    MEMORY = "More workers would not fit into {what}."
+    CANNOT_START = "Workers cannot be started here: {why}"
+
+
+class Caution(Table):
+    """What should be known before a configuration is used."""
+
+    FAILED = "{trials:# trial} failed ({kind}): {message}"
+    ROUND_FAILED = "{config} failed in the rounds ({kind}): {message}"
+    BATCH_SIZE = (
+        "The batch size was tuned from {old} to {new}: the learning rate and its schedule belong to it, so tune "
+        "them again ({ratio:g} times the learning rate is a common start for SGD, {root:.2g} times for Adam)."
+    )
+    OUT_OF_ORDER = (
+        "in_order=False delivers batches as they come: their order differs from run to run, even with a seed."
+    )
+    EPOCH_NOT_SEEN = "persistent_workers=True: set_epoch() on the dataset does not reach workers that live on."
+    NO_BATCH_SIZE = "batch_size is not tuned: {why}."
+    DISTURBED = "Other processes kept more than {limit:share} of the cores busy in {busy} of {rounds:# paired round}."
+    NOT_WRITTEN = "{path} was not written ({why}). result.save() elsewhere keeps the result."
+    CEILING_PASSED = (
+        "The step alone was measured at {alone:rate}, and {config} reached {rate:rate} with it: the ceiling is "
+        "left out."
+    )
+    STEP_FASTER_IN_LOOP = (
+        "The step alone was measured at {alone:rate}, and steps in the loop allow {rate:rate}: the ceiling is left out."
+    )
+    BATCH_SIZES_DIFFER = (
+        "Batch sizes differ ({sizes}): sides are compared by samples/s, which does not tell what a batch size does "
+        "to learning."
+    )
+    FEWER_SAMPLES = (
+        "drop_last=True: each of {workers} workers of a stream drops its own last batch, so an epoch has fewer samples."
+    )
+    NOTE = "{text}"
+
+
+class Source(Table):
+    """Where bursts had their samples from, and where training will have them from."""
+
+    STORAGE = (
+        "Bursts read {sample:bytes} per sample from storage. Training will, too: the data, about {data:bytes}, do "
+        "not fit into "
+        "{memory:bytes} of memory."
+    )
+    STORAGE_AT_FIRST = (
+        "Bursts read {sample:bytes} per sample from storage. Training will in its first epoch: the data, about "
+        "{data:bytes}, "
+        "then fit into memory."
+    )
+    STORAGE_UNKNOWN = "Bursts read {sample:bytes} per sample from storage."
+    MEMORY = "Bursts had their samples from memory. Training has, too, unless something else fills it first."
+
+
+class Answer(Table):
+    """Which of two is faster."""
+
+    FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# paired round}."
+    SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# paired round}."
+    NOT_SHOWN = "{name} is not shown to be faster than {other}: {ratio:ratio} as fast in {rounds:# paired round}."
+    UNSURE = (
+        "{name} was {ratio:ratio} as fast as {other} in {rounds:# paired round}, too few or too noisy for an interval."
+    )
+    FAILED = "{name} failed: {error}"
+    ALONE = "{name} is the only side that worked."
+    NONE = "No side worked."
+
+
+def answer(name: str, ratio: Interval, other: str) -> Finding:
+    """How many times as fast something was shown to be in paired rounds: the one wording, wherever a gain is told."""
+    if not ratio.is_telling:
+        row = Answer.UNSURE
+    elif is_claimed(ratio):
+        row = Answer.FASTER
+    else:
+        row = Answer.SLOWER if ratio.high < 1 else Answer.NOT_SHOWN
+    return row(name=name, ratio=ratio, other=other, rounds=ratio.count, gain=ratio.value - 1)

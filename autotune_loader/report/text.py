@@ -1,0 +1,183 @@
+"""A result as text for a terminal, a log or an e-mail: what to use, the table, what it means and what to do next.
+
+A result goes in and a string comes out; whoever calls prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autotune_loader.diagnosis.judge import source_of
+from autotune_loader.diagnosis.ranking import Standing, ranking
+from autotune_loader.diagnosis.tables import Choice, Ended, Undecided
+from autotune_loader.diagnosis.units import (
+    UNKNOWN,
+    bytes_text,
+    counted,
+    is_claimed,
+    number_text,
+    range_text,
+    rate_text,
+    seconds_text,
+    share_text,
+)
+from autotune_loader.report.table import WIDTH, table_text, wrapped
+from autotune_loader.results.record import Finding
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.stages import StageTime
+from autotune_loader.values.statistics import Interval
+
+MAX_ROWS = 16
+"""Slower configurations than these are counted, not listed; the frame has them all."""
+SHOWN_STAGES, SMALL_STAGE = 6, 0.01
+"""So many stages, and none below this share, are listed; the frame has them all."""
+BEST, AS_FAST, BASELINE, FAILED = ">", "=", "b", "x"
+"""What stands before a row; the legend below the table explains those that occur."""
+HEADERS = ("", "workers", "prefetch", "also", "{rate_unit}", "95 % interval", "from", "wait", "memory")
+NUMERIC = (1, 2, 4, 5, 7, 8)
+
+
+def summary_of(result: TuningResult) -> str:
+    """What to use, what it brings, and where the report is: what `print(result)` shows."""
+    return wrapped(_sentences([*_choice(result), Choice.REPORT(name="result")]), indent="")
+
+
+def report_of(result: TuningResult, width: int = WIDTH) -> str:
+    """The whole result: choice, table, bottleneck, stages, advice, warnings, how it was found."""
+    blocks = [
+        [wrapped(_sentences(_choice(result)), width, indent="")],
+        [configurations_of(result, width)],
+        *findings_of(result, width),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _sentences(findings: Sequence[Finding]) -> str:
+    return " ".join(each.sentence for each in findings)
+
+
+def _choice(result: TuningResult) -> list[Finding]:
+    """What to use, and what it brings."""
+    best, ratio, rate = result.best, result.speedup, rate_words(result.rate, result.rate_unit)
+    if result.status == "fallback":
+        return [Ended.FALLBACK()]
+    said = [result.undecided or Undecided.NO_ROUNDS()] if result.status == "undecided" else []
+    if best == result.baseline:
+        said.append(Choice.KEEP(best=best, rate=rate))
+        said += [] if said[:-1] or result.status == "partial" else [Choice.NOTHING_FASTER(tolerance=result.tolerance)]
+    else:
+        said.append(Choice.USE(best=best, rate=rate))
+        figures = {"ratio": ratio, "baseline": result.baseline, "rounds": 0 if ratio is None else ratio.count}
+        if ratio is None:
+            said.append(Choice.NOT_COMPARED(**figures))
+        elif is_claimed(ratio):
+            said.append(Choice.FASTER(**figures))
+        else:
+            said.append((Choice.PROBABLY_FASTER if ratio.value > 1 else Choice.AS_FAST)(**figures))
+    return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
+
+
+def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
+    """Such as "1,486 samples/s (1,428 to 1,544)"."""
+    if rate is None:
+        return "not measured"
+    if not rate.is_telling:
+        return f"about {number_text(rate.value)} {unit}"
+    return f"{number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
+
+
+def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
+    """The table of configurations with a legend: those of the rounds, those of the search, those that failed and why."""
+    rows = ranking(result)
+    if not rows:
+        return "No configuration was tried."
+    shown = _shown(rows)
+    groups = [[_cells(row) for row in shown if row.source == source] for source in ("rounds", "search", "failed")]
+    headers = [header.format(rate_unit=result.rate_unit) for header in HEADERS]
+    lines = [table_text(headers, [each for each in groups if each], numeric=NUMERIC, wraps=3, width=width)]
+    if len(shown) < len(rows):
+        lines.append(f"and {counted(len(rows) - len(shown), 'more configuration')}, all in result.to_dataframe()")
+    return "\n".join([*lines, "", _legend(shown, result), *_failure_lines(shown, width)])
+
+
+def _shown(rows: Sequence[Standing]) -> list[Standing]:
+    """The fastest, and always the chosen one, the baseline and some of the failed."""
+    worked = [row for row in rows if row.rate]
+    failed = [row for row in rows if not row.rate][: MAX_ROWS // 2]
+    kept = worked[: MAX_ROWS - len(failed)]
+    return [*kept, *(row for row in worked if row not in kept and (row.is_best or row.is_baseline)), *failed]
+
+
+def _legend(rows: Sequence[Standing], result: TuningResult) -> str:
+    """What the marks of these rows mean."""
+    told = {
+        BEST: ("not decided" if result.status == "undecided" else "chosen", any(row.is_best for row in rows)),
+        AS_FAST: ("as fast, but needs more workers or memory", any(row.is_as_fast for row in rows)),
+        BASELINE: ("before tuning", any(row.is_baseline for row in rows)),
+        FAILED: ("failed", any(row.rate is None for row in rows)),
+    }
+    return "  ".join(f"{mark} {words}" for mark, (words, occurs) in told.items() if occurs)
+
+
+def _cells(row: Standing) -> tuple[str, ...]:
+    marks = ((BEST, row.is_best), (AS_FAST, row.is_as_fast), (BASELINE, row.is_baseline), (FAILED, row.rate is None))
+    mark = "".join(mark for mark, applies in marks if applies)
+    rate = number_text(row.rate.value) if row.rate else UNKNOWN
+    ahead = UNKNOWN if row.config.prefetch_factor is None else str(row.config.prefetch_factor)
+    knobs = (str(row.config.num_workers), ahead, ", ".join(row.config.words()))
+    source = counted(row.rate.count, "round") if row.rate and row.source == "rounds" else row.source
+    wait = share_text(None if row.measurement is None else row.measurement.wait_share)
+    return (mark, *knobs, rate, range_text(row.rate), source, wait, bytes_text(row.memory_bytes))
+
+
+def _failure_lines(rows: Sequence[Standing], width: int) -> list[str]:
+    """Each reason once, with the first configuration that failed for it."""
+    failed: dict[str, str] = {}
+    for row in rows:
+        if row.failure is not None:
+            kind, phase = (word.replace("_", " ") for word in (row.failure.kind, row.failure.phase))
+            failed.setdefault(row.failure.message, f"{FAILED} {row.config}: {kind} ({phase}): {row.failure.message}")
+    return ["", *(wrapped(text, width) for text in failed.values())] if failed else []
+
+
+def findings_of(result: TuningResult, width: int = WIDTH) -> list[list[str]]:
+    """What the table means, in blocks of lines."""
+    facts = [wrapped(sentence, width) for sentence in _facts(result)]
+    stages = ["A sample's time in a worker:", *stage_lines(result.stages, width)] if result.stages else []
+    advice = ["Next:", *(wrapped(f"- {each}", width) for each in result.advice)] if result.advice else []
+    warnings = [wrapped(f"! {each}", width) for each in result.warnings]
+    how = [wrapped(" ".join(_how(result)), width, indent="")]
+    return [facts, stages, advice, warnings, how]
+
+
+def _facts(result: TuningResult) -> Iterator[str]:
+    if result.bottleneck is not None:
+        yield result.bottleneck.sentence
+    if result.ceiling is not None:
+        yield f"Ceiling: {rate_text(result.ceiling.value)}, the step alone, data already in memory."
+    if result.gpu_busy_share is not None:
+        yield f"GPU: at work on a step for {share_text(result.gpu_busy_share)} of the time."
+    source = source_of(result.job, None if result.machine is None else result.machine.memory_bytes)
+    if source is not None:
+        yield source.sentence
+
+
+def _how(result: TuningResult) -> Iterator[str]:
+    if result.step:
+        yield f"Step: {result.step}."
+    if result.ended is not None and result.status != "fallback":
+        yield result.ended.sentence
+    if result.trials:
+        yield f"{counted(len(result.trials), 'burst')} in {seconds_text(result.seconds)}."
+
+
+def stage_lines(times: Sequence[StageTime], width: int = WIDTH) -> list[str]:
+    """The longest stages as a table: share of a sample's time, how much of that is computing, seconds, where."""
+    whole_s = sum(each.wall_s for each in times)
+    shown = [each for each in times[:SHOWN_STAGES] if max(each.wall_s, each.cpu_s) >= SMALL_STAGE * whole_s]
+    rows = [
+        (each.stage, share_text(each.wall_share), seconds_text(each.wall_s), seconds_text(each.cpu_s), each.where)
+        for each in shown
+    ]
+    headers = ("stage", "share", "time", "of it CPU", "where")
+    return [table_text(headers, [rows], numeric=(1, 2, 3), wraps=4, width=width)] if rows else []

@@ -1,0 +1,101 @@
+"""What `compare()` found: sides, their rates in paired rounds, who is faster and what limits each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from autotune_loader.results.record import Finding, RateUnit
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import Interval, Round, log_ratios, mean_interval, paired_ratio
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SURE = 0.95
+"""Confidence with which all intervals of a comparison hold together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side of a comparison."""
+
+    name: str
+    config: LoaderConfig
+    """As its loader is set."""
+    measurement: Measurement | None = None
+    """Mean of its bursts in the rounds; None where it failed."""
+    bottleneck: Finding | None = None
+    """What limits it; None where it failed."""
+    error: str | None = None
+    """Why it has no rate."""
+    traceback: str | None = None
+    """The user's own, where user code raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Sides of a comparison, the first of which the others are compared with.
+
+    All intervals together hold with 95 % confidence: with m sides beside the first, each has an error of 5 % / m (Bonferroni).
+    How many rounds there are depends on time alone, never on who is ahead.
+    """
+
+    sides: tuple[Side, ...]
+    rounds: tuple[Round, ...] = ()
+    """Rates by the name of the side."""
+    rate_unit: RateUnit = "samples/s"
+    seconds: float = 0.0
+    notes: Sequence[Finding] = ()
+
+    def __getitem__(self, name: str) -> Side:
+        """The side of this name.
+
+        Raises:
+            KeyError: there is none; the message names those that are.
+        """
+        for side in self.sides:
+            if side.name == name:
+                return side
+        raise KeyError(f"{name!r} is no side; {', '.join(repr(side.name) for side in self.sides)} would work")
+
+    @property
+    def rates(self) -> dict[str, Interval]:
+        """Mean rate of each side that worked."""
+        seen = {
+            side.name: [one.rates[side.name] for one in self.rounds if side.name in one.rates] for side in self.sides
+        }
+        return {side.name: mean_interval(seen[side.name]) for side in self.sides if seen[side.name] and not side.error}
+
+    @property
+    def ratios(self) -> dict[str, Interval]:
+        """How many times as fast as the first side each other one is, from paired rounds; sides that failed are not in it."""
+        first, sure = self.sides[0].name, 1 - (1 - SURE) / max(1, len(self.sides) - 1)
+        others = [name for name in self.rates if name != first and log_ratios(self.rounds, name, first)]
+        return {name: paired_ratio(self.rounds, name, first, sure) for name in others}
+
+    def report(self) -> str:
+        """A table of the sides and what it says, 80 columns wide."""
+        from autotune_loader.report.comparison import report_of
+
+        return report_of(self)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """A row for each side: configuration, rate and ratio with their limits, shares, bytes, bottleneck, error."""
+        from autotune_loader.report.frames import sides_frame
+
+        return sides_frame(self)
+
+    def __str__(self) -> str:
+        from autotune_loader.report.comparison import summary_of
+
+        return summary_of(self)
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {', '.join(side.name for side in self.sides)}: {len(self.rounds)} rounds>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.report())}</pre>"

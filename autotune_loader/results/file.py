@@ -1,0 +1,153 @@
+"""`load_config()` in the training job: where `loader.json` is looked for, and how it is fitted to the machine of the job.
+
+Only the standard library and `values` are needed to read a file; `machine` is asked where the file says on which it was tuned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
+from autotune_loader.values.validation import require_choice
+
+if TYPE_CHECKING:
+    from autotune_loader.machine.comparison import Difference
+    from autotune_loader.machine.facts import Fingerprint
+
+_Kind = TypeVar("_Kind")
+OnMismatch = Literal["fit", "strict", "ignore"]
+SCHEMA_VERSION = 1
+MAX_FILE_BYTES = 32 << 20
+"""No honest loader.json comes near this; a file that does is refused before it is parsed."""
+CONFIG_VARIABLE = "AUTOTUNE_LOADER_CONFIG"
+"""Names the file for jobs that take no argument."""
+FILE_NAME = "loader.json"
+"""In the folder of the job."""
+HOW_TO_WRITE = "write one with tune(..., output='loader.json') or result.save('loader.json')"
+
+
+def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """What `AUTOTUNE_LOADER_CONFIG` names, else `./loader.json`.
+
+    Raises:
+        ConfigFileError: it is not there; the message names the place.
+    """
+    named = environ.get(CONFIG_VARIABLE)
+    place = Path(named or FILE_NAME)
+    if place.is_file():
+        return place
+    if named:
+        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} names no file; unset it or write one there")
+    raise ConfigFileError(f"there is no {place.absolute()}, and {CONFIG_VARIABLE} names no other; {HOW_TO_WRITE}")
+
+
+def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMismatch = "fit") -> LoaderConfig:
+    """The configuration of a `loader.json`, checked against the machine it is loaded on.
+
+    Args:
+        path: the file that `tune()` or `result.save()` wrote. Without it: what `AUTOTUNE_LOADER_CONFIG` names, else
+            `./loader.json`.
+        on_mismatch: what to do when this machine differs, in a way that matters, from the one it was tuned on. `"fit"` warns,
+            and takes away workers that fewer cores cannot feed, and what needs a GPU where there is none. `"strict"` raises.
+            `"ignore"` gives the configuration as it is.
+
+    Raises:
+        ConfigFileError: the file cannot be read, or there is none; the message names the place.
+        MachineMismatchError: the machines differ and `on_mismatch="strict"`.
+        ValueError: `on_mismatch` is none of the three.
+    """
+    require_choice("on_mismatch", on_mismatch, ("fit", "strict", "ignore"))
+    path = find_loader_file() if path is None else path
+    config, tuned_on = read_json(path, lambda raw: (config_of(raw), _machine_of(raw)))
+    if on_mismatch == "ignore" or tuned_on is None:
+        return config
+    here, found = differences_here(tuned_on)
+    matters = [each.sentence for each in found if each.matters]
+    if not matters:
+        return config
+    text = f"{os.fspath(path)} was tuned on another machine: {'; '.join(matters)}"
+    if on_mismatch == "strict":
+        raise MachineMismatchError(f"{text}. Tune again here, or load with on_mismatch='fit'")
+    fitted = fit(config, tuned_on, here)
+    warnings.warn(text if fitted == config else f"{text}; changed to {fitted}", stacklevel=2)
+    return fitted
+
+
+def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Difference]]:
+    """This machine, and how it differs from the one that a file was tuned on."""
+    from autotune_loader.machine.comparison import differences
+    from autotune_loader.machine.facts import inspect_machine
+
+    here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
+    return here, differences(tuned_on, here)
+
+
+def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _Kind:
+    """What `parse` makes of a JSON file of ours, after its size and version were checked.
+
+    Raises:
+        ConfigFileError: missing, too large, not JSON, of a newer version, or nothing that `parse` takes.
+    """
+    name = f"path={os.fspath(path)!r}"
+    try:
+        size = Path(path).stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ConfigFileError(f"{name} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})")
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise ConfigFileError(f"{name} cannot be read ({getattr(error, 'strerror', error)}); {HOW_TO_WRITE}") from error
+    try:
+        raw = json.loads(data, parse_constant=_refuse)
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ValueError(f"schema_version={version!r}, and this release writes {SCHEMA_VERSION}")
+        if version > SCHEMA_VERSION:
+            raise ConfigFileError(
+                f"{name} has schema_version={version}, newer than {SCHEMA_VERSION}, which this release reads; a newer release "
+                "of autotune_loader would read it"
+            )
+        return parse(raw)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ConfigFileError(f"{name} is not a valid loader.json: {why}; {HOW_TO_WRITE}") from error
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number in JSON")  # read, it would be saved as null, which is another thing
+
+
+def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
+    """The configuration that the plain values of a `loader.json` describe."""
+    return LoaderConfig.from_dict({**raw["dataloader_kwargs"], **(raw.get("extras") or {})})
+
+
+def fit(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
+    """The configuration scaled down to a machine with fewer cores or without the GPU; never scaled up.
+
+    Workers that wait may outnumber the cores as they did there; no fewer are left than there are cores to use.
+    """
+    workers = config.num_workers
+    if here.usable_cores < tuned_on.usable_cores:
+        workers = max(workers * here.usable_cores // tuned_on.usable_cores, min(workers, here.usable_cores))
+    config = config.with_workers(workers)
+    return config if here.gpus or not tuned_on.gpus else replace(config, pin_memory=False, device_prefetch=0)
+
+
+def _machine_of(raw: Mapping[str, Any]) -> Fingerprint | None:
+    """The machine that a file names; None where it names none."""
+    if (told := raw.get("machine")) is None:
+        return None
+    from autotune_loader.machine.facts import Fingerprint
+    from autotune_loader.values.serialization import from_plain
+
+    tuned_on = from_plain(told, Fingerprint)
+    if tuned_on.usable_cores < 1:
+        raise ValueError(f"machine.usable_cores={tuned_on.usable_cores!r} is no number of cores")
+    return tuned_on

@@ -1,0 +1,85 @@
+"""The tables of what can be said: every row can be filled in, in units; and numbers are written for people."""
+
+from __future__ import annotations
+
+import re
+import string
+
+import pytest
+
+from autotune_loader.diagnosis import tables, units
+from autotune_loader.diagnosis.tables import Advice, Answer, Table, answer
+from autotune_loader.values.statistics import Interval
+
+ROWS = [row for table in Table.__subclasses__() for row in table]
+FIGURES = {
+    "share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "rate": 1234.5, "times": 0.5,
+    "ratio": Interval(value=1.5, low=1.4, high=1.6, count=4), "": "words", ".1f": 2.25, ".0f": 4.0, ".2g": 1.41, "g": 2.0,
+}  # fmt: skip
+
+
+def test_every_row_can_be_said_in_one_line_that_ends_and_names_no_field():
+    assert len(ROWS) > 90
+    for row in ROWS:
+        fields = [(name, spec or "") for _, name, spec, _ in string.Formatter().parse(row.value) if name]
+        figures = {name: 3 if spec.startswith("# ") else FIGURES[spec] for name, spec in fields}
+        finding = row(**figures)
+        assert finding.kind == row.name.lower()
+        assert row.said_by(finding)
+        assert not re.search(r"[{}\n]|  ", finding.sentence), row
+        assert finding.sentence[-1] in ".:)" or row.value.endswith("}"), row
+
+
+def test_no_two_rows_of_a_table_say_the_same_and_a_missing_figure_is_an_error():
+    assert all(len({row.value for row in table}) == len(table.__members__) for table in Table.__subclasses__())
+    with pytest.raises(KeyError):
+        Advice.RUN()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "row"),
+    [
+        ((1.5, 1.4, 1.6), Answer.FASTER),
+        ((0.8, 0.7, 0.9), Answer.SLOWER),
+        ((1.1, 0.9, 1.3), Answer.NOT_SHOWN),
+        ((1.003, 1.001, 1.005), Answer.NOT_SHOWN),  # shown, and not worth a word
+        ((1.5, float("-inf"), float("inf")), Answer.UNSURE),
+    ],
+)
+def test_a_gain_is_claimed_only_where_rounds_show_it(ratio, row):
+    value, low, high = ratio
+    assert row.said_by(answer("new", Interval(value=value, low=low, high=high, count=4), "old"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (units.rate_text(1234.4), "1,234/s"),
+        (units.rate_text(0.7891), "0.789/s"),
+        (units.rate_text(123_456), "123k/s"),
+        (units.rate_text(1_234_567), "1.23M/s"),
+        (units.rate_text(None), "-"),
+        (units.share_text(0.004), "0.4 %"),
+        (units.share_text(0.124), "12 %"),
+        (units.bytes_text(45 << 20), "45 MiB"),
+        (units.bytes_text((5 << 30) // 4), "1.25 GiB"),
+        (units.seconds_text(0.00004), "40 us"),
+        (units.seconds_text(0.0004), "0.4 ms"),
+        (units.seconds_text(1.234), "1.23 s"),
+        (units.seconds_text(200), "3 min 20 s"),
+        (units.times_text(0.25), "1.25x"),
+        (units.times_text(2.2), "3.2x"),
+        (units.times_text(30), "more than 10x"),
+        (units.counted(1, "batch"), "1 batch"),
+        (units.counted(1200, "batch"), "1,200 batches"),
+        (units.counted(2, "epoch"), "2 epochs"),
+        (units.ratio_text(Interval(value=2.31, low=2.2, high=2.42, count=4)), "2.31x (2.20x to 2.42x)"),
+        (units.range_text(Interval(value=1.0, low=0.0, high=9.0, count=4)), "-"),
+    ],
+)
+def test_numbers_are_written_for_people(text, expected):
+    assert text == expected
+
+
+def test_the_tables_are_the_only_place_where_rows_are_made():
+    assert {table.__module__ for table in Table.__subclasses__()} == {tables.__name__}

@@ -1,0 +1,202 @@
+"""A result as text: the table as drawn, what is special, and never wider than a terminal."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from report.example import FULL, exactly
+
+from autotune_loader.diagnosis import Undecided
+from autotune_loader.report.text import configurations_of, report_of
+from autotune_loader.results.comparison import Comparison, Side
+from autotune_loader.results.record import Finding, Job
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
+from autotune_loader.values.statistics import Interval, Round
+from autotune_loader.values.trial import Trial
+
+
+def ran(number: int, config: LoaderConfig, rate: float | Failure, round_number: int | None = None) -> Trial:
+    if isinstance(rate, Failure):
+        return Trial(number=number, config=config, role="search", failure=rate)
+    measurement = Measurement(
+        samples_per_s=Interval(value=rate, low=rate - 10, high=rate + 10, count=20), samples=640, window_s=0.5,
+        batch_size=32, first_batch_s=0.25, wait_share=0.125, service_s=0.08, service_cpu_s=0.07, receive_s=0.001,
+        step_s=0.02, memory=MemoryUse(rss_bytes=900 << 20, pss_bytes=640 << 20),
+    )  # fmt: skip
+    return Trial(number=number, config=config, role="search", round=round_number, measurement=measurement)
+
+
+NONE, ONE = LoaderConfig(), LoaderConfig(num_workers=1)
+TWO, THREE = LoaderConfig(num_workers=2, pin_memory=True), LoaderConfig(num_workers=3, pin_memory=True)
+CROWDED = LoaderConfig(num_workers=8, prefetch_factor=16)
+RATES: dict[LoaderConfig, Any] = {NONE: 400.0, TWO: 1200.0, THREE: 1210.0, ONE: 700.0, CROWDED: FULL}
+ROUNDS = [
+    (TWO, 1200.0, 0),
+    (THREE, 1204.0, 0),
+    (NONE, 402.0, 0),
+    (TWO, 1190.0, 1),
+    (THREE, 1194.0, 1),
+    (NONE, 398.0, 1),
+]
+TRIED = tuple(ran(number, *each) for number, each in enumerate([*RATES.items(), *ROUNDS]))
+SMALL = TuningResult(
+    best=TWO,
+    status="complete",
+    trials=TRIED,
+    as_fast=(THREE,),
+    rate=Interval(value=1195.0, low=1068.0, high=1322.0, count=2),
+    speedup=Interval(value=2.99, low=2.8, high=3.2, count=2),
+)
+TABLE = """\
+   workers  prefetch  also    samples/s  95 % interval  from      wait   memory
+───────────────────────────────────────────────────────────────────────────────
+=        3         2  pinned      1,199    1,135–1,263  2 rounds  12 %  640 MiB
+>        2         2  pinned      1,195    1,068–1,322  2 rounds  12 %  640 MiB
+b        0         -                400        375–425  2 rounds  12 %  640 MiB
+
+         1         2                700        690–710  search    12 %  640 MiB
+
+x        8        16                  -              -  failed       -        -
+
+> chosen  = as fast, but needs more workers or memory  b before tuning  x failed
+
+x 8 workers, prefetch 16: shared memory (batches): /dev/shm is full [/red];
+  start with --shm-size=1g"""
+
+
+def test_draws_the_table() -> None:
+    assert configurations_of(SMALL) == TABLE
+
+
+def test_a_legend_explains_the_marks_that_occur_and_no_other() -> None:
+    worked = replace(SMALL, trials=TRIED[:4], as_fast=(), best=NONE)
+    assert configurations_of(worked).splitlines()[-1] == "> chosen  b before tuning"
+
+
+CACHED = {"usable_cores": 2, "read_bytes_per_sample": 0.0}
+LARGE = {"usable_cores": 2, "read_bytes_per_sample": 1e5, "data_bytes": 120 << 30}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"trials": TRIED[:6]}, "=        3         2  pinned      1,210    1,200–1,220  search"),
+        ({"undecided": Undecided.FEW_ROUNDS(rounds=1), "status": "undecided"}, "Only 1 paired round fitted"),
+        ({"undecided": Undecided.FEW_ROUNDS(rounds=1), "status": "undecided"}, "> not decided  ="),
+        ({"gpu_busy_share": 0.931}, "GPU: at work on a step for 93 % of the time."),
+        ({"ceiling": exactly(1300.0)}, "Ceiling: 1,300/s, the step alone, data already in memory."),
+        ({"trials": ()}, "No configuration was tried."),
+        ({"status": "fallback"}, "No configuration worked; torch's defaults are given as a fallback."),
+        ({"status": "partial"}, "This is the best so far."),
+        ({"best": NONE}, "Keep 0 workers, which you have: 1,195 samples/s (1,068 to 1,322). Nothing that"),
+        ({"speedup": Interval(value=1.13, low=0.85, high=1.51, count=4)}, "Probably faster, not certain"),
+        ({"speedup": Interval(value=0.99, low=0.95, high=1.02, count=4)}, "about as fast as 0 workers"),
+        ({"speedup": None}, "It was not timed in turns with 0 workers"),
+        ({"job": Job(**CACHED)}, "Bursts had their samples from memory."),
+        ({"job": Job(**LARGE)}, "Bursts read 97.7 KiB per sample from storage."),
+        ({"job": Job(**LARGE, fits_in_memory=True)}, "Training will in its first epoch"),
+        ({"job": Job(**LARGE, fits_in_memory=False)}, "about 120 GiB, do not fit into"),
+        ({"step": "SmallCnn"}, "Step: SmallCnn."),
+    ],
+)
+def test_a_report_tells_what_is_special(changes: dict[str, Any], line: str) -> None:
+    told = " ".join(report_of(replace(SMALL, **changes), width=400).split())
+    assert " ".join(line.split()) in told
+    assert " ".join(line.split()) not in " ".join(report_of(SMALL, width=400).split())
+
+
+def test_a_choice_that_is_not_decided_is_said_first_and_the_users_settings_can_be_kept() -> None:
+    doubt = replace(SMALL, best=NONE, status="undecided", undecided=Undecided.NO_ROUNDS(), rate=None, speedup=None)
+    first = report_of(doubt, width=400).splitlines()[0]
+    assert first.startswith("No paired round fitted into the budget; a larger budget would decide it. Keep 0 workers")
+
+
+def test_a_report_draws_no_random_number() -> None:
+    before = random.getstate()
+    report_of(SMALL)
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_report_says_what_was_found_within_the_width(width: int, result: TuningResult) -> None:
+    text = report_of(result, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    told = " ".join(text.split())
+    assert result.bottleneck is not None
+    for part in (result.bottleneck, *result.advice, *result.warnings, result.ended):
+        assert str(part) in told
+    assert all(row in told for row in ("decode 60 % 1.2 ms 1.2 ms photos.py:41", "read 30 % 0.6 ms 0.16 ms"))
+    assert "13 bursts in 24 s." not in told
+    assert "15 bursts in 24 s." in told
+
+
+def test_many_words_of_a_configuration_are_wrapped_in_their_column() -> None:
+    much = LoaderConfig(
+        num_workers=12, prefetch_factor=16, pin_memory=True, persistent_workers=True, in_order=False,
+        multiprocessing_context="forkserver", batch_size=1024,
+    )  # fmt: skip
+    text = configurations_of(replace(SMALL, trials=(*TRIED, ran(20, much, 123456.0))))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert all(word in text for word in ("pinned,", "persistent", "forkserver", "batch"))
+
+
+def test_a_long_list_is_cut_and_the_chosen_the_baseline_and_failures_stay() -> None:
+    many = tuple(ran(number, LoaderConfig(num_workers=number + 1), 100.0 + number) for number in range(40))
+    text = configurations_of(replace(SMALL, trials=(*TRIED, *many)))
+    assert "more configurations, all in result.to_dataframe()" in text
+    assert [line[0] for line in text.splitlines() if line[:1] in "=>bx" and line[1:3] == "  "] == [*"=>bx"]
+
+
+def test_what_prints_is_two_sentences_and_where_the_report_is() -> None:
+    assert str(SMALL) == (
+        "Use 2 workers, prefetch 2, pinned: 1,195 samples/s (1,068 to 1,322). That is\n"
+        "2.99x (2.80x to 3.20x) as fast as 0 workers (before tuning), in 2 paired rounds.\n"
+        "result.report() has the table."
+    )
+    assert repr(SMALL) == "<TuningResult complete: 2 workers, prefetch 2, pinned>"
+
+
+CPU = Finding(kind="cpu", sentence="Bottleneck: CPU.")
+SIDES = (
+    Side(name="now", config=NONE, measurement=TRIED[0].measurement, bottleneck=CPU),
+    Side(name="cached", config=TWO, measurement=TRIED[1].measurement, bottleneck=CPU),
+    Side(name="broken", config=ONE, error="user_exception: no such file"),
+)
+COMPARED = Comparison(
+    sides=SIDES,
+    rounds=tuple(Round(rates={"now": 400.0 + n, "cached": 1200.0 + 2 * n}) for n in range(4)),
+    seconds=30.0,
+)
+COMPARISON = """\
+        samples/s  times as fast           wait  workers   memory  bottleneck
+─────────────────────────────────────────────────────────────────────────────
+now           402  1                       12 %        0  640 MiB  cpu
+cached      1,203  3.00x (2.99x to 3.00x)  12 %        2  640 MiB  cpu
+broken     failed                                      1
+
+broken failed: user_exception: no such file
+cached is 3.00x (2.99x to 3.00x) as fast as now in 4 paired rounds."""
+
+
+def test_a_comparison_is_a_table_and_a_sentence_for_each_side() -> None:
+    assert COMPARED.report().startswith(COMPARISON)
+    assert "cached: Bottleneck: CPU." in COMPARED.report()
+    assert str(COMPARED).endswith("in 4 paired rounds. comparison.report() has the table.")
+    assert COMPARED["cached"].config == TWO
+    with pytest.raises(KeyError, match="'warm' is no side; 'now', 'cached', 'broken' would work"):
+        COMPARED["warm"]
+
+
+def test_a_comparison_is_a_frame_with_a_row_for_each_side_and_nothing_worked_is_said() -> None:
+    frame = COMPARED.to_dataframe().set_index("side")
+    assert list(frame.index) == ["now", "cached", "broken"]
+    assert frame.loc["cached", "ratio"] == pytest.approx(3.0, rel=0.01)
+    assert frame.loc["broken", ["rate", "ratio", "wait_share"]].isna().all()
+    assert (frame.loc["broken", "error"], frame.loc["now", "bottleneck"]) == ("user_exception: no such file", "cpu")
+    nothing = Comparison(sides=SIDES[2:])
+    assert "No side worked." in nothing.report()
