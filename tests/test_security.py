@@ -33,7 +33,7 @@ UNPICKLING = {
     "pipeline/by_value.py": {"loads"},
     "live/shadow.py": {"loads"},  # between the loop and workers that it has forked
     "probe/inference.py": {"compile", "eval"},  # the step: calls that are written there, of names and quoted keys
-    "scripts/launch.py": {"compile", "exec"},  # the script that the user asked to be run
+    "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}
 

@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "visits": (lambda d: Items(lambda self, i: bumped(self.n, i % 60, i), n=np.zeros(60)), "dataset_changes", "dataset.n"),
     "reads on": (lambda d: Items(lambda self, i: next(self.f), f=itertools.count()), "samples_differ", "batch"),
-    "BytesIO": (lambda d: Items(lambda self, i: self.f.read(1)[0], f=io.BytesIO(bytes(range(250)) * 9)), "samples_differ", "batch"),
+    "BytesIO": (lambda d: Items(lambda self, i: self.f.read(1)[0], f=io.BytesIO(bytes(range(250)) * 9)), "samples_differ", "b"),
     "process": (lambda d: Items(lambda self, i: os.getpid()), "samples_differ", "batch"),
     "worker": (lambda d: Items(lambda self, i: get_worker_info() is None), "samples_differ", "batch"),
     "a closure in a batch": (lambda d: Items(lambda self, i: {"f": lambda: i}), "worker_error", "pickle"),
