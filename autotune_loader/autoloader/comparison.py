@@ -24,7 +24,17 @@ WATCHED = 4
 MOST_DEPTH = 32
 ULPS = 64
 """Units in the last place by which floats may differ, relative to the largest: threads add up in another order."""
-WRITES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod", "tempfile.mkstemp")
+WRITES = (
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.truncate",
+    "os.link",
+    "os.symlink",
+    "os.chmod",
+    "tempfile.mkstemp",
+)
 """Audit events that change files; their first argument is the file."""
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -72,7 +82,7 @@ def _inside(value: Any) -> dict[str, Any]:
         return {"tobytes()": value.tobytes(), **told}
     names = [name for kind in type(value).__mro__ for name in _slots(kind)]
     found = {**{name: getattr(value, name) for name in names if hasattr(value, name)}, **getattr(value, "__dict__", {})}
-    if found or (type(value).__reduce_ex__ is object.__reduce_ex__ and type(value).__reduce__ is object.__reduce__):
+    if found or all(getattr(type(value), name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
         return found
     state = value.__reduce_ex__(4)
     return {"__reduce__()": state[1:3] if isinstance(state, tuple) else state}
@@ -84,8 +94,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _are_same_tensors(own: torch.Tensor, other: torch.Tensor) -> bool:
-    with torch.no_grad():
-        a, b = own.as_subclass(torch.Tensor), other.as_subclass(torch.Tensor)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        a, b = own, other
         if (a.dtype, a.layout, a.device.type, a.requires_grad) != (b.dtype, b.layout, b.device.type, b.requires_grad):
             return False
         if a.is_nested:
@@ -98,7 +108,11 @@ def _are_same_tensors(own: torch.Tensor, other: torch.Tensor) -> bool:
             return True
         if not (a.is_floating_point() or a.is_complex()):
             return False
-        unit = ULPS * torch.finfo(a.dtype).eps if a.dtype in (torch.float32, torch.float64) else 4 * torch.finfo(a.dtype).eps
+        unit = (
+            ULPS * torch.finfo(a.dtype).eps
+            if a.dtype in (torch.float32, torch.float64)
+            else 4 * torch.finfo(a.dtype).eps
+        )
         finite = a[torch.isfinite(a)].abs()
         largest = float(finite.max()) if finite.numel() else 0.0
         return torch.allclose(a, b, rtol=0.0, atol=unit * largest, equal_nan=True)

@@ -1,7 +1,7 @@
 """One pass over an epoch's order: note, tune, next item, batch.
 
 next ── the last step is noted ── tuner, if it is time ── the next number ─┬─ a worker has it ── (compared) ─┬─ batch
-└─ fetched here, under its seed ──┘
+                                                                           └─ fetched here, under its seed ──┘
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from autotune_loader.autoloader.comparison import WATCHED
 from autotune_loader.autoloader.log import Loop
 from autotune_loader.autoloader.order import Order
-from autotune_loader.autoloader.proof import DrawnAhead
+from autotune_loader.autoloader.proof import DrawnAhead, Proof
 from autotune_loader.autoloader.seeds import mixed
 from autotune_loader.autoloader.state import LoaderState
 from autotune_loader.autoloader.tuner import GATE_BATCHES
@@ -66,7 +66,8 @@ class EpochIterator(_BaseDataLoaderIter):
         """Start another epoch, with the workers of the one before."""
         begun = time.monotonic()
         self._leave()
-        self._begin(loader, *loader._next_epoch(), begun)
+        state, order = loader._next_epoch()
+        self._begin(loader, state, order, begun)
 
     def _begin(self, loader: Any, state: LoaderState, order: Order, begun: float) -> None:
         self._state, self.order, self._in_order = state, order, loader.in_order
@@ -81,6 +82,7 @@ class EpochIterator(_BaseDataLoaderIter):
         state.current = weakref.ref(self)
         self._tuner = state.tuner
         self._ahead = None
+        state.log.change(self._config if not state.is_asked else state.asked)
         if self._tuner is not None and self._tuner.wanted != self._config:
             self._tuner.wake = 0.0  # it is taken up with the first batch
         if self._tuner is not None and not state.is_asked:
@@ -140,7 +142,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._tuner is not None:
             self._tuner.applied(time.monotonic())
 
-    def _may(self, proof: Any) -> bool:
+    def _may(self, proof: Proof) -> bool:
         """Whether another number than the one asked for may run already; as long as not, batches are watched or compared."""
         if proof.kept is not None:
             return False
@@ -270,10 +272,10 @@ class EpochIterator(_BaseDataLoaderIter):
         is_compared = self._is_compared() and proof.is_due()
         self._next = number + 1
         try:
-            if is_compared or (isinstance(batch, ExceptionWrapper) and not state.is_asked):
-                batch, fetch = self._compared(number, indices, batch)
-            elif isinstance(batch, ExceptionWrapper):
+            if isinstance(batch, ExceptionWrapper) and state.is_asked:
                 batch.reraise()
+            elif is_compared or isinstance(batch, ExceptionWrapper):
+                batch, fetch = self._compared(number, indices, batch)
         finally:
             self.order.had(number)
         return self._delivered(batch, indices, fetch)
@@ -285,7 +287,7 @@ class EpochIterator(_BaseDataLoaderIter):
         return tuner is not None and state.kept is None and (tuner.wanted != state.asked or state.known().compared > 0)
 
     def _compared(self, number: int, indices: Any, other: Any) -> tuple[Any, tuple[int, float, float, float, float]]:
-        """The loop's own batch."""
+        """The loop's own batch; that of a worker which was asked for."""
         state, times, self._is_pure = self._state, [(0.0, 0.0, 0.0, 0.0)], False
 
         def make() -> Any:
@@ -293,12 +295,20 @@ class EpochIterator(_BaseDataLoaderIter):
             return batch
 
         if isinstance(other, ExceptionWrapper):
-            own = make()  # raises, where it is the data's own
+            chosen = make()  # raises, where it is the data's own
             state.refuse(Kept.WORKER_ERROR(error=str(other.exc_msg).strip().splitlines()[-1]))
-        else:
-            own = state.known().compare(make, other, number)
+        elif not state.is_asked:
+            chosen = state.known().compare(make, other, number)
+        else:  # what was asked for is the worker's
+            chosen = other
+            try:
+                state.known().compare(make, other, number)
+            except Exception as error:
+                state.known().refuse(
+                    Kept.SAMPLES_DIFFER(batch=number, what=f"the loop's raises {type(error).__name__}")
+                )
         self._guarded(self._judged)
-        return own, (MAIN_PROCESS, *times[0])
+        return chosen, (MAIN_PROCESS, *times[0])
 
     def _judged(self) -> None:
         proof = self._state.known()

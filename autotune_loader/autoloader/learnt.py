@@ -43,7 +43,9 @@ class Registry(Generic[V]):
         """From now on this is the loader's; what one that is gone has left at the site goes."""
         if site.line == NOWHERE:
             return
-        others = [each for each in self._known.pop(site, ()) if (owner := each.owner()) is not None and owner is not loader]
+        others = [
+            each for each in self._known.pop(site, ()) if (owner := each.owner()) is not None and owner is not loader
+        ]
         self._known[site] = [*others, _Known(weakref.ref(loader), value)]
         while len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]

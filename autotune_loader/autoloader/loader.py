@@ -178,12 +178,21 @@ class AutoLoader(DataLoader[T], Generic[T]):
 
     def _is_as_before(self) -> bool:
         """Torch lets everybody set `num_workers`, `collate_fn` and others, and by a trick the dataset: another loader, then."""
-        state, sent = self._state, self._state.sent
-        is_same = sent.dataset is self.dataset and sent.collate_fn is self.collate_fn and sent.init_fn is self.worker_init_fn
+        sent = self._state.sent
+        is_same = (
+            sent.dataset is self.dataset and sent.collate_fn is self.collate_fn and sent.init_fn is self.worker_init_fn
+        )
         return is_same and self._of == self._settings()
 
     def _settings(self) -> tuple[Any, ...]:
-        return id(self._index_sampler), self.num_workers, self.prefetch_factor, self.pin_memory, self.timeout, self.in_order
+        return (
+            id(self._index_sampler),
+            self.num_workers,
+            self.prefetch_factor,
+            self.pin_memory,
+            self.timeout,
+            self.in_order,
+        )
 
     def _fresh_state(self) -> LoaderState:
         """Nothing is known of what the loader reads, and how: it is new, or attributes of it were set."""

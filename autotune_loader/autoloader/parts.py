@@ -16,9 +16,7 @@ import contextlib
 import functools
 import itertools
 import operator
-import os
 import random
-import site
 import sys
 import sysconfig
 import zlib
@@ -41,10 +39,6 @@ GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.G
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type, ModuleType)
 SIMPLE = (bool, int, float, complex, str, bytes, tuple, frozenset, torch.Size, torch.dtype, np.generic)
 """Values that are the same where they are equal."""
-LIBRARIES = tuple(
-    os.path.realpath(path) + os.sep
-    for path in {*site.getsitepackages(), site.getusersitepackages(), *(sysconfig.get_paths()[n] for n in ("stdlib", "purelib"))}
-)
 MISSING: Any = object()
 
 
@@ -77,7 +71,9 @@ class Parts:
             if isinstance(value, PLAIN) or id(value) in seen:
                 continue
             seen.add(id(value))
-            left.extend((path + name, inner, counts) for name, inner in self._into(path, value, counts, id(value) in roots))
+            left.extend(
+                (path + name, inner, counts) for name, inner in self._into(path, value, counts, id(value) in roots)
+            )
 
     def _into(self, path: str, value: Any, counts: bool, is_root: bool) -> Iterator[tuple[str, Any]]:
         if isinstance(value, GENERATORS):
@@ -103,7 +99,9 @@ class Parts:
                     self.channels.append(value.fileno())
             own = getattr(value, "__dict__", None)
             if isinstance(own, dict):
-                if is_root or isinstance(value, (Dataset, Sampler)) or is_users(type(value).__module__):
+                draws = any(isinstance(each, GENERATORS) for each in own.values())  # it keeps what it has drawn
+                is_users_own = is_users(type(value).__module__) and not draws
+                if is_root or isinstance(value, (Dataset, Sampler)) or is_users_own:
                     self.objects.append(Found(path, value))
                 yield from ((f".{name}", inner) for name, inner in list(own.items()))
 
@@ -203,7 +201,9 @@ def is_users(module: str | None) -> bool:
     if module in ("__main__", "__mp_main__"):
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and not os.path.realpath(file).startswith(LIBRARIES)
+    if file is None or "site-packages" in file or "dist-packages" in file:
+        return False
+    return not file.startswith(sysconfig.get_path("stdlib"))
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
@@ -269,4 +269,5 @@ def _array_reader(array: Any, *, whole: bool) -> Callable[[], Any]:
     if not np.shares_memory(flat, array):
         return lambda: 0
     probes = flat[:: max(1, flat.size // PROBES)][:PROBES]
-    return probes.tobytes
+    read: Callable[[], Any] = probes.tobytes
+    return read

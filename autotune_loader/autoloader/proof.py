@@ -8,6 +8,7 @@ each batch    has the training changed what workers have a copy of?
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -72,13 +73,14 @@ class Proof:
         before, self.watched = self._parts.noted(), self.watched + 1
         with watching_files() as files:
             try:
-                return make()
+                made = make()
             finally:
                 self.undo.add(before)
                 if (what := before.changed()) is not None:
                     self.refuse(Kept.DATASET_CHANGES(what=what))
         if files.found is not None:
             self.refuse(Kept.WRITES_FILES(path=files.found))
+        return made
 
     def is_due(self) -> bool:
         """Whether the batch that has come from a worker now is to be fetched by the loop as well."""
@@ -108,8 +110,11 @@ class Proof:
 
     def has_stayed(self) -> bool:
         """Whether all is as it was when workers began, so that they can be kept for another epoch."""
-        return self._seen is not None and self._whole is not None and self._whole.is_whole and not (
-            self._seen.changed() or self._whole.changed()
+        return (
+            self._seen is not None
+            and self._whole is not None
+            and self._whole.is_whole
+            and not (self._seen.changed() or self._whole.changed())
         )
 
 
@@ -131,7 +136,5 @@ class DrawnAhead:
         return drawn
 
 
-def _global_states() -> tuple[bytes, ...]:
-    import random
-
-    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), np.random.get_state()[1].tobytes()  # type: ignore[index]
+def _global_states() -> tuple[Any, ...]:
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())

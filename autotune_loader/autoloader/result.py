@@ -57,7 +57,11 @@ class Found:
         tuner = self.tuner
         if tuner is None or tuner.waiting is None:
             return Kept.TOO_SHORT()
-        return Kept.NOT_FASTER() if len({block.config for block in tuner.blocks}) > 1 else Kept.NOT_WAITING(wait=tuner.waiting)
+        return (
+            Kept.NOT_FASTER()
+            if len({block.config for block in tuner.blocks}) > 1
+            else Kept.NOT_WAITING(wait=tuner.waiting)
+        )
 
     @property
     def result(self) -> TuningResult:

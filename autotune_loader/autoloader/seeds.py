@@ -123,9 +123,9 @@ class _Python:
     """The generator behind `random`: 624 words and a position, and the second Gaussian number that is drawn with a first."""
 
     def __init__(self) -> None:
-        self._generator = generator = random._inst  # type: ignore[attr-defined]
-        words = (ctypes.c_char * STATE_BYTES).from_address(id(generator) + object.__basicsize__)
-        *key, position = generator.getstate()[1]
+        self._generator: Any = random._inst
+        words = (ctypes.c_char * STATE_BYTES).from_address(id(self._generator) + object.__basicsize__)
+        *key, position = self._generator.getstate()[1]
         self._words = words if words.raw == struct.pack("i624I", position, *key) else None
 
     def save(self) -> Any:
@@ -146,7 +146,7 @@ class _Numpy:
     """
 
     def __init__(self) -> None:
-        self._bits = bits = np.random.get_bit_generator()
+        self._bits = bits = np.random.mtrand._rand._bit_generator
         address = bits.ctypes.state_address if isinstance(bits, np.random.MT19937) else None
         self._words = None if address is None else (ctypes.c_char * STATE_BYTES).from_address(address)
         self._left = self._seeded = b""
@@ -157,7 +157,7 @@ class _Numpy:
         now = self._words.raw
         if now != self._left:
             state = np.random.get_state(legacy=False)
-            return state if state["has_gauss"] else now  # type: ignore[call-overload]
+            return state if state["has_gauss"] else now
         return now
 
     def noted(self) -> None:

@@ -36,7 +36,7 @@ MOST_PARTS = 512
 """Arrays of one message that are written beside the pickle."""
 
 
-class Incomplete(OSError):
+class IncompleteError(OSError):
     """A message lost its files, as this process may open no more."""
 
 
@@ -100,7 +100,7 @@ def receive(end: socket.socket, flags: int = 0) -> Any:
     Raises:
         EOFError: the other end is gone.
         BlockingIOError: there was none in the time that was set for the socket.
-        Incomplete: this process has too many files open.
+        IncompleteError: this process has too many files open.
     """
     here = _here
     size, ancillary, flags, _ = end.recvmsg_into([here.packet], _ROOM_FOR_FILES, flags)
@@ -112,12 +112,12 @@ def receive(end: socket.socket, flags: int = 0) -> Any:
     here.files = files.tolist()
     try:
         if flags & socket.MSG_CTRUNC:
-            raise Incomplete(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise IncompleteError(errno.EMFILE, os.strerror(errno.EMFILE))
         view = memoryview(here.packet)[1:size]
         if not here.packet[0]:
-            return pickle.loads(view)
+            return pickle.loads(view)  # noqa: S301 - our own worker has made it
         pickled, *arrays = _parts_of(here.files.pop(), view.cast("Q").tolist())
-        return pickle.loads(pickled, buffers=arrays)
+        return pickle.loads(pickled, buffers=arrays)  # noqa: S301
     finally:
         for file in here.files:
             os.close(file)
@@ -192,11 +192,15 @@ def _by_value(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> to
 
 
 def _tensor(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage).view(shape)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
 
 def _storage(data: Any) -> torch.UntypedStorage:
-    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(memoryview(data)) else torch.UntypedStorage(0)
+    return (
+        torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+        if len(memoryview(data))
+        else torch.UntypedStorage(0)
+    )
 
 
 def _mapped(number: int, size: int) -> torch.UntypedStorage:
@@ -272,10 +276,10 @@ _shared = _Shared()
 def collate_into_files() -> None:
     """In a worker: where torch's collate function asks for shared memory, it gets a memory file, or none for what is small."""
 
-    def new_shared(cls: Any, size: int, *, device: Any = "cpu") -> Any:
+    def new_shared(_: Any, size: int, *, device: Any = "cpu") -> Any:
         return _shared.new(size) if torch.device(device).type == "cpu" else plain(size, device=device)
 
-    plain = torch.UntypedStorage._new_shared
+    plain: Any = torch.UntypedStorage._new_shared
     torch.UntypedStorage._new_shared = classmethod(new_shared)  # type: ignore[assignment, method-assign]
 
 

@@ -173,10 +173,8 @@ class Tuner:
     def look(self, now: float) -> None:
         """Think, if there is something new; afterwards `wanted` says what is to run."""
         request = self._request
-        if request.whole:
-            block = self._epochs.pop() if self._epochs else None
-        else:
-            block = self._measured(request)
+        epochs, self._epochs = self._epochs, []
+        block = self._measured(request) if not request.whole else epochs[-1] if epochs else None
         if block is None:
             self.wake = now + max(0.02, request.seconds / 4)
             return
@@ -192,7 +190,6 @@ class Tuner:
         self.wanted, self.wake = self._request.config, now + 0.02
         self._since = self._log.end
         self._applied_at = -math.inf if self.wanted == request.config else math.inf
-        self._epochs.clear()
 
     def applied(self, now: float) -> None:
         """What is wanted runs from now on."""

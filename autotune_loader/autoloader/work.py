@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 
 from autotune_loader.autoloader import transport
@@ -121,10 +120,12 @@ def _become_harmless(end: socket.socket, channels: list[int]) -> None:
     die_with_owner()
     own_files(writable=True)
     cut_channels([end.fileno(), *channels])
-    signal_handling._set_worker_signal_handlers()
+    torch._C._set_worker_signal_handlers()
     for each in signal.valid_signals():
         if callable(signal.getsignal(each)) and each != signal.SIGINT:
-            signal.signal(each, signal.SIG_IGN if each in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP) else signal.SIG_DFL)
+            signal.signal(
+                each, signal.SIG_IGN if each in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP) else signal.SIG_DFL
+            )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the loop
 
 

@@ -113,7 +113,6 @@ class Workers:
         """What starting one took."""
         self.exit_code: int | None = None
         """Of the latest that was lost."""
-        self.process_id = os.getpid()
         _living.add(self)
 
     def __len__(self) -> int:
@@ -177,11 +176,14 @@ class Workers:
     def _started(self, number: int) -> Worker:
         ours, theirs = transport.pair()
         seed = 0 if self._order is None else self._order.seed
+        context: Any = self._context
         arguments = theirs, self.sent, number, max(self._asked, number + 1), seed
         try:
             with self._undo.undone(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # of threads, as torch's forks
-                process = self._context.Process(target=work, args=arguments, name=f"AutoLoader-{number}", daemon=True)
+                warnings.filterwarnings(
+                    "ignore", message=".*fork", category=DeprecationWarning
+                )  # of threads, as torch's forks
+                process = context.Process(target=work, args=arguments, name=f"AutoLoader-{number}", daemon=True)
                 process.start()
         except BaseException:
             ours.close()
@@ -298,8 +300,6 @@ class Workers:
 
     def close(self) -> None:
         """End all of them."""
-        if self.process_id != os.getpid():
-            return self.forget()
         self.rest()
         ending, self._all, self.active = self._all, [], 0
         for worker in ending:
