@@ -20,7 +20,8 @@ from importlib.abc import MetaPathFinder
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values.lines import Line, is_ours, users_line
+from autotune_loader.values.lines import is_ours, users_line
+from autotune_loader.watch.line import LINE
 from autotune_loader.watch.plan import Plan
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ active: list[Hook] = []
 """The hook that is installed in this process, if any; the last one counts."""
 TORCH_MODULE = "torch.utils.data.dataloader"
 HOOKED = "_autotune_loader_hooked"
-LINE = "_autotune_loader_line"
-"""Attribute of a loader: file and number of the line that made it."""
 
 log = logging.getLogger(__name__)
 _told_at_end_of: list[int] = []
@@ -116,12 +115,6 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-def line_of(loader: Any) -> Line | None:
-    """The line of the user's code that made a loader; None where it was not seen."""
-    found = vars(loader).get(LINE)
-    return None if found is None else Line(*found)
 
 
 def _hook_into(module: ModuleType) -> None:

@@ -18,7 +18,7 @@ from autotune_loader.autoloader import Registry
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.lines import users_line
-from autotune_loader.watch.hook import line_of
+from autotune_loader.watch.line import line_of
 from autotune_loader.watch.loader import ScriptLoader
 from autotune_loader.watch.plan import Plan
 from autotune_loader.watch.stderr import say
@@ -115,7 +115,7 @@ class Session:
             say(f"\nautotune-loader {self.plan.verb}: {known.name}: {known}")
 
     def _auto_of(self, loader: Any, known: ScriptLoader) -> Any:
-        """The AutoLoader that takes the place of a loader, which may be one itself; None where torch's own iterator is needed."""
+        """The AutoLoader in place of a loader, which may be one itself; None where torch's own iterator is needed."""
         from autotune_loader import AutoLoader
 
         if isinstance(loader, AutoLoader):
