@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from unittest import mock
 
-from autotune_loader.decision.space import Space
 from autotune_loader.live.budgets import PREFETCH_FACTORS
 from autotune_loader.live.prospects import Job, Prospects
 from autotune_loader.live.tuner import Tuner
+
+from autotune_loader.decision.space import Space
 from autotune_loader.values.config import LoaderConfig
 from studies.regret.machines import random_machine
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, SimulatedTraining
