@@ -31,7 +31,7 @@ PACKAGE = ROOT / "autotune_loader"
 UNPICKLING = {
     "probe/archive.py": {"Unpickler"},
     "pipeline/by_value.py": {"loads"},
-    "autoloader/transport.py": {"loads"},  # what our own workers send
+    "autoloader/transport.py": {"loads"},  # between the loop and workers that it has forked
     "probe/inference.py": {"compile", "eval"},  # the step: calls that are written there, of names and quoted keys
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }

@@ -86,8 +86,8 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._tuner is not None and self._tuner.wanted != self._config:
             self._tuner.wake = 0.0  # it is taken up with the first batch
         if self._tuner is not None and not state.is_asked:
-            proof = state.known()
-            self._ahead = None if order.source.is_torchs else DrawnAhead(proof)
+            state.known()
+            self._ahead = None if order.source.is_torchs else DrawnAhead(self._refuse)
         if state.is_asked:
             self._guarded(self._apply) if self._tuner is not None else self._apply()
         self._loop.started(time.monotonic())

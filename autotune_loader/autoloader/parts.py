@@ -22,7 +22,7 @@ import sysconfig
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +101,7 @@ class Parts:
             if isinstance(own, dict):
                 draws = any(isinstance(each, GENERATORS) for each in own.values())  # it keeps what it has drawn
                 is_users_own = is_users(type(value).__module__) and not draws
-                if is_root or isinstance(value, (Dataset, Sampler)) or is_users_own:
+                if is_root or isinstance(value, (Dataset, Sampler, SimpleNamespace)) or is_users_own:
                     self.objects.append(Found(path, value))
                 yield from ((f".{name}", inner) for name, inner in list(own.items()))
 

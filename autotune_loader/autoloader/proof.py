@@ -38,6 +38,7 @@ class Proof:
         self._parts = Parts(named)
         self._seen: Noted | None = None
         self._whole: Noted | None = None
+        self._first_watched: Noted | None = None
         self.has_fetched = False
 
     @property
@@ -71,6 +72,7 @@ class Proof:
     def watch(self, make: Callable[[], Any]) -> Any:
         """A fetch of the loop before workers start."""
         before, self.watched = self._parts.noted(), self.watched + 1
+        self._first_watched = self._first_watched or before
         with watching_files() as files:
             try:
                 made = make()
@@ -80,6 +82,8 @@ class Proof:
                     self.refuse(Kept.DATASET_CHANGES(what=what))
         if files.found is not None:
             self.refuse(Kept.WRITES_FILES(path=files.found))
+        if self.watched == WATCHED and not self._is_asked and (what := self._first_watched.changed()) is not None:
+            self.refuse(Kept.TRAINING_CHANGES(what=what))
         return made
 
     def is_due(self) -> bool:
@@ -121,8 +125,8 @@ class Proof:
 class DrawnAhead:
     """Whether a sampler of the script's own draws from global generators between two batches: then nothing is drawn ahead."""
 
-    def __init__(self, proof: Proof) -> None:
-        self._proof, self._left = proof, WATCHED
+    def __init__(self, refuse: Callable[[Finding], None]) -> None:
+        self._refuse, self._left = refuse, WATCHED
 
     def next(self, draw: Callable[[], Any]) -> Any:
         """An index batch; not the first one, with which a whole order may be drawn."""
@@ -132,7 +136,7 @@ class DrawnAhead:
         before = _global_states()
         drawn = draw()
         if self._left < WATCHED - 1 and _global_states() != before:
-            self._proof.refuse(Kept.SAMPLER_DRAWS())
+            self._refuse(Kept.SAMPLER_DRAWS())
         return drawn
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune_loader.autoloader.log import Log, continuous
-from autotune_loader.autoloader.tuner import GATE_BATCHES, Tuner
+from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner
 from autotune_loader.diagnosis import Kept, judged
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
@@ -55,13 +55,11 @@ class Found:
         if self.refused is not None or self.best != self.asked:
             return self.refused
         tuner = self.tuner
-        if tuner is None or tuner.waiting is None:
+        if tuner is not None and len({block.config for block in tuner.blocks}) > 1:
+            return Kept.NOT_FASTER()
+        if tuner is None or tuner.waiting is None or tuner.waiting >= WAITING:
             return Kept.TOO_SHORT()
-        return (
-            Kept.NOT_FASTER()
-            if len({block.config for block in tuner.blocks}) > 1
-            else Kept.NOT_WAITING(wait=tuner.waiting)
-        )
+        return Kept.NOT_WAITING(wait=tuner.waiting)
 
     @property
     def result(self) -> TuningResult:

@@ -271,7 +271,7 @@ class Workers:
         self._losses += 1
         self._put_back([worker])
         worker.end.close()
-        worker.process.join(END_S)
+        _wait_for([worker])
         self.exit_code = worker.process.exitcode
         if self._losses >= MOST_LOSSES:
             raise LostError(_words(worker.process))
@@ -304,12 +304,7 @@ class Workers:
         ending, self._all, self.active = self._all, [], 0
         for worker in ending:
             worker.end.close()
-        deadline = time.monotonic() + END_S
-        for worker in ending:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+        _wait_for(ending)
         if self._pinner is not None:
             self._pinner.shutdown(wait=False)
 
@@ -330,6 +325,17 @@ def _in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_in_fork)
+
+
+def _wait_for(workers: list[Worker]) -> None:
+    """Until they have ended, by force after a while. `join` would not: their sentinels are pipes, which they have cut."""
+    deadline = time.monotonic() + END_S
+    for process in (worker.process for worker in workers):
+        while process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if process.exitcode is None:
+            process.kill()
+        process.join()
 
 
 def _words(process: Any) -> str:
