@@ -37,7 +37,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print(
-        "| asked | settled: mean (goal 97 %) | least | first minute: mean (goal 93 %) | least | as asked |\n|---|---|---|---|---|---|"
+        "| asked | settled: mean (goal 97 %) | least | first minute: mean (goal 93 %) | least | as asked |\n"
+        "|---|---|---|---|---|---|"
     )
     for asked in (0, 2):
         found = [shares(seed, asked) for seed in range(options.seed, options.seed + options.machines)]
