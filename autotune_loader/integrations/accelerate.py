@@ -12,8 +12,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from autotune_loader.autoloader.loader import AutoLoader
 from autotune_loader.integrations import require
-from autotune_loader.live.loader import AutoLoader
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.torchrun import alone
