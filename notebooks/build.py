@@ -136,7 +136,7 @@ QUICKSTART = (
     CODE(
         'config = load_config("loader.json")\n'
         "loader = DataLoader(dataset, batch_size=32, shuffle=True, **config.to_kwargs())\n"
-        "config.apply()\n\n"
+        "\n"
         "pixels, labels = next(iter(loader))\n"
         "config.to_kwargs(), pixels.shape"
     ),

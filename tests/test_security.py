@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import load_config
-from autotune_loader.tuning import study
 from autotune_loader.values.errors import ConfigFileError
 from tests.support.bursts import opened, workload
 
@@ -26,8 +25,8 @@ PACKAGE = ROOT / "autotune_loader"
 UNPICKLING = {
     "bursts/packing.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
-    "live/shadow.py": {"loads"},  # between the loop and workers that it has forked
-    "scripts/launch.py": {"compile", "exec"},  # the script that the user asked to be run
+    "autoloader/transport.py": {"loads"},  # between the loop and workers that it has forked
+    "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}
 

@@ -97,13 +97,9 @@ class TimedLane(CudaLane):
         super().__init__(device, non_blocking=True)
         self.copies: list[tuple[Any, Any]] = []
 
-    def send(self, batch: Any) -> tuple[Any, Any]:
-        if not self._is_all_recorded:
-            self.stream.wait_stream(
-                torch.cuda.current_stream(self._device)
-            )  # the step before it is no part of the copy
+    def copy(self, batch: Any) -> tuple[Any, Any]:
         before = self.stream.record_event(_event())
-        sent = super().send(batch)
+        sent = super().copy(batch)
         self.copies.append((before, self.stream.record_event(_event())))
         return sent
 

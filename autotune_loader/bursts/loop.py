@@ -10,7 +10,6 @@ A step on the CPU is timed by the host's clock, one on a GPU by that device's ow
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import time
 import traceback
@@ -100,7 +99,9 @@ def run_burst(burst: Burst, announce: Announce = lambda phase: None) -> Measurem
         with open_loader:
             try:
                 enter("start")
-                return _measured(burst, open_loader, enter)
+                measured = _measured(burst, open_loader, enter)
+                enter("shutdown")
+                return measured
             except (Raised, StepError):
                 raise
             except Exception as error:
@@ -281,5 +282,3 @@ class OpenLoader:
         for worker in self.workers:
             worker.join()
         self.iterator = self._own = None
-        if self.workers:
-            gc.collect()  # an exception kept elsewhere may still hold the iterator in a cycle

@@ -9,7 +9,6 @@ A child that dies or hangs is killed with its group; the next request starts a n
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -46,7 +45,6 @@ from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, FailurePhase, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
 
-log = logging.getLogger(__name__)
 START_DEADLINE_S = 120.0
 """Generous: torch may come from a network file system, the first sample from a cold bucket."""
 COMPILE_DEADLINE_S, BUSY_CORES = 900.0, 0.5
@@ -118,7 +116,6 @@ def open_probe(
             if isinstance(error, WorkloadError) and not isinstance(error, FreshProcessError):
                 raise
             reason = str(error).splitlines()[0]
-            log.info("a fresh process cannot run the workload: %s", error)
             try:
                 if torch.cuda.is_initialized():
                     raise WorkloadError("this process uses CUDA, which no fork of it can")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from autotune_loader.autoloader.loader import AutoLoader
 from autotune_loader.integrations import require
-from autotune_loader.live.loader import AutoLoader
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.torchrun import alone
@@ -40,7 +40,6 @@ def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **opti
         workers = result.best if accelerator.is_main_process else LoaderConfig()
         return rebuild(loader, workers), result
     result = tune(loader, model, **options)
-    result.best.apply()
     return rebuild(loader, result.best), result
 
 

@@ -20,7 +20,7 @@ from autotune_loader.values.config import LoaderConfig
 def training_arguments(config: LoaderConfig) -> dict[str, Any]:
     """The fields of `TrainingArguments` that a configuration decides: `TrainingArguments("out", **fields)`.
 
-    A Trainer makes its own copies to the device, so `device_prefetch` has no field; call `config.apply()` for threads.
+    A Trainer makes its own copies to the device, so `device_prefetch` has no field.
     """
     return {f"dataloader_{name}": value for name, value in config.to_kwargs().items()}
 
@@ -59,7 +59,6 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
         setattr(args, name, value)
     if result.best.num_workers == 0:
         args.dataloader_prefetch_factor, args.dataloader_persistent_workers = None, False
-    result.best.apply()
     return result
 
 

@@ -50,7 +50,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         baseline=run.baseline,
         tuned_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         batch_size=best.batch_size or data.batch_size,
-        shuffle=_shuffles(data),
+        shuffle=shuffles(run.workload),
         drop_last=data.drop_last,
         rate_unit="batches/s" if warmup.counts_batches else "samples/s",
         rate=_rate(search, best) if won is None else won.rate,
@@ -197,9 +197,15 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
     return {name: value for name, value in parts.items() if value is not None}
 
 
-def _shuffles(data: DataSide) -> bool | None:
-    """Whether the order is random; None for an order of the user's own, or that of a stream."""
-    return None if data.is_iterable or data.has_own_order else type(data.sampler).__name__ == "RandomSampler"
+def shuffles(workload: Workload) -> bool | None:
+    """Whether the user's loader shuffles; None for an order of its own, or that of a stream.
+
+    A dataset alone says nothing of it: bursts shuffle, as training does, and a loader made of it has DataLoader's default.
+    """
+    data = workload.data
+    if data.is_iterable or data.has_own_order:
+        return None
+    return workload.own_config is not None and type(data.sampler).__name__ == "RandomSampler"
 
 
 def saved(result: TuningResult, output: str | None) -> TuningResult:

@@ -7,7 +7,7 @@ from tests.support.clock import FakeClock
 from tests.support.gpus import FakeGpu, FakeGpus
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe
-from tests.support.training import SimulatedTraining
+from tests.support.training import Training
 from tests.support.tuned import on_simulated_machines, simulated_result, simulated_run, simulated_search
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "FakeGpus",
     "SimulatedMachine",
     "SimulatedProbe",
-    "SimulatedTraining",
+    "Training",
     "on_simulated_machines",
     "simulated_result",
     "simulated_run",

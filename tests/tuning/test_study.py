@@ -7,6 +7,7 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -15,7 +16,7 @@ from autotune_loader.diagnosis import Ended
 from autotune_loader.search.sampler import TwinSampler
 from autotune_loader.search.space import Space
 from autotune_loader.tuning.assemble import assembled
-from autotune_loader.tuning.study import CHOSEN, JOB, MOST_REPEATS, ROUNDS, Search, open_study
+from autotune_loader.tuning.study import CHOSEN, MOST_REPEATS, ROUNDS, Search, open_study
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -25,24 +26,6 @@ from tests.support.tuned import simulated_run, simulated_search
 OWN = LoaderConfig(num_workers=2)
 FAST_STEP = SimulatedMachine(step_s=0.001)
 TPE = optuna.samplers.TPESampler
-
-
-class Log:
-    """Keeps what it is told of a search."""
-
-    def __init__(self) -> None:
-        self.trials: list[Any] = []
-        self.rounds: list[int] = []
-        self.left: list[float] = []
-
-    def announce(self, text: str) -> None: ...
-
-    def trial(self, trial: Any, best: Any, seconds_left: float) -> None:
-        self.trials.append(trial)
-        self.left.append(seconds_left)
-
-    def round(self, number: int, rates: Any, seconds_left: float) -> None:
-        self.rounds.append(number)
 
 
 class Interrupting:
@@ -90,8 +73,8 @@ def searched(found: Search) -> list[Any]:
 
 
 def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice() -> None:
-    log = Log()
-    found, probe, _ = run_on(FAST_STEP, progress=log)
+    told = Mock()
+    found, probe, _ = run_on(FAST_STEP, progress=told)
     result = assembled(found, 1.0)
     found.tell(result.best)
     trials, study = searched(found), found.study
@@ -105,14 +88,14 @@ def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice() -> None:
     assert study.best_value == best.samples_per_s
     # AND the sampler that proposed is the study's, and progress heard of everything
     assert type(study.sampler) is TwinSampler
-    assert log.trials == trials
-    assert log.rounds == [*range(1, len(log.rounds) + 1)]
-    assert min(log.left) >= 0
+    assert [call.args[0] for call in told.trial.call_args_list] == trials
+    rounds = [call.args[0] for call in told.round.call_args_list]
+    assert rounds == [*range(1, len(rounds) + 1)]
+    assert min(call.args[-1] for call in told.trial.call_args_list) >= 0
     # AND choice and rounds are its attributes
     assert LoaderConfig.from_dict(study.user_attrs[CHOSEN]) == result.best
-    told = study.user_attrs[ROUNDS]
-    assert len(told) == len(log.rounds) > 0
-    assert told[0][str(OWN)] == pytest.approx(result.rates_of(OWN)[0])
+    assert len(study.user_attrs[ROUNDS]) == len(rounds) > 0
+    assert study.user_attrs[ROUNDS][0][str(OWN)] == pytest.approx(result.rates_of(OWN)[0])
     assert result.study is study
 
 
@@ -160,12 +143,6 @@ def test_a_storage_that_cannot_be_opened_is_named_without_its_password(storage: 
     assert caught.value.__suppress_context__
 
 
-def test_optuna_is_as_chatty_as_before_and_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    before = optuna.logging.get_verbosity()
-    run_on(replace(FAST_STEP, fails=failing("crashed", lambda config: config.num_workers > 3)))
-    assert (optuna.logging.get_verbosity(), capfd.readouterr()) == (before, ("", ""))
-
-
 # Who proposes
 
 
@@ -188,16 +165,6 @@ def test_a_sampler_that_repeats_itself_ends() -> None:
     assert found.ended is Ended.SAMPLER
     assert len({each.config for each in trials[-MOST_REPEATS - 1 :]}) <= 3
     assert len(trials) < 60
-
-
-def test_a_study_of_the_users_keeps_its_own_trials_and_what_it_was_told_to_stop_for(tmp_path: Path) -> None:
-    # GIVEN a study in which somebody has enqueued a trial
-    study = optuna.create_study(direction="maximize")
-    study.enqueue_trial({"num_workers": 5, "prefetch_factor": 2})
-    found, _, _ = run_on(FAST_STEP, study=study)
-    assert found.study is study
-    assert study.trials[0].params == {"num_workers": 5, "prefetch_factor": 2}
-    assert study.user_attrs[JOB] == found.run.identity
 
 
 # Ends
@@ -254,18 +221,19 @@ class Hanging(SimulatedProbe):
         return Failure(kind="deadline", phase="batches", message="hangs")
 
 
-def test_failures_and_vetoes_are_pruned_with_their_reason_and_never_the_best() -> None:
-    machine = replace(FAST_STEP, fails=failing("crashed", lambda config: config.num_workers > 3))
-    found, _, _ = run_on(machine)
+def test_failures_are_pruned_with_their_reason_never_the_best_and_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    before = optuna.logging.get_verbosity()
+    found, _, _ = run_on(replace(FAST_STEP, fails=failing("crashed", lambda config: config.num_workers > 3)))
     pruned = [each for each in found.study.trials if each.state.name == "PRUNED"]
     assert pruned
     failures = {each.number: each.failure for each in searched(found) if each.failure is not None}
     assert {each.number for each in pruned} == failures.keys()
     assert all("the driver said no" in each.user_attrs["autotune_loader"] for each in pruned)
     assert found.study.best_params["num_workers"] <= 3
-    # AND none of them is proposed again
+    # AND none of them is proposed again, and Optuna says nothing, as chatty as it is otherwise
     configs = [each.config for each in searched(found)]
     assert len(configs) == len(set(configs))
+    assert (before, capfd.readouterr()) == (optuna.logging.get_verbosity(), ("", ""))
 
 
 @pytest.mark.parametrize("kind", ["oom_killed", "deadline"])

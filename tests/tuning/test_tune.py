@@ -55,6 +55,9 @@ def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(
     assert load_config(path) == result.best
     made = result.make_loader(ROWS, shuffle=True)
     assert LoaderConfig.from_loader(made) == result.best
+    # AND only a loader that shuffles is given back shuffled
+    assert (result.shuffle, tuned(monkeypatch).shuffle) == (False, False)
+    assert tuned(monkeypatch, DataLoader(ROWS, batch_size=8, shuffle=True)).shuffle
     written = TuningResult.load(path)
     assert (written.best, written.status, len(written.trials)) == (result.best, result.status, len(result.trials))
 
@@ -79,17 +82,14 @@ def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(
     assert TuningResult.load(path) if tuned(monkeypatch, output=path) else None
 
 
-def test_the_study_of_the_user_is_told_the_choice_and_another_sampler_proposes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_study_of_the_user_is_gone_on_with_and_told_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     study = optuna.create_study(direction="maximize")
+    study.enqueue_trial({"num_workers": 5, "prefetch_factor": 2})
     result = tuned(monkeypatch, study=study)
     assert result.study is study
+    assert study.trials[0].params == {"num_workers": 5, "prefetch_factor": 2}
     assert LoaderConfig.from_dict(study.user_attrs[CHOSEN]) == result.best
     assert isinstance(study.sampler, TwinSampler)
-    sampler = optuna.samplers.RandomSampler(seed=1)
-    found = tuned(monkeypatch, sampler=sampler, budget=30)
-    assert found.study is not None
-    assert found.study.sampler is sampler
-    assert found.best in {trial.config for trial in found.trials}
 
 
 class Ending(SimulatedProbe):
