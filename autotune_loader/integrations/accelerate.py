@@ -76,7 +76,7 @@ def dispatches(accelerator: Any, loader: Any) -> bool:
 
 def _tune_for_all(loader: Any, accelerator: Any, options: dict[str, Any]) -> TuningResult:
     warnings.warn(
-        f"dispatch_batches: rank 0 alone loads for {accelerator.num_processes} ranks, so the loader alone was tuned, on rank 0; "
+        f"dispatch_batches: rank 0 alone loads for {accelerator.num_processes} ranks, so the loader alone was tuned; "
         "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset lets all ranks load",
         stacklevel=3,
     )
