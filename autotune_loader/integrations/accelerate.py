@@ -40,7 +40,6 @@ def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **opti
         workers = result.best if accelerator.is_main_process else LoaderConfig()
         return rebuild(loader, workers), result
     result = tune(loader, model, **options)
-    result.best.apply()
     return rebuild(loader, result.best), result
 
 
@@ -77,7 +76,8 @@ def dispatches(accelerator: Any, loader: Any) -> bool:
 
 def _tune_for_all(loader: Any, accelerator: Any, options: dict[str, Any]) -> TuningResult:
     warnings.warn(
-        f"dispatch_batches: rank 0 alone loads for {accelerator.num_processes} ranks, so the loader alone was tuned, on rank 0; "
+        f"dispatch_batches: rank 0 alone loads for {accelerator.num_processes} ranks, so the loader alone was tuned, "
+        "on rank 0; "
         "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset lets all ranks load",
         stacklevel=3,
     )

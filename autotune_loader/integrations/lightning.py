@@ -20,7 +20,7 @@ from autotune_loader.values.config import LoaderConfig
 def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, **options: Any) -> Any:
     """A `LightningDataModule` around the user's data whose training loader has the tuned configuration.
 
-    Its `result` is the `TuningResult`, once fitting has begun. Threads of the step are set as tuned (`config.apply()`).
+    Its `result` is the `TuningResult`, once fitting has begun.
 
     Args:
         model: the `LightningModule`; its `training_step` and optimizer are what bursts train.
@@ -54,8 +54,6 @@ def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, *
             if stage == "fit" and self._config is None:
                 self.result = tune(_train_loader(source), model, **options)
                 self._config = self.result.best
-            if self._config is not None:
-                self._config.apply()
 
         def train_dataloader(self) -> Any:
             loader = _train_loader(source)

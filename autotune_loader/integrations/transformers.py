@@ -59,7 +59,6 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
         setattr(args, name, value)
     if result.best.num_workers == 0:
         args.dataloader_prefetch_factor, args.dataloader_persistent_workers = None, False
-    result.best.apply()
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +14,10 @@ from autotune_loader.bursts.loop import Burst, Cached, Run, run_burst
 from autotune_loader.bursts.step import StepError, TrainingStep, build_step
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.twin import Twin
-from autotune_loader.twin.observation import Observation
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import MAIN_PROCESS
 from tests.support import FakeClock
-from tests.support.bursts import ONE_WORKER, QUICK
+from tests.support.bursts import QUICK
 
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 
@@ -163,24 +160,6 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
     for trace in found.traces:
         assert trace.fetch_start <= trace.collate_end <= trace.received <= trace.step_end
         assert times.get("workers", 1) or trace.requested <= trace.fetch_start
-
-
-def test_the_twin_expects_of_pinning_and_of_copying_ahead_what_they_bring():
-    # GIVEN copies of 12 ms, 3 ms from pinned memory, and a step of 10 ms
-    pageable, _ = run_of(fetch_s=0.002, step_s=0.010, copy_s=0.012)
-    pinned, _ = run_of(fetch_s=0.002, step_s=0.010, copy_s=0.003)
-    configs = [replace(ONE_WORKER, pin_memory=pin, device_prefetch=ahead) for pin in (False, True) for ahead in (0, 2)]
-
-    def periods_ms(*seen):
-        observations = [Observation.from_measurement(config, found) for config, found in seen]
-        twin = Twin.fit(observations, cores=16, step_s_by_threads={None: 0.010})
-        return [4e3 / prediction.samples_per_s.value for prediction in twin.predict_all(configs)]
-
-    # THEN of a pageable burst it knows what copying ahead hides, and expects that pinning is worth a try
-    assert periods_ms((ONE_WORKER, pageable)) == pytest.approx([22, 12, 16, 10], rel=0.1)
-    # THEN of a pinned burst it knows the rest
-    both = periods_ms((ONE_WORKER, pageable), (replace(ONE_WORKER, pin_memory=True), pinned))
-    assert both == pytest.approx([22, 12, 13, 10], rel=0.1)
 
 
 def burst_of(train, timeline, *, copies_ahead=0, moves=False, device="cpu", batch=None):
