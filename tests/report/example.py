@@ -60,9 +60,7 @@ def synthetic_result() -> TuningResult:
         for config in ROUNDS:
             burst(config, number)
     for workers, failure in ((48, FULL), (64, KILLED)):
-        trials.append(
-            Trial(number=len(trials), config=LoaderConfig(num_workers=workers), failure=failure)
-        )
+        trials.append(Trial(number=len(trials), config=LoaderConfig(num_workers=workers), failure=failure))
     found = TuningResult(
         best=BEST,
         status="complete",
