@@ -23,7 +23,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.errors import TunerError, WorkloadError
 from autotune_loader.values.measurement import Failure, Measurement
 
-_groups, _alone = itertools.count(), list[bool]()
+_groups = itertools.count()
 _Opened = TypeVar("_Opened")
 
 
@@ -57,7 +57,7 @@ def joined_ranks() -> Iterator[Ranks | None]:
 
     is_up = dist.is_available() and dist.is_initialized()
     is_launched = dist.is_available() and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    if _alone or not (is_up or is_launched) or (dist.get_world_size() if is_up else int(os.environ["WORLD_SIZE"])) < 2:
+    if not (is_up or is_launched) or (dist.get_world_size() if is_up else int(os.environ["WORLD_SIZE"])) < 2:
         yield None
         return
     if not is_up:
@@ -70,16 +70,6 @@ def joined_ranks() -> Iterator[Ranks | None]:
         yield Ranks(dist, group)
     finally:
         dist.destroy_process_group(group if is_up else None)
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Within the block `tune()` runs on this rank only, as where one rank loads for all."""
-    _alone.append(True)
-    try:
-        yield
-    finally:
-        _alone.pop()
 
 
 @contextlib.contextmanager
