@@ -25,15 +25,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import LoaderConfig, TuningResult, tune
+from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.probe.opening import open_probe
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.burst_source import SEARCH_BURST
+from autotune_loader.tuning.bursting import SEARCH_BURST
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import CEILING_BURST
-from autotune_loader.values.statistics import Round, paired_ratio
+from autotune_loader.values.statistics import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
 from studies.gpu.training import Loop, Rate
+from studies.regret.oracle import paired_ratio
 
 DEFAULT, TUNED = "default", "tuned"
 # A burst lasts three rounds of its workers: few of them feed a job whose step binds, and are soon through.
@@ -118,9 +119,9 @@ def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
     workload = make_workload(_loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device)
     machine = inspect_machine()
     begun = time.monotonic()
-    with open_probe(workload, machine, "process", None) as opened:
+    with open_probe(workload, machine, None) as opened:
         warm = time.monotonic()
-        alone = opened.probe.step_ceiling(None, CEILING_BURST)
+        alone = opened.probe.step_ceiling(CEILING_BURST)
         workers = min(VERDICT_WORKERS, machine.usable_cores)
         pinned = loop.device.type == "cuda"
         burst = opened.probe.burst(LoaderConfig(num_workers=workers, pin_memory=pinned), SEARCH_BURST)

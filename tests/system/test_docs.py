@@ -74,14 +74,12 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PRELUDE = """
 import functools, time, torch
 import autotune_loader, autotune_loader.demo
-import autotune_loader.tuning.compare as comparing
 
 
 def briefly(whole, **options):
     return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
 
 
-comparing.FEWEST_ROUNDS = 1
 compare, tune = autotune_loader.compare, autotune_loader.tune
 autotune_loader.compare = functools.wraps(compare)(lambda *given, **named: compare(*given, **{**named, "budget": 2}))
 autotune_loader.tune = briefly(tune, budget=3)

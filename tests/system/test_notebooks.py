@@ -16,8 +16,7 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 BUILD = runpy.run_path(str(FOLDER / "build.py"))
 BRIEFLY = """
 import functools
-import autotune_loader, autotune_loader.tuning.compare as comparing
-comparing.FEWEST_ROUNDS = 1
+import autotune_loader
 tune, compare = autotune_loader.tune, autotune_loader.compare
 autotune_loader.tune = functools.wraps(tune)(lambda *a, **o: tune(*a, **{**o, "budget": 5}))
 autotune_loader.compare = functools.wraps(compare)(lambda *a, **o: compare(*a, **{**o, "budget": 2}))
