@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from autotune_loader.diagnosis.units import bytes_text, counted, seconds_text, share_text
-from autotune_loader.report.page import save_page
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts import ranks
 from autotune_loader.scripts.loader import ScriptLoader
@@ -82,7 +81,7 @@ def tell(session: Session, more: tuple[str, ...] = ()) -> None:
         logging.disable()  # what matplotlib has to tell would go to the script's log, and perhaps its stdout
         notes += [
             _written(session, path, write)
-            for path, write in ((plan.output, TuningResult.save), (plan.page, save_page))
+            for path, write in ((plan.output, TuningResult.save), (plan.page, TuningResult.save_html))
             if path
         ]
     report = replace(report, notes=(*report.notes, *notes))
