@@ -132,7 +132,7 @@ import logging, os, sys, traceback, torch
 from pathlib import Path
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from autotune_loader import TuningResult, tune
-from autotune_loader.report.page import render_html
+from autotune_loader.report.page import page_of
 
 logging.basicConfig(level=logging.DEBUG)
 
@@ -163,7 +163,7 @@ def attempt(where, isolation, **options):
         traceback.print_exc()
         return
     print(result.report(), result)
-    Path(f"{name}.html").write_text(render_html(TuningResult.load(f"{name}.json")))
+    Path(f"{name}.html").write_text(page_of(TuningResult.load(f"{name}.json")))
 
 def arm(model, batch):
     Path("armed").touch()

@@ -11,12 +11,11 @@ from typing import Any
 
 import click
 
+from autotune_loader import TunerError, __version__
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.show import show_command
 from autotune_loader.cli.tune import demo_command, tune_command
 from autotune_loader.cli.watch import Launch, run_command, watch_command
-from autotune_loader.values.errors import TunerError
-from autotune_loader.version import __version__
 
 NAME = "autotune-loader"
 """Of the command, as pyproject.toml installs it; `python -m autotune_loader` has the same name."""

@@ -56,6 +56,10 @@ def _leave_it(_: Evidence) -> Iterator[Finding]:
     yield Advice.LEAVE_IT()
 
 
+def _keep_iterator(_: Evidence) -> Iterator[Finding]:
+    yield Advice.KEEP_ITERATOR()
+
+
 def _step(_: Evidence) -> Iterator[Finding]:
     yield Advice.SPEED_UP_STEP()
 
@@ -105,7 +109,7 @@ def _more_workers(evidence: Evidence) -> Iterator[Finding]:
     still_rises = all(rate < (1 - SAME_RATE) * evidence.samples_per_s for rate in fewer)
     if allowed is not None and tried and tried >= allowed and still_rises:
         wait = max(0.0, 1 - evidence.undisturbed.computing_share)
-        yield Advice.MORE_WORKERS(workers=2 * tried, tried=counted(tried, "worker"), wait=wait)
+        yield Advice.MORE_WORKERS(workers=2 * tried, wait=wait)
 
 
 def _larger_reads(evidence: Evidence) -> Iterator[Finding]:
@@ -203,6 +207,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     Bottleneck.MEMORY.kind: (_more_memory,),
     Bottleneck.START_UP.kind: (_keep_workers,),
     Bottleneck.LITTLE.kind: (_leave_it,),
+    Bottleneck.NO_STEP.kind: (_keep_iterator,),
 }
 """What a bottleneck calls for, in this order."""
 ALWAYS: tuple[Rule, ...] = (_batched_fetch, _one_thread_workers, _out_of_order)

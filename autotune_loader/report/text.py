@@ -6,6 +6,7 @@ A result goes in and a string comes out; whoever calls prints it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from autotune_loader.diagnosis.judge import source_of
 from autotune_loader.diagnosis.ranking import Standing, ranking
@@ -169,6 +170,15 @@ def _how(result: TuningResult) -> Iterator[str]:
         yield result.ended.sentence
     if result.trials:
         yield f"{counted(len(result.trials), 'burst')} in {seconds_text(result.seconds)}."
+    if result.machine is not None:
+        yield f"{_machine_words(result.tuned_at, result.machine)}."
+
+
+def _machine_words(tuned_at: str | None, machine: Any) -> str:
+    """When and where, such as "2026-11-26, photos.Photos[1200], 4 cores, 16 GiB, no GPU, torch 2.6.0"."""
+    told = [(tuned_at or "")[:10], machine.dataset, counted(machine.usable_cores, "core")]
+    told += [bytes_text(machine.memory_bytes), ", ".join(machine.gpus) or "no GPU", f"torch {machine.torch}"]
+    return ", ".join(filter(None, told))
 
 
 def stage_lines(times: Sequence[StageTime], width: int = WIDTH) -> list[str]:

@@ -16,11 +16,11 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 BUILD = runpy.run_path(str(FOLDER / "build.py"))
 BRIEFLY = """
 import functools
-import autotune_loader, autotune_loader.tuning.tune as tuner, autotune_loader.tuning.compare as comparing
-whole = tuner.tune
-tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 1, "max_trials": 3}))
-comparing.FEWEST_ROUNDS, compared = 1, comparing.compare
-comparing.compare = autotune_loader.compare = lambda *a, **o: compared(*a, **{**o, "budget": 1, "isolation": "inline"})
+import autotune_loader, autotune_loader.tuning.compare as comparing
+comparing.FEWEST_ROUNDS = 1
+tune, compare = autotune_loader.tune, autotune_loader.compare
+autotune_loader.tune = functools.wraps(tune)(lambda *a, **o: tune(*a, **{**o, "budget": 5}))
+autotune_loader.compare = functools.wraps(compare)(lambda *a, **o: compare(*a, **{**o, "budget": 2}))
 """
 
 
