@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -75,7 +76,9 @@ def _checks(machine: Machine) -> Iterator[tuple[str, str, str | None]]:
     fix = "ulimit -n 65536 before starting Python"
     yield "open files", text, fix if files is not None and files < FEW_FILES else None
     yield "start method", start_method(), None
-    threads = ", ".join(f"{name}={value}" for name, value in machine.thread_env.items())
+    threads = ", ".join(
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.endswith("_NUM_THREADS")
+    )
     yield "threads", threads or "no variable is set", None
     gpus = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for gpu in machine.gpus)
     none = f"none: {machine.gpu_reason or 'CUDA sees none'}"

@@ -23,7 +23,6 @@ from autotune_loader.machine.limits import (
     memory_budget,
     open_files_limit,
     shared_memory,
-    thread_environment,
     usable_cores,
 )
 
@@ -46,8 +45,6 @@ class Machine:
     """Shared by all ranks on this node; None without `/dev/shm`."""
     open_files: int | None
     """Descriptors a process may hold; None without a limit."""
-    thread_env: dict[str, str]
-    """The variables that are set and change how many threads native libraries start."""
     world_size: int
     """Ranks of this job on this node."""
     gpus: tuple[GpuDevice, ...]
@@ -135,7 +132,6 @@ def inspect_machine(
         memory=memory_budget(root),
         shm=shared_memory(root),
         open_files=open_files_limit(),
-        thread_env=thread_environment(environ),
         world_size=local_world_size(environ),
         gpus=gpus.devices(),
         gpu_reason=gpus.reason,

@@ -1,4 +1,4 @@
-"""How much of the machine this process may use: cores, memory, shared memory, descriptors, threads.
+"""How much of the machine this process may use: cores, memory, shared memory, descriptors.
 
 Every bound that was found is kept beside the number that follows from it, so that a report can show why 104 CPUs came
 out as 23 usable cores.
@@ -16,19 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune_loader.machine.cgroups import Limit, cpu_limits, memory_limits
-
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OMP_THREAD_LIMIT",
-    "OMP_PROC_BIND",
-    "GOMP_CPU_AFFINITY",
-    "KMP_AFFINITY",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "BLIS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-)
-"""Variables that change how many threads native libraries start in a worker (torch only limits its own)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +141,3 @@ def are_descriptors_scarce() -> bool:
     except OSError:
         return True
     return lowest > 0.75 * (open_files_limit() or math.inf)
-
-
-def thread_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables among `THREAD_VARIABLES` that are set."""
-    return {name: environ[name] for name in THREAD_VARIABLES if name in environ}

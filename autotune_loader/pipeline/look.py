@@ -16,8 +16,6 @@ import mmap
 import os
 import random
 import stat
-import sys
-import sysconfig
 import time
 import types
 import weakref
@@ -34,6 +32,7 @@ import torch
 from torch.utils.data import Subset
 
 from autotune_loader.pipeline.inherited import IN_MEMORY, bound_to_process, handle_in
+from autotune_loader.pipeline.workload import is_users
 
 MOST_VALUES, MOST_DEPTH, MOST_S = 3000, 8, 0.02
 """A look stops after so many values, levels or seconds: most take under a millisecond."""
@@ -64,8 +63,6 @@ SHARED_MEMORY = (SynchronizedBase, ctypes.Array, ctypes._SimpleCData, ctypes.Str
 WITHOUT_PARTS = (torch.Tensor, np.ndarray, *GENERATORS, SynchronizedBase, types.ModuleType, weakref.ref)
 CODE = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
 """What of a class is no value that a method may change."""
-_FOLDERS = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), os.path.dirname(torch.__path__[0]))  # noqa: PTH120
-LIBRARIES = tuple({os.path.realpath(folder) + os.sep for folder in _FOLDERS})
 PROCESS = ("os.environ", "the current folder", "torch's default dtype", "torch's number of threads")
 """Paths of what belongs to the whole process."""
 Places = dict[tuple[int, int, int], int]
@@ -416,17 +413,6 @@ def _names(value: Any) -> Iterator[tuple[str, Mapping[str, Any], str]]:
             for name, part in list(vars(each).items()):
                 if not name.startswith("__") and not isinstance(part, CODE):
                     yield f"{each.__name__}.{name}", vars(each), name
-
-
-@functools.lru_cache(maxsize=4096)
-def is_users(module: str | None) -> bool:
-    """Whether a module is the user's own: no part of Python, of an installed package, or of this one."""
-    if module is None or module.partition(".")[0] == __name__.partition(".")[0]:
-        return False
-    if module in ("__main__", "__mp_main__"):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and not os.path.realpath(file).startswith(LIBRARIES)
 
 
 class Held:

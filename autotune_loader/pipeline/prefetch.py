@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from autotune_loader.pipeline.batches import leaves, mapped
+from autotune_loader.pipeline.batches import mapped
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_int
 
@@ -23,10 +23,9 @@ _Loader = TypeVar("_Loader", bound=Iterable[Any])
 class DevicePrefetcher:
     """Iterates a loader, with every batch on `device`; on CUDA, copied while the step before it runs.
 
-    Batches may be nested: tensors, mappings, sequences, named tuples, dataclasses, and objects with a `.to()` method.
-    What is none of these passes through. Order and number of batches are the loader's own. An exception of the loader
-    is raised after the batches that it delivered before, as without prefetching. Copying overlaps only from pinned
-    memory.
+    Batches may be nested: tensors, mappings, sequences, named tuples, dataclasses, and objects with a `.to()` method; what is
+    none of these passes through. Order and number of batches are the loader's own, and an exception of the loader comes
+    after the batches before it. Copying overlaps only from pinned memory.
 
     Args:
         loader: Any iterable of batches; `len()` works if it works on the loader.
@@ -73,10 +72,9 @@ def prefetched(loader: Iterable[Any], lane: Any, depth: int) -> Iterator[Any]:
 
     Args:
         loader: any iterable of batches.
-        lane: `CudaLane`, or what has its three methods.
+        lane: `CudaLane`, or what has its `send` and `receive`.
         depth: how many are ahead.
     """
-    lane.open()
     ahead: deque[Any] = deque()
     batches: Iterator[Any] | None = iter(loader)
     failure: Exception | None = None
@@ -100,24 +98,20 @@ def prefetched(loader: Iterable[Any], lane: Any, depth: int) -> Iterator[Any]:
 
 
 class CudaLane:
-    """Copies on a side stream of one device, which are under way while the training loop does something else."""
+    """Copies on a side stream of one device, each beside the step that is launched after it was begun."""
 
     def __init__(self, device: Any, *, non_blocking: bool) -> None:
-        self._device = device
-        self._non_blocking = non_blocking
+        self._device, self._non_blocking = device, non_blocking
         self.stream = torch.cuda.Stream(device)
-        self._is_all_recorded = True
-
-    def open(self) -> None:
-        """Called once before the first batch of an epoch."""
-        # Whatever already lies on the device was made on the current stream.
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def send(self, batch: Any) -> tuple[Any, Any]:
         """Begin to copy; the answer is to be given to `receive`."""
-        if not self._is_all_recorded:
-            # A batch that has been freed is out of use once the steps launched so far are done: copy after them.
-            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        # The allocator hands memory of batches that have been dropped to the next copy: their steps must be done by then.
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self.copy(batch)
+
+    def copy(self, batch: Any) -> tuple[Any, Any]:
+        """The copy itself, and an event behind it."""
         with torch.cuda.stream(self.stream):
             moved = move(batch, self._device, non_blocking=self._non_blocking)
             return moved, self.stream.record_event()
@@ -125,10 +119,7 @@ class CudaLane:
     def receive(self, sent: tuple[Any, Any]) -> Any:
         """The batch on the device, safe to use on the current stream."""
         moved, copied = sent
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(copied)
-        # Without this the allocator would hand a freed batch's memory to the next copy while the step still reads it.
-        self._is_all_recorded &= _record_stream(moved, current)
+        torch.cuda.current_stream(self._device).wait_event(copied)
         return moved
 
 
@@ -151,17 +142,3 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # written in C
         return False
     return "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-
-
-def _record_stream(batch: Any, stream: Any) -> bool:
-    """Tell the allocator that `stream` uses every tensor in a batch; False where there may be tensors out of reach."""
-    is_all = True
-    for leaf in leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-            is_all = False  # sparse tensors do not implement it
-        elif callable(getattr(leaf, "record_stream", None)):
-            if getattr(leaf, "is_cuda", True):
-                leaf.record_stream(stream)
-        elif callable(getattr(leaf, "to", None)):
-            is_all = False
-    return is_all

@@ -16,14 +16,13 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autotune_loader.pipeline.look import ENTRIES, is_users, names_of
-from autotune_loader.pipeline.workload import wrapped_datasets
+from autotune_loader.pipeline.workload import is_users, wrapped_datasets
 from autotune_loader.values.stages import Line, Seen, StageSamples
 
 MOST_COST = 0.004
@@ -34,23 +33,21 @@ TOO_OFTEN = 0.05
 """Of a batch's time: a function whose clocks would take more of it is clocked no more, and its time is its caller's."""
 REPORT_S = 0.1
 """What was seen travels with a batch, this often."""
-FIRST_BATCH_S = 0.25
-"""A worker's first batch opens files and imports; it counts only where it is so long that few others follow."""
 MOST_DEPTH, MOST_MEMBERS = 4, 100
 """Containers of transforms within each other, and members of one."""
-READERS = (
-    "PIL.Image:open", "numpy:load", "numpy:fromfile", "torch:load", "torchvision.io:read_file", "h5py:Dataset.__getitem__",
-    "pathlib:Path.read_bytes", "pathlib:Path.read_text",
-)  # fmt: skip
-DECODERS = (
-    "PIL.ImageFile:ImageFile.load", "cv2:imread", "cv2:imdecode", "torchvision.io:decode_image", "torchaudio:load",
-    "soundfile:read", "json:load", "json:loads", "zlib:decompress",
-)  # fmt: skip
-"""By module and name, clocked where they are loaded."""
+ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
+"""Methods by which a loader asks a dataset for samples."""
+LIBRARY_STAGES = {
+    "read": "PIL.Image:open numpy:load numpy:fromfile torch:load torchvision.io:read_file h5py:Dataset.__getitem__ "
+    "pathlib:Path.read_bytes pathlib:Path.read_text",
+    "decode": "PIL.ImageFile:ImageFile.load cv2:imread cv2:imdecode torchvision.io:decode_image torchaudio:load "
+    "soundfile:read json:load json:loads zlib:decompress",
+}
+"""Functions by module and name, clocked where they are loaded."""
 
 
 class StageClock:
-    """Clocks the thread that makes it, the main thread of a worker.
+    """Clocks the thread that makes it, the main thread of a worker. Its first batch opens files and imports: it does not count.
 
     Args:
         dataset: what its samples are made by is clocked.
@@ -63,8 +60,7 @@ class StageClock:
         self._stack: list[Line] = []
         self._wall = self._cpu = self._due = 0.0
         self._readings = self._skip = 0
-        self._is_first = True
-        self._totals, self._all_s = [0.0, 0.0, 0.0], 0.0
+        self._totals, self._all_s, self._is_first = [0.0, 0.0, 0.0], 0.0, True
         self._hooks: list[_Hook] = []
         known = set[tuple[int, Any]]()
         for owner, name, line in _places(dataset):
@@ -93,8 +89,7 @@ class StageClock:
 
     def batch(self, wall_s: float, cpu_s: float, samples: int) -> StageSamples | None:
         """It is whole; returns what was seen since the last report, now and then."""
-        is_clocked = bool(self._stack)
-        is_new, self._is_first = self._is_first and wall_s < FIRST_BATCH_S, False
+        is_clocked, is_new, self._is_first = bool(self._stack), self._is_first, False
         if is_clocked:
             self._turn()
             self.end()
@@ -106,9 +101,10 @@ class StageClock:
             self._begin_anew()
             return None
         self._all_s += wall_s
-        if is_clocked:
-            self._totals = [a + b for a, b in zip(self._totals, (samples, wall_s, cpu_s), strict=True)]
-        return self._report() if is_clocked and self._wall >= self._due else None
+        if not is_clocked:
+            return None
+        self._totals = [a + b for a, b in zip(self._totals, (samples, wall_s, cpu_s), strict=True)]
+        return self._report() if self._wall >= self._due else None
 
     def end(self) -> None:
         """Put back what was there before."""
@@ -168,7 +164,7 @@ class _Hook:
         clock: of this worker.
         owner: a class, a module, a list, or the dict of an object's attributes.
         name: of it there.
-        line: of the stage; without a place it is that of the user's line that calls. None is the class of the first argument.
+        line: of the stage; None is the class of the first argument.
     """
 
     def __init__(self, clock: StageClock, owner: Any, name: Any, line: Line | None) -> None:
@@ -186,8 +182,7 @@ class _Hook:
             if not clock.is_on():
                 return inner(*arguments, **named)
             self.calls += 1
-            stage = line or _of_class(type(arguments[0]), inner)
-            clock.enter(stage if stage[1] else (stage[0], _caller(sys._getframe(1), inner)))
+            clock.enter(line or _of_class(type(arguments[0]), inner))
             try:
                 return inner(*arguments, **named)
             finally:
@@ -215,7 +210,7 @@ def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
     for each in wrapped_datasets(dataset):
         kinds = [kind for kind in type(each).__mro__ if is_users(kind.__module__)]
         entries = [entry for kind in kinds for name in ENTRIES if (entry := _function_in(kind, name)) is not None]
-        names = {name for entry in entries for name in names_of(entry.__code__)} - {*ENTRIES}
+        names = {name for entry in entries for name in _names_of(entry.__code__)} - {*ENTRIES}
         spaces: list[tuple[Any, Any]] = [(kind, vars(kind)) for kind in kinds]
         for owner, held in [*spaces, *((entry.__globals__, entry.__globals__) for entry in entries)]:
             functions = [(name, held[name]) for name in names if isinstance(held.get(name), types.FunctionType)]
@@ -223,11 +218,12 @@ def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
         for name, value in list(getattr(each, "__dict__", {}).items()):
             if callable(value) or (isinstance(value, (list, tuple)) and len(value) <= MOST_MEMBERS):
                 yield from _of_value(vars(each), name, value, MOST_DEPTH)
-    for path in (*READERS, *DECODERS):
-        module, *outer, last = path.split(":")[0], *path.split(":")[1].split(".")
-        holder = functools.reduce(lambda found, name: getattr(found, name, None), outer, sys.modules.get(module))
-        if hasattr(holder, last):
-            yield holder, last, ("read" if path in READERS else "decode", "")
+    for stage, paths in LIBRARY_STAGES.items():
+        for module, path in (each.split(":") for each in paths.split()):
+            *outer, last = path.split(".")
+            holder = functools.reduce(lambda found, name: getattr(found, name, None), outer, sys.modules.get(module))
+            if hasattr(holder, last):
+                yield holder, last, (stage, f"{module}.{path}")
 
 
 def _of_value(owner: Any, name: Any, value: Any, depth: int) -> Iterator[tuple[Any, Any, Line | None]]:
@@ -247,6 +243,14 @@ def _of_value(owner: Any, name: Any, value: Any, depth: int) -> Iterator[tuple[A
             yield kind, entry, None
 
 
+def _names_of(code: types.CodeType) -> list[str]:
+    """The names that a function's code reads, inner functions included."""
+    return [
+        *code.co_names,
+        *(name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names_of(each)),
+    ]
+
+
 def _function_in(kind: type, name: str) -> types.FunctionType | None:
     found = vars(kind).get(name)
     return found if isinstance(found, types.FunctionType) else None
@@ -263,16 +267,12 @@ def _where(function: Any) -> str:
     function = inspect.unwrap(_plain(function))
     code = getattr(function, "__code__", None)
     if code is None or not is_users(function.__module__):
-        return _full_name(function)
+        return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}".strip(".")
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
-def _full_name(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}".strip(".")
-
-
 def _of_class(kind: type, method: Any) -> Line:
-    return kind.__name__, _where(method) if is_users(kind.__module__) else _full_name(kind)
+    return kind.__name__, _where(method if is_users(kind.__module__) else kind)
 
 
 def _base(dataset: Any) -> Line:
@@ -282,17 +282,7 @@ def _base(dataset: Any) -> Line:
             entry = next((name for name in ENTRIES if name in vars(kind)), None)
             if entry is not None and is_users(kind.__module__):
                 return f"{type(each).__name__}.{entry}", _where(vars(kind)[entry])
-    return type(dataset).__name__, _full_name(type(dataset))
-
-
-def _caller(frame: types.FrameType | None, function: Callable[..., Any]) -> str:
-    """The user's line that called a library's function, and its name; the name alone where no line of a file did."""
-    while frame is not None and (
-        frame.f_code.co_filename == "<string>" or not is_users(frame.f_globals.get("__name__"))
-    ):
-        frame = frame.f_back
-    name = _full_name(function)
-    return name if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {name}"
+    return type(dataset).__name__, _where(type(dataset))
 
 
 def _crowded_s(schedule: Path) -> float:

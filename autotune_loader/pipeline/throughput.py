@@ -10,9 +10,6 @@ than is made. So without stock at the opening the rate is what was consumed; wit
 the first stall, which shows that the stock is gone; and while it lasts it is at most what the workers make without
 pausing. Nothing is assumed about how long queues are or how service times are distributed.
 
-Where the workers hold the loop up, what they make is the rate in the long run too, and of that a few rounds tell more: the
-two are pooled by their precision.
-
 What a window cannot show: loader and step in balance with irregular service times need a while to fill the queues, and
 a window of a few rounds from empty ones then reads low (simulated: up to 11 % at a variation of 30 %, 2 % at 5 %).
 """
@@ -23,7 +20,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import pstdev
 from typing import Literal
 
 from autotune_loader.values.measurement import Measurement
@@ -39,6 +35,12 @@ from autotune_loader.values.trace import BatchTrace, after_first_of_each
 
 MAX_POINTS = 512
 """Times a running burst looks at when it asks for its error; more batches are taken in groups, to stay cheap."""
+HOLDING_UP = 0.9
+"""Workers that make less than this share of what the loop could take hold it up."""
+MADE_SD = 0.05
+"""What the workers are said to make leaves things out, such as slow batches that hold up the others: so much, relatively."""
+FAR_SLOWER = 1.5
+"""Than the mean of all workers: of 32 with a few batches each none is so slow by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,33 +140,6 @@ def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, no
     return error is not None and error <= plan.relative_error
 
 
-def are_enough_epochs(ends: Sequence[float], plan: BurstPlan, begun: float) -> bool:
-    """Whether a burst of whole epochs that began at `begun` (s) and whose epochs ended at `ends` may end."""
-    if len(ends) < 2:
-        return False
-    elapsed = ends[-1] - begun
-    # Two epochs in the window and one before it, or, of epochs longer than the plan expects, one and one.
-    return elapsed >= 3.0 * plan.max_s or (elapsed >= plan.max_s and len(ends) >= 3)
-
-
-def over_epochs(measured: Measurement, ends: Sequence[float], samples: int) -> Measurement:
-    """The measurement of a burst with the rate of its epochs, and the waiting that start-up and gaps are.
-
-    The first epoch is not timed: what it does once (imports, caches, persistent workers) is nothing over a whole training run.
-
-    Args:
-        measured: as `summarise` has it.
-        ends: when its epochs ended, at least two.
-        samples: of all epochs but the first.
-    """
-    seconds, window_s = mean_interval([after - before for before, after in pairwise(ends)]), ends[-1] - ends[0]
-    half = min((seconds.high - seconds.low) / 2 / seconds.value, math.log(10))
-    value = samples / window_s
-    rate = Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=seconds.count)
-    waits = wait_share(rate, measured.step_s, measured.batch_size)
-    return replace(measured, samples_per_s=rate, samples=samples, window_s=window_s, wait_share=waits)
-
-
 def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> Interval:
     """The rate; while there is stock, that of workers which will hold the loop up once it is gone."""
     rate = _consumed(traces, workers, window.first)
@@ -175,29 +150,22 @@ def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> I
         return replace(made, count=rate.count)
     inside = traces[window.first :]
     consumer_s = _mean([trace.receive_s + trace.step_s for trace in inside])
-    # Workers hold the loop up when they make less than 0.9 of what it could take.
-    if made.value * consumer_s > 0.9 * _mean([trace.samples for trace in inside]):
+    if made.value * consumer_s > HOLDING_UP * _mean([trace.samples for trace in inside]):
         return rate
     if window.stock == "none":
         made = _made(traces, workers, _mean(_pauses_s(traces, since=inside[0].requested)))
-    return _pooled(rate, made, traces, _stocked(inside, workers))
+    return _middle(rate, made)
 
 
-def _pooled(consumed: Interval, made: Interval, traces: Sequence[BatchTrace], stocked: float) -> Interval:
-    """Both by their precision: where the workers hold the loop up, what they make is what is consumed in the long run.
+def _middle(consumed: Interval, made: Interval) -> Interval:
+    """Where the workers hold the loop up, what they make is what is consumed in the long run.
 
-    What is consumed knows neither batches in the making nor those that wait for an earlier one, so that it errs by 7 to 13 %
-    in windows of 1 to 5 rounds; with what was made it is 4 to 5 % (studies/fidelity/README.md). It errs by what went
-    into queues meanwhile, as where workers on quicker cores get ahead of the others.
+    What is consumed knows no batches in the making, and what is made none that wait for an earlier one: their middle errs half
+    as much in windows of 1 to 5 rounds (3 % instead of 6 % with 32 workers). Its interval is that of both by their precision.
     """
-    services = [trace.service_s for trace in traces]
-    # A slow batch holds up delivery in order, and a short burst saw few of them: an error by the squared variation.
-    blocked = 0.3 * (pstdev(services) / max(_mean(services), 1e-12)) ** 2
-    # What the workers are said to make leaves things out: 0.03 beyond the scatter of their batches.
-    variances = [_log_sd(consumed) ** 2 + stocked**2, _log_sd(made) ** 2 + 0.03**2 + blocked**2]
-    weights = [1 / max(variance, 1e-12) for variance in variances]
-    value = math.exp((weights[0] * math.log(consumed.value) + weights[1] * math.log(made.value)) / sum(weights))
-    half = Z_95 / math.sqrt(sum(weights))
+    sds = [math.log(each.high / each.value) / Z_95 for each in (consumed, made)]
+    half = Z_95 / math.hypot(1 / max(sds[0], 1e-6), 1 / math.hypot(sds[1], MADE_SD))
+    value = math.sqrt(consumed.value * made.value)
     return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=consumed.count)
 
 
@@ -212,10 +180,6 @@ def _stocked(inside: Sequence[BatchTrace], workers: int) -> float:
     grown_s = _mean([trace.received - trace.collate_end for trace in last])
     grown_s -= _mean([trace.received - trace.collate_end for trace in first])
     return grown_s / (_mean([trace.step_end for trace in last]) - _mean([trace.step_end for trace in first]))
-
-
-def _log_sd(rate: Interval) -> float:
-    return math.log(rate.high / rate.value) / Z_95
 
 
 def _open(traces: Sequence[BatchTrace], workers: int) -> _Window:
@@ -262,8 +226,7 @@ def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interva
     if len(seen) < workers:
         seen = list(traces)
     cycles = mean_interval([trace.service_s for trace in seen])
-    slowest_s = _slowest_mean_s(seen, cycles.value)
-    extra_s = slowest_s - cycles.value + pause_s
+    extra_s = _slowest_mean_s(seen) - cycles.value + pause_s
     shifted = replace(cycles, value=cycles.value + extra_s, low=cycles.low + extra_s, high=cycles.high + extra_s)
     return _rate(shifted, workers * _mean([trace.samples for trace in seen]), len(seen))
 
@@ -279,18 +242,13 @@ def _pauses_s(traces: Sequence[BatchTrace], since: float = -math.inf) -> list[fl
     return pauses or [0.0]
 
 
-def _slowest_mean_s(traces: Sequence[BatchTrace], mean_s: float) -> float:
-    """Mean service of the worker that delivery in order waits for; that of all unless one is shown to be slower."""
-    by_worker: dict[int, list[float]] = {}
+def _slowest_mean_s(traces: Sequence[BatchTrace]) -> float:
+    """Mean service of the worker that delivery in order waits for; that of all unless one is far slower."""
+    mean_s, by_worker = _mean([trace.service_s for trace in traces]), dict[int, list[float]]()
     for trace in traces:
         by_worker.setdefault(trace.worker, []).append(trace.service_s)
     worst = max(by_worker.values(), key=_mean)
-    if len(worst) < 3 or len(by_worker) < 2:
-        return mean_s
-    # The slowest of many was picked for being slow: each of them had its chance of an extreme mean.
-    chance = 0.01 / len(by_worker)
-    slower = mean_interval(worst, 1 - 2 * chance).low > mean_s
-    return _mean(worst) if slower else mean_s
+    return _mean(worst) if len(worst) >= 3 and _mean(worst) > FAR_SLOWER * mean_s else mean_s
 
 
 def _rate(seconds: Interval, samples: float, count: int) -> Interval:

@@ -30,11 +30,10 @@ from autotune_loader.machine.window import Window
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.reading import Reading
-from autotune_loader.pipeline.throughput import are_enough_epochs
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.probe.bad_samples import SampleError
-from autotune_loader.probe.burst_loop import Announce, Run
+from autotune_loader.probe.burst_loop import Announce, Run, are_enough_epochs
 from autotune_loader.probe.device import Timeline
 from autotune_loader.probe.failures import deaths_of, failure_of
 from autotune_loader.probe.step import TrainingStep

@@ -6,14 +6,16 @@ A step on the CPU is timed by the host's clock. A step on a device that works be
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from autotune_loader.pipeline.batches import bytes_of, tensors_in
 from autotune_loader.pipeline.stages import pooled
-from autotune_loader.pipeline.throughput import is_enough, over_epochs, summarise
+from autotune_loader.pipeline.throughput import is_enough, summarise, wait_share
 from autotune_loader.pipeline.tracing import REPORTED, Fetch
 from autotune_loader.probe.bad_samples import good
 from autotune_loader.probe.device import Passage, Passages, TimedLane, Timeline
@@ -22,6 +24,7 @@ from autotune_loader.probe.step import TrainingStep
 from autotune_loader.values.measurement import BadSample, FailurePhase, GpuUse, Measurement
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageSamples
+from autotune_loader.values.statistics import Interval, mean_interval
 from autotune_loader.values.trace import BatchTrace
 
 # How often the running burst asks whether it knows enough, in seconds: cheap against any batch worth prefetching.
@@ -184,3 +187,30 @@ class BatchShape:
             tensors=len(tensors),
             on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
         )
+
+
+def are_enough_epochs(ends: Sequence[float], plan: BurstPlan, begun: float) -> bool:
+    """Whether a burst of whole epochs that began at `begun` (s) and whose epochs ended at `ends` may end."""
+    if len(ends) < 2:
+        return False
+    elapsed = ends[-1] - begun
+    # Two epochs in the window and one before it, or, of epochs longer than the plan expects, one and one.
+    return elapsed >= 3.0 * plan.max_s or (elapsed >= plan.max_s and len(ends) >= 3)
+
+
+def over_epochs(measured: Measurement, ends: Sequence[float], samples: int) -> Measurement:
+    """The measurement of a burst with the rate of its epochs, and the waiting that start-up and gaps are.
+
+    The first epoch is not timed: what it does once (imports, caches, persistent workers) is nothing over a whole training run.
+
+    Args:
+        measured: as `summarise` has it.
+        ends: when its epochs ended, at least two.
+        samples: of all epochs but the first.
+    """
+    seconds, window_s = mean_interval([after - before for before, after in pairwise(ends)]), ends[-1] - ends[0]
+    half = min((seconds.high - seconds.low) / 2 / seconds.value, math.log(10))
+    value = samples / window_s
+    rate = Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=seconds.count)
+    waits = wait_share(rate, measured.step_s, measured.batch_size)
+    return replace(measured, samples_per_s=rate, samples=samples, window_s=window_s, wait_share=waits)

@@ -114,9 +114,9 @@ class TimedLane(CudaLane):
         super().__init__(device, non_blocking=True)
         self.copies: list[tuple[Any, Any]] = []
 
-    def send(self, batch: Any) -> tuple[Any, Any]:
+    def copy(self, batch: Any) -> tuple[Any, Any]:
         before = self.stream.record_event(_event(torch.cuda))
-        sent = super().send(batch)
+        sent = super().copy(batch)
         self.copies.append((before, self.stream.record_event(_event(torch.cuda))))
         return sent
 

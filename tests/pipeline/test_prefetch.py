@@ -34,7 +34,7 @@ def lane_noting(events: list[str]) -> Any:
     def noted(what: str) -> Any:
         return lambda batch: events.append(f"{what} {batch}") or batch
 
-    return SimpleNamespace(open=lambda: events.append("open"), send=noted("send"), receive=noted("receive"))
+    return SimpleNamespace(send=noted("send"), receive=noted("receive"))
 
 
 def test_copies_are_depth_batches_ahead_of_the_loop_and_batches_come_all_and_in_order() -> None:
@@ -43,7 +43,6 @@ def test_copies_are_depth_batches_ahead_of_the_loop_and_batches_come_all_and_in_
         events.append(f"step {batch}")
     # THEN two copies are under way during every step, until the loader ends
     assert events == [
-        "open",
         *("send 0", "send 1", "send 2", "receive 0", "step 0"),
         *("send 3", "receive 1", "step 1"),
         *("receive 2", "step 2", "receive 3", "step 3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from preloaded import PreloadedPython, Run
 from torch.utils.data import TensorDataset, default_collate
 
+from studies.cold import datasets as cold
 from studies.endurance import kills
 from studies.gpu import __main__ as jobs
 from studies.libraries.attempt import Attempt, Job, make_attempt
@@ -62,3 +64,15 @@ def test_an_attempt_is_tuned_refused_or_wrong(given: Any, batch: int, outcome: s
     assert made.outcome == outcome
     assert says in made.sentence
     assert f"| {outcome} |" in row(made)
+
+
+def test_a_cold_dataset_is_slow_once_and_again_when_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    dataset = cold.FirstReadWaits(4, slope=0.5)
+    for _ in range(2):
+        assert [int(dataset[index][0]) for index in (3, 1, 3, 1)] == [3, 1, 3, 1]
+        dataset.forget()
+    dataset.remove()
+    assert waits == [cold.WAIT_S * share for share in (1.25, 0.75)] * 2
+    assert not Path(dataset.path).exists()

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autotune_loader.pipeline.throughput import are_enough_epochs, is_enough, over_epochs, summarise
+from autotune_loader.pipeline.throughput import is_enough, summarise
+from autotune_loader.probe.burst_loop import are_enough_epochs, over_epochs
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan

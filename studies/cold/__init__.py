@@ -1,0 +1,1 @@
+"""Is a dataset that is read from a disk measured from the disk?"""

@@ -1,0 +1,159 @@
+"""Is a dataset that is read from a disk measured from the disk? `python -m studies.cold [--only shuffled] [--files DIR]`
+
+The first read of a sample waits 10 ms, whoever reads it, and later ones nothing; with `--files` there are files as well, which
+are dropped from the page cache (posix_fadvise). The dataset is larger than what a run reads. After `tune()` everything is
+forgotten, and each number of workers trains over samples that were never read, in turns; what was chosen does so as well, and
+once more for twice as long.
+
+Goals: what was chosen is within 2 % of the best measured cold, and the rate told within 10 % of a cold epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
+
+from autotune_loader import LoaderConfig, tune
+from studies.cold.datasets import Files, FirstReadWaits
+
+BATCH = 16
+STEP_S = 0.02
+"""A step on an accelerator; 8 workers are in time for it when samples wait."""
+WORKERS = (0, 1, 2, 4, 6, 8, 12, 16)
+WARM_BATCHES = 4
+"""Of each worker, before its rate counts."""
+LOSS_GOAL, TOLD_GOAL = 0.02, 0.10
+COLUMNS = ("job", "chosen", "told", "cold epoch", "told wrong by", "best cold", "loss")
+
+
+def step(_model: Any, _batch: Any) -> None:
+    """As on an accelerator: the CPU is free meanwhile."""
+    time.sleep(STEP_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A dataset and how it is read."""
+
+    make: Callable[[], Any]
+    loader: Callable[[Any], dict[str, Any]] = lambda dataset: {"batch_size": BATCH}
+    spread: Callable[[Any], dict[str, Any]] | None = None
+    """The same batches in an order of which every part is like the epoch, for cold runs that see only a part."""
+
+
+def in_batches_by_length(dataset: Any) -> dict[str, Any]:
+    """Batches of a sampler of one's own, whose samples wait longer and longer."""
+    return {"batch_sampler": BatchSampler(SequentialSampler(dataset), BATCH, False)}
+
+
+def in_batches_from_everywhere(dataset: Any) -> dict[str, Any]:
+    """The same batches in a random order."""
+    batches = list(in_batches_by_length(dataset)["batch_sampler"])
+    random.Random(1).shuffle(batches)
+    return {"batch_sampler": batches}
+
+
+def jobs(samples: int, folder: Path | None) -> dict[str, Job]:
+    """By name."""
+    marked = {
+        "shuffled": Job(make=lambda: FirstReadWaits(samples), loader=lambda _: {"batch_size": BATCH, "shuffle": True}),
+        "in order": Job(make=lambda: FirstReadWaits(samples)),
+        "a subset": Job(
+            make=lambda: FirstReadWaits(samples),
+            loader=lambda dataset: {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(0, len(dataset), 2))},
+        ),
+        "by length": Job(
+            make=lambda: FirstReadWaits(samples, slope=0.5),
+            loader=in_batches_by_length,
+            spread=in_batches_from_everywhere,
+        ),
+    }
+    files = {} if folder is None else {"files": Job(make=lambda: Files(min(samples, 20_000), folder))}
+    return marked | files
+
+
+def cold_rate(job: Job, dataset: Any, config: LoaderConfig, seconds: float) -> float:
+    """Samples/s of training over samples that nobody has read, once all workers are at work."""
+    dataset.forget()
+    batches = iter(DataLoader(dataset, **(job.spread or job.loader)(dataset), **config.to_kwargs()))
+    for _ in range(1 + WARM_BATCHES * config.num_workers):
+        step(None, next(batches))
+    begun, samples = time.monotonic(), 0
+    while time.monotonic() - begun < seconds:
+        batch = next(batches)
+        step(None, batch)
+        samples += len(batch)
+    return samples / (time.monotonic() - begun)
+
+
+def study(name: str, job: Job, seconds: float, rounds: int) -> str:
+    """One row of the table."""
+    dataset = job.make()
+    try:
+        result = tune(DataLoader(dataset, **job.loader(dataset)), train_step=step, progress=False)
+        told = 0.0 if result.rate is None else result.rate.value
+        configs = [*(LoaderConfig(num_workers=workers) for workers in WORKERS), result.best]
+        rates: dict[int, list[float]] = {}
+        for number in range(rounds):
+            for position in _turned(range(len(configs)), number):
+                rate = cold_rate(job, dataset, configs[position], seconds)
+                rates.setdefault(position, []).append(rate)
+                print(f"RECORD {name} | {configs[position]} | {rate:.0f}/s", flush=True)
+        chosen, best = statistics.median(rates.pop(len(WORKERS))), max(map(statistics.median, rates.values()))
+        epoch = cold_rate(job, dataset, result.best, 2 * seconds)
+    finally:
+        dataset.remove()
+    wrong, loss = told / epoch - 1, max(0.0, 1 - chosen / max(best, chosen))
+    cells = [
+        name,
+        str(result.best),
+        f"{told:.0f}/s",
+        f"{epoch:.0f}/s",
+        f"{wrong:+.1%}",
+        f"{best:.0f}/s",
+        f"{loss:.1%}",
+    ]
+    marks = ("" if abs(wrong) <= TOLD_GOAL else " !", "" if loss <= LOSS_GOAL else " !")
+    return f"| {' | '.join(cells[:5])}{marks[0]} | {' | '.join(cells[5:])}{marks[1]} |"
+
+
+def _turned(positions: range, number: int) -> list[int]:
+    """Another order in each round: forwards, backwards, and both again."""
+    return list(positions) if number % 2 == 0 else list(reversed(positions))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the jobs and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="one job by its name")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each cold run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=400_000, help="of an epoch; more than a run reads")
+    parser.add_argument("--files", type=Path, help="a folder on the disk, for 20,000 files of 256 KiB")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings(
+        "ignore", message="This DataLoader will create"
+    )  # where workers wait, more than cores are right
+    with tempfile.TemporaryDirectory(dir=options.files) as folder:
+        known = jobs(options.samples, Path(folder) if options.files else None)
+        rows = [
+            study(name, job, options.seconds, options.rounds)
+            for name, job in known.items()
+            if options.only in (None, name)
+        ]
+    print(f"goals: loss {LOSS_GOAL:.0%}, told wrong by {TOLD_GOAL:.0%} (beyond: !)")
+    print("\n".join([f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows]))
+
+
+if __name__ == "__main__":
+    main()
