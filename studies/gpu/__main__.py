@@ -154,7 +154,7 @@ def _in_turns(loop: Loop, configs: dict[str, LoaderConfig], rounds: int) -> dict
 def _twin_errors(result: TuningResult, grid: dict[LoaderConfig, float]) -> list[float]:
     """|predicted / measured - 1| over the grid, of a twin that has seen only the tuner's own bursts."""
     try:
-        predictions = result.predict_all(list(grid))
+        predictions = result.predictions(list(grid))
     except ValueError:  # nothing was measured
         return []
     pairs: Sequence[Any] = list(zip(predictions, grid.values(), strict=True))
