@@ -97,7 +97,7 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         _working_share(result),
         f"{_share(statistics.median(errors))}, {_share(max(errors))}" if errors else "-",
         f"{known_s:.1f} s + {startup_s:.1f} s of start-up: step {'binds' if step_binds else 'does not bind'}",
-        f"{result.best}, in {result.spent.seconds:.0f} s and {len(result.trials)} trials",
+        f"{result.best}, in {result.seconds:.0f} s and {len(result.trials)} trials",
     ]
 
 

@@ -51,7 +51,7 @@ def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkey
 @pytest.mark.parametrize(
     ("given", "batch", "outcome", "says"),
     [
-        (TensorDataset(torch.zeros(16, 2)), 4, "tuned", "Use "),
+        (TensorDataset(torch.zeros(16, 2)), 4, "tuned", ""),
         (TensorDataset(torch.zeros(16, 2)), 8, "wrong", "a batch of 8 samples was counted as 4"),
         (42, 4, "refused", "would work"),
     ],
