@@ -12,7 +12,7 @@ LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 PUBLIC = {
     *("AutoLoader", "Comparison", "DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "__version__"),
     *("compare", "enable", "load_config", "tune", "ConfigFileError", "MachineMismatchError", "MissingExtraError"),
-    *("PlatformError", "WorkloadError"),
+    *("PlatformError", "TwinSampler", "WorkloadError"),
 }
 
 
