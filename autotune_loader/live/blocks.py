@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from autotune_loader.live.traces import LiveTraces, continuous
+from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, Measurement
 from autotune_loader.values.plan import BurstPlan

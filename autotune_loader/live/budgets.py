@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from autotune_loader.decision.space import BatchCost, Limits, Space, least
 from autotune_loader.machine.limits import local_world_size, memory_budget, open_files_limit, shared_memory
-from autotune_loader.probe.burst_loop import BatchShape
+from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_count
 

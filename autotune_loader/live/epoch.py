@@ -28,10 +28,10 @@ from autotune_loader.live.traces import Change
 from autotune_loader.live.trust import OPTS_IN, Refusal, Trust, refusal
 from autotune_loader.live.workers import disown
 from autotune_loader.machine.limits import are_descriptors_scarce
+from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.look import Held
 from autotune_loader.pipeline.tracing import REPORTED, Fetch
 from autotune_loader.pipeline.workload import is_users
-from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.trace import BatchTrace

@@ -17,7 +17,7 @@ from autotune_loader.live.numbered import Item, Raised
 from autotune_loader.live.step_threads import StepThreads
 from autotune_loader.live.traces import LiveTraces
 from autotune_loader.live.trust import TRUSTED, Refusal, Trust
-from autotune_loader.probe.burst_loop import BatchShape
+from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.stages import StageSamples

@@ -15,8 +15,8 @@ from autotune_loader.live.prospects import TOLERANCE
 from autotune_loader.live.result import result_of
 from autotune_loader.live.traces import continuous, step_cores
 from autotune_loader.live.tuning import cores_within
+from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.site import Site
-from autotune_loader.probe.burst_loop import BatchShape
 from autotune_loader.results.result import TuningResult
 from autotune_loader.scripts.batch_log import BatchLog
 from autotune_loader.twin.context import TwinContext

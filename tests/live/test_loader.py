@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader.live.budgets import Budgets
-from autotune_loader.probe.burst_loop import BatchShape
+from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.values.config import LoaderConfig
 from tests.support.schedules import FixedLoader as AutoLoader
 from tests.support.schedules import Numbers
