@@ -117,7 +117,8 @@ def rows_of(names: list[str], rounds: int) -> Iterator[str]:
             plain, auto, run = (statistics.median(found[how]) for how in ("plain", "auto", "run"))
             bar = WAITING * plain if name == "waits" and not workers else MOST * plain + MORE_S
             verdict = "yes" if max(auto, run) <= bar else "NO"
-            yield f"| {name} | {workers} | {plain:.2f} | {auto:.2f} | {run:.2f} | {auto / plain:.2f} | {run / plain:.2f} | {verdict} |"
+            ratios = f"{auto / plain:.2f} | {run / plain:.2f}"
+            yield f"| {name} | {workers} | {plain:.2f} | {auto:.2f} | {run:.2f} | {ratios} | {verdict} |"
 
 
 def main() -> int:
