@@ -21,7 +21,7 @@ PUBLIC = {
         "__version__",
     ),
     *("compare", "enable", "load_config", "tune", "ConfigFileError", "MachineMismatchError", "MissingExtraError"),
-    *("PlatformError", "WorkloadError"),
+    *("PlatformError", "TwinSampler", "WorkloadError"),
 }
 
 

@@ -85,7 +85,7 @@ def check_study(study: Any, sampler: Any) -> None:
     works = "study=optuna.create_study(direction='maximize')"
     refuse(not isinstance(study, (optuna.Study, type(None))), f"study={study!r:.60} is no optuna.Study", works)
     is_sampler = sampler is None or isinstance(sampler, optuna.samplers.BaseSampler)
-    of_torch = hasattr(sampler, "__iter__") or isinstance(sampler, (list, tuple))
+    of_torch = hasattr(sampler, "__iter__") and not isinstance(sampler, str)
     works_instead = in_a_loader("sampler") if of_torch else "sampler=optuna.samplers.TPESampler()"
     refuse(not is_sampler, f"sampler={sampler!r:.60} is no sampler of Optuna's", works_instead)
     if study is not None:

@@ -2,9 +2,8 @@
 
     python -m studies.endurance.kills --kills 50
 
-A run with `output=` and a journal as its `storage=` is killed; every second time the journal also gets what a power loss
-leaves: a torn last line and a stale lock. Then `loader.json`, where there is one, must load, and a second run must take up
-every trial that the file knew and end with status "complete".
+A run with `output=` and a study in a journal is killed. Then `loader.json`, where there is one, must load, and a second run
+must take up every trial that the study knew and come to its end.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ from pathlib import Path
 
 import psutil
 
-from autotune_loader import LoaderConfig, TuningResult, load_config
+from autotune_loader import LoaderConfig, load_config
+from autotune_loader.search.sampler import read_record
+from autotune_loader.tuning.study import open_study
 from autotune_loader.values.errors import TunerError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,7 @@ MARK = "AUTOTUNE_ENDURANCE"
 RUN = """
 import logging, sys, time, torch
 from autotune_loader import tune
+from autotune_loader.tuning.study import open_study
 logging.basicConfig(level=logging.INFO)
 
 class Rows(torch.utils.data.Dataset):
@@ -41,16 +43,15 @@ class Rows(torch.utils.data.Dataset):
         time.sleep(0.0005)
         return torch.full((3,), float(index))
 
-tune(Rows(), batch_size=8, budget=4, max_trials=3, max_workers=2, output="loader.json",
-     storage="study.journal", progress=False)
+tune(Rows(), batch_size=8, budget=4, max_workers=2, output="loader.json", study=open_study("study.journal"), progress=False)
 """
 DEADLINE_S = 120.0
 LEFT_FILES = re.compile(r"loader\.json|study\.journal|.*\.journal\.lock.*|\.loader\.json\..*\.tmp")
 
 
 FIGURES = (
-    *("kills", "before first file", "after the end", "unreadable files", "not finished", "lost trials", "resumed runs"),
-    *("resumed trials", "torn journals", "leftover processes", "temporary files"),
+    *("kills", "after the end", "unreadable files", "not finished", "lost trials", "resumed runs"),
+    *("resumed trials", "leftover processes", "temporary files"),
 )
 Figures = Counter[str]
 
@@ -75,12 +76,12 @@ def kill_runs(kills: int, seed: int = 0) -> Figures:
         whole_s = time.monotonic() - begun
     for number in range(kills):
         with tempfile.TemporaryDirectory() as folder:
-            kill_one(Path(folder), rng.uniform(0.2, 1.0) * whole_s, tears=number % 2 > 0, figures=figures)
+            kill_one(Path(folder), rng.uniform(0.2, 1.0) * whole_s, figures)
         print(f"{number + 1} kills: {figures}", file=sys.stderr)
     return figures
 
 
-def kill_one(folder: Path, after_s: float, *, tears: bool, figures: Figures) -> None:
+def kill_one(folder: Path, after_s: float, figures: Figures) -> None:
     process = start(folder)
     try:
         process.wait(after_s)
@@ -91,11 +92,16 @@ def kill_one(folder: Path, after_s: float, *, tears: bool, figures: Figures) -> 
     process.communicate()
     figures["kills"] += 1
     figures["leftover processes"] += len(still_there(str(folder)))
-    known = trials_in(folder / "loader.json", figures)
-    if tears:
-        figures["torn journals"] += tear(folder / "study.journal")
+    path = folder / "loader.json"
+    if path.exists():
+        try:
+            load_config(path, on_mismatch="strict")
+        except TunerError as error:
+            print(error, file=sys.stderr)
+            figures["unreadable files"] += 1
+    known = trials_of(folder)
     finish(folder)
-    resumed = known & trials_of(TuningResult.load(folder / "loader.json"))
+    resumed = known & trials_of(folder)
     figures["resumed runs"] += len(resumed) > 0
     figures["resumed trials"] += len(resumed)
     figures["lost trials"] += len(known - resumed)
@@ -134,40 +140,14 @@ def finish(folder: Path) -> None:
         print(output, file=sys.stderr)
 
 
-def trials_of(result: TuningResult) -> set[tuple[LoaderConfig, float]]:
-    """Each by what it ran, and the seconds that it took."""
-    return {(trial.config, trial.seconds) for trial in result.trials}
-
-
-def trials_in(path: Path, figures: Figures) -> set[tuple[LoaderConfig, float]]:
-    """Trials of an unfinished `loader.json`, which the next run has to know; none where there is no such file."""
-    if not path.exists():
-        figures["before first file"] += 1
-        return set()
-    try:
-        load_config(path, on_mismatch="raise")
-        result = TuningResult.load(path)
-    except TunerError as error:
-        print(error, file=sys.stderr)
-        figures["unreadable files"] += 1
-        return set()
-    return trials_of(result) if result.status == "partial" else set()
+def trials_of(folder: Path) -> set[tuple[LoaderConfig, float]]:
+    """Those that the study has been told: each by what it ran, and the seconds that it took."""
+    records = [read_record(each) for each in open_study(str(folder / "study.journal")).get_trials()]
+    return {(each.config, each.seconds) for each in records if each is not None}
 
 
 def is_complete(path: Path) -> bool:
     return path.exists() and json.loads(path.read_text())["status"] in ("complete", "undecided")
-
-
-def tear(journal: Path) -> bool:
-    """What a power loss leaves: half a line, and the lock of a writer that is no more."""
-    if not journal.exists():
-        return False
-    with journal.open("ab") as stream:
-        stream.write(b'{"op_code": 8, "worker_id": "torn')
-    lock = journal.with_name(journal.name + ".lock")
-    if not lock.is_symlink():
-        lock.symlink_to(journal)
-    return True
 
 
 def still_there(mark: str, within_s: float = 5.0) -> list[int]:

@@ -113,7 +113,7 @@ def loader(**parts: Any) -> Any:
         (SAMPLES, None, {"allow": 3}, TypeError, r"allow=3 is not a collection of names; allow=\('in_order',\) would work"),
         (SAMPLES, None, {"output": False}, TypeError, "output=False is not a path; output='loader.json' would work"),
         (SAMPLES, None, {"study": "x.db"}, TypeError, r"study='x.db' is no optuna.Study; study=optuna.create_study\(dir.*work"),
-        (SAMPLES, None, {"study": MINIMIZES}, ValueError, "study= does not maximise .* direction='maximize'.* would work"),
+        (SAMPLES, None, {"study": MINIMIZES}, ValueError, r"study= does not maximise .*direction='maximize'\) would work"),
         (SAMPLES, None, {"sampler": "tpe"}, TypeError, r"sampler='tpe' is no sampler of Optuna's; .*TPESampler\(\) would work"),
         (SAMPLES, None, {"sampler": [0, 1]}, TypeError, r"no sampler of Optuna's; tune\(DataLoader\(dataset, sampler=..., ..."),
         # arguments that tune() does not have: a DataLoader says them
