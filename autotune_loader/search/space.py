@@ -153,7 +153,9 @@ class Space:
         An objective of a user's may ask for what only workers have without any, too: that is left out.
         """
         left_out = () if params.get("num_workers") else WITHOUT_WORKERS
-        known = {name: value for name, value in params.items() if name in LoaderConfig.__slots__ and name not in left_out}
+        known = {
+            name: value for name, value in params.items() if name in LoaderConfig.__slots__ and name not in left_out
+        }
         plain = self.as_set(LoaderConfig(**{"num_workers": 0, **known}))
         made = replace(plain, **known)
         return next((own for own in self.also if self.params(own) == self.params(made)), made)
