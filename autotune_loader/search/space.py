@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, Measurement
 
 if TYPE_CHECKING:
@@ -148,8 +148,14 @@ class Space:
         return {name: getattr(config, name) for name in names if config.num_workers or name != "in_order"}
 
     def config(self, params: dict[str, Any]) -> LoaderConfig:
-        """The configuration that these parameters make; the user's own, where they are its."""
-        known = {name: value for name, value in params.items() if name in LoaderConfig.__slots__}
+        """The configuration that these parameters make; the user's own, where they are its.
+
+        An objective of a user's may ask for what only workers have without any, too: that is left out.
+        """
+        left_out = () if params.get("num_workers") else WITHOUT_WORKERS
+        known = {
+            name: value for name, value in params.items() if name in LoaderConfig.__slots__ and name not in left_out
+        }
         plain = self.as_set(LoaderConfig(**{"num_workers": 0, **known}))
         made = replace(plain, **known)
         return next((own for own in self.also if self.params(own) == self.params(made)), made)

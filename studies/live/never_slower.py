@@ -1,4 +1,4 @@
-"""Is a short script ever slower with AutoLoader, or under `run`, than with DataLoader? Each job in a process of its own, in turns.
+"""Is a short script ever slower with AutoLoader, or under `run`, than with DataLoader? Each job in its own process, in turns.
 
     python -m studies.live.never_slower                    # ten jobs, with 0 and with 2 workers asked; about 20 minutes
     python -m studies.live.never_slower waits text --rounds 1

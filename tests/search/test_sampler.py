@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,10 +197,12 @@ def test_another_sampler_can_be_stopped_too_and_a_knob_of_the_users_is_drawn() -
     study.optimize(recording(watching), n_trials=40, callbacks=[watching.stop_when_safe])
     assert len(study.trials) < 40
 
-    # AND an objective that asks for more than a loader has
+    # AND an objective that asks for more than a loader has, and for a prefetch also without workers
     def own(trial: optuna.trial.Trial) -> float:
-        return trial.suggest_int("num_workers", 0, 64) + trial.suggest_float("learning_rate", 0.0, 1.0)
+        prefetch = trial.suggest_int("prefetch_factor", 1, 8, log=True)
+        return trial.suggest_int("num_workers", 0, 64) + prefetch + trial.suggest_float("learning_rate", 0.0, 1.0)
 
     sampler = TwinSampler(Space(), CONTEXT)
-    study_with(sampler).optimize(own, n_trials=2)
-    assert math.isfinite(sampler._random._rng.rng.random())
+    study = study_with(sampler)
+    study.optimize(own, n_trials=4)
+    assert LoaderConfig() in [trial.config for trial in sampler.trials(study)]
