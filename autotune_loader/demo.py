@@ -18,7 +18,7 @@ from autotune_loader.values.errors import MissingExtraError
 try:
     from PIL import Image
 except ImportError as error:
-    raise MissingExtraError("the demo", "Pillow", "demo") from error
+    raise MissingExtraError("the demo", "Pillow") from error
 BATCH_SIZE, CLASSES, CROP = 32, 10, 160  # small enough that an epoch takes seconds on two cores
 # Mean and deviation of each colour, as ImageNet training pipelines have them.
 MEAN, STD = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)

@@ -34,7 +34,7 @@ from preloaded import FRAMEWORKS, PreloadedPython
 KINDS = ("process", "system", "acceptance", "gpu")
 LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
-ASK_HOW_PROBES_BEGIN = ("test_cuda", "test_max_cores", "test_measured", "test_security")
+ASK_HOW_PROBES_BEGIN = ("test_cuda", "test_max_cores", "test_left_behind", "test_security")
 IMPORT_FRAMEWORKS = ("/integrations/", "test_lightning_step.py", "test_two_ranks.py", "frameworks.md]")
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
@@ -85,7 +85,7 @@ def warm_probe(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if (
-            runner := sys.modules.get("autotune_loader.probe.runner")
+            runner := sys.modules.get("autotune_loader.bursts.parent")
         ) and request.path.stem not in ASK_HOW_PROBES_BEGIN:
             patch.setattr(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
         yield

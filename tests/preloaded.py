@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -102,10 +102,13 @@ class PreloadedPython:
         request = {"argv": argv, "folder": str(folder), "environ": {**os.environ, **(environ or {})}}
         return self._fork(request, stream, ())
 
-    def Popen(self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], **_: Any) -> Run:  # noqa: N802
+    def Popen(  # noqa: N802
+        self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
+    ) -> Run:
         """In place of `subprocess.Popen` for `python ... -c CODE` with descriptors of its own and all output in one file."""
         stream = os.fdopen(os.dup(stdout.fileno()), "r+", encoding="utf-8", errors="replace")
-        request = {"argv": ["-c"], "code": command[-1], "folder": os.getcwd(), "environ": dict(os.environ)}  # noqa: PTH109
+        code = command[-1].replace(f"die_with_parent({os.getpid()})", "die_with_parent()")  # its parent is another one
+        request = {"argv": ["-c"], "code": code, "folder": os.getcwd(), "environ": dict(env)}  # noqa: PTH109
         return self._fork({**request, "descriptors": pass_fds}, stream, pass_fds)
 
     def _fork(self, request: dict[str, Any], stream: Any, more: Sequence[int]) -> Run:
@@ -182,6 +185,7 @@ def become(argv: Sequence[str], folder: str, environ: dict[str, str], code: str 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    tempfile.tempdir = None  # found out anew, as by a fresh Python
     sys.argv[:] = argv
     if code is not None:
         exec(code, vars(sys.modules["__main__"]))

@@ -29,10 +29,9 @@ PACKAGE = ROOT / "autotune_loader"
 # Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
 # nobody else may enter.
 UNPICKLING = {
-    "probe/archive.py": {"Unpickler"},
+    "bursts/packing.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
     "autoloader/transport.py": {"loads"},  # between the loop and workers that it has forked
-    "probe/inference.py": {"compile", "eval"},  # the step: calls that are written there, of names and quoted keys
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}
@@ -119,7 +118,7 @@ def test_the_pipe_between_parent_and_probe_is_private() -> None:
     with opened(workload(SpiesOnDescriptors())) as probe:  # the dataset raises if it finds anything
         # A program started on our side gets nothing either, not even without close_fds.
         child = probe.probe._child
-        ours = (child._connection.fileno(), child._lifeline)
+        ours = (child._connection.fileno(), *child._ends)
         look = f"import os; print([n for n in {ours} if os.path.exists(f'/proc/self/fd/{{n}}')])"
         seen = subprocess.run([sys.executable, "-c", look], close_fds=False, capture_output=True, text=True, timeout=60)
         assert seen.stdout.strip() == "[]"
@@ -132,7 +131,7 @@ import logging, os, sys, traceback, torch
 from pathlib import Path
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from autotune_loader import TuningResult, tune
-from autotune_loader.report.page import render_html
+from autotune_loader.report.page import page_of
 
 logging.basicConfig(level=logging.DEBUG)
 
@@ -144,35 +143,22 @@ class Telltale(Dataset):
     def __getitem__(self, index):
         if self.where == "worker" and get_worker_info() is not None or self.where == "main":
             raise LookupError(f"no access for {os.environ['HF_TOKEN']}")
-        if self.where == "death" and Path("armed").exists():
-            os.write(2, os.environ["HF_TOKEN"].encode())
-            os._exit(3)
         return torch.zeros(2)
-    def __reduce__(self):
-        if self.where == "pickling":
-            raise TypeError(f"no access for {os.environ['HF_TOKEN']}")
-        return Telltale, (self.where,)
 
-def attempt(where, isolation, **options):
-    name = f"{where}-{isolation}"
+def attempt(name, **options):
     try:
-        loader = DataLoader(Telltale(where), batch_size=4, num_workers=int(where == "worker"))
-        result = tune(loader, isolation=isolation, progress=True, output=f"{name}.json", budget=2, max_workers=1,
+        loader = DataLoader(Telltale(name), batch_size=4, num_workers=int(name == "worker"))
+        result = tune(loader, progress=True, output=f"{name}.json", budget=2, max_workers=1,
                       max_trials=1, **options)
     except Exception:
         traceback.print_exc()
         return
     print(result.report(), result)
-    Path(f"{name}.html").write_text(render_html(TuningResult.load(f"{name}.json")))
+    Path(f"{name}.html").write_text(page_of(TuningResult.load(f"{name}.json")))
 
-def arm(model, batch):
-    Path("armed").touch()
-
-for where in ("worker", "main", "pickling"):
-    attempt(where, "process")
-attempt("death", "process", train_step=arm)
-attempt("worker", "inline")
-attempt("fine", "inline", storage=sys.argv[1])
+for name in ("worker", "main"):
+    attempt(name)
+attempt("fine", storage=sys.argv[1])
 """
 
 
@@ -188,8 +174,7 @@ def test_no_secret_is_in_any_output_log_file_or_report(tmp_path: Path, preloaded
     files = [path for path in folder.rglob("*") if path.is_file()]
     told = "\n".join([run.output, *(path.read_text(errors="replace") for path in files)])
     assert "no access for ***" in told
-    names = {f"worker-{isolation}.{kind}" for isolation in ("process", "inline") for kind in ("json", "html")}
-    assert names <= {path.name for path in files}
+    assert {"worker.json", "worker.html"} <= {path.name for path in files}
     assert [line for line in told.splitlines() if secret in line or "swordfish" in line] == []
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import click
 
+from autotune_loader import TunerError, __version__
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.show import show_command
 from autotune_loader.cli.tune import demo_command, tune_command
 from autotune_loader.cli.watch import Launch, run_command, watch_command
-from autotune_loader.values.errors import TunerError
-from autotune_loader.version import __version__
 
 NAME = "autotune-loader"
 """Of the command, as pyproject.toml installs it; `python -m autotune_loader` has the same name."""
@@ -35,12 +34,12 @@ def cli() -> None:
 
     \b
     Examples:
-      autotune-loader watch train.py --epochs 3   what the loaders of your script cost it
+      autotune-loader watch train.py --epochs 3   what its loaders cost
       autotune-loader run --workers train.py      tune them while it trains
-      autotune-loader tune train.py:make_loader   tune a loader before the training
-      autotune-loader show loader.json            what was found, and whether it fits this machine
-      autotune-loader doctor                      what this machine allows, fit for a bug report
-      autotune-loader demo                        a real training job in small, start to finish
+      autotune-loader tune train.py:make_loader   tune before the training
+      autotune-loader show loader.json            what was found
+      autotune-loader doctor                      what this machine allows
+      autotune-loader demo                        a small real job
 
     \b
     Exit codes:

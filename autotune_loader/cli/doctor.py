@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
+import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
-
-if TYPE_CHECKING:
-    from autotune_loader.machine.facts import Machine
 
 FEW_CORES = 4
 """Fewer hardly keep a step and a few workers busy: too few where the host has many more."""
@@ -44,26 +43,27 @@ def doctor_command() -> None:
     click.echo(examination(inspect_machine()))
 
 
-def examination(machine: Machine) -> str:
+def examination(machine: Any) -> str:
     """What doctor prints: a line for each limit, and below a low one what to do."""
     lines, low = [], []
     for name, text, fix in _checks(machine):
-        lines += [f"{'LOW' if fix else '':4}{name + ':':15}{text}", *([f"{'':19}to raise it: {fix}"] if fix else [])]
+        told = [f"{'LOW' if fix else '':4}{name + ':':15}{text}", *([f"{'':19}to raise it: {fix}"] if fix else [])]
+        fill = {"width": 80, "subsequent_indent": " " * 19, "break_long_words": False, "break_on_hyphens": False}
+        lines += [textwrap.fill(line, **fill) for line in told]  # type: ignore[arg-type]
         low += [name] if fix else []
     return "\n".join([*lines, "", f"Too low: {', '.join(low)}." if low else "No limit is too low."])
 
 
-def _checks(machine: Machine) -> Iterator[tuple[str, str, str | None]]:
+def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     """Name and text of each line, and what to do where its limit is low."""
-    from autotune_loader.diagnosis.units import bytes_text, counted
-    from autotune_loader.machine.facts import start_method
+    from autotune_loader.diagnosis.units import bytes_text
 
     cores, memory, shm, files = machine.cores, machine.memory_budget_bytes, machine.shm, machine.open_files
     yield "versions", _versions(), None
     raise_it = next(fix for word, fix in _CORE_FIXES.items() if word in cores.binding.source)
     is_few = cores.usable < FEW_CORES and 2 * cores.usable <= max(limit.value for limit in cores.inputs)
     fix = "start fewer ranks on this node" if cores.available >= 2 * cores.usable else raise_it
-    shared = f", shared by {counted(cores.ranks, 'rank')}" if cores.ranks > 1 else ""
+    shared = f", shared by {cores.ranks} ranks" if cores.ranks > 1 else ""
     sources = ", ".join(f"{each.value:g} {each.source}" for each in cores.inputs)
     yield "cores", f"{cores.usable} usable{shared} ({sources})", fix if is_few else None
     host = ", ".join(f"{bytes_text(limit.value)} {limit.source}" for limit in machine.memory.inputs)
@@ -75,7 +75,8 @@ def _checks(machine: Machine) -> Iterator[tuple[str, str, str | None]]:
     text = "no limit" if files is None else f"{files:,} (soft RLIMIT_NOFILE)"
     fix = "ulimit -n 65536 before starting Python"
     yield "open files", text, fix if files is not None and files < FEW_FILES else None
-    yield "start method", start_method(), None
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    yield "start method", method, None
     threads = ", ".join(
         f"{name}={value}" for name, value in sorted(os.environ.items()) if name.endswith("_NUM_THREADS")
     )
@@ -88,7 +89,7 @@ def _checks(machine: Machine) -> Iterator[tuple[str, str, str | None]]:
 def _versions() -> str:
     from importlib.metadata import distributions
 
-    from autotune_loader.version import __version__
+    from autotune_loader import __version__
 
     installed = {each.metadata["Name"]: each.version for each in distributions()}
     found = [f"{package} {installed[package]}" for package in _PACKAGES if package in installed]

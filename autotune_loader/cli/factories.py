@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.values.errors import WorkloadError
+from autotune_loader import WorkloadError
 
 _EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
 

@@ -28,12 +28,12 @@ def show_command(path: str, as_code: bool, page: str | None) -> None:
     if as_code:
         click.echo(code_of(result))
     elif page is None:
-        click.echo(f"{result.report()}\n\n{_machines(result)}")
+        click.echo(result.report())
+        if result.machine is not None:
+            click.echo("\n".join(["", *(result.differences() or ["This machine is the same in all that matters."])]))
     else:
-        from autotune_loader.report.page import save_page
-
         try:
-            save_page(result, page)
+            result.save_html(page)
         except OSError as error:
             raise ValueError(
                 f"--html={page!r} cannot be written ({error.strerror}); --html=report.html would work"
@@ -53,18 +53,3 @@ def code_of(result: Any) -> str:
         lines.append("# from autotune_loader import DevicePrefetcher")
         lines.append(f"# loader = DevicePrefetcher(loader, 'cuda', depth={best.device_prefetch})")
     return "\n".join(lines)
-
-
-def _machines(result: Any) -> str:
-    """Where it was tuned, and a sentence for each difference of this machine."""
-    if result.machine is None:
-        return "The file does not say on which machine it was tuned."
-    from autotune_loader.report.page import where_of
-    from autotune_loader.results.file import differences_here
-
-    _, found = differences_here(result.machine)
-    sentences = [
-        f"{'!' if each.matters else '~'} {each.sentence}" for each in sorted(found, key=lambda each: not each.matters)
-    ]
-    same = "This machine is the same in all that matters."
-    return "\n".join([f"Tuned: {where_of(result)}.", *(sentences or [same])])

@@ -52,10 +52,7 @@ class Bottleneck(Table):
     HAND_OVER = "Bottleneck: handing batches over from workers to the training process."
     MEMORY = "Bottleneck: memory."
     START_UP = "Bottleneck: starting epochs, which takes {share:share} of the time."
-    IN_MEMORY = (
-        "Bottleneck: none. Fetching a batch takes {fetch:seconds}, less than handing it over would, so no worker "
-        "is needed."
-    )
+    IN_MEMORY = "Bottleneck: none. Fetching a batch takes {fetch:seconds}, so no worker is needed."
     LITTLE = "This loader is {share:share} of the time with all loaders."
     UNCLEAR = "Bottleneck: unclear."
     TOO_SHORT = "{batches:# batch}: too few to say anything."
@@ -97,55 +94,41 @@ class Advice(Table):
         "Make {stage} cheaper ({where}){how}: it takes {share:share} of a worker's CPU, {cpu:seconds} per sample."
     )
     CHEAPER_TRANSFORMS = (
-        "Make the transforms cheaper (smaller images, a faster decoder, work done once and kept): a sample takes "
-        "{cpu:seconds} of CPU."
+        "Make the transforms cheaper (smaller images, a faster decoder): a sample takes {cpu:seconds} of CPU."
     )
     MORE_CORES = "Use a machine with more cores: all {cores} of this one are in use."
     STEP_THREADS = (
-        "Give the step fewer threads, torch.set_num_threads({threads}), and measure it with compare(): step and "
-        "workers "
-        "share {cores} cores, and the step takes {step:seconds} in the loop and {alone:seconds} alone."
+        "Try torch.set_num_threads({threads}) with compare(): step and workers share {cores} cores, and the step takes "
+        "{step:seconds} in the loop and {alone:seconds} alone."
     )
-    MORE_WORKERS = (
-        "Allow more workers, such as max_workers={workers}: {tried} were the most allowed, and a fetch waits "
-        "{wait:share} of "
-        "its time."
-    )
+    MORE_WORKERS = "Allow more workers, such as max_workers={workers}: a fetch waits {wait:share} of its time."
     LARGER_READS = (
-        "Read larger pieces (tar shards, Parquet, memory-mapped arrays), or keep the data on a local disk: a fetch "
-        "waits "
-        "{wait:share} of its time."
+        "Read larger pieces (tar shards, Parquet), or from a local disk: a fetch waits {wait:share} of its time."
     )
     SEND_LESS = "Send less per batch (uint8 instead of float32, cropped in the worker): a batch carries {size:bytes}."
     HAND_OVER_LESS_OFTEN = (
-        "Hand over less often, with a larger batch_size: handing over takes {receive:seconds} however little a "
-        "batch carries."
+        "Hand over less often, in larger batches: it takes {receive:seconds} however little a batch carries."
     )
     AUTOLOADER_HANDS_OVER = (
-        "AutoLoader(dataset, num_workers={workers}, tune=False) hands batches over at less cost; compare() measures it."
+        "Try AutoLoader(dataset, num_workers={workers}, tune=False) with compare(): it hands over at less cost."
     )
     FEWER_TENSORS = "Collate into fewer, larger tensors: a batch has {tensors}, and each travels by itself."
     MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or make batches smaller."
     SMALLER_WORKERS = "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of objects."
     KEEP_WORKERS = (
-        "Keep workers between epochs, persistent_workers=True, unless they have to see what training changes in "
-        "the dataset."
+        "Keep workers between epochs, persistent_workers=True, unless they have to see what training changes."
     )
     KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
     BATCHED_FETCH = (
-        "Give the dataset a __getitems__(indices) that fetches a whole batch at once: {share:share} of a fetch "
-        "goes into "
+        "Give the dataset a __getitems__(indices) that fetches a whole batch at once: {share:share} of a fetch goes into "
         "single samples of {sample:seconds} each."
     )
     ONE_THREAD_WORKERS = (
-        "Keep libraries in workers to one thread (OMP_NUM_THREADS=1, cv2.setNumThreads(0) in worker_init_fn): a "
-        "worker keeps "
-        "{busy:.1f} cores busy, and there {cores}."
+        "Keep libraries in workers to one thread (OMP_NUM_THREADS=1, cv2.setNumThreads(0)): a worker keeps {busy:.1f} cores "
+        "busy, and there {cores}."
     )
     OUT_OF_ORDER = (
-        "If the order of batches does not matter, tune(allow=('in_order',)) lets a slow one be overtaken: the "
-        "slowest batches "
-        "take {times:.0f} times the median."
+        "Try tune(allow=('in_order',)), if order does not matter: slow batches take {times:.0f} times the median."
     )
     RUN = "`autotune-loader run {script}` tries other settings."
     RUN_WITH_WORKERS = (
@@ -160,11 +143,9 @@ class Choice(Table):
     USE = "Use {best}: {rate}."
     KEEP = "Keep {best}, which you have: {rate}."
     NOTHING_FASTER = "Nothing that was tried is faster by more than {tolerance:share}."
-    UNTIL_THEN = "Until then use {best}, which was not shown to be the best."
     FASTER = "That is {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired round}."
     PROBABLY_FASTER = (
-        "Probably faster, not certain: {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired "
-        "round}. Keep "
+        "Probably faster, not certain: {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired round}. Keep "
         "your settings if memory matters."
     )
     AS_FAST = (
@@ -180,15 +161,8 @@ class Undecided(Table):
 
     NO_ROUNDS = "No paired round fitted into the budget; a larger budget would decide it."
     FEW_ROUNDS = "Only {rounds:# paired round} fitted into the budget; a larger budget would decide it."
-    CLOSE = (
-        "After {rounds:# paired round} something else may be faster by more than {tolerance:share}; a larger "
-        "budget would "
-        "decide it."
-    )
-    BUSY = (
-        "Other processes kept the cores busy in {busy} of {rounds:# paired round}; tuning on a quiet machine would "
-        "decide it."
-    )
+    CLOSE = "After {rounds:# paired round} something else may be faster by {tolerance:share}; a larger budget would decide it."
+    BUSY = "Other processes kept the cores busy in {busy} of {rounds:# paired round}; a quiet machine would decide it."
     ONE_TRIED = "The budget ended before a second configuration was measured; a larger budget would decide it."
 
 
@@ -200,7 +174,7 @@ class Ended(Table):
     BUDGET = "Search ended: the rest of the budget was kept for the rounds."
     TRIALS = "Search ended: the study has as many trials as were asked for."
     SAMPLER = "Search ended: the sampler repeats itself."
-    INTERRUPTED = "Search ended: it was interrupted. This is the best so far."
+    INTERRUPTED = "Search ended: it was interrupted."
     ASKED = "Search ended: the study was told to stop."
     FALLBACK = "No configuration worked; torch's defaults are given as a fallback."
 
@@ -216,19 +190,14 @@ class Kept(Table):
     NOT_WAITING = "The loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try anything."
     NOT_FASTER = "No other number of workers was shown to be faster."
-    SAMPLES_DIFFER = (
-        "Batch {batch} of a worker was not the loop's own ({what}): its samples depend on the process that makes them."
-    )
+    SAMPLES_DIFFER = "Batch {batch} of a worker was not the loop's own ({what}): samples depend on who makes them."
     WORKER_ERROR = "A worker raised what the loop does not: {error}"
     WORKER_SILENT = "A worker gave no answer for {silent:seconds}."
     WORKERS_LOST = "Workers ended again and again: {error}"
     DATASET_CHANGES = "Fetching a sample changes {what}, which the loop would not see from workers."
     TRAINING_CHANGES = "The training changes {what} in the midst of an epoch, which workers would not see."
     WRITES_FILES = "Fetching a sample writes {path}, which several processes must not do at once."
-    SAMPLER_DRAWS = (
-        "The sampler draws from a global generator between two batches; a generator of its own would allow workers."
-    )
-    MEMORY = "More workers would not fit into {what}."
+    SAMPLER_DRAWS = "The sampler draws from a global generator between two batches; one of its own would allow workers."
     CANNOT_START = "Workers cannot be started here: {why}"
 
 
@@ -236,31 +205,23 @@ class Caution(Table):
     """What should be known before a configuration is used."""
 
     FAILED = "{trials:# trial} failed ({kind}): {message}"
-    ROUND_FAILED = "{config} failed in the rounds ({kind}): {message}"
     BATCH_SIZE = (
-        "The batch size was tuned from {old} to {new}: the learning rate and its schedule belong to it, so tune "
-        "them again ({ratio:g} times the learning rate is a common start for SGD, {root:.2g} times for Adam)."
+        "The batch size was tuned from {old} to {new}: the learning rate and its schedule belong to it, so tune them again "
+        "({ratio:g} times the learning rate is a common start for SGD, {root:.2g} times for Adam)."
     )
     OUT_OF_ORDER = (
         "in_order=False delivers batches as they come: their order differs from run to run, even with a seed."
     )
     EPOCH_NOT_SEEN = "persistent_workers=True: set_epoch() on the dataset does not reach workers that live on."
-    NO_BATCH_SIZE = "batch_size is not tuned: {why}."
+    FEWER_SAMPLES = "drop_last=True: each of {workers} workers drops its own last batch, so an epoch has fewer samples."
     DISTURBED = "Other processes kept more than {limit:share} of the cores busy in {busy} of {rounds:# paired round}."
     NOT_WRITTEN = "{path} was not written ({why}). result.save() elsewhere keeps the result."
     CEILING_PASSED = (
-        "The step alone was measured at {alone:rate}, and {config} reached {rate:rate} with it: the ceiling is "
-        "left out."
+        "The step alone had {alone:rate}, and {config} reached {rate:rate} with it: the ceiling is left out."
     )
-    STEP_FASTER_IN_LOOP = (
-        "The step alone was measured at {alone:rate}, and steps in the loop allow {rate:rate}: the ceiling is left out."
-    )
+    STEP_FASTER_IN_LOOP = "The step alone had {alone:rate}, and in the loop {rate:rate}: the ceiling is left out."
     BATCH_SIZES_DIFFER = (
-        "Batch sizes differ ({sizes}): sides are compared by samples/s, which does not tell what a batch size does "
-        "to learning."
-    )
-    FEWER_SAMPLES = (
-        "drop_last=True: each of {workers} workers of a stream drops its own last batch, so an epoch has fewer samples."
+        "Batch sizes differ ({sizes}): sides are compared by samples/s, which tells nothing of learning."
     )
     NOTE = "{text}"
 
@@ -269,13 +230,11 @@ class Source(Table):
     """Where bursts had their samples from, and where training will have them from."""
 
     STORAGE = (
-        "Bursts read {sample:bytes} per sample from storage. Training will, too: the data, about {data:bytes}, do "
-        "not fit into "
-        "{memory:bytes} of memory."
+        "Bursts read {sample:bytes} per sample from storage. Training will, too: the data, about {data:bytes}, do not fit "
+        "into {memory:bytes} of memory."
     )
     STORAGE_AT_FIRST = (
-        "Bursts read {sample:bytes} per sample from storage. Training will in its first epoch: the data, about "
-        "{data:bytes}, "
+        "Bursts read {sample:bytes} per sample from storage. Training will in its first epoch: the data, about {data:bytes}, "
         "then fit into memory."
     )
     STORAGE_UNKNOWN = "Bursts read {sample:bytes} per sample from storage."

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from autotune_loader.values.errors import MissingExtraError
+from autotune_loader import MissingExtraError
 
 
-def require(module: str, *, feature: str, extra: str) -> ModuleType:
+def require(module: str, feature: str) -> ModuleType:
     """The module of a framework.
 
     Raises:
@@ -17,4 +17,4 @@ def require(module: str, *, feature: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(feature, module.partition(".")[0], extra) from error
+        raise MissingExtraError(feature, module.partition(".")[0]) from error

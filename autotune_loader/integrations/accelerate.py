@@ -1,28 +1,19 @@
-"""Accelerate: tune before `prepare`, which only ever sees the rebuilt loader.
+"""Accelerate: tune before `prepare`, which only ever sees the loader with its settings; or tune while training.
 
-    loader, result = tune_before_prepare(accelerator, loader, model)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-With `dispatch_batches` (the default for iterable datasets) rank 0 alone loads, for all ranks: then rank 0 alone tunes, with
-all cores of its node, and without the step, of which it would see only its own share.
+loader = tune_before_prepare(accelerator, loader, model)[0]
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-from autotune_loader.autoloader.loader import AutoLoader
+from autotune_loader import AutoLoader, TuningResult, tune
 from autotune_loader.integrations import require
-from autotune_loader.pipeline.build import rebuild
-from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.ranks import run_on_rank_0
-from autotune_loader.tuning.tune import tune
-from autotune_loader.values.config import LoaderConfig
 
 
 def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **options: Any) -> tuple[Any, TuningResult]:
-    """The loader rebuilt as tuned, ready for `accelerator.prepare`, and the result. Every rank must call it.
+    """The loader with tuned settings, ready for `accelerator.prepare`, and the result. Every rank must call it.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
@@ -32,16 +23,16 @@ def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **opti
 
     Raises:
         MissingExtraError: Accelerate is not installed.
+        ValueError: one rank loads for all of several, and would be tuned for its own share alone.
     """
-    require("accelerate", feature="Tuning for Accelerate", extra="accelerate")
-    options = {"device": str(accelerator.device), **options}
-    if accelerator.num_processes > 1 and dispatches(accelerator, loader):
-        result = _tune_for_all(loader, accelerator.num_processes, options)
-        workers = result.best if accelerator.is_main_process else LoaderConfig()
-        return rebuild(loader, workers), result
-    result = tune(loader, model, **options)
-    result.best.apply()
-    return rebuild(loader, result.best), result
+    require("accelerate", "Tuning for Accelerate")
+    if accelerator.num_processes > 1 and _dispatches(accelerator, loader):
+        raise ValueError(
+            f"dispatch_batches: rank 0 loads for all {accelerator.num_processes} ranks; "
+            "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset would work"
+        )
+    result = tune(loader, model, **{"device": str(accelerator.device), **options})
+    return result.apply_to(loader), result
 
 
 def tune_live(prepared: Any, **options: Any) -> Any:
@@ -67,21 +58,9 @@ def tune_live(prepared: Any, **options: Any) -> Any:
     return prepared
 
 
-def dispatches(accelerator: Any, loader: Any) -> bool:
+def _dispatches(accelerator: Any, loader: Any) -> bool:
     """Whether rank 0 alone will load and hand out batches."""
     from torch.utils.data import IterableDataset
 
     chosen = accelerator.dispatch_batches
     return isinstance(loader.dataset, IterableDataset) if chosen is None else bool(chosen)
-
-
-def _tune_for_all(loader: Any, ranks: int, options: dict[str, Any]) -> TuningResult:
-    warnings.warn(
-        f"dispatch_batches: rank 0 alone loads for {ranks} ranks, so the loader alone was tuned, on rank 0; "
-        "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset lets all ranks load",
-        stacklevel=3,
-    )
-    # Without a model there is nothing to do with the options that say what is done with a batch.
-    of_loader = {name: value for name, value in options.items() if name not in ("train_step", "loss_fn", "optimizer")}
-    # Half an hour: a budget is 60 s unless the caller says otherwise.
-    return run_on_rank_0(lambda: tune(loader, None, **of_loader), deadline_s=1800.0)

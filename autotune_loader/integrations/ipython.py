@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune_loader.watch.enabling import enable
+from autotune_loader import enable
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -1,76 +1,65 @@
-"""Lightning: a data module that tunes the training loader before the first epoch.
+"""Lightning: the training loader is tuned when it is first asked for, in the user's own data module.
 
-    trainer.fit(model, datamodule=tuned(model, MyDataModule(), budget="60s"))
+    trainer.fit(model, datamodule=tuned(MyDataModule(), model, budget="60s"))
+    trainer.fit(model, tuned(loader, model))
 
-Lightning calls `setup("fit")` on every rank after the ranks have met, so under DDP they tune in lock-step; it then adds its
-DistributedSampler to the rebuilt loader as it would to the original.
+The object is the user's own, with its hooks, its state and its attributes; only its `train_dataloader()` gives the loader
+with other settings. Lightning calls that on every rank, so under DDP all ranks tune at the same time; it then adds its
+DistributedSampler as it would to the original.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, TypeVar
 
+from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.integrations import require
-from autotune_loader.pipeline.build import rebuild
-from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.tune import tune
-from autotune_loader.values.config import LoaderConfig
+
+_Data = TypeVar("_Data")
 
 
-def tuned(model: Any, data: Any = None, *, config: LoaderConfig | None = None, **options: Any) -> Any:
-    """A `LightningDataModule` around the user's data whose training loader has the tuned configuration.
-
-    Its `result` is the `TuningResult`, once fitting has begun. Threads of the step are set as tuned (`config.apply()`).
+def tuned(data: _Data, model: Any = None, *, config: LoaderConfig | None = None, **options: Any) -> _Data:
+    """The same data, whose training loader has tuned settings; of a data module `tuning_result` tells what was found.
 
     Args:
-        model: the `LightningModule`; its `training_step` and optimizer are what bursts train.
-        data: a `LightningDataModule`, a DataLoader, or None where the model has its own `train_dataloader`.
-        config: a configuration that was tuned before, such as `load_config()`; then nothing is tuned.
+        data: a `LightningDataModule`, a `LightningModule` with a `train_dataloader` of its own, or a DataLoader, of which
+            another one is returned.
+        model: the `LightningModule`; its `training_step` and optimizer are what bursts train. None where it is `data`.
+        config: settings that were tuned before, such as `load_config()`; then nothing is tuned.
         **options: of `tune()`.
 
     Raises:
         MissingExtraError: Lightning is not installed.
     """
-    lightning = require("lightning.pytorch", feature="Tuning in Lightning", extra="lightning")
-    source = model if data is None else data
-    is_loader = not hasattr(source, "train_dataloader")
-    is_data_module = source is not model and not is_loader
-
-    class TunedDataModule(lightning.LightningDataModule):  # type: ignore[misc, name-defined]
-        result: TuningResult | None = None
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._config = config
-
-        def prepare_data(self) -> None:
-            if is_data_module:
-                source.prepare_data()
-
-        def setup(self, stage: str) -> None:
-            if is_data_module:
-                source.trainer = self.trainer
-                source.setup(stage)
-            if stage == "fit" and self._config is None:
-                self.result = tune(_train_loader(source), model, **options)
-                self._config = self.result.best
-            if self._config is not None:
-                self._config.apply()
-
-        def train_dataloader(self) -> Any:
-            loader = _train_loader(source)
-            return loader if self._config is None else rebuild(loader, self._config)
-
-        def teardown(self, stage: str) -> None:
-            if is_data_module:
-                source.teardown(stage)
-
-    for name in ("val_dataloader", "test_dataloader", "predict_dataloader"):
-        # Only what the user's data has: Lightning takes an attribute of this name for a loader to validate with.
-        if is_data_module and getattr(type(source), name, None) is not getattr(lightning.LightningDataModule, name):
-            setattr(TunedDataModule, name, lambda self, name=name: getattr(source, name)())
-    return TunedDataModule()
+    require("lightning.pytorch", "Tuning in Lightning")
+    plan = _Plan(data if model is None else model, config, options)
+    if not hasattr(data, "train_dataloader"):
+        made: _Data = plan.apply(data)[0]
+        return made
+    own: Any = data
+    # A partial: Lightning looks through it for the method that it overrides, and it can be sent to other ranks.
+    own.train_dataloader = functools.partial(_train_dataloader, own, own.train_dataloader, plan)
+    own.tuning_result = None
+    return data
 
 
-def _train_loader(source: Any) -> Any:
-    return source.train_dataloader() if hasattr(source, "train_dataloader") else source
+class _Plan:
+    """What is to be done with a loader: once it is known, the settings are kept for the next time it is made."""
+
+    def __init__(self, model: Any, config: LoaderConfig | None, options: dict[str, Any]) -> None:
+        self._model, self._config, self._options = model, config, options
+
+    def apply(self, loader: Any) -> tuple[Any, TuningResult | None]:
+        found = None
+        if self._config is None:
+            found = tune(loader, self._model, **self._options)
+            self._config = found.best
+        return TuningResult(best=self._config, status="complete").apply_to(loader), found
+
+
+def _train_dataloader(owner: Any, original: Any, plan: _Plan) -> Any:
+    loader, found = plan.apply(original())
+    if found is not None:
+        owner.tuning_result = found
+    return loader

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: `TrainingArguments` from `loader.json`, and tuning from a `Trainer`.
+"""Hugging Face Trainer: `TrainingArguments` from `loader.json`, or tuning from a `Trainer`.
 
 args = TrainingArguments("out", **training_arguments(load_config()))       # tuned before
 tune_trainer(trainer, budget="60s"); trainer.train()                       # tuned now
@@ -7,21 +7,15 @@ tune_trainer(trainer, budget="60s"); trainer.train()                       # tun
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+import warnings
 from typing import Any
 
-from autotune_loader.diagnosis import Caution
+from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.integrations import require
-from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.tune import tune
-from autotune_loader.values.config import LoaderConfig
 
 
 def training_arguments(config: LoaderConfig) -> dict[str, Any]:
-    """The fields of `TrainingArguments` that a configuration decides: `TrainingArguments("out", **fields)`.
-
-    A Trainer makes its own copies to the device, so `device_prefetch` has no field; call `config.apply()` for threads.
-    """
+    """The fields of `TrainingArguments` that a configuration decides: `TrainingArguments("out", **fields)`."""
     return {f"dataloader_{name}": value for name, value in config.to_kwargs().items()}
 
 
@@ -37,57 +31,62 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
 
     Raises:
         MissingExtraError: transformers is not installed.
+        TypeError: it is no Trainer.
     """
-    require("transformers", feature="Tuning from a Trainer", extra="transformers")
+    require("transformers", "Tuning from a Trainer")
     import torch
 
     if not hasattr(trainer, "get_train_dataloader"):
         raise TypeError(
-            f"trainer={type(trainer).__name__} is not a transformers.Trainer; tune(dataset, model) would work"
+            f"trainer={type(trainer).__name__} is not a transformers.Trainer; tune(loader, model) would work"
         )
     args = trainer.args
-    optimizer = functools.partial(torch.optim.AdamW, lr=args.learning_rate)
-    options = {"optimizer": optimizer, "device": str(args.device), **options}
-    with trainer.accelerator.autocast():  # bf16 and fp16 of the arguments
-        result = tune(plain_loader(trainer), trainer.model, **options)
-    own = [name for name in ("compute_loss", "training_step") if is_overridden(trainer, name)]
+    own = [name for name in ("compute_loss", "training_step") if _is_overridden(trainer, name)]
     if own and options.get("train_step") is None:
-        text = f"the bursts trained model(**batch).loss without the Trainer's own {' and '.join(own)}; pass train_step="
-        note = Caution.NOTE(text=text)
-        result = replace(result, warnings=(*result.warnings, note))
-    for name, value in training_arguments(result.best).items():
-        setattr(args, name, value)
+        names = " and ".join(own)
+        warnings.warn(
+            f"bursts train model(**batch).loss without the Trainer's own {names}; pass train_step=", stacklevel=2
+        )
+    optimizer = functools.partial(torch.optim.AdamW, lr=args.learning_rate)
+    with trainer.accelerator.autocast():  # bf16 and fp16 of the arguments
+        result = tune(
+            plain_loader(trainer), trainer.model, **{"optimizer": optimizer, "device": str(args.device), **options}
+        )
     if result.best.num_workers == 0:
         args.dataloader_prefetch_factor, args.dataloader_persistent_workers = None, False
-    result.best.apply()
+    for name, value in training_arguments(result.best).items():
+        setattr(args, name, value)
     return result
 
 
-def is_overridden(trainer: Any, name: str) -> bool:
-    """Whether a Trainer has a method of its own in place of transformers'."""
-    return not getattr(type(trainer), name).__module__.startswith("transformers.")
-
-
 def plain_loader(trainer: Any) -> Any:
-    """The Trainer's training loader before Accelerate wraps it: same dataset and collator, without unused columns."""
-    from torch.utils.data import IterableDataset
+    """The Trainer's training loader before Accelerate wraps it: same dataset, order and collator, without unused columns."""
+    from torch.utils.data import DataLoader, IterableDataset
 
-    from autotune_loader.pipeline.build import build_loader
-
-    args = trainer.args
-    own = trainer.get_train_dataloader()
+    args, own = trainer.args, trainer.get_train_dataloader()
     sampler = getattr(getattr(own, "batch_sampler", None), "sampler", None)
-    is_random = "RandomSampler" in type(sampler).__name__ or isinstance(own.dataset, IterableDataset)
-    shuffle = None if isinstance(own.dataset, IterableDataset) else True
+    order: dict[str, Any] = {"sampler": sampler}
+    if isinstance(own.dataset, IterableDataset):
+        order = {}
+    elif sampler is None or "RandomSampler" in type(sampler).__name__:  # Accelerate's is seeded for all ranks
+        order = {"shuffle": True}
     workers = args.dataloader_num_workers
-    return build_loader(
+    of_workers = {
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "persistent_workers": args.dataloader_persistent_workers,
+    }
+    return DataLoader(
         own.dataset,
         batch_size=args.train_batch_size,
-        **({"shuffle": shuffle} if is_random or sampler is None else {"sampler": sampler}),
+        **order,
         collate_fn=own.collate_fn,
         drop_last=args.dataloader_drop_last,
         num_workers=workers,
         pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
-        prefetch_factor=args.dataloader_prefetch_factor if workers else None,
-        persistent_workers=args.dataloader_persistent_workers and workers > 0,
+        **(of_workers if workers else {}),
     )
+
+
+def _is_overridden(trainer: Any, name: str) -> bool:
+    """Whether a Trainer has a method of its own in place of transformers'."""
+    return not getattr(type(trainer), name).__module__.startswith("transformers.")

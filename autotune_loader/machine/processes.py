@@ -105,18 +105,3 @@ def process_start(pid: int) -> str | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.2f}"
     except psutil.Error:
         return None
-
-
-def process_group_members(leader: int) -> tuple[int, ...]:
-    """Processes of the group or session that `leader` began, whether or not it still lives; never ourselves.
-
-    Workers that a dead process left to init are found in this way, where a walk down from the process finds nothing.
-    """
-    return tuple(pid for pid in psutil.pids() if pid != os.getpid() and _belongs_to(pid, leader))
-
-
-def _belongs_to(pid: int, leader: int) -> bool:
-    try:
-        return leader in (os.getpgid(pid), os.getsid(pid))
-    except OSError:
-        return False

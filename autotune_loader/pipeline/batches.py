@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,5 +108,19 @@ def _in_a_word(value: Any) -> str:
     return f"tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def is_list_of_numbers(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(each, (int, float)) for each in value)
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How much one batch carries between processes."""
+
+    bytes: int = 0
+    tensors: int = 0
+    on_accelerator: bool = False
+
+    @classmethod
+    def of(cls, batch: Any) -> BatchShape:
+        tensors = list(tensors_in(batch))
+        return cls(
+            bytes=sum(map(bytes_of, tensors)),
+            tensors=len(tensors),
+            on_accelerator=any(tensor.device.type != "cpu" for tensor in tensors),
+        )

@@ -39,8 +39,8 @@ HOLDING_UP = 0.9
 """Workers that make less than this share of what the loop could take hold it up."""
 MADE_SD = 0.05
 """What the workers are said to make leaves things out, such as slow batches that hold up the others: so much, relatively."""
-FAR_SLOWER = 1.5
-"""Than the mean of all workers: of 32 with a few batches each none is so slow by chance."""
+SLOWER_BY_CHANCE = 0.01
+"""So seldom is a worker taken for slower than the others that is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +94,17 @@ def wait_share(rate: Interval, step_s: float, batch_size: float) -> float:
 
 
 def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
-    """Share of what the workers made in the window that went into their queues; negative where more came out of them."""
-    if len(traces) < 2 or not workers:
+    """Share of what the workers made in the window that went into their queues; negative where more came out of them.
+
+    Batches that lie ready for longer and longer are ever more (Little's law): by the growth of that time over the window.
+    """
+    inside = traces[_open(traces, workers).first :] if workers and len(traces) > 1 else ()
+    if not workers or len(inside) < 2 * workers:
         return 0.0
-    return _stocked(traces[_open(traces, workers).first :], workers)
+    first, last = inside[:workers], inside[-workers:]
+    grown_s = _mean([trace.received - trace.collate_end for trace in last])
+    grown_s -= _mean([trace.received - trace.collate_end for trace in first])
+    return grown_s / (_mean([trace.step_end for trace in last]) - _mean([trace.step_end for trace in first]))
 
 
 def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | None:
@@ -169,19 +176,6 @@ def _middle(consumed: Interval, made: Interval) -> Interval:
     return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=consumed.count)
 
 
-def _stocked(inside: Sequence[BatchTrace], workers: int) -> float:
-    """Share of what was made in the window that went into queues; negative where more came out of them.
-
-    Batches that lie ready for longer and longer are ever more (Little's law): by the growth of that time over the window.
-    """
-    if len(inside) < 2 * workers:
-        return 0.0
-    first, last = inside[:workers], inside[-workers:]
-    grown_s = _mean([trace.received - trace.collate_end for trace in last])
-    grown_s -= _mean([trace.received - trace.collate_end for trace in first])
-    return grown_s / (_mean([trace.step_end for trace in last]) - _mean([trace.step_end for trace in first]))
-
-
 def _open(traces: Sequence[BatchTrace], workers: int) -> _Window:
     """The window: after every worker's first batch, and after the stock where enough follows."""
     first = max(1, min(workers, len(traces) // 2))
@@ -243,12 +237,16 @@ def _pauses_s(traces: Sequence[BatchTrace], since: float = -math.inf) -> list[fl
 
 
 def _slowest_mean_s(traces: Sequence[BatchTrace]) -> float:
-    """Mean service of the worker that delivery in order waits for; that of all unless one is far slower."""
+    """Mean service of the worker that delivery in order waits for; that of all unless one is shown to be slower."""
     mean_s, by_worker = _mean([trace.service_s for trace in traces]), dict[int, list[float]]()
     for trace in traces:
         by_worker.setdefault(trace.worker, []).append(trace.service_s)
     worst = max(by_worker.values(), key=_mean)
-    return _mean(worst) if len(worst) >= 3 and _mean(worst) > FAR_SLOWER * mean_s else mean_s
+    if len(worst) < 3:
+        return mean_s
+    # The slowest of many was picked for being slow: each of them had its chance of an extreme mean.
+    is_slower = mean_interval(worst, 1 - 2 * SLOWER_BY_CHANCE / len(by_worker)).low > mean_s
+    return _mean(worst) if is_slower else mean_s
 
 
 def _rate(seconds: Interval, samples: float, count: int) -> Interval:

@@ -168,6 +168,8 @@ class TrainingSide:
     device: str = "cpu"
     compiled: tuple[str, ...] = ()
     """Names of the submodules on which `compile()` was called ("" is the model), which copies and pickles forget."""
+    precision: Any = None
+    """The precision plugin of the Trainer that a Lightning module is attached to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,7 @@ import base64
 import json
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
-from autotune_loader.diagnosis.units import bytes_text, counted
 from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.text import configurations_of, report_of, summary_of
@@ -16,9 +14,10 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.errors import MissingExtraError
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>autotune_loader</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
 pre {{ overflow-x: auto; font-size: 13px }} img {{ max-width: 100% }}</style>
-<h1>DataLoader settings</h1><p>{where}</p><pre>{report}</pre>{pictures}
+<h1>DataLoader settings</h1><pre>{report}</pre>{pictures}
 <h2>For the training script</h2><pre>{arguments}</pre>
 """
 
@@ -30,16 +29,10 @@ def page_of(result: TuningResult) -> str:
         MissingExtraError: matplotlib is not installed.
     """
     return _PAGE.format(
-        where=escape(where_of(result)),
         report=escape(report_of(result, 110)),
         pictures="".join(_pictures(result)),
         arguments=escape(json.dumps(result.best.to_kwargs(), indent=2)),
     )
-
-
-def save_page(result: TuningResult, path: str) -> None:
-    """Write the page."""
-    Path(path).write_text(page_of(result), encoding="utf-8")
 
 
 def cell_of(result: TuningResult) -> str:
@@ -61,14 +54,3 @@ def _pictures(result: TuningResult) -> Iterator[str]:
 def _image(figure: plots.Figure, what: str) -> str:
     data = base64.b64encode(svg_bytes(figure)).decode("ascii")
     return f'<p><img alt="{what}" src="data:image/svg+xml;base64,{data}"></p>'
-
-
-def where_of(result: TuningResult) -> str:
-    """When and on what machine, such as "2026-11-26, a dataset of 1,200, 4 cores, 16 GiB, no GPU, torch 2.6.0"."""
-    machine = result.machine
-    if machine is None:
-        return result.tuned_at or ""
-    gpus = ", ".join(machine.gpus) or "no GPU"
-    told = [(result.tuned_at or "")[:10], machine.dataset, counted(machine.usable_cores, "core")]
-    told += [bytes_text(machine.memory_bytes), gpus, f"torch {machine.torch}"]
-    return ", ".join(filter(None, told))

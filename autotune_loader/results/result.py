@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.file import SCHEMA_VERSION, config_of, read_json
+from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
 from autotune_loader.results.record import Finding, FoundBy, Job, RateUnit, Status
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement, averaged
@@ -291,6 +292,22 @@ class TuningResult:
         from autotune_loader.report.text import report_of
 
         return report_of(self)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page with the report and the pictures, which needs nothing else.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        from autotune_loader.report.page import page_of
+
+        Path(path).write_text(page_of(self), encoding="utf-8")
+
+    def differences(self) -> list[str]:
+        """How this machine differs from the one it was found on, a sentence each; what matters is first and begins with "!"."""
+        found = [] if self.machine is None else differences_here(self.machine)[1]
+        ordered = sorted(found, key=lambda each: not each.matters)
+        return [f"{'!' if each.matters else '~'} {each.sentence}" for each in ordered]
 
     def plot_workers(self) -> Figure:
         """Rates over workers with intervals, ceiling and predictions."""

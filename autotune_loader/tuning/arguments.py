@@ -177,6 +177,7 @@ def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
         loss_fn=_loss_of(loss_fn) if isinstance(loss_fn, type) else loss_fn,
         optimizer=optimizer,
         device=_device_name(given.get("device") or "auto", model),
+        precision=getattr(getattr(model, "_trainer", None), "precision_plugin", None),
         compiled=tuple(name for name, part in named if getattr(part, "_compiled_call_impl", None) is not None),
     )
 

@@ -65,7 +65,7 @@ def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult
         warnings=tuple(dict.fromkeys(_warnings(best, state))),
         tolerance=context.tolerance,
         seconds=round(seconds, 3),
-        job=_job(state, data.batches_per_epoch(best.batch_size or warmup.burst_batch_size)),
+        job=_job(state, data.batches_per_epoch(best.batch_size)),
         machine=context.fingerprint,
         trials=(*state.trials, *_round_trials(state)),
         study=state.study,

@@ -2,7 +2,6 @@
 
 search     one burst; a second where the first failed and may well work the next time
 compare    one burst over the samples of the round; from full queues where workers would compute more than in training
-epoch      whole epochs, with start-up and the gaps between
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autotune_loader.bursts.protocol import Probe
 from autotune_loader.decision.evidence import Ask, Evidence, Kind
 from autotune_loader.decision.posterior import TYPICAL_NOISE
 from autotune_loader.decision.space import STARTUP_WORTH_AVOIDING, Space
 from autotune_loader.pipeline.throughput import queued_share
-from autotune_loader.probe.protocol import Probe
 from autotune_loader.twin.context import TwinContext
 from autotune_loader.twin.model import threads_at_work
 from autotune_loader.values.config import LoaderConfig
@@ -50,10 +49,6 @@ LEAST_DEADLINE_S = 20.0
 FETCHES_TO_WAIT_FOR = 4
 """No burst hangs before so many times the seconds have passed that the first batch took."""
 
-SHORT_EPOCH_S = 1.0
-"""Epochs that are shorter are run whole: start-up and the gaps between epochs are then much of them."""
-FIRST_BATCH_SHARE, FEWEST_BURSTS = 0.05, 6
-"""So are longer ones where fetching the first batch takes more than this share of them, if two rounds of three fit."""
 EPOCHS_PER_BURST = 2
 """A burst of long epochs runs one that is not timed, and one that is."""
 EPOCH_NOISE = 0.08
@@ -90,12 +85,7 @@ class BurstSource:
         """How many were run so far."""
 
     def gather(self, config: LoaderConfig, ask: Ask) -> Evidence:
-        if ask.phase == "search":
-            outcome = self._searched(config, ask)
-        elif ask.kind == "epoch":
-            outcome = self._whole_epochs(config, ask)
-        else:
-            outcome = self._from_full_queues(config, ask)
+        outcome = self._searched(config, ask) if ask.phase == "search" else self._from_full_queues(config, ask)
         if not isinstance(outcome, Failure):
             outcome = self._space.over_margin(config, outcome) or outcome
         return Evidence(config=config, outcome=outcome, kind=ask.kind, phase=ask.phase, group=ask.group)
@@ -111,10 +101,10 @@ class BurstSource:
 
         return sum(map(burst_s, {each.key(): each for each in configs}.values()))
 
-    def step_ceiling(self, consumer_threads: int | None, batch_size: int | None = None) -> Measurement | Failure:
+    def step_ceiling(self, batch_size: int | None = None) -> Measurement | Failure:
         """The step on one cached batch again and again: the rate that no loader can exceed."""
         self.bursts += 1
-        return self._probe.step_ceiling(consumer_threads, replace(CEILING_BURST, batch_size=batch_size))
+        return self._probe.step_ceiling(replace(CEILING_BURST, batch_size=batch_size))
 
     # Epochs
 
@@ -126,15 +116,6 @@ class BurstSource:
         if best is None or not best.samples_per_s or not own or batches is None:
             return math.inf
         return batches * own[0].batch_size / best.samples_per_s
-
-    def has_short_epochs(self, seconds_left: float) -> bool:
-        """Whether epochs are to be run whole, with so much time left for it."""
-        best = fastest(self._trials)
-        if best is None or best.measurement is None or math.isinf(self.epoch_s):
-            return False
-        is_affordable = FEWEST_BURSTS * self._epochs_burst_s <= seconds_left
-        is_uneven = bool(best.config.num_workers) and best.measurement.service_s > FIRST_BATCH_SHARE * self.epoch_s
-        return self.epoch_s <= SHORT_EPOCH_S or (is_affordable and is_uneven)
 
     def noise_sd(self, kind: Kind) -> float:
         """Relative standard deviation of what a burst of a round tells."""
@@ -180,11 +161,6 @@ class BurstSource:
             return outcome
         self._prefills[config] = filled_s
         return self._burst(config, replace(plan, prefill_s=filled_s))
-
-    def _whole_epochs(self, config: LoaderConfig, ask: Ask) -> Measurement | Failure:
-        """Epochs to their end; without workers these are nothing but their batches, so any burst will do."""
-        plan = replace(FINAL_BURST, seed=ROUND_SEEDS + ask.group, deadline_s=self._deadline_s())
-        return self._burst(config, replace(plan, whole_epochs=config.num_workers > 0))
 
     def _burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         self.bursts += 1

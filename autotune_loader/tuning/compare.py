@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.decision.evidence import Ask
 from autotune_loader.decision.rounds import as_round
 from autotune_loader.decision.space import Space
 from autotune_loader.diagnosis import Caution, Evidence, diagnose
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.failures import failure_of_workload
-from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
@@ -30,8 +29,7 @@ from autotune_loader.tuning.options import TuneOptions, parse_options
 from autotune_loader.tuning.state import twin_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BadSample, Failure, Measurement, averaged
-from autotune_loader.values.plan import Isolation
+from autotune_loader.values.measurement import Failure, Measurement, averaged
 from autotune_loader.values.statistics import Round, mean_interval, usable_rounds
 from autotune_loader.values.trial import Trial
 
@@ -52,7 +50,6 @@ def compare(  # noqa: PLR0913 - all that a user may say
     optimizer: Any = None,
     device: str | torch.device = "auto",
     budget: str | float = "30s",
-    isolation: Isolation = "auto",
     seed: int = 0,
     progress: str | bool = "auto",
 ) -> Comparison:
@@ -73,7 +70,6 @@ def compare(  # noqa: PLR0913 - all that a user may say
         device: as in `tune()`.
         budget: seconds for bursts and rounds, such as 30, "30s" or "2m", beside those in which processes start and models are
             compiled. Three rounds are run however long they take, twelve at most.
-        isolation: "process", "inline" (in this process, for debugging) or "auto".
         seed: of the order of the sides.
         progress: True, False or "auto".
 
@@ -85,7 +81,7 @@ def compare(  # noqa: PLR0913 - all that a user may say
     """
     _check_sides(sides)
     shared = {"train_step": train_step, "loss_fn": loss_fn, "optimizer": optimizer, "device": device}
-    options = parse_options({"budget": budget, "isolation": isolation, "seed": seed, "progress": progress})
+    options = parse_options({"budget": budget, "seed": seed, "progress": progress})
     workloads = {name: _workload(name, value, model, shared) for name, value in sides.items()}
     return compare_workloads(workloads, options)
 
@@ -103,7 +99,7 @@ def compare_workloads(workloads: Mapping[str, Workload], options: TuneOptions) -
         return names if number < most and has_time else []
 
     def observe(name: str, number: int) -> Measurement | Failure:
-        return entrants[name].gather(Ask(phase="compare", kind="epoch" if whole_epochs else "steady", group=number))
+        return entrants[name].gather(Ask(phase="compare", group=number))
 
     with contextlib.ExitStack() as exits:
         probes: dict[tuple[int, int], OpenProbe | WorkloadError] = {}
@@ -114,8 +110,6 @@ def compare_workloads(workloads: Mapping[str, Workload], options: TuneOptions) -
                 probes[parts] = _opened(each.workload, machine, options, exits)
             each.begin(probes[parts], machine)
         deadline = time.monotonic() + options.budget_s
-        # All sides alike, or start-up would count for some of them only.
-        whole_epochs = any(entrants[name].source.has_short_epochs(options.budget_s / 2) for name in working(0))
         for outcomes, seconds in paired(working, observe, seed=options.seed):
             longest_s = max(longest_s, seconds)
             rounds.append(as_round(outcomes))
@@ -165,9 +159,7 @@ def _opened(
     """A warm probe that is closed in the end, or why there is none."""
     memory_bytes = machine.memory_budget_bytes
     try:
-        return exits.enter_context(
-            open_probe(workload, machine, options.isolation, memory_bytes, budget_s=options.budget_s)
-        )
+        return exits.enter_context(open_probe(workload, machine, memory_bytes, budget_s=options.budget_s))
     except WorkloadError as error:
         return error
 
@@ -180,8 +172,6 @@ class _Entrant:
     workload: Workload
     source: BurstSource = field(init=False)
     notes: tuple[str, ...] = ()
-    bad_samples: list[BadSample] = field(default_factory=list)
-    """Those that bursts leave out."""
     counts_batches: bool = False
     trials: list[Trial] = field(default_factory=list)
     step: Measurement | None = None
@@ -198,10 +188,10 @@ class _Entrant:
     def begin(self, opened: OpenProbe | WorkloadError, machine: Machine) -> None:
         """Time the step alone and run one burst."""
         if isinstance(opened, WorkloadError):
-            self._fail(failure_of_workload(opened, "first_batch"))
+            self._fail(_failure_of(opened))
             return
         config, warmup = self.config, opened.warmup
-        self.notes, self.bad_samples = tuple(opened.notes), list(warmup.bad_samples)
+        self.notes = tuple(opened.notes)
         self.counts_batches = warmup.counts_batches
         context, space = (
             twin_context(self.workload, warmup, machine.usable_cores),
@@ -209,7 +199,7 @@ class _Entrant:
         )
         self.source = BurstSource(opened.probe, space, context, self.trials, lambda: math.inf, warmup.first_batch_s)
         begun, threads = time.monotonic(), config.consumer_threads
-        step = self.source.step_ceiling(threads, config.batch_size) if self.workload.has_step else None
+        step = self.source.step_ceiling(config.batch_size) if self.workload.has_step else None
         if isinstance(step, Measurement):
             self.step, self.source.context = step, context.with_step(threads, step.step_s)
         if isinstance(burst := self.gather(Ask()), Measurement):
@@ -221,13 +211,12 @@ class _Entrant:
         """What a burst says, which is remembered."""
         try:
             outcome = self.source.gather(self.config, ask).outcome
-        except WorkloadError as error:  # too many of its samples raise
-            outcome = failure_of_workload(error, "batches")
+        except WorkloadError as error:  # a sample raises
+            outcome = _failure_of(error)
         if isinstance(outcome, Failure):
             self._fail(outcome)
         else:
             self.bursts.append(outcome)
-            self.bad_samples += outcome.bad_samples
         return outcome
 
     def told(self) -> Iterator[str]:
@@ -237,6 +226,10 @@ class _Entrant:
 
     def _fail(self, failure: Failure) -> None:
         self.failure, self.traceback = f"{failure.kind}: {failure.message}", failure.traceback
+
+
+def _failure_of(error: WorkloadError) -> Failure:
+    return Failure(kind="user_exception", phase="batches", message=error.message, traceback=error.user_traceback)
 
 
 def _told(entrants: Sequence[_Entrant], rounds: Sequence[Round], seconds: float) -> Comparison:

@@ -48,7 +48,6 @@ def run_finals(
     between the rounds. Its beliefs learn from them.
     """
     source, beliefs = state.source, state.beliefs
-    state.whole_epochs = source.has_short_epochs(seconds_left())
     candidates = _candidates(state, seconds_left())
     if not candidates:
         return
@@ -120,7 +119,7 @@ def _time_step_alone(state: SearchState, incumbent: LoaderConfig) -> None:
     size = incumbent.batch_size
     beside = state.ceilings_beside.setdefault(size, [])
     if len(beside) < CEILINGS:
-        measured = state.source.step_ceiling(state.best_threads if size is None else incumbent.consumer_threads, size)
+        measured = state.source.step_ceiling(size)
         beside += [measured] if isinstance(measured, Measurement) else []
 
 

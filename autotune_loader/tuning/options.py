@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from autotune_loader.values.plan import ISOLATIONS, Isolation
 from autotune_loader.values.validation import (
     parse_bytes,
     parse_seconds,
@@ -53,7 +52,6 @@ class TuneOptions:
     """Configurations this close to the fastest count as equally fast; the cheapest of them is chosen."""
     search: Search = "auto"
     seed: int = 0
-    isolation: Isolation = "auto"
     storage: str | None = field(default=None, repr=False)
     """May hold a password."""
     study_name: str | None = None
@@ -66,7 +64,7 @@ class TuneOptions:
         for name, minimum in (("max_trials", 1), ("max_workers", 0), ("max_cores", 1)):
             require_count(name, getattr(self, name), minimum=minimum)
         require_int("seed", self.seed, minimum=0)
-        for name, choices in (("search", SEARCHES), ("isolation", ISOLATIONS)):
+        for name, choices in (("search", SEARCHES),):
             require_choice(name, getattr(self, name), choices)
         for name in sorted(self.allow):
             require_choice("allow", name, ALLOWABLE)

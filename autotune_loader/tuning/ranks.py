@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from autotune_loader.bursts.protocol import Probe
 from autotune_loader.decision.space import Limits, Space, least, max_useful_workers
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.machine.ranks import Link, Place, RankLostError, first_line, is_one_of_many, job_link
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.protocol import Probe
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -241,8 +241,8 @@ class LockstepProbe:
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         return self._everywhere(config, plan)
 
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        return self._everywhere(LoaderConfig(consumer_threads=consumer_threads), plan, step_alone=True)
+    def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
+        return self._everywhere(LoaderConfig(), plan, step_alone=True)
 
     def _everywhere(self, config: LoaderConfig, plan: BurstPlan, *, step_alone: bool = False) -> Measurement | Failure:
         # A rank that closes its window early would leave the cores to the others.
@@ -263,8 +263,7 @@ def slowest(outcomes: Mapping[int, Measurement | Failure]) -> Measurement | Fail
         if isinstance(outcome, Failure):
             return replace(outcome, message=f"rank {rank}: {outcome.message}")
         measured.append(outcome)
-    least_rate = min(measured, key=lambda measurement: measurement.samples_per_s.value)
-    return replace(least_rate, bad_samples=tuple(dict.fromkeys(bad for each in measured for bad in each.bad_samples)))
+    return min(measured, key=lambda measurement: measurement.samples_per_s.value)
 
 
 def serve(ranks: Ranks, probe: Probe, *, deadline_s: float = FOLLOW_DEADLINE_S) -> Any:
@@ -302,7 +301,7 @@ def _run(probe: Probe, ask: Ask, rank: int) -> Measurement | Failure:
     # Ranks that read the same samples at once would find all but the first read in the page cache.
     plan = replace(ask.plan, seed=ask.plan.seed + rank * 100_003)
     if ask.step_alone:
-        return probe.step_ceiling(ask.config.consumer_threads, plan)
+        return probe.step_ceiling(plan)
     return probe.burst(ask.config, plan)
 
 

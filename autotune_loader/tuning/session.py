@@ -13,6 +13,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Protocol
 
+from autotune_loader.bursts.bench import SLOW_FETCH_S
+from autotune_loader.bursts.protocol import Probe
 from autotune_loader.decision.acquisition import initial_design
 from autotune_loader.decision.belief import CORES_OF_A_SERIAL_STEP, Beliefs
 from autotune_loader.decision.evidence import Ask, Evidence
@@ -20,8 +22,6 @@ from autotune_loader.decision.policy import Goal, Stop, explore
 from autotune_loader.decision.race import MIN_ROUNDS
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.decision.variants import count_variants, faster_variants, may_grow_to, right_sized, variants
-from autotune_loader.probe.first_batches import SLOW_FETCH_S
-from autotune_loader.probe.protocol import Probe
 from autotune_loader.tuning.burst_source import BurstSource
 from autotune_loader.tuning.finals import run_finals
 from autotune_loader.tuning.options import TuneOptions
@@ -113,7 +113,7 @@ class TuningSession:
         """The step alone, with each number of threads: the ceiling, and what the twin needs of it."""
         context = self.state.context
         for threads in self._run.space.consumer_threads:
-            measured = self._source.step_ceiling(threads)
+            measured = self._source.step_ceiling()
             if isinstance(measured, Failure):
                 log.warning("the step on a cached batch failed: %s", measured.message)
                 continue

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from autotune_loader.bursts.protocol import WarmupReport
 from autotune_loader.decision.belief import Beliefs
 from autotune_loader.decision.evidence import Kind
 from autotune_loader.decision.race import RaceOutcome
-from autotune_loader.decision.space import BatchCost, Limits, Space, consumer_thread_counts, least, max_useful_workers
+from autotune_loader.decision.space import BatchCost, Limits, Space, least, max_useful_workers
 from autotune_loader.decision.stopping import StopReason
 from autotune_loader.machine.facts import Fingerprint, Machine, start_method
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.probe.bench import WarmupReport
 from autotune_loader.tuning.burst_source import BurstSource, fastest
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.twin.context import TwinContext
@@ -62,9 +61,6 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
     """The legal configurations of this workload on this machine, within what the user allows."""
     data, kind = workload.data, workload.training.device.partition(":")[0]
     accelerated = kind != "cpu" and not warmup.on_accelerator
-    threads: tuple[int | None, ...] = (None,)
-    if workload.on_cpu and workload.has_step:
-        threads = consumer_thread_counts(machine.usable_cores, warmup.default_threads, settings.max_cores or math.inf)
     max_workers, capped = _max_workers(data, warmup, machine, settings)
     # Persistent workers of a dataset that is told its epoch would never hear of the next.
     keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in settings.allow)
@@ -77,7 +73,6 @@ def make_space(workload: Workload, warmup: WarmupReport, machine: Machine, setti
         in_order=(True, False) if "in_order" in settings.allow else (True,),
         multiprocessing_contexts=start_methods(workload, settings.allow),
         sharing_strategies=(None, "file_system") if "sharing_strategy" in settings.allow else (None,),
-        consumer_threads=threads,
         batch_sizes=batch_sizes(data, settings.allow),
         drop_lasts=drop_lasts(data, settings.allow),
         limits=Limits(
@@ -136,7 +131,7 @@ def twin_context(workload: Workload, warmup: WarmupReport, usable_cores: int) ->
     return TwinContext(
         usable_cores=usable_cores,
         consumer_cores=threads if workload.on_cpu else 1.0,
-        epoch_batches=None if data.is_iterable else data.batches_per_epoch(warmup.burst_batch_size),
+        epoch_batches=None if data.is_iterable else data.batches_per_epoch(),
     )
 
 

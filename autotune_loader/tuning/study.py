@@ -380,7 +380,7 @@ def open_database(url: str) -> Any:
             break
         except ImportError:
             if is_libpq:
-                raise MissingExtraError("storage='postgresql+psycopg://...'", "psycopg", "postgres") from None
+                raise MissingExtraError("storage='postgresql+psycopg://...'", "psycopg[binary]") from None
             break
         except Exception as error:
             why = f"cannot be opened ({_cause(error)})"

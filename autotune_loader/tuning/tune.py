@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.affinity import confined_to
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.probe.opening import open_probe
 from autotune_loader.report.progress import Progress, make_progress
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_loader_arguments, make_workload, told_beside_errors
@@ -32,7 +32,6 @@ from autotune_loader.tuning.ranks import (
 )
 from autotune_loader.tuning.session import TuningSession
 from autotune_loader.tuning.state import RunContext, make_space
-from autotune_loader.values.plan import Isolation
 from autotune_loader.values.serialization import require_writable
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ def tune(  # noqa: PLR0913 - all that a user may say
     tolerance: float = 0.02,
     search: Search = "auto",
     seed: int = 0,
-    isolation: Isolation = "auto",
     storage: str | os.PathLike[str] | None = None,
     study_name: str | None = None,
     stages: bool = True,
@@ -111,7 +109,6 @@ def tune(  # noqa: PLR0913 - all that a user may say
         tolerance: configurations this close to the fastest count as equally fast; the cheapest of them is chosen.
         search: "auto" (the twin proposes), "tpe", "grid" or "random".
         seed: of the order of proposals and of the samples; timings are not seedable.
-        isolation: "process", "inline" (in this process and on the dataset itself, for debugging) or "auto".
         storage: where the Optuna study is kept, so that a run that was killed goes on: the path of a journal file, or a URL of
             any database that Optuna takes.
         study_name: name of the study in the storage; without it each job has its own.
@@ -154,7 +151,7 @@ def _tuned(
     machine = whole if options.max_cores is None else inspect_machine(environ=environment(ranks))
     progress.announce(f"starting the probe on {machine.usable_cores} usable cores")
     memory_bytes = options.max_host_memory_bytes or machine.memory_budget_bytes
-    with open_probe(workload, machine, options.isolation, memory_bytes, budget_s=options.budget_s) as opened:
+    with open_probe(workload, machine, memory_bytes, budget_s=options.budget_s) as opened:
         begun, waited = start_of_budget(started, time.monotonic(), options.budget_s)
         space = common_space(ranks, machine.usable_cores, make_space(workload, opened.warmup, machine, options))
         if ranks is not None and not ranks.leads:

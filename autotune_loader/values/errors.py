@@ -42,5 +42,5 @@ class PlatformError(TunerError, ImportError):
 class MissingExtraError(TunerError, ImportError):
     """A feature needs a package that is not installed; the message names the pip install line."""
 
-    def __init__(self, feature: str, package: str, extra: str) -> None:
-        super().__init__(f"{feature} needs {package}. Install it with: pip install 'autotune-loader[{extra}]'")
+    def __init__(self, feature: str, package: str) -> None:
+        super().__init__(f"{feature} needs {package}. Install it with: pip install '{package}'")

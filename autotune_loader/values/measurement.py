@@ -12,7 +12,7 @@ from typing import Literal
 
 from autotune_loader.values.secrets import without_secrets
 from autotune_loader.values.stages import StageSamples
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values.statistics import Interval, mean_interval
 from autotune_loader.values.trace import BatchTrace
 
 FailureKind = Literal[
@@ -64,26 +64,6 @@ class GpuUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BadSample:
-    """A sample that raised; a burst goes on without it, training will not."""
-
-    name: str
-    """Such as "sample 700", by its index; of a stream, by how many came before it."""
-    error: str
-    """Class and message of what it raised."""
-
-    @classmethod
-    def of(cls, name: str, error: Exception) -> BadSample:
-        """What an exception tells in its first line."""
-        lines = str(error).splitlines() or [""]
-        return cls(name=name, error=f"{type(error).__name__}: {lines[0]}")
-
-    def __post_init__(self) -> None:
-        """As with a failure: without secrets."""
-        object.__setattr__(self, "error", without_secrets(self.error))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What one burst measured."""
 
@@ -123,8 +103,6 @@ class Measurement:
     """Every batch of the burst from its very first, window or not."""
     stages: StageSamples | None = field(default=None, compare=False)
     """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
-    bad_samples: tuple[BadSample, ...] = ()
-    """Samples that raised and were left out, in this burst and in those before."""
 
     @property
     def read_bytes_per_sample(self) -> float | None:
@@ -159,6 +137,9 @@ def averaged(bursts: Sequence[Measurement]) -> Measurement:
     largest = max(memory, key=lambda each: each.taken_bytes, default=None)
     return replace(
         last,
+        samples_per_s=last.samples_per_s
+        if len(bursts) == 1
+        else mean_interval([each.samples_per_s.value for each in bursts]),
         first_batch_s=median(each.first_batch_s for each in bursts),
         wait_share=fmean(each.wait_share for each in bursts),
         service_s=fmean(each.service_s for each in bursts),

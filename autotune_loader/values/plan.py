@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-Isolation = Literal["auto", "process", "inline"]
-"""Where bursts run: in a process of their own, in this one (for debugging), or in whichever works."""
-ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)  # for the check of an argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +19,6 @@ class BurstPlan:
     """Chooses the samples and their order."""
     deadline_s: float = 60.0
     """The burst fails when it has not answered after this many seconds, start-up included."""
-    whole_epochs: bool = False
-    """Run the epochs as training does, with an end and a new start: the rate then includes start-up and the gaps between."""
     batch_size: int | None = None
     """Samples of the cached batch on which a step's ceiling is measured; None for the workload's own."""
     stages: bool = False

@@ -21,8 +21,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.values.lines import is_ours, users_line
-from autotune_loader.watch.line import LINE
-from autotune_loader.watch.plan import Plan
+from autotune_loader.watch.plan import LINE, Plan
 
 if TYPE_CHECKING:
     from autotune_loader.watch.session import Session

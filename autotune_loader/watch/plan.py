@@ -12,6 +12,8 @@ VARIABLE = "AUTOTUNE_LOADER_SCRIPT"
 """Of the environment: the plan, for processes that the script starts."""
 STARTUP = str(Path(__file__).with_name("startup"))
 """A folder whose `sitecustomize` Python imports when it starts, before anything of the script."""
+LINE = "_autotune_loader_line"
+"""Attribute of a loader: file and number of the line that made it."""
 Verb = Literal["watch", "run"]
 
 

@@ -17,10 +17,9 @@ from autotune_loader import LoaderConfig
 from autotune_loader.autoloader import Registry
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
-from autotune_loader.values.lines import users_line
-from autotune_loader.watch.line import line_of
+from autotune_loader.values.lines import Line, users_line
 from autotune_loader.watch.loader import ScriptLoader
-from autotune_loader.watch.plan import Plan
+from autotune_loader.watch.plan import LINE, Plan
 from autotune_loader.watch.stderr import say
 from autotune_loader.watch.watched import watch_iterator
 
@@ -90,7 +89,8 @@ class Session:
         known = self._by_id.get(id(loader))
         if known is not None and known.owner() is loader and known.settings == settings:
             return known
-        site = Site.of(loader, line_of(loader) or users_line(sys._getframe(2)))
+        made_at = vars(loader).get(LINE)
+        site = Site.of(loader, Line(*made_at) if made_at else users_line(sys._getframe(2)))
         known = self._known.find(site, loader)
         if known is None or known.settings != settings or not known.is_free_for(loader):
             own = LoaderConfig.from_loader(loader)
@@ -115,7 +115,7 @@ class Session:
             say(f"\nautotune-loader {self.plan.verb}: {known.name}: {known}")
 
     def _auto_of(self, loader: Any, known: ScriptLoader) -> Any:
-        """The AutoLoader in place of a loader, which may be one itself; None where torch's own iterator is needed."""
+        """What takes the place of a loader, which may be an AutoLoader itself; None where torch's own iterator is needed."""
         from autotune_loader import AutoLoader
 
         if isinstance(loader, AutoLoader):

@@ -1,7 +1,7 @@
-"""What can go wrong in a trial, as a workload that reads its next fault from a file.
+"""What can go wrong in a burst, as a workload that reads its next fault from a file.
 
-The probe process lives through many trials; a file is how the next fault reaches it and its workers. The first batches are
-always fine, because a new probe process fetches one of them before anything else.
+The process of the bursts lives through many of them; a file is how the next fault reaches it and its workers. The first
+batches are always fine, because a new process fetches one of them before anything else.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,8 +19,8 @@ from torch.utils.data import Dataset, SequentialSampler, get_worker_info
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 
-FINE_UNTIL = 20
-"""Index of the first sample that may be in trouble."""
+FINE = 8
+"""Samples, or batches, that a process reads before it may be in trouble."""
 BATCH_SIZE = 4
 HOARD: list[bytearray] = []
 
@@ -28,24 +29,26 @@ class Healthy(Dataset[torch.Tensor]):
     """Samples of 4 KiB that carry their index and take a fraction of a millisecond."""
 
     def __init__(self, path: Path, length: int = 100_000) -> None:
-        self.path, self.length = path, length
+        self.path, self.length, self.read = path, length, 0
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.0002)
-        if index >= FINE_UNTIL:
+        self.read += 1
+        if self.read > FINE:
             suffer(self.path, "getitem")
         return torch.full((1024,), float(index))
 
 
 class Collate:
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.made = path, 0
 
     def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
-        if samples[0][0] >= FINE_UNTIL:
+        self.made += 1
+        if self.made > FINE // BATCH_SIZE:
             suffer(self.path, "collate")
         return torch.stack(samples)
 
@@ -60,10 +63,11 @@ class WorkerInit:
 
 class Step:
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.done = path, 0
 
     def __call__(self, model: Any, batch: torch.Tensor) -> None:
-        if batch[0, 0] >= FINE_UNTIL:
+        self.done += 1
+        if self.done > FINE // BATCH_SIZE:
             suffer(self.path, "step")
 
 
@@ -104,6 +108,9 @@ FAULTS = {
     "segfault": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(3600),
     "nap": lambda: time.sleep(0.4),
+    "write": lambda: Path("last.pt").write_text("a checkpoint"),
+    "save": lambda: torch.save({}, "last.pt"),
+    "socket": lambda: socket.create_connection(("127.0.0.1", 1)),
     "raise": lambda: _raise(LookupError("an unreadable sample")),
     "oom": lambda: _raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
     "host-oom": lambda: _raise(MemoryError()),
@@ -113,7 +120,7 @@ FAULTS = {
     "hoard": _hold_memory,
 }
 
-# What is injected how often, in per cent of the trials; and the kinds of outcome that are right.
+# What is injected how often, by weight; and the kinds of outcome that are right. A write that is refused is one of its own.
 MIX: tuple[tuple[str, float, frozenset[str]], ...] = (
     ("none", 28, frozenset({"ok"})),
     ("getitem-worker kill", 8, frozenset({"oom_killed"})),
@@ -121,6 +128,12 @@ MIX: tuple[tuple[str, float, frozenset[str]], ...] = (
     ("getitem-worker segfault", 6, frozenset({"crashed"})),
     ("collate-worker kill", 3, frozenset({"oom_killed"})),
     ("getitem-worker interrupt", 2, frozenset({"crashed", "deadline", "ok"})),
+    ("getitem write", 3, frozenset({"writes"})),
+    ("getitem-worker write", 2, frozenset({"writes"})),
+    ("step save", 3, frozenset({"writes"})),
+    ("collate save", 2, frozenset({"writes"})),
+    ("getitem socket", 2, frozenset({"user_exception"})),
+    ("getitem-worker socket", 2, frozenset({"user_exception"})),
     ("getitem raise", 7, frozenset({"user_exception"})),
     ("collate raise", 6, frozenset({"user_exception"})),
     ("step raise", 6, frozenset({"user_exception"})),

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autotune_loader.bursts.loop import KEPT_FIRST, KEPT_LAST
+from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.probe.burst_loop import KEPT_FIRST, KEPT_LAST
-from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.twin import Observation, Prediction, Twin
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -69,8 +69,8 @@ def study(name: str, seconds: float, seed: int) -> list[Cell]:
     random.Random(seed).shuffle(tasks)
     seen: dict[LoaderConfig, Measurement] = {}
     sustained: dict[LoaderConfig, float] = {}
-    with open_probe(workload_of(WORKLOADS[name]()), inspect_machine(), "process", None) as opened:
-        ceiling = opened.probe.step_ceiling(None, CEILING_BURST)
+    with open_probe(workload_of(WORKLOADS[name]()), inspect_machine(), None) as opened:
+        ceiling = opened.probe.step_ceiling(CEILING_BURST)
         if isinstance(ceiling, Failure):
             raise SystemExit(f"{name}: {ceiling.message}")
         for config, is_scout in tasks:

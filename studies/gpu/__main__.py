@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import LoaderConfig, TuningResult, tune
+from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.probe.opening import open_probe
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.burst_source import SEARCH_BURST
 from autotune_loader.values.measurement import Failure
@@ -118,9 +118,9 @@ def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
     workload = make_workload(_loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device)
     machine = inspect_machine()
     begun = time.monotonic()
-    with open_probe(workload, machine, "process", None) as opened:
+    with open_probe(workload, machine, None) as opened:
         warm = time.monotonic()
-        alone = opened.probe.step_ceiling(None, CEILING_BURST)
+        alone = opened.probe.step_ceiling(CEILING_BURST)
         workers = min(VERDICT_WORKERS, machine.usable_cores)
         pinned = loop.device.type == "cuda"
         burst = opened.probe.burst(LoaderConfig(num_workers=workers, pin_memory=pinned), SEARCH_BURST)

@@ -25,7 +25,7 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 status=0
 
-TESTS="tests/pipeline/test_prefetch.py tests/probe/test_cuda.py"
+TESTS="tests/pipeline/test_prefetch.py tests/bursts/test_cuda.py"
 
 # left: seconds of this part that are left; what is ended has 10 more
 left() { echo $((450 - $(date +%s) + begun)); }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from studies.libraries.attempt import Attempt, Outcome
 from studies.libraries.environments import ENVIRONMENTS, Environment
-from studies.libraries.page import HEAD, RESULTS, row, rows_by_library
+from studies.libraries.page import HEAD, RESULTS, row, rows_by_library, write_page
 
 MODULES = ("structures", "streams", "pictures", "frameworks")
 # tune() has 8 s; importing a library, and an epoch, may take some more. What takes longer hangs.
@@ -83,6 +83,7 @@ def main() -> None:
             kept[environment.library].append(row(each))
         rows = [each for known in ENVIRONMENTS for each in kept.get(known.library, [])]
         RESULTS.write_text(HEAD + "".join(f"{each}\n" for each in rows))
+        write_page()
     print(f"{sum(map(len, kept.values()))} rows, {wrong} wrong")
     raise SystemExit(1 if wrong else 0)
 

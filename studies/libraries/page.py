@@ -1,4 +1,4 @@
-"""The table of the documentation, of what the attempts came to: `results.md`, a row for each."""
+"""What the attempts came to: `results.md` with a row for each, and the page of the documentation with one for each library."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from studies.libraries.attempt import Outcome
 
 RESULTS = Path(__file__).with_name("results.md")
+PAGE = Path(__file__).parents[2] / "docs" / "libraries.md"
+BEGIN, END = "<!-- studies.libraries -->", "<!-- end -->"
 HEAD = "| library | passed to `tune()` | outcome | what it says |\n|---|---|---|---|\n"
 # Notes of a result that are about the loader, and not about the step or the machine.
 ABOUT_LOADERS = ("dataset_or_loader=", "the dataset makes", "how many samples", "every worker")
@@ -16,6 +18,23 @@ ABOUT_LOADERS = ("dataset_or_loader=", "the dataset makes", "how many samples", 
 def table() -> str:
     """The whole table, in Markdown."""
     return RESULTS.read_text()
+
+
+def write_page() -> None:
+    """The page of the documentation with what is in `results.md` now."""
+    whole = PAGE.read_text(encoding="utf-8")
+    before, after = whole.partition(BEGIN)[0], whole.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{summary()}\n{END}{after}", encoding="utf-8")
+
+
+def summary() -> str:
+    """A row for each library: what is tuned as it is, and what is answered with what to pass instead."""
+    lines = ["| library | tuned | refused, with what would work |", "|---|---|---|"]
+    for rows in rows_by_library().values():
+        cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows]
+        found = {outcome: [cell[1] for cell in cells if cell[2] == outcome] for outcome in ("tuned", "refused")}
+        lines.append(f"| {cells[0][0]} | {'; '.join(found['tuned'])} | {'; '.join(found['refused'])} |")
+    return "\n".join(lines)
 
 
 def rows_by_library() -> dict[str, list[str]]:

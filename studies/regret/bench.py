@@ -167,8 +167,8 @@ class StudyJob:
     def __init__(self, workload: Any) -> None:
         from torch.utils.data import DataLoader
 
+        from autotune_loader.bursts.step import build_step
         from autotune_loader.pipeline.workload import TrainingSide
-        from autotune_loader.probe.step import build_step
 
         self.workload = workload
         first = next(iter(self.loader(DataLoader)))
@@ -207,12 +207,9 @@ class TimedJob(StudyJob):
 
     def _timed(self, config: LoaderConfig, timing: Timing) -> tuple[int, float]:
         """Batches of the window, and its seconds."""
-        from autotune_loader.probe.burst import as_configured
-
-        with as_configured(LoaderConfig(consumer_threads=config.consumer_threads)):
-            if timing.clock == "steady" and self._has_short_epochs:
-                return self._run_epochs(config, timing.seconds)
-            started, ends = self._run(config, timing)
+        if timing.clock == "steady" and self._has_short_epochs:
+            return self._run_epochs(config, timing.seconds)
+        started, ends = self._run(config, timing)
         if timing.clock == "start":
             return len(ends), ends[-1] - started
         return between_smooth_ends(ends, config.num_workers)

@@ -30,8 +30,8 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
     import torch
     from loadtune import Workload, tune  # type: ignore[import-not-found]
 
+    from autotune_loader.bursts.step import build_step
     from autotune_loader.pipeline.workload import TrainingSide
-    from autotune_loader.probe.step import build_step
 
     study = regret_workload(name)
     steps: list[Any] = []

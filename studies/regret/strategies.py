@@ -26,10 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from autotune_loader.bursts.parent import open_probe
 from autotune_loader.decision.plain_rule import LOOK_S, LOOK_WORKERS, plain_rule_of
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.probe.opening import open_probe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan

@@ -83,7 +83,7 @@ CASES = {
     "a stage that waits": ("storage", evidence(**READS, stages=(READ, DECODE)),
         "read takes 100 % of a worker's waiting (a.py:1, open).", "a fetch waits 91 % of its time. read takes"),
     "the most workers allowed": ("storage", evidence(**READS, max_workers=4, trials=(ALONE,)),
-        "", "max_workers=8: 4 workers were"),
+        "", "max_workers=8: a fetch waits 91 %"),
     "handing over": ("hand_over", evidence(receive_s=0.02), "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
     "a toy": ("hand_over", evidence(**TOY), "The step takes next to no time", "Hand over less often"),
     "workers that only write": ("hand_over", evidence(fetch_s=0.009, fetch_cpu_s=0.008, batch_bytes=32 << 20),
@@ -96,10 +96,10 @@ CASES = {
     "starting epochs": ("start_up", evidence(first_batch_s=5.0, epoch_batches=100), "takes 60 %", "persistent_workers"),
     "starts that were clocked": ("start_up", evidence(starting_share=0.2), "takes 20 %", "persistent_workers=True"),
     "in memory": ("in_memory", evidence(**IN_MEMORY), "no worker is needed", "__getitems__"),
-    "in memory, in batches": ("in_memory", evidence(**{**IN_MEMORY, "has_batched_fetch": True}), "1 ms, less than", None),
+    "in memory, in batches": ("in_memory", evidence(**{**IN_MEMORY, "has_batched_fetch": True}), "1 ms, so no worker", None),
     "another loader": ("little", evidence(loader_share=0.01), "This loader is 1 % of the time", "Leave the loader as it is."),
     "too short": ("too_short", evidence(batches=1), "1 batch: too few", None),
-    "no step": ("no_step", evidence(wait_share=None), "left after its first batch", None),
+    "no step": ("no_step", evidence(wait_share=None), "left after its first batch", "iter(loader) once"),
     # Two witnesses that disagree: both are named, and nothing is concluded.
     "rarely fetches": ("unclear", evidence(**RARELY),
         "fetches for only 3 % of its time. Other processes kept 70 % of the cores busy.", None),
@@ -145,6 +145,11 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
     found = diagnose(evidence(ceiling=None, wait_share=0.41)).bottleneck
     assert found.gain == pytest.approx(0.41 / 0.59)
     assert "at most 1.69x as fast" in found.sentence
+
+
+def test_a_ceiling_that_was_passed_is_none():
+    found = diagnose(evidence(ceiling=exactly(800.0))).bottleneck
+    assert found == diagnose(evidence(ceiling=None)).bottleneck
 
 
 @pytest.mark.parametrize("config", [LoaderConfig(), LoaderConfig(num_workers=2), FOUR], ids=str)

@@ -27,4 +27,4 @@ def few() -> Waiting:
 @pytest.fixture
 def quick() -> dict[str, Any]:
     """Enough for a handful of bursts; what is chosen does not matter here, only that it is used."""
-    return {"budget": 2.5, "max_trials": 2, "max_workers": 3, "progress": False}
+    return {"budget": 2.5, "max_workers": 3, "progress": False}

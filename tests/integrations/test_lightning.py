@@ -34,39 +34,57 @@ def fit(parts: Any, tmp_path: Path) -> Callable[..., Any]:
     """Trains, and returns the trainer."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    def fit(model: Any, *data: Any, epochs: int = 2, **options: Any) -> Any:
+    def fit(model: Any, *data: Any, epochs: int = 2, checkpoint: Any = None, **options: Any) -> Any:
         trainer = parts.lightning.Trainer(
             max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path,
         )  # fmt: skip
-        trainer.fit(model, *data, **options)
+        trainer.fit(model, *data, ckpt_path=checkpoint, **options)
         return trainer
 
     return fit
 
 
-def test_a_data_module_is_tuned_before_the_first_epoch(
-    fit: Callable[..., Any], parts: Any, few: Waiting, quick: Any
+def test_a_data_module_is_tuned_before_the_first_epoch_and_keeps_every_hook(
+    fit: Callable[..., Any], parts: Any, few: Waiting, quick: Any, tmp_path: Path
 ) -> None:
-    model = parts.Module()
-    data = tuned(model, parts.Points(few), **quick)
+    model, own = parts.Module(), parts.Points(few)
+    data = tuned(own, model, **quick)
+    assert data is own
 
     trainer = fit(model, datamodule=data)
 
     # THEN the loader in use has the tuned configuration, and only fitting has trained and validated the model
-    assert trainer.train_dataloader.num_workers == data.result.best.num_workers
+    assert trainer.train_dataloader.num_workers == data.tuning_result.best.num_workers
     assert trainer.train_dataloader.batch_size == 32
     assert (trainer.global_step, len(model.model.seen)) == (2 * 8, 2 * (256 + 256))
+    # AND the data module is the user's own, also in a checkpoint, from which another run goes on
+    assert trainer.datamodule.num_classes == 2
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    fit(model, datamodule=tuned(own, model, config=CONFIG), epochs=3, checkpoint=tmp_path / "last.ckpt")
+    assert own.called == parts.HOOKS
+
+
+def test_a_model_with_its_own_loader_is_tuned_and_stays_itself(
+    fit: Callable[..., Any], parts: Any, few: Waiting, quick: Any
+) -> None:
+    model = parts.WithData()
+    model.dataset = few
+    assert tuned(model, **quick) is model
+
+    trainer = fit(model)
+
+    assert trainer.train_dataloader.num_workers == model.tuning_result.best.num_workers
+    assert trainer.global_step == 2 * 8
 
 
 def test_a_configuration_from_a_file_needs_no_tuning(fit: Callable[..., Any], parts: Any, few: Waiting) -> None:
-    model = parts.Module()
-    data = tuned(model, DataLoader(few, batch_size=64, shuffle=True), config=CONFIG)
+    model, loader = parts.Module(), DataLoader(few, batch_size=64, shuffle=True)
 
-    trainer = fit(model, datamodule=data)
+    trainer = fit(model, tuned(loader, model, config=CONFIG))
 
     assert LoaderConfig.from_loader(trainer.train_dataloader) == CONFIG
-    assert data.result is None
+    assert loader.num_workers == 0
     assert trainer.global_step == 2 * 4
 
 

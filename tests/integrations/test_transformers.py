@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from report.example import synthetic_result
 
 from autotune_loader.integrations import transformers as integration
 from autotune_loader.integrations.accelerate import tune_live
 from autotune_loader.integrations.transformers import plain_loader, training_arguments, tune_trainer
 from autotune_loader.values.config import LoaderConfig
 from tests.integrations.job import BATCH, EPOCHS, Classifier, Waiting, assert_changed, collate
-from tests.support import SimulatedMachine, simulated_result
 
 transformers = pytest.importorskip("transformers")
 
@@ -70,13 +70,14 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(
 
     def tuned(*_: Any, **__: Any) -> Any:
         was_on.append(torch.is_autocast_enabled("cpu"))
-        return simulated_result(SimulatedMachine())
+        return synthetic_result()
 
     monkeypatch.setattr(integration, "tune", tuned)
     trainer = trainer_of(few, Own, bf16=True)
     # WHEN it is tuned THEN bursts train in bf16, and what they leave out is said, unless a step was given
-    assert any("own compute_loss; pass train_step=" in str(note) for note in tune_trainer(trainer).warnings)
-    assert not any("compute_loss" in str(note) for note in tune_trainer(trainer, train_step=0.01).warnings)
+    with pytest.warns(UserWarning, match="own compute_loss; pass train_step="):
+        tune_trainer(trainer)
+    tune_trainer(trainer, train_step=0.01)  # warnings are errors here
     assert was_on == [True, True]
 
 

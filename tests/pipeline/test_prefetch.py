@@ -65,21 +65,6 @@ def test_an_exception_comes_after_the_batches_before_it_and_holds_none() -> None
     assert (frame.f_locals["batches"], list(frame.f_locals["ahead"])) == (None, [])
 
 
-def test_leaving_early_ends_the_loader() -> None:
-    closed = []
-
-    def loader() -> Iterator[int]:
-        try:
-            yield from range(100)
-        finally:
-            closed.append(True)
-
-    batches = prefetched(loader(), lane_noting([]), 2)
-    assert next(batches) == 0
-    batches.close()
-    assert closed == [True]
-
-
 def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_ahead() -> None:
     asked: list[int] = []
 
@@ -100,20 +85,12 @@ def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_
         assert prefetched_as_tuned(loader, LoaderConfig(device_prefetch=depth), device) is loader
 
 
-NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-
-
-@pytest.mark.parametrize(
-    ("device", "depth", "error", "says"),
-    [
-        ("cpu", 0, ValueError, "depth=0 is below 1; depth=1 would work"),
-        ("cpu", True, TypeError, "is not an integer; depth=1 would work"),
-        pytest.param("cuda", 1, RuntimeError, "device='cuda' needs CUDA", marks=NO_CUDA),
-    ],
-)
-def test_what_cannot_work_is_refused_at_once(device: str, depth: int, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        DevicePrefetcher([], device, depth=depth)
+def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="depth=0 is below 1; depth=1 would work"):
+        DevicePrefetcher([], "cpu", depth=0)
+    with pytest.raises(RuntimeError, match="device='cuda' needs CUDA"):
+        DevicePrefetcher([], "cuda")
 
 
 @pytest.mark.parametrize(
@@ -187,16 +164,3 @@ def test_batches_on_the_gpu_are_whole_while_steps_overlap(made: Any, depth: int)
             sums.append(batch.sum())
         # THEN no batch was overwritten by a later copy
         assert torch.stack(sums).tolist() == [index * 2**20 for index in range(32)]
-
-
-@pytest.mark.gpu
-def test_a_tuned_depth_is_applied_and_leaving_early_and_sparse_batches_leave_the_gpu_usable() -> None:
-    batches = [torch.full((4,), index).pin_memory() for index in range(8)]
-    ahead = prefetched_as_tuned(batches, LoaderConfig(device_prefetch=3), "cuda")
-    assert isinstance(ahead, DevicePrefetcher)
-    assert ahead.depth == 3
-    assert next(iter(ahead)).is_cuda
-    assert [int(batch[0]) for batch in ahead] == list(range(8))
-    sparse = [torch.eye(4).to_sparse() * index for index in range(1, 6)]
-    sums = [float(batch.to_dense().sum()) for batch in DevicePrefetcher(sparse, "cuda", depth=2)]
-    assert sums == [4.0, 8.0, 12.0, 16.0, 20.0]

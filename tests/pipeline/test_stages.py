@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
+from autotune_loader.bursts.loop import Burst, run_burst
+from autotune_loader.bursts.step import build_step
 from autotune_loader.pipeline import stage_clock
+from autotune_loader.pipeline.build import make_traced_loader
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.stage_clock import StageClock
 from autotune_loader.pipeline.stages import HAND_OVER, OTHER_THREADS, REST, pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
-from autotune_loader.probe.burst import run_burst
-from autotune_loader.probe.step import build_step
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -287,7 +290,9 @@ def test_waiting_and_computing_are_told_apart_in_workers() -> None:
         plan = BurstPlan(max_s=max_s, min_s=0.8 * max_s, relative_error=0.0, stages=True)
         step = build_step(TrainingSide(model=None, train_step=lambda model, batch: None), torch.zeros(4, 1))
         data = DataSide.from_loader(DataLoader(Known(), batch_size=4, shuffle=True))
-        outcome = run_burst(data, step, LoaderConfig(num_workers=workers), plan)
+        config = LoaderConfig(num_workers=workers)
+        make = partial(make_traced_loader, data, config, Reading(data), stages=True)
+        outcome = run_burst(Burst(loader=make, step=step, plan=plan, workers=workers))
         assert isinstance(outcome, Measurement), outcome
         return outcome.stages
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune_loader.report.page import page_of, save_page
+from autotune_loader.report.page import page_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 
@@ -26,7 +26,7 @@ def pictures(page: str) -> list[str]:
 def test_a_page_holds_the_report_the_pictures_and_the_arguments_and_escapes_what_it_quotes(
     result: TuningResult, tmp_path: Path
 ) -> None:
-    save_page(result, str(tmp_path / "page.html"))
+    result.save_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert pictures(page) == ["Samples per second over workers", "Where a sample's time goes in a worker"]
     assert "order &lt;was&gt; not shuffled &amp; read twice" in page
@@ -34,7 +34,8 @@ def test_a_page_holds_the_report_the_pictures_and_the_arguments_and_escapes_what
     assert (
         json.loads(page.rpartition("<pre>")[2].partition("</pre>")[0].replace("&quot;", '"')) == result.best.to_kwargs()
     )
-    # AND nothing is fetched from anywhere
+    # AND nothing is fetched from anywhere, and no script could be run
+    assert "default-src 'none'" in page
     assert not re.search(r'(src|href)="(?!data:)', page)
 
 

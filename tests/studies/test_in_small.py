@@ -57,7 +57,7 @@ def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkey
     ],
 )
 def test_an_attempt_is_tuned_refused_or_wrong(given: Any, batch: int, outcome: str, says: str) -> None:
-    options = {"batch_size": 4, "budget": 2, "max_trials": 1, "isolation": "inline", "collate_fn": default_collate}
+    options = {"batch_size": 4, "budget": 2, "max_trials": 1, "collate_fn": default_collate}
     job = Job(given=given, options=options, batch=batch, epoch=lambda result: result.make_loader(given))
     made = make_attempt(Attempt(library="torch", what="something", make=lambda: job))
 

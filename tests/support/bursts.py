@@ -1,14 +1,13 @@
-"""Workloads, probes and benches, as tests of real bursts begin them."""
+"""Workloads and probes, as tests of real bursts begin them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from typing import Any
 
+from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.bench import Bench, WarmupReport
-from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -23,9 +22,9 @@ def workload(dataset: Any, batch_size: int | None = 4, training: TrainingSide | 
     return Workload(data=data, training=training or TrainingSide())
 
 
-def opened(what: Workload, isolation: Any = "process") -> AbstractContextManager[OpenProbe]:
+def opened(what: Workload) -> AbstractContextManager[OpenProbe]:
     """A warm probe of this machine."""
-    return open_probe(what, inspect_machine(), isolation, None)
+    return open_probe(what, inspect_machine(), None)
 
 
 def measured(probe: Any, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK) -> Measurement:
@@ -41,11 +40,3 @@ def failed(probe: Any, kind: FailureKind, config: LoaderConfig = ALONE, plan: Bu
     assert isinstance(outcome, Failure), outcome
     assert outcome.kind == kind, outcome
     return outcome
-
-
-def warm_bench(data: DataSide, **training: Any) -> tuple[Bench, WarmupReport]:
-    """A bench in this process, and what it knows after the first batch."""
-    bench = Bench(lambda: data, lambda: data, TrainingSide(**training))
-    report = bench.prepare()
-    assert isinstance(report, WarmupReport), report
-    return bench, report

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
+from autotune_loader.bursts.parent import OpenProbe
+from autotune_loader.bursts.protocol import Probe, WarmupReport
 from autotune_loader.decision.space import BatchCost, Limits, Space, consumer_thread_counts, max_useful_workers
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.bench import WarmupReport
-from autotune_loader.probe.opening import OpenProbe
-from autotune_loader.probe.protocol import Probe
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning import assemble as assembler
 from autotune_loader.tuning import compare as comparer

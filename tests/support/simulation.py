@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.probe.burst_loop import are_enough_epochs, over_epochs
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
 from autotune_loader.values.plan import BurstPlan
@@ -45,37 +44,31 @@ class SimulatedProbe:
             self._clock.advance(self.machine.start_s)
             return failure
         disturbed, begun = self._disturbed(), self._clock()
-        next_check, traces, ends = begun, list[BatchTrace](), list[float]()
+        next_check, traces = begun, list[BatchTrace]()
         for trace in self._batches(disturbed, config, plan):
             traces.append(trace)
             now = trace.step_end
             if now - begun > plan.deadline_s:
                 self._clock.advance(plan.deadline_s)
                 return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
-            if plan.whole_epochs and len(traces) % self.epoch_batches == 0:
-                ends.append(now)
-                if are_enough_epochs(ends, plan, begun):
-                    break
-            elif not plan.whole_epochs and now >= next_check and len(traces) > 1:
+            if now >= next_check and len(traces) > 1:
                 next_check = now + 0.05
                 if is_enough(traces, plan, workers=config.num_workers, now=now):
                     break
         self._clock.advance(traces[-1].step_end - begun)
-        measured = self._measurement(config, traces, begun, disturbed)
-        samples = (len(ends) - 1) * (self.epoch_batches or 0) * self.machine.batch_size
-        return over_epochs(measured, ends, samples) if plan.whole_epochs else measured
+        return self._measurement(config, traces, begun, disturbed)
 
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
+    def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
         """Step on one batch again and again."""
         disturbed = self._disturbed()
         begun = now = self._clock()
         traces: list[BatchTrace] = []
         while now - begun < plan.min_s or len(traces) < 3:
-            end = now + disturbed.step_seconds(consumer_threads) / disturbed.step_speed(consumer_threads)
+            end = now + disturbed.step_seconds(None) / disturbed.step_speed(None)
             traces.append(Batch(0, MAIN_PROCESS, 0.0, now, now, now, now).trace(end, self.machine.batch_size))
             now = end
         self._clock.advance(now - begun)
-        return self._measurement(LoaderConfig(consumer_threads=consumer_threads), traces, begun, disturbed)
+        return self._measurement(LoaderConfig(), traces, begun, disturbed)
 
     def truth(self, config: LoaderConfig, *, batches: int = 2000, warm: int | None = None) -> float:
         """Samples per second that `config` sustains in the long run, without noise, drift, spikes and neighbours.
@@ -97,16 +90,8 @@ class SimulatedProbe:
         return self._truths[config]
 
     def _batches(self, disturbed: Disturbed, config: LoaderConfig, plan: BurstPlan) -> Iterator[BatchTrace]:
-        """Batches without end; by whole epochs, each in an order of its own, workers that persist are started once."""
-        order, begun = self._order(plan.seed), self._clock()
-        if not plan.whole_epochs:
-            yield from Run(disturbed, config, order, begun, pause_s=plan.prefill_s).batches()
-        for number in itertools.count():
-            epoch = itertools.islice(order, self.epoch_batches)
-            is_running = number > 0 and (config.persistent_workers or not config.num_workers)
-            for trace in Run(disturbed, config, epoch, begun, is_running=is_running).batches():
-                begun = trace.step_end
-                yield trace
+        """Batches without end."""
+        return Run(disturbed, config, self._order(plan.seed), self._clock(), pause_s=plan.prefill_s).batches()
 
     def _order(self, seed: int) -> Iterator[int]:
         """Numbers of the batches that a run reads: ever new ones, or all of the dataset again and again, shuffled."""

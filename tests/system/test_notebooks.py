@@ -16,11 +16,10 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 BUILD = runpy.run_path(str(FOLDER / "build.py"))
 BRIEFLY = """
 import functools
-import autotune_loader, autotune_loader.tuning.tune as tuner, autotune_loader.tuning.compare as comparing
-whole = tuner.tune
-tuner.tune = autotune_loader.tune = functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": 1, "max_trials": 3}))
-comparing.FEWEST_ROUNDS, compared = 1, comparing.compare
-comparing.compare = autotune_loader.compare = lambda *a, **o: compared(*a, **{**o, "budget": 1, "isolation": "inline"})
+import autotune_loader, autotune_loader.tuning.compare as comparing
+comparing.FEWEST_ROUNDS = 1
+briefly = lambda whole, budget: functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": budget}))
+autotune_loader.tune, autotune_loader.compare = briefly(autotune_loader.tune, 5), briefly(autotune_loader.compare, 2)
 """
 
 

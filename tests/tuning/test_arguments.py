@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_loader import AutoLoader, tune
+from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.probe.opening import open_probe
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.study import open_database
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import MissingExtraError, WorkloadError
+from autotune_loader.values.errors import MissingExtraError
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
 from tests.support import SimulatedMachine, on_simulated_machines
@@ -237,38 +237,13 @@ def test_named_shared_memory_of_the_users_outlives_tuning() -> None:
         cached = TensorDataset(torch.zeros(8, 1))
         cached.memory = memory  # type: ignore[attr-defined]
         workload = make_workload(cached, batch_size=2)
-        with open_probe(workload, inspect_machine(), "auto", None) as opened:
+        with open_probe(workload, inspect_machine(), None) as opened:
             assert isinstance(opened.probe.burst(LoaderConfig(), PLAN), Measurement)
-        assert any("dataset.memory" in note and "remove at its end" in note for note in opened.notes)
+        assert any("remove at its end" in note for note in opened.notes)
         assert Path("/dev/shm", memory.name).exists()
     finally:
         memory.close()
         memory.unlink()
-
-
-class OwnIterator(IterableDataset[Any]):
-    """Its own iterator, which does not begin again."""
-
-    read = 0
-
-    def __iter__(self) -> OwnIterator:
-        return self
-
-    def __next__(self) -> Any:
-        self.read += 1
-        return torch.tensor([float(self.read)])
-
-
-@pytest.mark.process
-def test_a_dataset_that_is_its_own_iterator_is_refused_unread() -> None:
-    once = OwnIterator()
-    workload = make_workload(once, batch_size=4)
-    with (
-        pytest.raises(WorkloadError, match="OwnIterator can be read only once"),
-        open_probe(workload, inspect_machine(), "inline", None),
-    ):
-        pytest.fail("it was opened")
-    assert once.read == 0
 
 
 # Files and databases

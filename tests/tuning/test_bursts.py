@@ -1,4 +1,4 @@
-"""What a burst runs: whole epochs where these are so short that their beginnings are much of them, and full queues."""
+"""What a burst begins with: full queues where these disturb."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarni
 PLAN = BurstPlan(max_s=0.5, min_s=0.1)
 
 
-# A burst of whole epochs
-
-
 def rate(outcome: Measurement | Failure) -> float:
     assert isinstance(outcome, Measurement), outcome
     return outcome.samples_per_s.value
@@ -40,41 +37,22 @@ def rate(outcome: Measurement | Failure) -> float:
 MACHINE = SimulatedMachine(cpu_s=0.02, step_s=0.002, start_s=0.02, worker_start_s=0.2)
 
 
-def searched(batches: int | None, *, may_keep: bool = True, **changes: Any) -> tuple[LoaderConfig, bool]:
-    """The winner on epochs of so many batches, and whether they were run whole."""
+def searched(batches: int, **changes: Any) -> LoaderConfig:
+    """The winner on epochs of so many batches."""
     clock, machine = FakeClock(), replace(MACHINE, **changes)
     probe = SimulatedProbe(machine, clock, epoch_batches=batches)
-    run = simulated_run(machine, Space(max_workers=4, persistent_workers=may_keep), epoch_batches=batches)
+    run = simulated_run(machine, Space(max_workers=4, persistent_workers=True), epoch_batches=batches)
     found = simulated_search(probe, run, clock)
     assert found.finals is not None
-    return found.finals.winner, found.whole_epochs
-
-
-def test_workers_that_may_not_live_on_lose_where_starting_them_takes_longer_than_an_epoch() -> None:
-    # GIVEN epochs of 8 batches, 160 ms without workers, and workers that take 0.2 s each to start
-    assert searched(8, may_keep=False) == (LoaderConfig(), True)
-    # BUT those that may do, and win
-    winner, runs_whole = searched(8)
-    assert (winner.num_workers >= 3, winner.persistent_workers, runs_whole) == (True, True, True)
-
-
-@pytest.mark.parametrize(
-    ("batches", "runs_whole"), [(16, True), (160, False), (None, False)], ids=["few", "many", "of unknown number"]
-)
-def test_epochs_of_few_slow_batches_are_run_whole_though_they_take_longer(
-    batches: int | None, runs_whole: bool
-) -> None:
-    # GIVEN batches that take 0.4 s each to fetch: with four workers 16 take 1.6 s, a quarter of it for the first
-    assert searched(batches, cpu_s=0.4)[1] is runs_whole
+    return found.finals.winner
 
 
 @pytest.mark.parametrize(("batches", "persistent"), [(500, True), (60_000, False)])
 def test_whether_workers_persist_is_decided_by_the_start_up_that_was_measured(batches: int, persistent: bool) -> None:
     # GIVEN epochs too long to run whole, of which a start-up of 0.8 s is 18 % or next to nothing
-    winner, runs_whole = searched(batches)
-    assert (winner.persistent_workers, runs_whole) == (persistent, False)
+    assert searched(batches).persistent_workers is persistent
     # AND with workers that start in no time, it is not worth their memory either
-    assert not searched(batches, start_s=0.0, worker_start_s=0.0, first_batch_extra_s=0.0)[0].persistent_workers
+    assert not searched(batches, start_s=0.0, worker_start_s=0.0, first_batch_extra_s=0.0).persistent_workers
 
 
 # Queues that are filled before a burst

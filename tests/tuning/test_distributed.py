@@ -27,7 +27,7 @@ from autotune_loader.machine.ranks import Link, RankLostError
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.ranks import LockstepProbe, Ranks, is_distributed, serve, slowest, unwrapped, within_cores
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BadSample, Failure, Measurement
+from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
@@ -64,11 +64,10 @@ def launch(tmp_path: Path, preloaded: PreloadedPython) -> Any:
         run.wait(timeout=10)
 
 
-def test_the_slowest_rank_counts_with_the_bad_samples_of_all_and_a_failure_fails_for_all() -> None:
-    bad = BadSample(name="sample 7", error="ValueError: broken")
+def test_the_slowest_rank_counts_and_a_failure_fails_for_all() -> None:
     failure = Failure(kind="oom_killed", phase="batches", message="a worker was killed")
     fast, slow, third = (a_measurement(rate) for rate in (100.0, 60.0, 90.0))
-    assert slowest({0: fast, 1: slow, 2: replace(third, bad_samples=(bad,))}) == replace(slow, bad_samples=(bad,))
+    assert slowest({0: fast, 1: slow, 2: third}) == slow
     assert slowest({0: fast, 1: failure}) == replace(failure, message="rank 1: a worker was killed")
 
 

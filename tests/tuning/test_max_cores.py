@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import tune
+from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.affinity import confined_to
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.opening import open_probe
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -44,11 +44,10 @@ def on_one_core(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("isolation", ["process", "inline"])
-def test_a_burst_and_its_workers_run_on_as_many_cores_as_the_process_has(isolation: Any) -> None:
+def test_a_burst_and_its_workers_run_on_as_many_cores_as_the_process_has() -> None:
     training = TrainingSide(model=torch.nn.Linear(4, 2), train_step=on_one_core)
     workload = Workload(data=DataSide.from_dataset(Cores(), batch_size=8), training=training)
-    with confined_to(1), open_probe(workload, inspect_machine(), isolation, None) as opened:
+    with confined_to(1), open_probe(workload, inspect_machine(), None) as opened:
         burst = opened.probe.burst(LoaderConfig(num_workers=1), BurstPlan(max_s=0.2, min_s=0.1))
     # THEN it worked, and this process has all of its cores again
     assert isinstance(burst, Measurement)

@@ -48,9 +48,9 @@ class Interrupting:
         self._count()
         return self.probe.burst(config, plan)
 
-    def step_ceiling(self, threads, plan):
+    def step_ceiling(self, plan):
         self._count()
-        return self.probe.step_ceiling(threads, plan)
+        return self.probe.step_ceiling(plan)
 
 
 def run_on(machine, *, own=OWN, probe=None, seed=0, space=None, job=None, **options):

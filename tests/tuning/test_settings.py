@@ -60,7 +60,6 @@ def test_every_way_to_write_an_option_is_read(given, field, value):
         ("tolerance", 1, ValueError, "tolerance=1 is not a share between 0 and 1; tolerance=0.02 would work"),
         ("tolerance", "2%", TypeError, "tolerance='2%' is not a number; tolerance=0.02 would work"),
         ("search", "tpee", ValueError, "search='tpee' is not one of 'auto', 'tpe', 'grid', 'random'; search='tpe'"),
-        ("isolation", "proces", ValueError, "isolation='process' would work"),
         ("progress", "onn", ValueError, "progress=True would work"),
         ("allow", ("in_order", "batch-size"), ValueError, "allow='batch_size' would work"),
         ("allow", 3, TypeError, "allow=3 is not a collection of names; allow=('batch_size',) would work"),

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from autotune_loader import TuningResult, load_config, tune
+from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.probe.opening import open_probe
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.tuning.state import make_space
 from autotune_loader.values.errors import WorkloadError
@@ -47,7 +47,7 @@ def test_a_stream_gets_as_many_workers_as_share_its_samples(sharded: bool, shard
         stream.num_shards = shards  # type: ignore[attr-defined]
     workload = Workload(data=DataSide.from_dataset(stream, batch_size=4), training=TrainingSide())
     machine = inspect_machine()
-    with open_probe(workload, machine, "inline", None) as opened:
+    with open_probe(workload, machine, None) as opened:
         space = make_space(workload, opened.warmup, machine, TuneOptions(max_workers=4))
     assert space.max_workers == most
     assert any("same samples" in note and "get_worker_info" in note for note in opened.notes) is not sharded
@@ -79,7 +79,7 @@ def out_of_memory(model: Any, batch: Any) -> None:
     ("model", "options", "says", "where"),
     [
         (torch.nn.Linear(99, 2), {}, "mat1 and mat2 shapes cannot be multiplied", "nn/modules/linear.py"),
-        (None, {"train_step": out_of_memory, "isolation": "inline"}, "smaller batch", "test_tuner.py"),
+        (None, {"train_step": out_of_memory}, "smaller batch", "test_tuner.py"),
     ],
 )
 def test_a_model_that_does_not_fit_the_batch_shows_the_users_own_traceback(

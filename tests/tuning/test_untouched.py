@@ -1,4 +1,4 @@
-"""After tuning the user's objects and process are as they were, in both isolations."""
+"""After tuning the user's objects and process are as they were."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import tune
+from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.probe.opening import OpenProbe, open_probe
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
@@ -29,8 +29,6 @@ from autotune_loader.values.plan import BurstPlan
 from tests.support import SimulatedMachine, on_simulated_machines
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
-
-ISOLATIONS = ["process", "inline"]
 
 
 class Caching(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -111,10 +109,10 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     }
 
 
-def burst(dataset: Any, model: Any, isolation: Any, **given: Any) -> OpenProbe:
+def burst(dataset: Any, model: Any, **given: Any) -> OpenProbe:
     """What a run does with the caller's objects: a probe of them is opened, and bursts with and without workers."""
     workload = make_workload(dataset, model, **given)
-    with open_probe(workload, inspect_machine(), isolation, None) as opened:
+    with open_probe(workload, inspect_machine(), None) as opened:
         for workers in (0, 1):
             outcome = opened.probe.burst(LoaderConfig(num_workers=workers), BurstPlan(max_s=0.1, min_s=0.05))
             assert isinstance(outcome, Measurement)
@@ -124,14 +122,13 @@ def burst(dataset: Any, model: Any, isolation: Any, **given: Any) -> OpenProbe:
 @pytest.fixture(scope="module", autouse=True)
 def _everything_was_imported_and_used_once() -> None:
     data = [(torch.zeros(3), torch.tensor(0))] * 8
-    burst(data, net(), "process", batch_size=4)
+    burst(data, net(), batch_size=4)
     with pytest.MonkeyPatch.context() as patch:
         on_simulated_machines(patch, lambda workload: SimulatedMachine())
         tune(data, net(), batch_size=4, max_trials=1, progress=False)
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
+def test_a_run_changes_nothing_and_leaves_nothing() -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.rand(4, 3)).sum().backward()
@@ -143,19 +140,15 @@ def test_a_run_changes_nothing_and_leaves_nothing(isolation: str) -> None:
     before = training_state(model, optimizer), process_state(), generator.get_state().tolist()
     left = leftovers()
 
-    if isolation == "process":  # all of it, once
-        assert tune(loader, model, budget=1, max_trials=2, max_workers=1, optimizer=optimizer).trials
-    else:
-        burst(loader, model, isolation, optimizer=optimizer)
+    assert tune(loader, model, budget=1, max_trials=2, max_workers=1, optimizer=optimizer).trials
 
     assert (training_state(model, optimizer), process_state(), generator.get_state().tolist()) == before
     assert loader._iterator is None
-    assert isolation == "inline" or dataset.cache == {}  # inline it is read itself: no copy of it is safe
+    assert dataset.cache == {}
     assert settled(left) == left
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: str) -> None:
+def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy() -> None:
     model: Any = net()
     torch.nn.utils.parametrizations.weight_norm(model[0])  # which torch copies, but refuses to pickle
     optimizer = torch.optim.Adam(model.parameters())
@@ -166,27 +159,17 @@ def test_a_train_step_that_closes_over_the_optimizer_trains_a_copy(isolation: st
         optimizer.step()
 
     before = training_state(model, optimizer)
-    burst(Caching(), model, isolation, batch_size=4, train_step=train_step)
+    burst(Caching(), model, batch_size=4, train_step=train_step)
     assert training_state(model, optimizer) == before
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_an_exception_in_the_dataset_leaves_nothing_either(isolation: str) -> None:
+def test_an_exception_in_the_dataset_leaves_nothing_either() -> None:
     model = net()
     process, left = process_state(), leftovers()
     with pytest.raises(WorkloadError, match="nothing here") as caught:
-        burst(Caching(failing=True), model, isolation, batch_size=4)
+        burst(Caching(failing=True), model, batch_size=4)
     assert "in __getitem__" in caught.value.user_traceback
     assert "autotune_loader/" not in caught.value.user_traceback
     del caught
     assert process_state() == process
-    assert settled(left) == left
-
-
-def test_the_fork_server_of_an_inline_run_is_stopped() -> None:
-    left = leftovers()
-    workload = make_workload([(torch.zeros(3), 0)] * 16, net(), batch_size=4)
-    with open_probe(workload, inspect_machine(), "inline", None) as opened:
-        config = LoaderConfig(num_workers=1, multiprocessing_context="forkserver")
-        assert isinstance(opened.probe.burst(config, BurstPlan(max_s=0.1, min_s=0.05)), Measurement)
     assert settled(left) == left

@@ -57,8 +57,8 @@ class Batches:
         assert isinstance(outcome, Measurement)
         return replace(outcome, gpu=GpuUse(memory_bytes=1000 * (config.batch_size or OWN_SIZE)))
 
-    def step_ceiling(self, consumer_threads: int | None, plan: BurstPlan) -> Measurement | Failure:
-        return self._probe(plan.batch_size).step_ceiling(consumer_threads, plan)
+    def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
+        return self._probe(plan.batch_size).step_ceiling(plan)
 
 
 def searched(probe: Batches, space: Space, **options: Any) -> SearchState:

@@ -63,7 +63,7 @@ def picture(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError("plotting", "matplotlib", "plots") from error
+        raise MissingExtraError("plotting", "matplotlib") from error
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)

@@ -1,0 +1,275 @@
+"""The process of the bursts: it loads the workload, answers requests until its parent is gone, and prints for nobody.
+
+    parent   starts it ─────────────────────── burst? ─────────────────────── kills it
+    child               phase ... phase ... ready      phase ... phase ... answer
+
+It is a fresh interpreter where the workload can travel: a fork of a process that has run a multi-threaded torch step hangs at
+its first parallel region. What cannot be pickled runs in a fork, and there by one thread; each of its bursts is a fork once
+more, so that caches that one fills are empty for the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import resource_tracker, util
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any, NoReturn
+
+import torch
+
+from autotune_loader.bursts.bench import Bench, EverywhereError
+from autotune_loader.bursts.failures import failure_of_reading
+from autotune_loader.bursts.files import confine, environment
+from autotune_loader.bursts.packing import read_archive
+from autotune_loader.bursts.protocol import Message, Request, receive, send
+from autotune_loader.bursts.settings import Settings
+from autotune_loader.machine.elsewhere import (
+    cut_channels,
+    die_with_owner,
+    die_with_parent,
+    own_files,
+    own_shared_memory,
+)
+from autotune_loader.pipeline.workload import DataSide, Workload
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Failure, FailurePhase
+
+PARENT_IS_GONE = (EOFError, ConnectionResetError, BrokenPipeError)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+"""Of the caller's handlers none is to run in a fork."""
+
+
+def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[str]) -> NoReturn:
+    """The whole life of a fresh process, which is confined already.
+
+    Args:
+        connection_fd: of requests and answers.
+        fds: of the archives of settings, data and training.
+        seed: of the reading.
+        notes: what the user should know of how it is confined.
+    """
+    for fd in (connection_fd, *fds):
+        os.set_inheritable(fd, False)  # private: no program that the dataset starts may have them
+    sys.modules["__main__"] = types.ModuleType("__main__")  # for the classes of the caller's script
+    settings_fd, data_fd, training_fd = fds
+    code = 1
+    try:
+        with Connection(connection_fd) as connection, contextlib.suppress(*PARENT_IS_GONE):
+            settings: Settings = read_archive(settings_fd)
+            settings.set_process()
+
+            def make_bench() -> Bench:
+                workload = Workload(data=read_archive(data_fd), training=read_archive(training_fd))
+                notes.extend([*settings.note(), *settings.set_modules()])
+                return _bench_of(workload, lambda: read_archive(data_fd), seed)
+
+            serve(connection, make_bench, notes, answer=_answer)
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        leave(code)
+
+
+def fork(workload: Workload, connection: int, output: int, scratch: str, seed: int) -> int:
+    """Fork a process that serves requests with the caller's objects as it has them; its ID, which is that of its group, too.
+
+    Args:
+        workload: what it runs.
+        connection: descriptor of requests and answers.
+        output: descriptor of what it prints.
+        scratch: its temporary folder.
+        seed: of the reading.
+    """
+    caller = os.getpid()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, whose locks may stay held: everything has a deadline.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):  # it has done so, or has ended
+            os.setpgid(pid, pid)
+        return pid
+    code = 1
+    try:
+        _become_own_process(caller, connection, output, scratch)
+        notes = confine()
+        with contextlib.suppress(*PARENT_IS_GONE):
+            serve(
+                Connection(connection),
+                lambda: _bench_of(workload, lambda: workload.data, seed),
+                notes,
+                _fork_answer,
+            )
+        code = 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        leave(code)
+
+
+def _become_own_process(caller: int, connection: int, output: int, scratch: str) -> None:
+    """Share nothing with the caller that can be changed, or waited for."""
+    die_with_parent(caller)
+    os.setpgid(0, 0)  # Ctrl-C on the terminal is the caller's
+    gc.freeze()  # what the caller has left to the collector is the caller's to finalise
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream, source in enumerate((nowhere, output, output)):
+        os.dup2(source, stream)
+    # What the caller's buffers hold is the caller's to print.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+    own_files(writable=False)
+    own_shared_memory()
+    cut_channels([connection])
+    os.environ.update(environment(scratch))
+    tempfile.tempdir = None
+    # Connections to managers, for one, are made anew, as in multiprocessing's own forks.
+    util._run_after_forkers()  # type: ignore[attr-defined]
+    config: dict[str, Any] = vars(multiprocessing.current_process()).get("_config", {})
+    for name in ("daemon", "tempdir"):  # it may have workers, and their sockets lie in scratch
+        config.pop(name, None)
+    torch.set_num_threads(1)  # the pool of threads is not there
+
+
+def serve(
+    connection: Connection,
+    make_bench: Callable[[], Bench],
+    notes: list[str],
+    answer: Callable[[Bench, Request, Connection], None],
+) -> None:
+    """Make a bench ready and answer requests until the parent is gone."""
+
+    def announce(phase: FailurePhase) -> None:
+        send(connection, Message(phase=phase))
+
+    leave_segments()
+    try:
+        bench = make_bench()
+    except Exception as error:
+        send(connection, Message(failure=failure_of_reading(error)))
+        return
+    try:
+        warmup = bench.prepare(announce)
+    except WorkloadError as error:
+        send(connection, replace(_end_of_run(error), ends_run=isinstance(error, EverywhereError)))
+        return
+    if isinstance(warmup, Failure):
+        send(connection, Message(failure=warmup))
+        return
+    send(connection, Message(ready=replace(warmup, notes=(*notes, *warmup.notes))))
+    while True:
+        answer(bench, receive(connection, Request), connection)
+
+
+def _answer(bench: Bench, request: Request, connection: Connection) -> None:
+    try:
+        message = Message.of(bench.run(request, lambda phase: send(connection, Message(phase=phase))))
+    except WorkloadError as error:
+        message = _end_of_run(error)
+    send(connection, message)
+
+
+def _fork_answer(bench: Bench, request: Request, connection: Connection) -> None:
+    """The answer of a fork, which is gone with all that the burst has cached; it dies as that fork does."""
+    bench.begin_elsewhere()
+    caller = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            die_with_parent(caller)
+            _answer(bench, request, connection)
+            code = 0
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            leave(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    elif status:
+        leave(status)
+
+
+def _end_of_run(error: WorkloadError) -> Message:
+    failure = Failure(kind="user_exception", phase="batches", message=error.message, traceback=error.user_traceback)
+    return Message(failure=failure, ends_run=True)
+
+
+def _bench_of(workload: Workload, read_private: Callable[[], DataSide], seed: int) -> Bench:
+    data = replace(workload.data, worker_init_fn=WorkerInit(workload.data.worker_init_fn))
+    return Bench(data, read_private, workload.training, seed)
+
+
+class WorkerInit:
+    """Runs in each new worker before the user's own `worker_init_fn`: it ends with its parent.
+
+    Torch's workers look for their parent every 5 s, and only between batches.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self._inner = inner
+        self._sharing_strategy: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that inherits nothing: how tensors are handed over is set anew in it."""
+        return {**self.__dict__, "_sharing_strategy": torch.multiprocessing.get_sharing_strategy()}
+
+    def __call__(self, worker: int) -> None:
+        die_with_owner()
+        leave_segments()
+        if self._sharing_strategy is not None:
+            torch.multiprocessing.set_sharing_strategy(self._sharing_strategy)
+        if self._inner is not None:
+            self._inner(worker)
+
+
+def leave_segments() -> None:
+    """From now on Python removes no shared memory at the end of this process but what this process has made.
+
+    It takes each segment that a process attaches to by name for one of its own.
+    """
+    begin: Any = SharedMemory.__init__
+    if begin.__module__ == __name__:
+        return
+    register, here = resource_tracker.register, threading.local()
+
+    def note(name: str, kind: str) -> None:
+        if not getattr(here, "attaches", False):
+            register(name, kind)
+
+    def attach(segment: Any, name: str | None = None, create: bool = False, *args: Any, **options: Any) -> None:
+        here.attaches = not create
+        try:
+            begin(segment, name, create, *args, **options)
+        finally:
+            here.attaches = False
+
+    resource_tracker.register = note  # type: ignore[assignment]
+    SharedMemory.__init__ = attach  # type: ignore[assignment, method-assign]
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process at once, after what was printed is written: nothing of the user's is finalised."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

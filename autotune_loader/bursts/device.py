@@ -1,0 +1,191 @@
+"""The GPU that a step runs on, as a burst sees it: when it did what, and how much memory it took.
+
+A GPU runs behind the host, which hands it work and goes on. So marks are laid between its pieces of work, and read when it
+has passed them; it is waited for at the window's edges only, since waiting in between would change what is measured.
+
+    host     batch 1 ── hand over ── batch 2 ── hand over ── batch 3 ...
+    device              copy 1 │ step 1 ─────────────│ copy 2 │ step 2 ─────────────│
+                       before  copied             done=before copied              done
+
+A step on the CPU has no timeline, its host's clock tells everything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from autotune_loader.pipeline.prefetch import CudaLane
+from autotune_loader.pipeline.tracing import Fetch
+from autotune_loader.values.measurement import GpuUse
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+
+FEWEST_AHEAD, MOST_AHEAD_S = 2, 0.05
+"""Steps, or seconds of them, that the host may be ahead of the device: that keeps it busy, and what is handed over has still to
+be waited for when the burst is over."""
+
+
+class Timeline:
+    """A CUDA device, by events on its current stream. Times are seconds of the host's clock.
+
+    Args:
+        device: such as `torch.device("cuda:1")`; without an index it is the current one.
+    """
+
+    now = staticmethod(time.monotonic)
+    """The host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lane: TimedLane | None = None
+        self._zero: Any = None
+        self._zero_s = 0.0
+
+    def open(self) -> None:
+        """The window's first edge: wait until the device is idle, and begin to count its time."""
+        if self._device.index is not None:
+            # The pinning thread uses the current device; on another one it would open a context, which takes memory.
+            torch.cuda.set_device(self._device)
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._zero = self.mark()
+        self._zero.synchronize()
+        self._zero_s = self.now()
+
+    def mark(self) -> Any:
+        """A mark behind all that the device was given so far; costs no waiting."""
+        event = _event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, mark: Any) -> float | None:
+        """When the device passed a mark; None while it has not."""
+        return float(self._zero_s + self._zero.elapsed_time(mark) / 1e3) if mark.query() else None
+
+    def wait(self, mark: Any) -> None:
+        """Wait until the device has passed a mark; what was given to it after that goes on."""
+        mark.synchronize()
+
+    def synchronize(self) -> None:
+        """The window's last edge: wait until the device has done all it was given."""
+        torch.cuda.synchronize(self._device)
+
+    def make_lane(self) -> TimedLane:
+        """A way to copy batches ahead of the step."""
+        if self._lane is None:  # kept: each new stream would fill a memory pool of its own
+            self._lane = TimedLane(self._device)
+        self._lane.copies = []
+        return self._lane
+
+    def peak_bytes(self) -> int:
+        """Most memory that torch has allocated on the device since `open`."""
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+
+def _event() -> Any:
+    # Blocking: a host that waits for it sleeps, where it would otherwise spin and take a core from the workers.
+    return torch.cuda.Event(enable_timing=True, blocking=True)
+
+
+class TimedLane(CudaLane):
+    """Copies on a side stream, with events before and behind each."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, non_blocking=True)
+        self.copies: list[tuple[Any, Any]] = []
+
+    def copy(self, batch: Any) -> tuple[Any, Any]:
+        before = self.stream.record_event(_event())
+        sent = super().copy(batch)
+        self.copies.append((before, self.stream.record_event(_event())))
+        return sent
+
+
+class Passage(NamedTuple):
+    """One batch as the host saw it, with the marks that the device passes later."""
+
+    fetch: Fetch
+    requested: float
+    received: float
+    before: Any
+    """Mark before the batch's copy."""
+    copied: Any
+    done: Any
+    """Mark behind the step."""
+    step_end: float
+    """When the host was through with the step."""
+
+
+class Passages:
+    """Batches on their way to become traces, in order.
+
+    The trace of a batch tells what the device saw: asked for when the device was free, received when it lay on the device,
+    done when device and host were through with it. A host that runs ahead of its device thus shows no waiting.
+
+    Args:
+        timeline: of the device.
+        lane: where copies run ahead.
+        are_copied: whether batches are copied between two marks, and not by the step itself.
+    """
+
+    def __init__(self, timeline: Timeline, lane: TimedLane | None, *, are_copied: bool = True) -> None:
+        self._timeline, self._lane, self._are_copied = timeline, lane, are_copied
+        self._on_the_way: deque[Passage] = deque()
+        self._free = 0.0
+        self._copies_s: list[float] = []
+        self._steps: list[tuple[float, float]] = []
+
+    def note(self, passage: Passage) -> None:
+        """Keep a batch in mind, and hold the host when it is too far ahead; the device does not notice."""
+        self._on_the_way.append(passage)
+        if self._steps:
+            begun, done = self._steps[-1]
+            most = max(FEWEST_AHEAD, int(MOST_AHEAD_S / max(done - begun, 1e-6)))
+        else:
+            most = FEWEST_AHEAD
+        if len(self._on_the_way) > most:
+            self._timeline.wait(self._on_the_way[-most - 1].done)
+
+    def settled(self) -> list[BatchTrace]:
+        """The traces of batches that the device has done since this was last asked."""
+        traces = []
+        while self._on_the_way and (trace := self._trace_of(self._on_the_way[0])) is not None:
+            self._on_the_way.popleft()
+            traces.append(trace)
+        return traces
+
+    def use(self, start: float, end: float) -> GpuUse:
+        """What is known of the device between two moments, and of copies to it."""
+        at_work = sum(max(0.0, min(done, end) - max(begun, start)) for begun, done in self._steps)
+        copies_s = self._copies_s if self._are_copied else []
+        if self._lane is not None:
+            ends = [[self._timeline.passed(mark) for mark in marks] for marks in self._lane.copies]
+            copies_s = [behind - before for before, behind in ends if before is not None and behind is not None]
+        return GpuUse(
+            busy_share=at_work / (end - start) if end > start else None,
+            memory_bytes=self._timeline.peak_bytes(),
+            copy_s=sum(copies_s) / len(copies_s) if copies_s else None,
+        )
+
+    def _trace_of(self, seen: Passage) -> BatchTrace | None:
+        done = self._timeline.passed(seen.done)
+        before, copied = self._timeline.passed(seen.before), self._timeline.passed(seen.copied)
+        if done is None or before is None or copied is None:
+            return None
+        self._copies_s.append(max(0.0, copied - before))
+        self._steps.append((copied, done))
+        requested = max(seen.requested, self._free)
+        worker, fetch_start, fetch_end, collate_end, cpu_s, samples = seen.fetch[:6]
+        if worker == MAIN_PROCESS:
+            # It fetches while the device still steps on the batch before: only what the device had to wait for is a cost.
+            # With copies ahead it fetches a later batch than it hands out: a hand-out stands for a fetch at that moment.
+            late = max(0.0, seen.requested - fetch_start)
+            fetch_start, fetch_end, collate_end = (
+                max(moment + late, requested) for moment in (fetch_start, fetch_end, collate_end)
+            )
+        received = max(seen.received, collate_end, requested, copied)
+        self._free = max(seen.step_end, received, done)
+        return BatchTrace(worker, fetch_start, fetch_end, collate_end, cpu_s, samples, requested, received, self._free)

@@ -1,0 +1,172 @@
+"""Which files a burst may change, what it is told so that it need not, and how a refused write becomes a sentence.
+
+    scratch     a folder of the process's own, which is its TMPDIR and is removed with it
+    caches      of libraries and compilers: what they keep there is nobody's work
+    devices     /dev (GPUs, shared memory, null), /proc
+
+All else is refused by the kernel (Landlock). Where it cannot, what Python and `torch.save` write is refused, and that is told.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import getpass
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune_loader.machine.elsewhere import write_only_in
+
+CACHES = {
+    "XDG_CACHE_HOME": "~/.cache",
+    "HF_HOME": "~/.cache/huggingface",
+    "TORCH_HOME": "~/.cache/torch",
+    "TRITON_CACHE_DIR": "~/.triton",
+    "CUDA_CACHE_PATH": "~/.nv",
+    "NUMBA_CACHE_DIR": "~/.cache/numba",
+    "MPLCONFIGDIR": "~/.config/matplotlib",
+    "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps",  # noqa: S108 - where NVIDIA's service has its pipes
+    "TORCHINDUCTOR_CACHE_DIR": "",  # set in the child
+}
+"""Folders of caches: the variable that names one, and where it is otherwise."""
+DEVICES = ("/dev", "/proc")
+TRACKERS_OFF = {
+    "WANDB_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "COMET_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+}
+"""What tells experiment trackers to record nothing."""
+NOT_HELD = (
+    "This kernel has no Landlock, so only what Python and torch.save write is refused: leave saving and logging out of the "
+    "step and the dataset."
+)
+CHANGES = {
+    "os.remove": 0, "os.rename": 0, "os.rmdir": 0, "os.mkdir": 0, "os.truncate": 0, "os.link": 1, "os.symlink": 1,
+}  # fmt: skip
+"""Audit events that change files, and which argument is the file."""
+IN_TEXT = re.compile(
+    r"permission denied|can(?:no|')t be opened|(?:unable|failed) to (?:open|create|write)", re.IGNORECASE
+)
+"""How libraries in C and C++ say that they could not open a file: torch.save, h5py, OpenCV, and workers' tracebacks."""
+PATHS = re.compile(r"'([^'\n]+)'|\"([^\"\n]+)\"|path: (\S+)|[Ff]ile (\S*[./]\S*)")
+STEP_WRITES = "{step} writes {path}, and bursts change no file of yours: leave saving and logging out of the step"
+SAMPLE_WRITES = "{sample} writes {path}, and bursts change no file of yours: fill the cache first"
+
+
+def environment(scratch: str) -> dict[str, str]:
+    """The variables of a process whose temporary folder is `scratch`: caches stay where they are, trackers are off."""
+    return {
+        **os.environ,
+        **TRACKERS_OFF,
+        "MLFLOW_TRACKING_URI": f"file://{scratch}/mlflow",
+        "TMPDIR": scratch,
+        "TORCHINDUCTOR_CACHE_DIR": _inductor_cache(scratch),
+    }
+
+
+def _inductor_cache(scratch: str) -> str:
+    """Where torch.compile keeps what it has compiled: otherwise it would follow TMPDIR, and every process compile anew."""
+    if (own := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) is not None:
+        return own
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for this user
+        user = str(os.getuid())
+    folder = Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+    if "torch._dynamo" in sys.modules:  # the caller compiles, and would make it
+        folder.mkdir(exist_ok=True)
+    return str(folder if folder.is_dir() else Path(scratch, "torchinductor"))
+
+
+def places(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Where files may be changed: scratch, caches, devices."""
+    caches = (environ.get(name) or os.path.expanduser(folder) for name, folder in CACHES.items())  # noqa: PTH111
+    return [environ["TMPDIR"], *DEVICES, *(each for each in caches if each)]
+
+
+def confine() -> list[str]:
+    """From now on this process changes files in `places()` only; a note where only a part of that could be had.
+
+    Called before torch and the user's classes are imported: threads that run already would not be held.
+    """
+    roots = tuple(os.path.realpath(each) + os.sep for each in places())
+
+    def check(path: Any) -> None:
+        if isinstance(path, (str, bytes, os.PathLike)):
+            real = os.path.realpath(os.fsdecode(path))
+            if not f"{real}{os.sep}".startswith(roots):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
+
+    is_held = write_only_in(places())
+    if not is_held:
+        _refuse_by_audit(check)
+    import torch
+
+    save: Callable[..., Any] = torch.save
+
+    @functools.wraps(save)
+    def checked(value: Any, f: Any, *args: Any, **options: Any) -> Any:
+        check(f)  # it opens names in C++, which raises no audit event, and an error without the name
+        return save(value, f, *args, **options)
+
+    torch.save = checked  # type: ignore[assignment]
+    return [] if is_held else [NOT_HELD]
+
+
+def _refuse_by_audit(check: Callable[[Any], None]) -> None:
+    """The same by Python's audit events, for kernels without Landlock; for good, as Python has no way back."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            flags = arguments[2] or 0
+            if flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_CREAT | os.O_TRUNC):
+                check(arguments[0])
+        elif event in CHANGES:
+            check(arguments[CHANGES[event]])
+
+    sys.addaudithook(hook)
+
+
+def refused_path(error: BaseException | None, allowed: Sequence[str] | None = None) -> str | None:
+    """The file that a burst was kept from changing, as far as an exception tells; None where it was something else.
+
+    Landlock does not show in access(2): a folder that looks writable, and in which nothing can be written, was refused by us.
+
+    Args:
+        error: what was raised, with its causes; from a worker it has the text of a traceback only.
+        allowed: where files may be changed; `places()` if None.
+    """
+    roots = [os.path.realpath(each) for each in (places() if allowed is None else allowed)]
+    while error is not None:
+        for path in _paths_in(error):
+            folder, real = os.path.dirname(path) or ".", os.path.realpath(path)  # noqa: PTH120
+            looks_writable = os.access(path if os.path.exists(path) else folder, os.W_OK)  # noqa: PTH110
+            if looks_writable and not any(real == root or real.startswith(root + os.sep) for root in roots):
+                return _as_written(real)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _paths_in(error: BaseException) -> Iterator[str]:
+    names = [getattr(error, name, None) for name in ("filename", "filename2")]
+    if isinstance(error, OSError) and error.errno in (
+        errno.EACCES,
+        errno.EXDEV,
+    ):  # the second of a rename between folders
+        yield from (os.fsdecode(name) for name in names if isinstance(name, (str, bytes)))
+    for line in str(error).splitlines():
+        if IN_TEXT.search(line):
+            yield from (next(filter(None, found.groups())) for found in PATHS.finditer(f"{line} "))
+
+
+def _as_written(path: str) -> str:
+    """As the user would write it: relative to the working directory where it is below."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -1,0 +1,120 @@
+"""A Lightning module outside of its Trainer: what it finds as `self.trainer` while bursts run its `training_step`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+EPOCHS, BATCHES = 100, 1000
+"""A schedule that asks how long training is gets an answer of a usual size."""
+NOT_THERE = (
+    "self.trainer.{name}: bursts have no Trainer; pass train_step=lambda model, batch: ..., which returns the loss"
+)
+ATTRIBUTES: dict[str, Any] = {
+    **dict.fromkeys(("validating", "testing", "predicting", "evaluating", "sanity_checking", "fast_dev_run"), False),
+    **dict.fromkeys(("datamodule", "train_dataloader", "gradient_clip_val", "gradient_clip_algorithm"), None),
+    **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank", "node_rank"), 0),
+    **dict.fromkeys(("world_size", "num_nodes", "num_devices", "accumulate_grad_batches"), 1),
+    "is_last_batch": False,
+}
+"""What a Trainer of one process says in the midst of training."""
+
+
+def is_lightning_module(model: Any) -> bool:
+    """Whether it is one of Lightning's, under either of its two package names; Lightning need not be installed."""
+    return any(cls.__name__ == "LightningModule" for cls in type(model).__mro__)
+
+
+class Silence:
+    """Stands in for a logger and its experiment: whatever is looked up or called is silence again."""
+
+    def __getattr__(self, name: str) -> Silence:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Silence:
+        return self
+
+
+class StandInTrainer(SimpleNamespace):
+    """The part of `lightning.Trainer` that modules use in training.
+
+    Args:
+        model: the copy that bursts train; it is attached, and what it logs goes nowhere.
+        optimizer: used instead of those of `configure_optimizers()`; None for those.
+        precision: the precision plugin of the user's Trainer; None trains in the model's own.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, precision: Any = None) -> None:
+        super().__init__(
+            **ATTRIBUTES,
+            training=True,
+            is_global_zero=True,
+            max_epochs=EPOCHS,
+            max_steps=-1,
+            num_training_batches=BATCHES,
+            estimated_stepping_batches=EPOCHS * BATCHES,
+            precision=getattr(precision, "precision", "32-true"),
+            logger=Silence(),
+            loggers=[],
+            callbacks=[],
+            callback_metrics={},
+            optimizers=[],
+            lr_scheduler_configs=[],
+            precision_plugin=precision or SimpleNamespace(clip_gradients=_clip_gradients),
+        )
+        self.strategy = SimpleNamespace(
+            backward=lambda loss, *_args, **options: loss.backward(**options),
+            all_gather=lambda tensor, **_: tensor,
+            _lightning_optimizers=self.optimizers,
+        )
+        if precision is not None:
+            precision.convert_module(model)
+        model.trainer = self
+        for module in (each for each in model.modules() if is_lightning_module(each)):
+            module.log = module.log_dict = module.print = lambda *_args, **_options: None
+        made, schedulers = ([optimizer], []) if optimizer is not None else _configured(model.configure_optimizers())
+        self.optimizers += made
+        self.lr_scheduler_configs += [SimpleNamespace(scheduler=each) for each in schedulers]
+        self._precision, self._batches = precision, 0
+        self._takes_index = len(inspect.signature(model.training_step).parameters) > 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(NOT_THERE.format(name=name))
+
+    @staticmethod
+    def training_step(model: Any, batch: Any) -> Any:
+        """What the module's own returns, in the precision of the user's Trainer."""
+        self: StandInTrainer = model.trainer
+        precision = self._precision
+        if precision is not None:
+            batch = precision.convert_input(batch)
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            batch = getattr(model, hook)(batch, 0)
+        number, self._batches = self._batches, self._batches + 1
+        with contextlib.nullcontext() if precision is None else precision.forward_context():
+            return model.training_step(batch, number) if self._takes_index else model.training_step(batch)
+
+
+def _clip_gradients(optimizer: Any, clip_val: float = 0.0, algorithm: Any = "norm") -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    clip = torch.nn.utils.clip_grad_value_ if "value" in str(algorithm).lower() else torch.nn.utils.clip_grad_norm_
+    if clip_val:
+        clip(parameters, clip_val)
+
+
+def _configured(made: Any) -> tuple[list[Any], list[Any]]:
+    """Optimizers and schedulers in whichever form `configure_optimizers()` returns them."""
+    if isinstance(made, (tuple, list)) and len(made) == 2 and all(isinstance(each, (tuple, list)) for each in made):
+        optimizers, schedulers = made
+    else:
+        each = made if isinstance(made, (tuple, list)) else [] if made is None else [made]
+        optimizers = [one["optimizer"] if isinstance(one, Mapping) else one for one in each]
+        schedulers = [one["lr_scheduler"] for one in each if isinstance(one, Mapping) and one.get("lr_scheduler")]
+    return list(optimizers), [one["scheduler"] if isinstance(one, Mapping) else one for one in schedulers]

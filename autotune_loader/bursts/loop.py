@@ -1,0 +1,284 @@
+"""One timed run of one configuration: it takes batches, trains on them, notes when, and knows when to stop.
+
+iter(loader) ── start ── first batch ──┬── window ──────────────────────────┬── shutdown (not timed)
+                                       └ opens when it has arrived          └ closes when the rate is known
+                                                                              well enough, or time is up
+
+A step on the CPU is timed by the host's clock, one on a GPU by that device's own (`bursts.device`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from autotune_loader.bursts.device import Passage, Passages, TimedLane, Timeline
+from autotune_loader.bursts.failures import deaths_of, failure_of
+from autotune_loader.bursts.protocol import Announce
+from autotune_loader.bursts.samples import Raised, good
+from autotune_loader.bursts.step import StepError, TrainingStep
+from autotune_loader.machine.window import Window
+from autotune_loader.pipeline.batches import BatchShape
+from autotune_loader.pipeline.prefetch import prefetched
+from autotune_loader.pipeline.stages import pooled
+from autotune_loader.pipeline.throughput import is_enough, summarise
+from autotune_loader.pipeline.tracing import REPORTED, Fetch, forget_open_batch
+from autotune_loader.values.measurement import Failure, FailurePhase, GpuUse, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.stages import StageSamples
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+
+NEWS_OF_DEATH_S = 0.3
+"""A worker that dies while it hands a batch over is first seen as a broken connection; why it died is told within this."""
+STOP_CHECK_S = 0.05
+"""How often a running burst asks whether it knows enough: cheap against any batch worth prefetching."""
+STOP_CHECK_COST = 400.0
+"""After a check that took t seconds the next one waits this many t: checking takes at most a quarter of a percent."""
+FEWEST_BATCHES = 2
+"""One batch to open the window and one inside it."""
+KEPT_FIRST, KEPT_LAST = 256, 1792
+"""A burst of tiny batches in memory delivers tens of thousands; its record keeps so many of its start and its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """A batch that lies ready, stepped on again and again in place of loading."""
+
+    batch: Any
+    samples: int
+    num_workers: ClassVar[int] = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            now = time.monotonic()
+            yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burst:
+    """What is run: a loader, a step, and for how long."""
+
+    loader: Callable[[], Any]
+    """Makes it: a traced loader, or a batch that lies ready."""
+    step: TrainingStep
+    plan: BurstPlan
+    workers: int = 0
+    device_prefetch: int = 0
+    """Batches that are copied ahead of the step."""
+    timeline: Timeline | None = None
+    """Of the device that the step runs on; None for a CPU."""
+    reads_pss: bool = True
+    """Whether memory is read."""
+
+
+def run_burst(burst: Burst, announce: Announce = lambda phase: None) -> Measurement | Failure:
+    """Train for a moment and measure it; whatever goes wrong comes back as a `Failure`.
+
+    The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
+
+    Raises:
+        Raised: a sample of the dataset raised.
+        StepError: the step raised.
+    """
+    phase: FailurePhase = "start"
+
+    def enter(next_phase: FailurePhase) -> None:
+        nonlocal phase
+        phase = next_phase
+        announce(next_phase)
+
+    open_loader = OpenLoader()
+    try:
+        with open_loader:
+            try:
+                enter("start")
+                measured = _measured(burst, open_loader, enter)
+                enter("shutdown")
+                return measured
+            except (Raised, StepError):
+                raise
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
+                if burst.workers and isinstance(error, (OSError, EOFError)):
+                    time.sleep(NEWS_OF_DEATH_S)
+                return failure_of(error, phase, deaths_of(open_loader.workers))
+    except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
+        return failure_of(error, phase, deaths_of(open_loader.workers))
+
+
+def _measured(burst: Burst, open_loader: OpenLoader, enter: Announce) -> Measurement | Failure:
+    window, lane, timeline = Window(reads_pss=burst.reads_pss), None, burst.timeline
+    loader = burst.loader()
+    if timeline is not None:
+        timeline.open()
+        if burst.device_prefetch:
+            lane = timeline.make_lane()
+            open_loader.ahead = lambda batches: prefetched(batches, lane, burst.device_prefetch)
+        if isinstance(
+            loader, Cached
+        ):  # on the device beforehand: a loader that copies ahead of the step can hide the copy
+            loader = replace(loader, batch=burst.step.ready(loader.batch))
+    run = Run(burst, time.monotonic(), enter, lane)
+    open_loader.open(loader)
+    del loader
+    window.watch()
+    if burst.plan.prefill_s:
+        time.sleep(burst.plan.prefill_s)
+    enter("first_batch")
+    if not run.deliver(open_loader.iterator, on_arrival=window.open):
+        return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
+    enter("batches")
+    while not run.knows_enough() and run.deliver(open_loader.iterator):
+        pass
+    return window.closed(run.measurement())
+
+
+class Run:
+    """The state of one running burst: the batches so far and when to stop.
+
+    Args:
+        burst: what is run.
+        started: when the iterator was created, in seconds.
+        enter: told which phase begins.
+        lane: where batches are copied ahead of the step.
+    """
+
+    def __init__(
+        self, burst: Burst, started: float, enter: Announce = lambda phase: None, lane: TimedLane | None = None
+    ) -> None:
+        self._burst, self._started, self._enter = burst, started, enter
+        self._timeline = burst.timeline
+        self._passages = None
+        if burst.timeline is not None:
+            self._passages = Passages(burst.timeline, lane, are_copied=burst.step.moves)
+        self._traces: list[BatchTrace] = []
+        self._stages: list[StageSamples] = []
+        self._shape: BatchShape | None = None
+        self._batch: Any = None
+        """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
+        memory back, and the next fetch in this process has to write to fresh pages."""
+        self._next_check = 0.0
+        self.now = time.monotonic if burst.timeline is None else burst.timeline.now
+        """Seconds of the clock that the traces are on."""
+
+    def deliver(self, iterator: Iterator[Any], on_arrival: Callable[[], None] = lambda: None) -> bool:
+        """Take one batch and train on it, or hand it to the device; False when the loader has ended."""
+        step, timeline, now = self._burst.step, self._timeline, self.now
+        fetch: Fetch
+        requested = now()
+        try:
+            self._batch, fetch = next(iterator)
+        except StopIteration:
+            return False
+        good(self._batch)
+        received = now()
+        on_arrival()
+        if self._shape is None:
+            self._shape = BatchShape.of(self._batch)
+        if len(fetch) == REPORTED:
+            self._stages.append(fetch[-1])
+        if timeline is None:
+            step.run(self._batch)
+            self._traces.append(BatchTrace(*fetch[:6], requested, received, now()))
+            return True
+        before = timeline.mark()
+        on_device = step.move(self._batch)
+        copied = timeline.mark()
+        step.train(on_device)
+        assert self._passages is not None
+        self._passages.note(Passage(fetch, requested, received, before, copied, timeline.mark(), now()))
+        return True
+
+    def knows_enough(self) -> bool:
+        """Whether the burst may end; asks seldom, so that asking costs next to nothing."""
+        now = self.now()
+        if now < self._next_check:
+            return False
+        self._settle()
+        if len(self._traces) < FEWEST_BATCHES:  # there is no window to judge by, be its steps as long as they may
+            return False
+        enough = is_enough(self._traces, self._burst.plan, workers=self._burst.workers, now=now)
+        self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
+        return enough
+
+    def measurement(self) -> Measurement:
+        """What the run amounts to, once the device has finished what it was given."""
+        if self._timeline is not None:
+            self._timeline.synchronize()
+            self._settle()
+        traces, shape = self._traces, self._shape or BatchShape()
+        measured, end = summarise(traces, workers=self._burst.workers, started=self._started), traces[-1].step_end
+        use = None if self._passages is None else self._passages.use(end - measured.window_s, end)
+        few = len(traces) <= KEPT_FIRST + KEPT_LAST
+        return replace(
+            measured,
+            batch_bytes=shape.bytes,
+            batch_tensors=shape.tensors,
+            gpu=use or GpuUse(),
+            traces=tuple(traces if few else traces[:KEPT_FIRST] + traces[-KEPT_LAST:]),
+            stages=pooled(self._stages),
+        )
+
+    def _settle(self) -> None:
+        """Make traces of the batches that the device has done by now."""
+        if self._passages is not None:
+            self._traces += self._passages.settled()
+
+
+class OpenLoader:
+    """Owner of a running iterator, for a block, at whose end its workers are killed.
+
+    Other processes that begin meanwhile belong to the user's dataset or sampler and are left alone.
+    """
+
+    def __init__(self) -> None:
+        self.iterator: Any = None
+        self.ahead: Callable[[Any], Any] = lambda batches: batches
+        """Takes batches to the device ahead of the step."""
+        self.workers: list[Any] = []
+        self._own: Any = None
+
+    def __enter__(self) -> OpenLoader:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
+        try:
+            self.close()
+        except RuntimeError:  # a worker's death, told by torch's signal handler in the midst of it; once
+            self.close()
+        forget_open_batch()
+
+    def open(self, loader: Any) -> None:
+        """Begin an epoch; its workers are known from then on, also where not all of them could be started."""
+        before = set(multiprocessing.active_children())
+        try:
+            self._own = iter(loader)
+        finally:
+            if loader.num_workers:
+                started = set(multiprocessing.active_children()) - before
+                # Torch's iterator knows its workers; where there is none, because one failed to start, all count.
+                self.workers += started.intersection(getattr(self._own, "_workers", started))
+        self.iterator = self.ahead(self._own)
+
+    def close(self) -> None:
+        """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone."""
+        # Otherwise torch's handler of SIGCHLD raises for what is killed here.
+        if getattr(self._own, "_worker_pids_set", False):
+            with contextlib.suppress(Exception):
+                torch._C._remove_worker_pids(id(self._own))
+                self._own._worker_pids_set = False
+        for worker in self.workers:
+            with contextlib.suppress(Exception):  # it has not begun, or has ended
+                worker.kill()
+        for worker in self.workers:
+            worker.join()
+        self.iterator = self._own = None

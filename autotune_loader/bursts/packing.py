@@ -1,0 +1,310 @@
+"""A value as a file without a name in memory: how the workload travels to a fresh process.
+
+    pickle ── memory ── table: where each buffer of the pickle lies ── where the table begins
+
+However many tensors are views of one storage, its memory is in the file once; what is a memory map of a file already is named,
+not copied. The writer holds no copy. The reader maps the file copy-on-write: each reading has memory of its own, which costs
+nothing until it is written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import pickle
+import struct
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.shared_memory import SharedMemory
+from typing import IO, Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from autotune_loader.pipeline.by_value import put_classes_into_modules
+from autotune_loader.pipeline.workload import Workload
+
+SMALLEST_BUFFER = 256
+"""A smaller one stays in the pickle: its place in the table would cost as much."""
+ALIGNMENT = 64
+"""What kernels like the memory of tensors to be aligned to."""
+TRAILER = struct.Struct("<q")
+"""Length of the file up to the table, at its end."""
+SEARCH_DEPTH, SEARCHED_BYTES = 6, 1 << 26
+"""How deep an attribute that cannot be pickled is looked for, and in how large a part."""
+
+
+class NotSentError(Exception):
+    """A part of the workload cannot travel to another process, or is too large to."""
+
+
+class TooLargeError(Exception):
+    """A value takes more memory than it may."""
+
+
+class Archive:
+    """A value in a file in memory; it is gone with the last process that has it open."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("autotune-loader")
+        self._finalizer = weakref.finalize(self, os.close, self.fd)
+
+    def write(self, value: Any, max_bytes: int) -> None:
+        """Fill the file, once.
+
+        Args:
+            value: anything that cloudpickle takes; it is read, never changed.
+            max_bytes: most bytes of the file.
+
+        Raises:
+            TooLargeError: it would be larger; known before any large buffer is copied.
+        """
+        with open(self.fd, "wb", buffering=1 << 20, closefd=False) as file:
+            limited = _Limited(max_bytes, file)
+            views = _pickled(value, limited)
+            try:
+                table = [limited.write_aligned(view) for view in views]
+                end = limited.total
+                file.write(np.array(table, dtype=np.int64).tobytes() + TRAILER.pack(end))
+                file.flush()
+            except OSError as error:
+                raise TooLargeError(f"larger than there is room for ({error.strerror})") from error
+
+    def close(self) -> None:
+        """Free the file. Safe to call twice, and done at the latest when nobody refers to it."""
+        self._finalizer()
+
+
+def read_archive(fd: int) -> Any:
+    """The value that another process has written, in memory of its own."""
+    mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    memory = memoryview(mapped)
+    (end,) = TRAILER.unpack(memory[-TRAILER.size :])
+    table = np.frombuffer(memory[end : len(memory) - TRAILER.size], np.int64).reshape(-1, 2).tolist()
+    value = pickle.loads(mapped, buffers=(memory[begin : begin + size] for begin, size in table))
+    put_classes_into_modules()
+    return value
+
+
+class Payload:
+    """A workload on its way: data and training apart, since bursts without workers each read the data anew.
+
+    A dataset that caches, or opens a file on first use, must not hand its filled cache to the next burst. An optimizer
+    travels with the model whose parameters it points at.
+
+    Args:
+        workload: what is sent.
+        settings: of this process.
+        max_bytes: of each half at most.
+
+    Raises:
+        NotSentError: naming the half and why.
+    """
+
+    def __init__(self, workload: Workload, settings: Any, max_bytes: int) -> None:
+        self._archives = [Archive() for _ in range(3)]
+        data, training = workload.data, workload.training
+        parts = (data.dataset, data.collate_fn, data.sampler, data.batch_sampler, training.model, training.train_step)
+        named = {"settings": settings, "dataset": data, "model": training}
+        with _unimportable_modules_by_value(parts):
+            for archive, (name, value) in zip(self._archives, named.items(), strict=True):
+                try:
+                    archive.write(value, max_bytes)
+                except TooLargeError as error:
+                    self.close()
+                    raise NotSentError(f"the {name} is {error}") from error
+                except Exception as error:
+                    self.close()
+                    raise NotSentError(f"the {name} cannot be pickled ({error})") from error
+
+    @property
+    def fds(self) -> tuple[int, int, int]:
+        """Of settings, data and training."""
+        settings, data, training = (archive.fd for archive in self._archives)
+        return settings, data, training
+
+    def close(self) -> None:
+        """Free the files; processes that have them mapped keep what they have."""
+        for archive in self._archives:
+            archive.close()
+
+
+def part_at_fault(workload: Workload) -> str:
+    """The deepest attribute of a workload that cannot be pickled, such as `dataset.lock`; "the workload" if none is found."""
+    data, training = workload.data, workload.training
+    parts = {
+        name: getattr(data, name) for name in ("dataset", "collate_fn", "sampler", "batch_sampler", "worker_init_fn")
+    }
+    parts |= {name: getattr(training, name) for name in ("model", "train_step", "loss_fn", "optimizer")}
+    return next((path for name, part in parts.items() if (path := _fault_in(name, part))), "the workload")
+
+
+def _fault_in(path: str, value: Any, depth: int = SEARCH_DEPTH) -> str | None:
+    try:
+        _pickled(value, _Limited(SEARCHED_BYTES))
+    except TooLargeError:
+        return None
+    except Exception:
+        inner = (_fault_in(f"{path}.{name}", part, depth - 1) for name, part in _parts_of(value))
+        return next((found for found in inner if found), path) if depth else path
+    return None
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(key), part) for key, part in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((str(index), part) for index, part in enumerate(value))
+    elif isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a name that is not bound yet
+                yield name, cell.cell_contents
+        yield from ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
+    else:
+        yield from dict(getattr(value, "__dict__", {})).items()
+
+
+@contextlib.contextmanager
+def _unimportable_modules_by_value(parts: Iterable[Any]) -> Iterator[None]:
+    """Let cloudpickle send classes by value whose module another process could not import (a plugin, a test file)."""
+    names = {getattr(part, "__module__", None) or type(part).__module__ for part in parts if part is not None}
+    already = cloudpickle.list_registry_pickle_by_value()
+    with contextlib.ExitStack() as until:
+        for name in names - {"__main__"} - already:  # cloudpickle sends __main__ by value
+            if name in sys.modules and not is_importable(name):
+                cloudpickle.register_pickle_by_value(sys.modules[name])
+                until.callback(cloudpickle.unregister_pickle_by_value, sys.modules[name])
+        yield
+
+
+def is_importable(name: str) -> bool:
+    """Whether a module could be imported by its name if it were not there yet."""
+    if name in sys.builtin_module_names:
+        return True
+    package = sys.modules.get(name.rpartition(".")[0])
+    try:
+        path = None if "." not in name else package.__path__  # type: ignore[union-attr]
+        return any(finder.find_spec(name, path) is not None for finder in sys.meta_path)
+    except (ImportError, AttributeError, ValueError):
+        return False
+
+
+def _pickled(value: Any, file: _Limited) -> list[memoryview]:
+    """Write the pickle; the memory that it refers to, in the order in which it does."""
+    views: list[memoryview] = []
+
+    def is_copied(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes >= SMALLEST_BUFFER:
+            views.append(view)
+            file.expect(view.nbytes)
+        return view.nbytes < SMALLEST_BUFFER
+
+    _Pickler(file, is_copied).dump(value)
+    return views
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, so that classes of a notebook cell travel too; the memory of tensors and arrays stays out of the pickle."""
+
+    def __init__(self, file: Any, is_copied: Callable[[pickle.PickleBuffer], bool]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=is_copied)
+        self._layouts: dict[Any, Any] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and _is_plain(value):
+            # As torch does it, but with less for pickle to remember: a dataset may be a list of a million tensors.
+            layout = (value.dtype, tuple(value.shape), value.stride(), value.requires_grad)
+            layout = self._layouts.setdefault(layout, layout)
+            return _tensor, (value.untyped_storage(), value.storage_offset(), layout)
+        if isinstance(value, torch.storage.TypedStorage):
+            return _typed_storage, (value._untyped_storage, value.dtype)
+        if isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
+            return _storage, (pickle.PickleBuffer(_memory_of(value)), value.nbytes(), str(value.device))
+        if isinstance(value, SharedMemory):
+            raise pickle.PicklingError(f"shared memory {value.name!r}, which another process would remove at its end")
+        if isinstance(value, np.memmap) and (place := _place_in_file(value)) is not None:
+            return np.memmap, place
+        return super().reducer_override(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    has_more = tensor.__dict__ or tensor._backward_hooks or tensor.grad_fn is not None
+    return is_dense and not has_more and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _tensor(storage: torch.UntypedStorage, offset: int, layout: tuple[Any, ...]) -> torch.Tensor:
+    dtype, shape, strides, requires_grad = layout
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides).requires_grad_(requires_grad)
+
+
+def _memory_of(storage: torch.UntypedStorage) -> Any:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu()).numpy()
+
+
+def _storage(buffer: Any, size: int, device: str) -> torch.UntypedStorage:
+    bytes_ = torch.frombuffer(buffer, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8, device="cpu")
+    if size < SMALLEST_BUFFER:
+        bytes_ = bytes_.clone()  # may be resized, as small state sometimes is
+    return bytes_.to(device).untyped_storage()
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
+    """The arguments of `np.memmap` for the same elements of the same file; None where they must be copied."""
+    contiguous = array.flags.c_contiguous or array.flags.f_contiguous
+    memory, name = getattr(array, "_mmap", None), array.filename
+    # What was written to a copy-on-write map is not in its file.
+    if array.mode == "c" or memory is None or name is None or not array.size or not contiguous or array.dtype.hasobject:
+        return None
+    if not os.path.isfile(name):  # noqa: PTH113 - numpy keeps names of any kind
+        return None
+    begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    offset = begin + _address(array) - _address(np.frombuffer(memory, np.uint8))
+    mode = "r" if array.mode == "r" else "c"  # a burst must not write to the user's file
+    return os.fspath(name), array.dtype, mode, offset, array.shape, "C" if array.flags.c_contiguous else "F"
+
+
+def _address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+class _Limited(io.RawIOBase):
+    """A file that refuses more than a limit, so that no 100 GB are pickled in vain; without a file it only counts."""
+
+    def __init__(self, max_bytes: int, file: IO[bytes] | None = None) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+        self._file = file
+        self._expected = 0
+        self.total = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.total += size
+        self.expect(0)
+        if self._file is not None:
+            self._file.write(data)
+        return size
+
+    def expect(self, size: int) -> None:
+        """So many bytes are still to be written."""
+        self._expected += size
+        if self.total + self._expected > self._max_bytes:
+            raise TooLargeError(f"larger than {self._max_bytes / 2**20:,.0f} MiB")
+
+    def write_aligned(self, view: memoryview) -> tuple[int, int]:
+        """Where memory that was expected begins now, and its size."""
+        self._expected -= view.nbytes
+        self.write(bytes(-self.total % ALIGNMENT))
+        self.write(view)
+        return self.total - view.nbytes, view.nbytes

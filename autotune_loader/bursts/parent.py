@@ -1,0 +1,405 @@
+"""The caller's side of a probe: it starts the process of the bursts, owns time and memory, and never lets a failure out.
+
+    request ─► child: loader, loop, Measurement ─► answer          the child is long-lived: it imports torch and warms
+       wait for its answer, its end, or the deadline ─► Failure    the step up once; it is killed with all that it started
+
+A child that dies or hangs is killed with its group; the next request starts a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing import util
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import torch
+
+from autotune_loader.bursts import child
+from autotune_loader.bursts.failures import failure_of_death, failure_of_memory_guard, needs_new_process
+from autotune_loader.bursts.files import environment
+from autotune_loader.bursts.packing import NotSentError, Payload, part_at_fault
+from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
+from autotune_loader.bursts.settings import Settings
+from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us
+from autotune_loader.machine.facts import Machine
+from autotune_loader.machine.memory_guard import MemoryGuard
+from autotune_loader.machine.processes import tree, tree_use
+from autotune_loader.machine.scratch import scratch_root
+from autotune_loader.pipeline.workload import Workload
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Failure, FailurePhase, Measurement, MemoryUse
+from autotune_loader.values.plan import BurstPlan
+
+START_DEADLINE_S = 120.0
+"""Generous: torch may come from a network file system, the first sample from a cold bucket."""
+COMPILE_DEADLINE_S, BUSY_CORES = 900.0, 0.5
+"""A start that keeps so much of a core busy may take this long: compilers search among kernels. A hang waits."""
+FORK_DEADLINE_S = 15.0
+"""A fork that hangs on a lock or a thread of the caller's does so at once."""
+DEATH_S = 0.5
+"""A process whose connection has ended is gone within this time, and then tells how."""
+PAYLOAD_MEMORY_SHARE, LARGEST_PAYLOAD_BYTES = 0.3, 8 << 30
+"""What is sent is in memory once more. It may take this share of what is available, and no more than takes seconds to copy."""
+CUDA_CONTEXT_BYTES = 1 << 29
+"""What a second process takes of a GPU before it has any tensor there, at the least."""
+STILL_RUNS = (subprocess.TimeoutExpired, psutil.TimeoutExpired)
+LAST_WORDS_BYTES = 16384
+"""Of what a process that died has printed: the end of it holds the error, and C++ a long traceback behind it."""
+RUN = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from autotune_loader.machine.elsewhere import die_with_parent; die_with_parent({parent}); "
+    "from autotune_loader.bursts.files import confine; notes = confine(); "
+    "from autotune_loader.bursts.child import main; main({connection}, {fds}, {seed}, notes)"
+)
+"""The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. Torch, and all that is the
+user's, is imported once the process is confined."""
+FORKED = "{reason}, so the bursts run in forks of this process, where a step on the CPU has one thread."
+NEITHER = (
+    "{part} cannot be taken to another process ({reason}), and a fork of this one cannot read it either ({fork}): make it on "
+    "first use in each process"
+)
+NO_ROOM = (
+    "a second copy of the model on {device} takes at least {needed:.1f} GB, and {free:.1f} GB are free: move it to the CPU "
+    "until the training begins, or train_step=0.05, the seconds of one step, tunes the loader against those"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenProbe:
+    """A warm probe and what is known of the workload."""
+
+    probe: ProcessProbe
+    warmup: WarmupReport
+    notes: list[str] = field(default_factory=list)
+    """What the user should know about how it runs."""
+
+
+@contextlib.contextmanager
+def open_probe(
+    workload: Workload, machine: Machine, memory_budget_bytes: int | None, *, budget_s: float = 0.0
+) -> Iterator[OpenProbe]:
+    """A warm probe, closed at the end with everything it started.
+
+    Args:
+        workload: what it runs.
+        machine: limits of this machine.
+        memory_budget_bytes: most memory of the bursts' processes; None sets no limit.
+        budget_s: of the caller; a start may take as long, where that is longer than it may take anyway.
+
+    Raises:
+        WorkloadError: the dataset, model or step failed on the very first batch, or can be taken to no other process.
+    """
+    limits: dict[str, Any] = {"memory_budget_bytes": memory_budget_bytes}
+    with standard_streams_taken(), contextlib.ExitStack() as exits:
+        _check_device(workload)
+        notes: list[str] = []
+        try:
+            payload = Payload(workload, Settings.read(), _largest_payload(machine))
+            exits.callback(payload.close)
+            probe, warmup = _started(exits, ProcessProbe(payload, start_s=max(START_DEADLINE_S, budget_s), **limits))
+        except (NotSentError, WorkloadError) as error:
+            if isinstance(error, WorkloadError) and not isinstance(error, FreshProcessError):
+                raise
+            reason = str(error).splitlines()[0]
+            try:
+                if torch.cuda.is_initialized():
+                    raise WorkloadError("this process uses CUDA, which no fork of it can")
+                forked = ProcessProbe(workload, start_s=FORK_DEADLINE_S, **limits)
+                probe, warmup = _started(exits, forked)
+            except WorkloadError as fork:
+                if isinstance(error, FreshProcessError):
+                    raise WorkloadError(error.message, error.user_traceback) from None
+                told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
+                raise WorkloadError(told, fork.user_traceback) from None
+            notes.append(FORKED.format(reason=reason[:1].upper() + reason[1:]))
+        yield OpenProbe(probe=probe, warmup=warmup, notes=[*notes, *warmup.notes])
+
+
+class FreshProcessError(WorkloadError):
+    """The workload failed in a fresh process, where a fork of this one may have what it lacks."""
+
+
+def _started(exits: contextlib.ExitStack, probe: ProcessProbe) -> tuple[ProcessProbe, WarmupReport]:
+    """The probe, warm; it is closed with `exits`, or where it does not become warm."""
+    with contextlib.ExitStack() as attempt:
+        attempt.callback(probe.close)
+        warmup = probe.start()
+        exits.push(attempt.pop_all())
+    return probe, warmup
+
+
+@contextlib.contextmanager
+def standard_streams_taken() -> Iterator[None]:
+    """In a process that was started without standard input (`<&-`) no descriptor of ours may get its number."""
+    held: list[int] = []
+    try:
+        while not held or held[-1] < FIRST_OWN_FD:
+            held.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+        os.close(held.pop())
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def _check_device(workload: Workload) -> None:
+    """Give back device memory that this process holds for later, and see whether a second model fits beside the first.
+
+    Raises:
+        WorkloadError: it does not.
+    """
+    model, device = workload.training.model, torch.device(workload.training.device)
+    if device.type != "cuda" or not torch.cuda.is_initialized() or not isinstance(model, torch.nn.Module):
+        return
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers())) + CUDA_CONTEXT_BYTES
+    if needed > free:
+        raise WorkloadError(NO_ROOM.format(device=device, needed=needed / 1e9, free=free / 1e9))
+
+
+def _largest_payload(machine: Machine) -> int:
+    available = machine.memory.available_bytes
+    return (
+        LARGEST_PAYLOAD_BYTES
+        if available is None
+        else min(LARGEST_PAYLOAD_BYTES, int(available * PAYLOAD_MEMORY_SHARE))
+    )
+
+
+class ProcessProbe:
+    """A `Probe` that runs every burst in a process of its own.
+
+    Args:
+        source: the packed workload, which is the caller's to close, for processes that are started fresh; or the workload
+            itself, for forks of this one.
+        memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
+        start_s: importing torch, unpickling, the first batch and the warm-up must be done by then, unless they compute.
+    """
+
+    def __init__(
+        self,
+        source: Payload | Workload,
+        *,
+        memory_budget_bytes: int | None = None,
+        start_s: float = START_DEADLINE_S,
+    ) -> None:
+        self._source, self._memory_budget_bytes, self._start_s = source, memory_budget_bytes, start_s
+        self._starts = 0
+        self._child: _Child | None = None
+        self._memory: dict[LoaderConfig, MemoryUse] = {}
+        """As it was read at the first burst of a configuration."""
+
+    def start(self) -> WarmupReport:
+        """Start the process and wait until the workload is warm.
+
+        Raises:
+            FreshProcessError: it failed there, and may work in a fork.
+            WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
+        """
+        message = self._start()
+        if message.ready is not None:
+            return message.ready
+        failure = message.failure
+        assert failure is not None
+        is_final = isinstance(self._source, Workload) or message.ends_run
+        kind = WorkloadError if is_final else FreshProcessError
+        raise kind(failure.message, failure.traceback or "")
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """Train for a moment with `config`.
+
+        Raises:
+            WorkloadError: a sample or the step raised, or wrote to a file of the user's.
+        """
+        known = self._memory.get(config)
+        outcome = self._run(Request(what="burst", plan=plan, config=config, reads_pss=known is None))
+        if isinstance(outcome, Measurement) and known is not None:
+            return replace(outcome, memory=known)
+        if isinstance(outcome, Measurement) and outcome.memory is not None:
+            self._memory[config] = outcome.memory
+        return outcome
+
+    def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
+        return self._run(Request(what="step_ceiling", plan=plan))
+
+    def close(self) -> None:
+        """Kill the process and everything it started. Safe to call twice."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def _start(self) -> Message:
+        """What a new child answers: that it is warm, or why not; then there is none."""
+        self.close()
+        self._starts += 1
+        self._child = _Child(self._source, self._starts)
+        try:
+            message = self._child.ask(None, self._start_s)
+        except BaseException:
+            self.close()  # Ctrl-C: no orphan may outlive it
+            raise
+        if message.ready is None:
+            self.close()
+        return message
+
+    def _run(self, request: Request) -> Measurement | Failure:
+        if self._child is None and (failure := self._start().failure) is not None:
+            return failure
+        child = self._child
+        assert child is not None
+        try:
+            outcome = self._guarded(child, request)
+        except BaseException:
+            self.close()
+            raise
+        if child.is_lost or (isinstance(outcome, Failure) and needs_new_process(outcome)):
+            self.close()
+        return outcome
+
+    def _guarded(self, child: _Child, request: Request) -> Measurement | Failure:
+        over_budget = threading.Event()
+
+        def on_memory_limit() -> None:
+            over_budget.set()
+            child.kill()
+
+        with MemoryGuard(child.pid, self._memory_budget_bytes, on_memory_limit):
+            message = child.ask(request, request.plan.deadline_s)
+        if over_budget.is_set():
+            child.is_lost = True  # also where the burst was over by then: the next one needs a new process
+            return failure_of_memory_guard(request.config, self._memory_budget_bytes)
+        if message.measurement is not None:
+            return message.measurement
+        assert message.failure is not None
+        if message.ends_run:
+            raise WorkloadError(message.failure.message, message.failure.traceback or "")
+        return message.failure
+
+
+class _Child:
+    """One process of bursts and the connection to it."""
+
+    def __init__(self, source: Payload | Workload, seed: int) -> None:
+        with contextlib.ExitStack() as held:  # given back at once where no process can start
+            ours, theirs = map(held.enter_context, socket.socketpair())
+            self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile())
+            self._scratch = tempfile.mkdtemp(prefix="autotune-loader-", dir=scratch_root())
+            held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            self._process: subprocess.Popen[bytes] | psutil.Process
+            if isinstance(source, Workload):
+                output = self._output.fileno()
+                pid = child.fork(source, theirs.fileno(), output, self._scratch, seed)
+                self._process = psutil.Process(pid)
+            else:
+                self._process = self._spawned(source, theirs.fileno(), seed)
+            held.callback(self._process.wait)
+            held.callback(self.kill)
+            held.enter_context(ended_with_us(self.pid, self._scratch))
+            theirs.close()
+            self._connection = Connection(ours.detach())
+            held.callback(self._connection.close)
+            # Workers inherit the connection, so a dead child does not close it while they live: its end is waited for, too.
+            self._ends: list[int] = []
+            # Where it has ended, or the kernel is older than 5.3, the connection tells alone.
+            with contextlib.suppress(OSError):
+                self._ends.append(os.pidfd_open(self.pid))
+                held.callback(os.close, self._ends[0])
+            self._held = held.pop_all()
+        self._phase: FailurePhase = "start"
+        self.is_lost = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, request: Request | None, deadline_s: float) -> Message:
+        """The answer to a request, or the first word of a new child; a failure where none comes in time or the process dies."""
+        self._phase = "start"
+        os.ftruncate(self._output.fileno(), 0)
+        os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the child writes on at the same offset
+        try:
+            if request is not None:
+                send(self._connection, request)
+        except OSError:
+            return self._death()
+        begun = time.monotonic()
+        while True:
+            heard = wait([self._connection, *self._ends], max(0.0, begun + deadline_s - time.monotonic()))
+            if not heard:
+                if request is not None or not self._computes(deadline_s):
+                    return self._hang(deadline_s)
+                deadline_s += START_DEADLINE_S
+                continue
+            # It may have answered and died in between.
+            if self._connection not in heard and not self._connection.poll(0):
+                return self._death()
+            try:
+                message = receive(self._connection, Message)
+            except (EOFError, OSError):
+                return self._death()
+            if message.phase is None:
+                return message
+            self._phase = message.phase
+
+    def _computes(self, waited_s: float) -> bool:
+        """Whether a start that takes long is at work, as a compiler is."""
+        use = tree_use(tree(self.pid))
+        return waited_s < COMPILE_DEADLINE_S and use is not None and use.cpu_s > BUSY_CORES * waited_s
+
+    def _hang(self, deadline_s: float) -> Message:
+        self.is_lost = True
+        message = f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}"
+        traceback = self._last_words() or None
+        return Message(failure=Failure(kind="deadline", phase=self._phase, message=message, traceback=traceback))
+
+    def _death(self) -> Message:
+        self.is_lost = True
+        code = None
+        with contextlib.suppress(*STILL_RUNS):
+            code = self._process.wait(DEATH_S)
+        return Message(failure=failure_of_death(code, self._phase, self._last_words()))
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            output, size = self._output.fileno(), os.fstat(self._output.fileno()).st_size
+            return os.pread(output, LAST_WORDS_BYTES, max(0, size - LAST_WORDS_BYTES)).decode(errors="replace")
+        return ""
+
+    def kill(self) -> None:
+        """Kill the process and its group at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Leave nothing: no process of the group, no descriptor, no file. Safe to call twice."""
+        self._held.close()
+
+    def _spawned(self, payload: Payload, connection: int, seed: int) -> subprocess.Popen[bytes]:
+        """A fresh interpreter with the flags of this one, which finds what this one finds."""
+        path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
+        run = RUN.format(path=path, parent=os.getpid(), connection=connection, fds=payload.fds, seed=seed)
+        return subprocess.Popen(
+            [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
+            pass_fds=(connection, *payload.fds),
+            env=environment(self._scratch),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            start_new_session=True,  # a process group of its own, so that the whole tree can be ended
+        )

@@ -1,0 +1,106 @@
+"""What the tuner asks of a probe, and what parent and child say to each other while one answers.
+
+Both sides send plain records as MessagePack over a private pair of sockets. Nothing that the child sends is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Literal, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
+from autotune_loader.values.plan import BurstPlan
+
+T = TypeVar("T")
+Announce: TypeAlias = "Callable[[FailurePhase], None]"
+"""Told which phase begins, so that the parent can name it when the process hangs or dies."""
+
+
+class Probe(Protocol):
+    """Runs one configuration for real (or pretends to, in tests). A failing configuration is an answer, not an exception."""
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """Train for a moment with `config` and tell what was measured."""
+        ...
+
+    def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
+        """Step on one batch that is in memory again and again: the rate that no loader can exceed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupReport:
+    """What a probe knows once it has seen one batch and run the step on it."""
+
+    step: str
+    """What is done with a batch, in words."""
+    samples: int
+    """Samples in the first batch."""
+    batch_bytes: int
+    batch_tensors: int
+    on_accelerator: bool
+    """Whether the dataset itself yields tensors on an accelerator, which workers and pinning cannot handle."""
+    first_fetch_s: float
+    """Wall seconds that a first batch takes, fetched in the main process."""
+    first_fetch_cpu_s: float
+    step_s: float = 0.0
+    """Wall seconds of one step on that batch, the quickest while it was warmed up; about 0 where nothing is trained."""
+    first_batch_s: float = 0.0
+    """Wall seconds that the very first batch took."""
+    counts_batches: bool = False
+    """Whether a batch counts as one sample, because nothing tells how many it has."""
+    reads_by_itself: bool = False
+    """Whether the dataset reads by a loader of its own, which the workers of another cannot share."""
+    shardable: bool = True
+    """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
+    same_in_workers: bool = True
+    """Whether workers can read the samples that a process alone reads; False where they would share an open file, say."""
+    default_threads: int
+    """Threads that a step on the CPU has."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of how it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One thing to run."""
+
+    what: Literal["burst", "step_ceiling"]
+    plan: BurstPlan
+    config: LoaderConfig = field(default_factory=LoaderConfig)
+    reads_pss: bool = True
+    """Whether memory is read, which takes some hundredths of a second; once for each configuration is enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of the child; one of the first four fields is set."""
+
+    phase: FailurePhase | None = None
+    ready: WarmupReport | None = None
+    measurement: Measurement | None = None
+    failure: Failure | None = None
+    ends_run: bool = False
+    """Whether no other configuration, and no other kind of process, would be without that failure."""
+
+    @classmethod
+    def of(cls, outcome: Measurement | Failure) -> Message:
+        return cls(failure=outcome) if isinstance(outcome, Failure) else cls(measurement=outcome)
+
+
+def send(connection: Connection, record: Request | Message) -> None:
+    connection.send_bytes(msgspec.msgpack.encode(record))
+
+
+def receive(connection: Connection, kind: type[T]) -> T:
+    """The next record of the other side.
+
+    Raises:
+        EOFError, OSError: it is gone.
+    """
+    return msgspec.msgpack.decode(connection.recv_bytes(), type=kind)

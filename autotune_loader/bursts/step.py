@@ -1,0 +1,411 @@
+"""The training step: one optimisation step on one batch, as the training loop would do it.
+
+    train_step given     it is the step, and gets the batch as the loader gives it. Where it returns a loss with a gradient,
+                         the rest is done for it: zero_grad, backward, optimizer.step. What it does by itself is not repeated
+    Lightning module     its training_step and first optimizer (`bursts.lightning`)
+    a batch (x, y)       model(x, y), where the model takes both and gives a loss; else a loss of model(x) and y
+    a dict               model(**batch) that gives a loss
+
+Whatever else a batch and a model may mean is asked for in one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from autotune_loader.bursts.failures import is_of_user
+from autotune_loader.bursts.lightning import StandInTrainer, is_lightning_module
+from autotune_loader.pipeline.batches import described
+from autotune_loader.pipeline.prefetch import move
+from autotune_loader.pipeline.workload import StepTime, TrainingSide
+
+TARGETS = ("labels", "label", "targets", "target", "y", "masks", "mask")
+"""What a model calls the target that it may be given."""
+ANSWERS = ("logits", "out", "output", "pred", "prediction", "last_hidden_state")
+"""Where a model keeps its answer, in an output with several parts."""
+MASK_OF_NOTHING = 255
+"""What VOC, Cityscapes and others write into masks where there is no class."""
+LONGEST_CAUSE = 150
+"""Characters of a cause: an exception may quote a whole tensor."""
+ASKS = "pass train_step=lambda model, batch: ..., which returns the loss"
+AGAINST_TIME = "{}: workers and prefetching are tuned against it; what pin_memory and device_prefetch bring is unknown."
+TRAINS_NOTHING = "{step}: the loss has no gradient, so nothing is trained and the bursts time the forward pass alone."
+UNUSED_LOSS = "loss_fn is not used: {by} gives the loss."
+
+
+class StepInferenceError(TypeError):
+    """What the step is cannot be told, or the reading chosen does not run; says which, and asks for `train_step`."""
+
+
+class StepError(Exception):
+    """The step raised for a batch; the cause is the user's."""
+
+
+@dataclass(slots=True)
+class TrainingStep:
+    """One optimisation step on one batch."""
+
+    train: Callable[[Any], None]
+    """Takes a batch, on the device where the step does not move it itself, and trains on it."""
+    description: str
+    """What is done with a batch, in words; complete once a batch was trained on."""
+    device: torch.device
+    moves: bool = False
+    """Whether batches are brought to the device before the step, and not by it."""
+    is_own: bool = False
+    """Whether it is the user's `train_step`."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know of it; complete once a batch was trained on."""
+
+    def move(self, batch: Any) -> Any:
+        """The batch on the device; what is there already is not copied. From pinned memory the host does not wait."""
+        return move(batch, self.device) if self.moves else batch
+
+    def ready(self, batch: Any) -> Any:
+        """The batch as a loader that copies ahead delivers it: on the device, unless the step takes it from the host only."""
+        if self.moves or self.device.type == "cpu":
+            return self.move(batch)
+        moved = move(batch, self.device)
+        try:
+            self.train(moved)
+        except StepError:
+            return batch
+        return moved
+
+    def run(self, batch: Any) -> None:
+        """Take a batch as the loader delivers it, move it to the device and train on it.
+
+        Raises:
+            StepError: it raised for this batch.
+        """
+        self.train(self.move(batch))
+
+
+def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
+    """The step for a training side; where `train_step` is not given, the one reading that its first batch allows.
+
+    Args:
+        side: model, step, loss and optimizer; the model is moved to `side.device` and put into training mode, unless it
+            is spread over devices or is there already.
+        first_batch: a batch as the loader delivers it, on the host.
+
+    Raises:
+        StepInferenceError: no reading, or more than one.
+    """
+    device = torch.device(side.device)
+    if isinstance(side.train_step, StepTime):
+        wait, name = functools.partial(side.train_step, None), str(side.train_step)
+        return TrainingStep(wait, name, device, notes=[AGAINST_TIME.format(name)])
+    if side.model is None and side.train_step is None:
+        moves = device.type != "cpu"
+        alone = "no model: the loader alone" + (f", with the copy to {device}" if moves else "")
+        return TrainingStep(lambda batch: None, alone, device, moves)
+    if isinstance(side.model, torch.nn.Module):
+        ready_model(side.model, device, side.compiled)
+    form = _form_of(side, first_batch)
+    step = TrainingStep(lambda batch: None, form.name, device, device.type != "cpu" and not form.is_own, form.is_own)
+    step.train = _Training(side, form, step)
+    return step
+
+
+def ready_model(model: torch.nn.Module, device: torch.device, compiled: tuple[str, ...] = ()) -> None:
+    """Put a model where and as it trains. Frozen parts, and what a library has spread over devices, stay as they are."""
+    if not is_placed_by_library(model):
+        model.to(device)
+    if not model.training:
+        model.train()
+    for name in compiled:
+        model.get_submodule(name).compile()
+
+
+def is_placed_by_library(model: torch.nn.Module) -> bool:
+    """Whether `.to()` would fail or do harm: quantised to 4 or 8 bits, offloaded, or spread over devices."""
+    marks = ("hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit")
+    return any(getattr(model, mark, None) for mark in marks) or any(
+        hasattr(part, "_hf_hook") for part in model.modules()
+    )
+
+
+class _Training:
+    """Trains on batches: runs the form and, where that gives a loss with a gradient, backward and the optimizer."""
+
+    def __init__(self, side: TrainingSide, form: Form, step: TrainingStep) -> None:
+        self._form = form
+        self._step: TrainingStep | None = step  # let go after the first batch: a cycle would keep device memory
+        self._optimizer, self._completes = _optimizer_of(side), not form.is_whole
+
+    def __call__(self, batch: Any) -> None:
+        try:
+            if self._step is not None:
+                self._first(batch, self._step)
+            else:
+                self._complete(loss_in(self._form.run(batch)))
+        except Exception as error:
+            if not is_of_user(error) or isinstance(error, StepInferenceError):
+                raise
+            raise StepError(str(error)) from error
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            torch.clear_autocast_cache()  # as the end of a `with torch.autocast` around the step does
+
+    def _first(self, batch: Any, step: TrainingStep) -> None:
+        """The first batch, which tells what the form leaves to do."""
+        form = self._form
+        try:
+            loss = loss_in(form.run(batch))
+        except Exception as error:
+            explained = form.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        step.description = form.name
+        step.notes += form.notes
+        has_gradient = isinstance(loss, torch.Tensor) and loss.requires_grad
+        if has_gradient and self._completes and loss.numel() != 1:
+            shape = list(loss.shape)
+            raise StepInferenceError(f"{form.name} gives a loss of shape {shape}; its mean, `loss.mean()`, would work")
+        if has_gradient:
+            try:
+                self._complete(loss)
+            except RuntimeError as error:
+                if not form.is_own or "second time" not in str(error):  # autograd's words for what has run already
+                    raise
+                self._completes = False
+        self._completes &= has_gradient
+        if self._completes and self._optimizer is not None:
+            step.description += f", then backward and {type(self._optimizer).__name__}.step()"
+        elif not self._completes and not form.is_own and not form.is_whole:
+            step.notes.append(TRAINS_NOTHING.format(step=form.name))
+        self._step = None
+
+    def _complete(self, loss: Any) -> None:
+        if not (self._completes and isinstance(loss, torch.Tensor) and loss.requires_grad):
+            return  # training skips such a batch, too
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+
+def loss_in(returned: Any) -> Any:
+    """The loss in what a step or model returned: a scalar, Lightning's `{"loss": ...}`, or the first one that trains."""
+    if isinstance(returned, Mapping):
+        return returned.get("loss")
+    if isinstance(returned, (tuple, list)):
+        return next((each for each in returned if is_scalar_loss(each)), None)
+    return getattr(returned, "loss", returned)
+
+
+def is_scalar_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.requires_grad
+
+
+# The optimizer
+
+
+def _optimizer_of(side: TrainingSide) -> Any:
+    """The user's optimizer; without one, plain SGD with a rate of zero: it costs a step but changes no weight."""
+    optimizer, model = side.optimizer, side.model
+    parameters = [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
+    if optimizer is not None and not isinstance(optimizer, type) and hasattr(optimizer, "step"):
+        optimizer = _beside_its_parameters(optimizer)
+    elif callable(optimizer):
+        optimizer = _made(optimizer, parameters) if parameters else None
+    if is_lightning_module(model) and side.train_step is None:
+        made = StandInTrainer(model, optimizer, side.precision).optimizers
+        optimizer = made[0] if made else None
+    if optimizer is None and parameters:
+        return torch.optim.SGD(parameters, lr=0.0)
+    return optimizer
+
+
+def _made(factory: Callable[..., Any], parameters: list[torch.nn.Parameter]) -> Any:
+    try:
+        return factory(parameters)
+    except TypeError as error:
+        name = getattr(factory, "__name__", factory)
+        raise TypeError(
+            f"optimizer={name} was called with the model's parameters alone and failed ({error}); "
+            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1) would work"
+        ) from error
+
+
+def _beside_its_parameters(optimizer: Any) -> Any:
+    """The optimizer with its state (momenta, say) on the device of the parameters, which were moved in place."""
+    state, groups = getattr(optimizer, "state", None), getattr(optimizer, "param_groups", ())
+    devices = {parameter.device for group in groups for parameter in group["params"]}
+    if state and devices - {torch.device("cpu")}:
+        optimizer.load_state_dict(optimizer.state_dict())  # casts, and knows which tensors belong on the host
+    return optimizer
+
+
+# Forms
+
+
+@dataclass(slots=True, kw_only=True)
+class Form:
+    """A way from a batch to its loss, or to a step that is done."""
+
+    run: Callable[[Any], Any]
+    name: str
+    """As code; complete once a batch was run."""
+    is_own: bool = False
+    """Whether it is the user's `train_step`, whose errors speak for themselves."""
+    is_whole: bool = False
+    """Whether it steps its optimizers itself, whatever it returns."""
+    batch: str = ""
+    """The batch that it was read from, in words."""
+    notes: list[str] = field(default_factory=list)
+
+    def explained(self, error: Exception) -> Exception:
+        """The error of a first run, with the reading that it comes from."""
+        if self.is_own or isinstance(error, StepInferenceError) or not is_of_user(error):
+            return error
+        cause = textwrap.shorten(next(iter(str(error).splitlines()), ""), LONGEST_CAUSE, placeholder="...")
+        return StepInferenceError(
+            f"`{self.name}`, as {self.batch} was read, failed with {type(error).__name__}: {cause}; {ASKS}"
+        )
+
+
+def _form_of(side: TrainingSide, batch: Any) -> Form:
+    model, train_step, loss_fn = side.model, side.train_step, side.loss_fn
+    words = described(batch)
+    if train_step is not None:
+        notes = [] if loss_fn is None else [UNUSED_LOSS.format(by="train_step")]
+        return Form(
+            run=lambda batch: train_step(model, batch), name="train_step(model, batch)", is_own=True, notes=notes
+        )
+    if is_lightning_module(model):
+        notes = [] if loss_fn is None else [UNUSED_LOSS.format(by="training_step")]
+        run = functools.partial(StandInTrainer.training_step, model)
+        whole = not getattr(model, "automatic_optimization", True)
+        return Form(run=run, name="LightningModule.training_step", is_whole=whole, batch=words, notes=notes)
+    if isinstance(batch, Mapping) and loss_fn is None and all(isinstance(key, str) for key in batch):
+        return Form(run=lambda batch: _own_loss(model(**batch)), name="model(**batch).loss", batch=words)
+    if isinstance(batch, torch.Tensor) and loss_fn is None:
+        return Form(run=lambda batch: _own_loss(model(batch)), name="model(batch)", batch=words)
+    if isinstance(batch, (tuple, list)) and len(batch) == 1 and loss_fn is None:
+        return Form(run=lambda batch: _own_loss(model(batch[0])), name="model(x)", batch=words)
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise StepInferenceError(f"What the step does with {words} cannot be told: {ASKS}")
+    required, names = _parameters_of(model)
+    if loss_fn is None and (required == 2 or (len(names) > 1 and names[1] in TARGETS)):
+        return Form(run=lambda batch: _own_loss(model(batch[0], batch[1])), name="model(x, y)", batch=words)
+    if required > 1:
+        raise StepInferenceError(f"The model takes {required} arguments, and a batch is {words}: {ASKS}")
+    return _Pair(model, loss_fn, words).form
+
+
+def _own_loss(output: Any) -> Any:
+    """The loss that a model gives itself: a scalar, `.loss`, one in a tuple, or a dict of losses, which are added up."""
+    if isinstance(output, Mapping) and "loss" not in output and output and all(map(is_scalar_loss, output.values())):
+        return sum(output.values())
+    loss = loss_in(output)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise StepInferenceError(f"The model gives no loss, and what its loss is cannot be told from the batch: {ASKS}")
+    return loss
+
+
+class _Pair:
+    """The form of `(x, y)`: a loss of model(x) and y, which is found out at the first output."""
+
+    def __init__(self, model: Any, loss_fn: Callable[..., Any] | None, words: str) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self.form = Form(run=self._learn, name=f"{_name_of(loss_fn)}(model(x), y)", batch=words)
+
+    def _learn(self, batch: Any) -> Any:
+        model, given = self._model, self._loss_fn
+        x, y = batch
+        output = model(x)
+        # A loss of the user's own takes whatever the model gives; torch's take tensors.
+        part: Callable[[Any], Any] = _itself
+        answer = ""
+        if given is None or _is_of_torch(given):
+            part, answer = _answer_in(output)
+        loss_fn, name = (given, _name_of(given)) if given is not None else customary_loss(part(output), y)
+        self.form.name = f"{name}(model(x){answer}, y)"
+        self.form.run = lambda batch: loss_fn(part(model(batch[0])), batch[1])
+        return loss_fn(part(output), y)
+
+
+def _itself(output: Any) -> Any:
+    return output
+
+
+def _answer_in(output: Any) -> tuple[Callable[[Any], Any], str]:
+    """How the answer is taken from an output with several parts, and as code."""
+    if isinstance(output, torch.Tensor):
+        return _itself, ""
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
+        return operator.itemgetter(0), "[0]"
+    for name in ANSWERS:
+        if isinstance(output, Mapping) and isinstance(output.get(name), torch.Tensor):
+            return operator.itemgetter(name), f"[{name!r}]"
+        if isinstance(getattr(output, name, None), torch.Tensor):
+            return operator.attrgetter(name), f".{name}"
+    raise StepInferenceError(f"Which part of the model's output the loss is of cannot be told: {ASKS}")
+
+
+def customary_loss(answer: torch.Tensor, target: Any) -> tuple[Callable[..., Any], str]:
+    """The loss that goes with an answer and a target, by their types and shapes, and its name.
+
+    Raises:
+        StepInferenceError: there is none.
+    """
+    if isinstance(target, torch.Tensor):
+        same, shape = answer.numel() == target.numel(), target.shape
+        if target.is_floating_point() and same:
+            return lambda answer, y: functional.mse_loss(answer, y.reshape(answer.shape).to(answer.dtype)), "mse_loss"
+        if not target.is_floating_point() and same:
+            return _of_one_logit, "binary_cross_entropy_with_logits"
+        if not target.is_floating_point() and answer.ndim > 1:
+            if target.ndim == answer.ndim and shape[1] == 1:  # (N, 1) and (N, 1, H, W), whose answers are (N, C, ...)
+                shape = target.squeeze(1).shape
+            if answer.shape[:1] + answer.shape[2:] == shape:
+                return _of_classes, "cross_entropy"
+            if answer.shape[:-1] == shape:  # (N, T, C), as language models have it
+                return lambda answer, y: _of_classes(answer.flatten(0, -2), y.flatten()), "cross_entropy"
+    words = f"a tensor of shape {list(target.shape)}" if isinstance(target, torch.Tensor) else type(target).__name__
+    raise StepInferenceError(f"The loss of an answer of shape {list(answer.shape)} and {words} cannot be told: {ASKS}")
+
+
+def _of_one_logit(answer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.binary_cross_entropy_with_logits(answer, target.reshape(answer.shape).to(answer.dtype))
+
+
+def _of_classes(answer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    target = target.squeeze(1) if target.ndim == answer.ndim else target
+    ignored = MASK_OF_NOTHING if target.ndim > 2 and answer.shape[1] <= MASK_OF_NOTHING else -100
+    return functional.cross_entropy(answer, target.long(), ignore_index=ignored)
+
+
+def _parameters_of(model: Any) -> tuple[int, list[str]]:
+    """How many parameters a model must be given by position, and the names of those that it may be given."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper takes anything
+    with contextlib.suppress(TypeError, ValueError):
+        found = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters.values()
+        if any(each.kind is each.VAR_POSITIONAL for each in found) and hasattr(model, "module"):  # DataParallel
+            return _parameters_of(model.module)
+        positional = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        return sum(each.default is each.empty for each in positional), [each.name for each in positional]
+    return 1, []
+
+
+def _is_of_torch(loss_fn: Any) -> bool:
+    loss_fn = getattr(loss_fn, "func", loss_fn)  # functools.partial
+    return str(getattr(loss_fn, "__module__", "")).startswith("torch.")
+
+
+def _name_of(loss_fn: Any) -> str:
+    loss_fn = getattr(loss_fn, "func", loss_fn)  # functools.partial
+    return "loss" if loss_fn is None else str(getattr(loss_fn, "__name__", type(loss_fn).__name__))

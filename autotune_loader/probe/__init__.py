@@ -1,1 +1,0 @@
-"""Runs one configuration for real, in a process of its own or inline, and answers with one record."""

@@ -1,0 +1,190 @@
+"""What a script has set in its process: bursts run with it, the result lists it, and nothing of it is changed here."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotune_loader.bursts.settings import Settings, read_modules, read_torch, set_torch
+from autotune_loader.bursts.step import build_step
+from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.values.errors import WorkloadError
+from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
+
+ROWS = [torch.ones(2)] * 8
+CHANGES: dict[str, Any] = {
+    "float32_matmul_precision": "high",
+    "deterministic_algorithms": "warn",
+    "default_dtype": "float64",
+    "sharing_strategy": "file_system",
+    "cudnn.benchmark": True,
+    "cudnn.deterministic": True,
+    "cudnn.allow_tf32": False,
+    "autocast.cpu": "bfloat16",
+    "flash_sdp": False,
+    "grad_mode": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Any:
+    before = read_torch()
+    yield
+    set_torch(before)
+    assert read_torch() == before
+
+
+@pytest.fixture
+def cv2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenCV, which has eight threads."""
+    threads = [8]
+    set_threads = lambda n: threads.__setitem__(0, n)  # noqa: E731
+    cv2 = types.SimpleNamespace(getNumThreads=lambda: threads[0], setNumThreads=set_threads, getNumberOfCPUs=lambda: 8)
+    monkeypatch.setitem(sys.modules, "cv2", cv2)
+
+
+# Since torch 2.9, which then refuses to tell the precision by its older names.
+NEWER_NAME = [("cuda.matmul.fp32_precision", "tf32")] if hasattr(torch.backends.cuda.matmul, "fp32_precision") else []
+
+
+@pytest.mark.usefixtures("cv2")
+@pytest.mark.parametrize(
+    ("name", "value"), [*CHANGES.items(), *NEWER_NAME, ("default_device", "meta"), ("cv2.threads", 0)]
+)
+def test_each_setting_of_torch_is_read_set_and_listed(name: str, value: Any) -> None:
+    before = read_torch()
+    assert Settings.read().note() == []
+    assert before[name] != value
+    set_torch({name: value})
+    assert read_torch()[name] == value
+    assert f"{name}={value}" in Settings.read().note()[0]
+
+
+MODULE = """
+ROOT, limit, names, table, _private = "/default", 10, ["a"], {"x": 1}, 0
+class Rows:
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        import torch
+        return torch.zeros(2)
+class Telling(Rows):
+    def __getitem__(self, index):
+        import sys, torch
+        raise RuntimeError(f"seen: {ROOT} {limit} {names} {sorted(table.items())} {_private} {sys.argv[1:]} "
+                           f"{torch.get_num_threads()} {torch.get_float32_matmul_precision()}")
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of the user's that is on the path of this process only, and its dataset."""
+    (tmp_path / "settings_of_a_job.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import settings_of_a_job  # type: ignore[import-not-found]
+
+    yield settings_of_a_job
+    del sys.modules["settings_of_a_job"]
+
+
+@pytest.mark.process
+def test_a_fresh_process_has_arguments_path_and_values_of_modules(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN values that the script has set after importing the module
+    monkeypatch.setattr(sys, "argv", ["train.py", "--patch", "32"])
+    set_torch({"float32_matmul_precision": "high"})
+    module.ROOT, module.limit, module._private = "/data", 3, 7
+    module.names.append("b")
+    module.table["y"] = 2
+    # WHEN the dataset is read in the process of the bursts THEN it sees them
+    with pytest.raises(WorkloadError) as caught, opened(workload(module.Telling())):
+        pass
+    seen = f"seen: /data 3 ['a', 'b'] [('x', 1), ('y', 2)] 7 ['--patch', '32'] {torch.get_num_threads()} high"
+    assert seen in str(caught.value)
+
+
+@pytest.mark.process
+def test_what_differs_is_noted_and_what_does_not_is_not(module: Any) -> None:
+    names = {"settings_of_a_job.ROOT", "settings_of_a_job.limit"}
+    with opened(workload(module.Rows())) as probe:
+        assert not any(name in note for note in probe.notes for name in names)
+    module.ROOT = "/data"
+    with opened(workload(module.Rows())) as probe:
+        told = [note for note in probe.notes if "settings_of_a_job.ROOT='/data'" in note]
+    assert len(told) == 1
+    assert "limit" not in told[0]
+
+
+def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = types.ModuleType("a_library")
+    library.__dict__.update(
+        __file__="/usr/lib/site-packages/a_library.py",
+        LOAD_TRUNCATED_IMAGES=True,
+        cache={},
+        _LIMIT=1,
+        LOCK=threading.Lock(),
+    )
+    monkeypatch.setitem(sys.modules, "a_library", library)
+    module.huge, module.nan, module.made = list(range(200_000)), float("nan"), [object()]
+    found = read_modules()
+    assert found["a_library"] == {"LOAD_TRUNCATED_IMAGES": True}
+    assert set(found["settings_of_a_job"]) == {"ROOT", "limit", "names", "table", "_private"}
+    assert not found.keys() & {"json", "torch", "numpy", "autotune_loader.bursts.settings"}
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_what_a_fresh_process_lacks_is_run_in_a_fork(module: Any) -> None:
+    # GIVEN a run of a tracker, which the script has begun and no other process has
+    module.run = types.SimpleNamespace(rows=[])
+    source = "def step(model, batch):\n    import settings_of_a_job\n    settings_of_a_job.run.rows.append(1)"
+    names: dict[str, Any] = {}
+    exec(source, names)
+    with opened(workload(module.Rows(), training=TrainingSide(train_step=names["step"]))) as probe:
+        for config in (ALONE, ONE_WORKER):
+            measured(probe.probe, config)
+    # THEN it works there, that is said, and the run has the rows that it had
+    assert "has no attribute 'run', so the bursts run in forks of this process" in " ".join(probe.notes)
+    assert module.run.rows == []
+
+
+@pytest.mark.process
+def test_the_process_of_the_bursts_trains_with_what_is_set_in_torch() -> None:
+    changes = {name: value for name, value in CHANGES.items() if name != "grad_mode"}
+    set_torch(changes)
+
+    def tell(model: Any, batch: Any) -> None:
+        raise RuntimeError(f"seen: {read_torch()!r}")
+
+    with (
+        pytest.raises(WorkloadError, match="seen: ") as caught,
+        opened(workload(ROWS, training=TrainingSide(train_step=tell))),
+    ):
+        pass
+    told = str(caught.value)
+    assert [name for name, value in changes.items() if f"{name!r}: {value!r}" not in told] == []
+
+
+def test_under_a_callers_autocast_each_step_sees_the_weights_of_the_one_before() -> None:
+    # GIVEN autocast that is on for good, as the process of the bursts has it, and keeps cast copies of weights until it ends
+    set_torch({"autocast.cpu": "bfloat16"})
+    model, losses = torch.nn.Linear(4, 2), list[float]()
+    batch = torch.rand(8, 4), torch.randint(0, 2, (8,))
+
+    def train_step(model: Any, batch: Any) -> Any:
+        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        losses.append(loss.item())
+        return loss
+
+    side = TrainingSide(model=model, train_step=train_step, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    step = build_step(side, batch)
+    for _ in range(4):
+        step.run(batch)
+    assert losses == sorted(set(losses), reverse=True)
+    assert len(losses) == 4

@@ -1,0 +1,163 @@
+"""Bursts and tuning on a real GPU; `sh studies/gpu/run.sh` runs these and the studies. Skipped where there is no CUDA.
+
+The logic is tested on any machine with a fake device (tests/bursts/test_device.py); here is what only a device can say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from autotune_loader import tune
+from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
+from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+
+PLAN = BurstPlan(max_s=0.5, min_s=0.2, relative_error=0.05, deadline_s=60.0)
+PINNED = LoaderConfig(num_workers=2, pin_memory=True)
+AHEAD = LoaderConfig(num_workers=2, pin_memory=True, device_prefetch=2)
+# About 10 ms on a GPU of 1 to 2 GHz.
+STEP_CYCLES = 15_000_000
+
+
+class Rows(Dataset):
+    def __init__(self, floats=16):
+        self.row = torch.arange(floats, dtype=torch.float32)
+
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, index):
+        return self.row
+
+
+class Pairs(Rows):
+    """Rows with a target each: the step of (x, y) is moved for."""
+
+    def __getitem__(self, index):
+        return self.row, self.row[:4]
+
+
+def slow_loss(output, target):
+    torch.cuda._sleep(STEP_CYCLES)
+    return (output - target).square().mean()
+
+
+def train(model, batch):
+    return model(batch.to("cuda", non_blocking=True)).square().mean()
+
+
+def on_gpu(dataset=None, **training):
+    side = TrainingSide(**{"device": "cuda", "train_step": train, **training})
+    return opened(workload(dataset or Rows(), 8, side))
+
+
+def test_a_burst_is_timed_by_the_device_and_knows_its_memory():
+    # GIVEN a step of which the host sees only the launch
+    with on_gpu(Pairs(), model=torch.nn.Linear(16, 4), train_step=None, loss_fn=slow_loss) as probe:
+        ceiling = probe.probe.step_ceiling(PLAN)
+        burst, ahead = (measured(probe.probe, config, PLAN) for config in (PINNED, AHEAD))
+    # THEN ceiling and burst have the device's time, and the burst the copy's, also where that runs ahead
+    assert burst.step_s == pytest.approx(ceiling.step_s, rel=0.2)
+    assert burst.step_s > 0.002
+    assert burst.gpu.copy_s < burst.step_s
+    assert ahead.gpu.copy_s > 0.0
+    assert burst.gpu.memory_bytes is not None
+    # THEN the device was at work for the share of its step in its cycle
+    assert burst.gpu.busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
+    assert all(t.requested <= t.received <= t.step_end for t in burst.traces)
+
+
+def test_the_ceiling_of_a_step_that_moves_its_batch_itself_has_no_copy_in_it():
+    # GIVEN batches of 32 MiB, which a step brings to the device and hardly uses
+    with on_gpu(Rows(1 << 20), train_step=lambda model, batch: batch.to("cuda").sum()) as probe:
+        ceiling, burst = probe.probe.step_ceiling(PLAN), measured(probe.probe, ALONE, PLAN)
+    # THEN the copy is in the step of its bursts and not measured apart; a loader that copies ahead could do without
+    assert ceiling.step_s < burst.step_s / 2
+    assert burst.gpu.copy_s is None
+
+
+def allocated_bytes():
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def test_a_parent_on_the_gpu_keeps_its_model_and_its_memory():
+    # GIVEN a parent whose model has trained on the GPU already
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, torch.ones(8, 1024, device="cuda")).backward()
+    optimizer.step()
+    weights, before = model.weight.detach().clone(), allocated_bytes()
+    # WHEN a burst trains it
+    with on_gpu(Rows(1024), model=model, optimizer=optimizer) as probe:
+        measured(probe.probe, ONE_WORKER, PLAN)
+    del probe
+    # THEN here nothing changed, and no copy is left
+    assert torch.equal(model.weight, weights)
+    assert allocated_bytes() == before
+
+
+def out_of_memory():
+    torch.empty(1 << 42, device="cuda")
+
+
+def failing_kernel():
+    """After it every CUDA call of the process fails."""
+    index = torch.full((4,), 99, device="cuda")
+    torch.zeros(4, device="cuda")[index].sum().item()
+
+
+@pytest.mark.parametrize(("trouble", "says"), [(out_of_memory, "smaller batch"), (failing_kernel, "side assert")])
+def test_trouble_on_the_device_costs_one_burst_and_its_process(trouble, says, tmp_path):
+    demand = tmp_path / "demand"
+
+    def step(model, batch):
+        if demand.exists():
+            trouble()
+        return train(model, batch)
+
+    with on_gpu(model=torch.nn.Linear(16, 4), train_step=step) as probe:
+        demand.touch()
+        with contextlib.suppress(WorkloadError):  # a kernel that fails is the step's own error
+            failure = probe.probe.burst(PINNED, PLAN)
+            assert isinstance(failure, Failure)
+            assert says in failure.message
+        demand.unlink()
+        measured(probe.probe, PINNED, PLAN)
+
+
+def test_a_compiled_model_in_half_precision_is_warm_before_the_first_burst():
+    def in_half(model, batch):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return train(model, batch)
+
+    model = torch.compile(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)))
+    # THEN none of the steps of a burst stands out as a compilation would
+    with on_gpu(model=model, train_step=in_half) as probe:
+        assert max(trace.step_s for trace in measured(probe.probe, ALONE, PLAN).traces) < 1.0
+
+
+def test_tune_searches_the_roads_to_the_device_and_makes_the_loader():
+    # GIVEN a parent that uses CUDA
+    model = torch.nn.Linear(16, 4).cuda()
+    # WHEN it tunes
+    options = {"search": "grid", "max_workers": 1, "max_trials": 8, "budget": 20, "progress": False}
+    result = tune(Rows(), model, train_step=train, batch_size=8, **options)
+    # THEN pinning and copying ahead were among the trials, and the GPU's memory is known
+    assert any(trial.config.pin_memory for trial in result.trials)
+    assert any(trial.config.device_prefetch for trial in result.trials)
+    assert result.gpu_memory_bytes is not None
+    # THEN the loader that it makes delivers
+    batch = next(iter(result.make_loader(Rows(), device="cuda")))
+    assert batch.shape == (8, 16)

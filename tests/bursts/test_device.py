@@ -1,0 +1,274 @@
+"""A burst and its step on a device that works behind the host, by the device's own time; the device is a fake on a clock."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autotune_loader.bursts.bench import warm_up
+from autotune_loader.bursts.failures import needs_new_process
+from autotune_loader.bursts.loop import Burst, Cached, Run, run_burst
+from autotune_loader.bursts.step import StepError, TrainingStep, build_step
+from autotune_loader.pipeline.prefetch import prefetched
+from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.twin import Twin
+from autotune_loader.twin.observation import Observation
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trace import MAIN_PROCESS
+from tests.support import FakeClock
+from tests.support.bursts import ONE_WORKER, QUICK
+
+PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
+
+
+class FakeTimeline:
+    """A `Timeline` whose marks are the moments at which the device will have done, in order, what it was given so far."""
+
+    def __init__(self, clock=time.monotonic, sleep=time.sleep, copy_s=0.0):
+        self.now, self.sleep, self.copy_s = clock, sleep, copy_s
+        self.busy_until = self.most_ahead_s = 0.0
+        self.peak, self.events = 0, []
+
+    def launch(self, seconds):
+        """Give the device so much work."""
+        self.busy_until = max(self.busy_until, self.now()) + seconds
+        self.most_ahead_s = max(self.most_ahead_s, self.busy_until - self.now())
+
+    def open(self):
+        self.events.append("open")
+        self.peak = 0
+
+    def mark(self):
+        return max(self.busy_until, self.now())
+
+    def passed(self, mark):
+        return mark if mark <= self.now() else None
+
+    def wait(self, mark):
+        self.sleep(max(0.0, mark - self.now()))
+
+    def synchronize(self):
+        self.events.append("synchronize")
+        self.wait(self.busy_until)
+
+    def make_lane(self):
+        return FakeLane(self)
+
+    def peak_bytes(self):
+        return self.peak
+
+
+class FakeLane:
+    """A lane of its own beside the device's work."""
+
+    def __init__(self, timeline):
+        self.timeline, self.busy_until, self.copies = timeline, 0.0, []
+
+    def open(self):
+        self.timeline.events.append("lane")
+
+    def send(self, batch):
+        begin = max(self.busy_until, self.timeline.now())
+        self.busy_until = begin + self.timeline.copy_s
+        self.copies.append((begin, self.busy_until))
+        return batch, self.busy_until
+
+    def receive(self, sent):
+        batch, there = sent
+        self.timeline.busy_until = max(self.timeline.busy_until, there)
+        return batch
+
+
+def step_on(timeline, step_s, copy_s=0.0, host_s=0.001, moves=True):
+    """The host spends `host_s` on handing a step over, the device `step_s` on doing it."""
+
+    def move(batch):
+        timeline.launch(copy_s)
+        return batch
+
+    def train(batch):
+        timeline.launch(step_s)
+        timeline.sleep(host_s)
+
+    return SimpleNamespace(move=move, train=train, moves=moves)
+
+
+def batches_of(clock, fetch_s, workers=1):
+    """Batches of four with their records: of a worker, which makes them whatever the loop does, or of the loop's process."""
+    whole = clock()
+    while True:
+        begun = whole if workers else clock()
+        whole = begun + fetch_s
+        clock.advance(max(0.0, whole - clock()))
+        yield "batch", (0 if workers else MAIN_PROCESS, begun, whole, whole, fetch_s, 4)
+
+
+def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1):
+    clock = FakeClock()
+    timeline = FakeTimeline(clock, clock.sleep, copy_s)
+    step = step_on(timeline, step_s, 0.0 if ahead else copy_s, host_s)
+    lane = FakeLane(timeline) if ahead else None
+    timeline.open()
+    run = Run(Burst(loader=None, step=step, plan=PLAN, workers=workers, timeline=timeline), clock(), lane=lane)
+    batches = batches_of(clock, fetch_s, workers)
+    batches = prefetched(batches, lane, ahead) if ahead else batches
+    run.deliver(batches)
+    while not run.knows_enough():
+        run.deliver(batches)
+    return run.measurement(), timeline
+
+
+ALONE_QUICKLY = {"fetch_s": 0.002, "step_s": 0.010, "host_s": 1e-4, "workers": 0}
+ALONE_SLOWLY = {"fetch_s": 0.010, "step_s": 0.004, "host_s": 1e-4, "workers": 0}
+
+
+@pytest.mark.parametrize(
+    ("times", "period_s", "wait_share"),
+    [
+        # a host that runs ahead of a busy device shows no waiting: only the copy keeps the device from its step
+        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.002}, 0.012, 2 / 12),
+        # a slow loader shows as waiting of the device
+        ({"fetch_s": 0.040, "step_s": 0.010}, 0.040, 0.75),
+        # a step that takes the host longer than the device takes the host's time
+        ({"fetch_s": 0.001, "step_s": 0.002, "host_s": 0.010}, 0.010, 0.0),
+        # copies ahead of the step are hidden behind it, and those that take longer bind
+        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.006, "ahead": 1}, 0.010, 0.0),
+        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.006, "ahead": 2}, 0.010, 0.0),
+        ({"fetch_s": 0.002, "step_s": 0.005, "copy_s": 0.020, "ahead": 2}, 0.020, 0.75),
+        # a step may be longer than the window, and the host far quicker
+        ({"fetch_s": 0.001, "step_s": 10.0}, 10.0, 0.0),
+        ({"fetch_s": 1e-4, "step_s": 0.1, "host_s": 1e-4}, 0.1, 0.0),
+        # what the loop's own process fetches while the device steps costs nothing: the slower of the two sets the rate
+        (ALONE_QUICKLY, 0.010, 0.0),
+        (ALONE_SLOWLY, 0.0101, 0.6),
+        ({**ALONE_QUICKLY, "ahead": 2}, 0.010, 0.0),
+        ({**ALONE_SLOWLY, "ahead": 2}, 0.0101, 0.6),
+    ],
+)
+def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
+    found, timeline = run_of(**times)
+    step_s = max(times["step_s"], times.get("host_s", 0.0))  # until both are through
+    assert found.samples_per_s.value == pytest.approx(4 / period_s, rel=0.02)
+    assert found.step_s == pytest.approx(step_s, rel=0.01)
+    assert found.wait_share == pytest.approx(wait_share, abs=0.03)
+    # what a copy takes is known also where it is hidden; it is no work, nor is waiting
+    assert found.gpu.copy_s == pytest.approx(times.get("copy_s", 0.0))
+    assert found.gpu.busy_share == pytest.approx(step_s / period_s, abs=0.03)
+    # the device is waited for at the edges of the window only, and never has more before it than keeps it busy
+    assert [event for event in timeline.events if event != "lane"] == ["open", "synchronize"]
+    for trace in found.traces:
+        assert trace.fetch_start <= trace.collate_end <= trace.received <= trace.step_end
+        assert times.get("workers", 1) or trace.requested <= trace.fetch_start
+
+
+def test_the_twin_expects_of_pinning_and_of_copying_ahead_what_they_bring():
+    # GIVEN copies of 12 ms, 3 ms from pinned memory, and a step of 10 ms
+    pageable, _ = run_of(fetch_s=0.002, step_s=0.010, copy_s=0.012)
+    pinned, _ = run_of(fetch_s=0.002, step_s=0.010, copy_s=0.003)
+    configs = [replace(ONE_WORKER, pin_memory=pin, device_prefetch=ahead) for pin in (False, True) for ahead in (0, 2)]
+
+    def periods_ms(*seen):
+        observations = [Observation.from_measurement(config, found) for config, found in seen]
+        twin = Twin.fit(observations, cores=16, step_s_by_threads={None: 0.010})
+        return [4e3 / prediction.samples_per_s.value for prediction in twin.predict_all(configs)]
+
+    # THEN of a pageable burst it knows what copying ahead hides, and expects that pinning is worth a try
+    assert periods_ms((ONE_WORKER, pageable)) == pytest.approx([22, 12, 16, 10], rel=0.1)
+    # THEN of a pinned burst it knows the rest
+    both = periods_ms((ONE_WORKER, pageable), (replace(ONE_WORKER, pin_memory=True), pinned))
+    assert both == pytest.approx([22, 12, 13, 10], rel=0.1)
+
+
+def burst_of(train, timeline, *, copies_ahead=0, moves=False, device="cpu", batch=None):
+    step = TrainingStep(train, "a step", torch.device(device), moves)
+    batch = torch.ones(4) if batch is None else batch
+    return Burst(
+        loader=lambda: Cached(batch, 4), step=step, plan=QUICK, device_prefetch=copies_ahead, timeline=timeline
+    )
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("copies_ahead", [0, 1])
+def test_what_runs_out_of_device_memory_is_a_failure_of_its_own_kind_and_needs_a_new_process(copies_ahead):
+    timeline = FakeTimeline()
+    lane = FakeLane(timeline)
+    lane.send, timeline.make_lane = out_of_memory, lambda: lane
+    train = (lambda batch: None) if copies_ahead else out_of_memory
+    failure = run_burst(burst_of(train, timeline, copies_ahead=copies_ahead))
+    assert failure.kind == "device_memory"
+    assert "smaller batch" in failure.message
+    assert needs_new_process(failure)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_copy_that_the_step_makes_itself_is_not_measured(copies):
+    timeline = FakeTimeline(copy_s=0.001)
+
+    def train(batch):
+        timeline.launch(0.002)
+
+    measured = run_burst(burst_of(train, timeline, moves=copies))
+    assert (measured.gpu.copy_s is not None) is copies
+
+
+@pytest.mark.parametrize(("step_s", "most_ahead_s"), [(0.3, 0.95), (0.001, 0.06)])
+def test_the_host_runs_ahead_by_time_and_not_by_steps(step_s, most_ahead_s):
+    # GIVEN a step of one launch, as of a captured graph
+    found, timeline = run_of(fetch_s=1e-4, step_s=step_s, host_s=1e-4)
+    # THEN no burst waits at its end for more than three steps, or 60 ms
+    assert timeline.most_ahead_s <= most_ahead_s
+    assert found.step_s == pytest.approx(step_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("moves", "lies"), [(True, "meta"), (False, "meta"), (False, "cpu")])
+def test_the_ceilings_batch_lies_on_the_device_beforehand_where_the_step_takes_it_there(moves, lies):
+    timeline, seen = FakeTimeline(), []
+
+    def train(batch):  # brings its batch to the device itself, unless that is done for it
+        if lies == "cpu" and batch.device.type != lies:
+            raise StepError("lengths must be on the host")
+        seen.append(batch)
+        timeline.launch(0.002)
+
+    run_burst(burst_of(train, timeline, moves=moves, device="meta"))
+    # THEN every step had the very same tensor: it was copied once, outside the window
+    assert {id(batch) for batch in seen} == {id(seen[0])}
+    assert seen[0].device.type == lies
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"),
+    [
+        ([5.0, 0.5, 0.2, 0.01, 0.01, 0.01], 5),  # compiled, compiled again, a graph recorded, settled
+        ([0.2, 0.01, 0.01], 3),  # cuDNN chose its algorithms
+        ([2.0, 2.0, 2.0], 2),  # slow by nature: waiting longer tells nothing
+        ([30.0, 0.01, 0.01], 3),  # the first, however long, says nothing of the next
+        ([0.1 * 2**-i for i in range(20)], 10),  # never settles
+    ],
+)
+def test_the_step_is_warmed_up_until_it_has_settled(seconds, steps):
+    clock, left = FakeClock(), iter(seconds)
+    timeline = FakeTimeline(clock, clock.sleep)
+    step = TrainingStep(lambda batch: timeline.launch(next(left)), "a step", torch.device("cpu"))
+    warm_up(step, torch.ones(1), timeline)
+    assert len(list(left)) == len(seconds) - steps
+
+
+def test_an_optimizer_with_a_state_follows_its_model_to_the_device():
+    # GIVEN a model that lies on a device, and its optimizer, whose state came from the host
+    model = torch.nn.Linear(2, 1, device="meta")
+    optimizer = torch.optim.Adam(model.parameters())
+    momenta = {name: torch.zeros(1, 2) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[model.weight] = {**momenta, "step": torch.tensor(3.0)}
+    build_step(TrainingSide(model=model, optimizer=optimizer, device="meta"), torch.ones(1, 2))
+    # THEN the momenta are there; the step count, which torch keeps on the host, is not
+    (state, *_) = optimizer.state.values()
+    assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")

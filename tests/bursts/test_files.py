@@ -1,0 +1,297 @@
+"""A burst changes no file of the user's: what would is refused, ends the run, and is named with what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from autotune_loader.bursts import files, parent
+from autotune_loader.bursts.files import refused_path
+from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.values.errors import WorkloadError
+from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, measured, opened, workload
+
+ROWS = [torch.rand(4) for _ in range(64)]
+LEAVE_OUT = "and bursts change no file of yours: leave saving and logging out of the step"
+FILL = "and bursts change no file of yours: fill the cache first"
+
+
+def save(path: Path, _: Any = None) -> None:
+    torch.save({"weights": torch.zeros(2)}, str(path))
+
+
+def append(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("row\n")
+
+
+def by_descriptor(path: Path) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "torch.save": save,
+    "append": append,
+    "os.open": by_descriptor,
+    "unlink": Path.unlink,
+    "replace": lambda path: path.with_name("other").replace(path),
+    "mkdir": lambda path: path.with_name("folder").mkdir(),
+    "numpy": lambda path: torch.zeros(3).numpy().tofile(path),
+    "rename": lambda path: path.rename(path.with_name("older")),
+    "to scratch": lambda path: path.rename(Path(tempfile.gettempdir(), "last.pt")),
+}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a training before, which is the working directory's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "last.pt").write_text("mine")
+    (tmp_path / "runs" / "other").write_text("mine too")
+    return tmp_path / "runs"
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_that_changes_files_ends_the_run_and_is_told_what_to_leave_out(change: str, runs: Path) -> None:
+    before, act, path = contents(runs), CHANGES[change], runs / "last.pt"
+    step = TrainingSide(train_step=lambda model, batch: act(path))
+    # WHEN a probe of such a step is opened THEN it is refused in the words of the user's own script
+    with (
+        pytest.raises(WorkloadError, match=rf"train_step writes runs/\w[\w.]+, {LEAVE_OUT}"),
+        opened(workload(ROWS, training=step)),
+    ):
+        pass
+    assert contents(runs) == before
+    assert sorted(path.name for path in runs.iterdir()) == sorted(before)
+
+
+@pytest.mark.process
+def test_a_step_that_saves_every_100_steps_ends_the_run_too(runs: Path) -> None:
+    done = {"steps": 0}
+
+    def step(model: Any, batch: Any) -> None:
+        done["steps"] += 1
+        if done["steps"] % 100 == 0:
+            save(runs / "last.pt")
+
+    def go_on(probe: Any) -> None:
+        for _ in range(20):
+            measured(probe)
+
+    says = pytest.raises(WorkloadError, match=rf"train_step writes runs/last\.pt, {LEAVE_OUT}")
+    with opened(workload(ROWS, training=TrainingSide(train_step=step))) as probe, says:
+        go_on(probe.probe)
+    assert contents(runs)["last.pt"] == "mine"
+
+
+class Filling(Dataset[torch.Tensor]):
+    """Makes a sample's file where it is not there yet, from the index `first` on."""
+
+    def __init__(self, folder: Path, first: int = 0) -> None:
+        self.folder, self.first = folder, first
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self.first:
+            (self.folder / f"{index}.bin").write_bytes(bytes(8))
+        return torch.zeros(2)
+
+
+class FillingStream(IterableDataset[torch.Tensor]):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __iter__(self) -> Any:
+        for number in range(64):
+            if number == 40:
+                save(self.folder / "40.pt")
+            yield torch.zeros(2)
+
+
+def collate_and_save(samples: list[torch.Tensor]) -> torch.Tensor:
+    save(Path("runs", "batch.pt"))
+    return torch.stack(samples)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("make", "parts", "says"),
+    [
+        (Filling, {"sampler": range(3, 64)}, r"sample 3 writes runs/3\.bin"),
+        (lambda folder: Filling(folder, 20), {"sampler": range(64)}, r"sample \d+ writes runs/\d+\.bin"),
+        (lambda folder: ROWS, {"collate_fn": collate_and_save}, r"collate_fn of samples \d+.* writes runs/batch\.pt"),
+        (FillingStream, {}, r"the sample after 40 of a process's stream writes runs/40\.pt"),
+    ],
+    ids=["first", "later", "collate", "stream"],
+)
+@pytest.mark.parametrize("config", [ALONE, TWO_WORKERS], ids=["alone", "workers"])
+def test_a_dataset_that_fills_a_cache_is_told_to_fill_it_first(
+    make: Callable[[Path], Any], parts: dict[str, Any], says: str, config: Any, runs: Path
+) -> None:
+    # WHEN it is read, without workers or in them THEN the run ends with the sample and its file
+    with pytest.raises(WorkloadError, match=rf"{says}, {FILL}"), opened(workload(make(runs), **parts)) as probe:
+        measured(probe.probe, config)
+    assert sorted(contents(runs)) == ["last.pt", "other"]
+
+
+class Locked(Filling):
+    """Cannot be pickled, so that it is read in a fork; it has a log open."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        super().__init__(folder, first)
+        self.lock = threading.Lock()
+        self.log = (folder / "log").open("w")
+
+    def close(self) -> None:
+        self.log.close()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        print(index, file=self.log, flush=True)
+        return super().__getitem__(index)
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_in_a_fork_files_are_as_safe_and_what_is_open_is_written_nowhere(runs: Path) -> None:
+    fine, filling = Locked(runs, 64), Locked(runs, 3)
+    with opened(workload(fine)) as probe:
+        measured(probe.probe, ONE_WORKER)
+        measured(probe.probe)
+    assert "in forks of this process" in " ".join(probe.notes)
+    with pytest.raises(WorkloadError, match=rf"sample \d+ writes runs/\d+\.bin, {FILL}"), opened(workload(filling)):
+        pass
+    fine.close()
+    filling.close()
+    assert sorted(contents(runs)) == ["last.pt", "log", "other"]
+    assert contents(runs)["log"] == ""
+
+
+@pytest.mark.process
+def test_scratch_caches_and_a_tracker_that_is_off_are_no_trouble(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(runs / "cache"))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    (runs / "cache").mkdir()
+
+    def step(model: Any, batch: Any) -> None:
+        save(Path(tempfile.gettempdir(), "mine.pt"))
+        (runs / "cache" / "weights").write_text("downloaded")
+        assert os.environ["WANDB_MODE"] == "disabled"
+        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).name.startswith("torchinductor")
+
+    with opened(workload(ROWS, training=TrainingSide(train_step=step))) as probe:
+        measured(probe.probe)
+    assert (runs / "cache" / "weights").read_text() == "downloaded"
+    assert not Path(tempfile.gettempdir(), "mine.pt").exists()
+
+
+WITHOUT_LANDLOCK = """
+import os, sys
+sys.path.insert(0, {root!r})
+from autotune_loader.machine import elsewhere
+elsewhere.LANDLOCK_CREATE = 100_000
+from autotune_loader.bursts import files
+print(files.confine() == [files.NOT_HELD])
+import torch
+for change in {changes!r}:
+    try:
+        exec(change)
+        print("done", change)
+    except PermissionError as error:
+        print("refused", files.refused_path(error))
+"""
+
+
+@pytest.mark.process
+def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(runs: Path) -> None:
+    changes = [
+        "open('runs/last.pt', 'w')",
+        "torch.save({}, 'runs/last.pt')",
+        "os.remove('runs/last.pt')",
+        "os.rename('runs/last.pt', 'runs/older')",
+        "torch.save({}, os.environ['TMPDIR'] + '/fine')",
+        "open('runs/last.pt').read()",
+        "os.mkdir('runs/more')",
+    ]
+    root = str(Path(files.__file__).parents[2])
+    (runs.parent / "scratch").mkdir()
+    script = WITHOUT_LANDLOCK.format(root=root, changes=changes)
+    environ = {**os.environ, "TMPDIR": str(runs.parent / "scratch")}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=True)
+    first, *others = ran.stdout.splitlines()
+    assert first == "True"
+    assert [line.split()[0] for line in others] == ["refused"] * 4 + ["done"] * 2 + ["refused"]
+    assert others[1] == "refused runs/last.pt"
+    assert contents(runs)["last.pt"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("error", "path"),
+    [
+        (PermissionError(13, "Permission denied", "{runs}/a.csv"), "runs/a.csv"),
+        (OSError(18, "Invalid cross-device link", "{runs}/last.pt"), "runs/last.pt"),
+        (RuntimeError("File runs/last.pt cannot be opened."), "runs/last.pt"),
+        # h5py, OpenCV, and what a worker's exception has left of it
+        (OSError("Unable to create file (unable to open file: name = 'runs/x.h5', errno = 13)"), "runs/x.h5"),
+        (RuntimeError('imwrite: can\'t be opened: "runs/x.png"'), "runs/x.png"),
+        (PermissionError("Caught PermissionError in DataLoader\n  [Errno 13] Permission denied: 'runs/x'"), "runs/x"),
+        # none of ours: a folder that is not writable, a file that is missing, scratch, a plain error
+        (PermissionError(13, "Permission denied", "/nowhere/a.csv"), None),
+        (FileNotFoundError(2, "No such file or directory", "{runs}/b.csv"), None),
+        (PermissionError(13, "Permission denied", "{scratch}/c"), None),
+        (ValueError("File runs/last.pt is broken"), None),
+    ],
+)
+def test_a_refused_write_is_told_from_other_errors(
+    error: Exception, path: str | None, runs: Path, tmp_path: Path
+) -> None:
+    if isinstance(error, OSError) and error.filename:
+        error = type(error)(error.errno, error.strerror, error.filename.format(runs=runs, scratch=tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    wrapped = RuntimeError("the step failed")
+    wrapped.__cause__ = error
+    assert refused_path(error, [str(tmp_path / "scratch")]) == path
+    assert refused_path(wrapped, [str(tmp_path / "scratch")]) == path
+
+
+def test_the_compilers_cache_is_the_callers_and_made_only_by_who_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache() -> str:
+        return files.environment(str(tmp_path / "scratch"))["TORCHINDUCTOR_CACHE_DIR"]
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(files.sys, "modules", {})
+    assert cache() == str(tmp_path / "scratch" / "torchinductor")
+    monkeypatch.setattr(files.sys, "modules", {"torch._dynamo": object()})
+    assert Path(cache()).parent == tmp_path
+    assert Path(cache()).is_dir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert cache() == "/elsewhere"
+
+
+@pytest.mark.process
+def test_the_process_is_confined_before_torch_and_the_users_classes_are_imported() -> None:
+    steps = [step.strip() for step in parent.RUN.split(";")]
+    assert steps.index("notes = confine()") < next(i for i, step in enumerate(steps) if "bursts.child" in step)
+    code = "import sys; import autotune_loader.bursts.files; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"

@@ -1,0 +1,125 @@
+"""A value in a file without a name: every byte once, nothing of the user's changed, nothing left."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+
+from autotune_loader.bursts.packing import Archive, TooLargeError, is_importable, part_at_fault, read_archive
+from autotune_loader.pipeline.workload import TrainingSide
+from tests.support.bursts import workload
+
+MIB = 1 << 20
+
+
+def written(value, max_bytes=256 * MIB):
+    archive = Archive()
+    archive.write(value, max_bytes)
+    return archive
+
+
+def travelled(value):
+    archive = written(value)
+    return read_archive(archive.fd)
+
+
+def test_memory_that_tensors_share_is_in_the_file_once():
+    rows = torch.rand(1000, 4096)
+    values = list(rows)
+    archive = written(values)
+
+    assert os.fstat(archive.fd).st_size < rows.nbytes + MIB
+    assert all(
+        np.array_equal(a, b) and type(a) is type(b) for a, b in zip(values, read_archive(archive.fd), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        torch.zeros(0),
+        torch.rand(30, 30).T,
+        torch.ones(9, 9, dtype=torch.bfloat16)[::2],
+        torch.nn.Parameter(torch.rand(99)),
+        torch.rand(99, requires_grad=True),
+        torch.rand(99, dtype=torch.complex64).conj(),
+        torch.rand(9, 9).to_sparse(),
+    ],
+)
+def test_unusual_tensors_travel(held):
+    with torch.device("cpu" if held.is_sparse else "meta"):  # a default of the caller's, such as "cuda"
+        back = travelled(held)
+
+    assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
+    for name in ("dtype", "requires_grad", "layout", "__class__"):
+        assert getattr(back, name) == getattr(held, name)
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000), st.booleans()), min_size=1, max_size=20)
+)
+def test_any_slices_come_back_as_they_were(slices):
+    memory = np.arange(6000, dtype=np.int16)
+    values = [
+        torch.from_numpy(memory)[begin : begin + size] if is_tensor else memory[begin : begin + size]
+        for begin, size, is_tensor in slices
+    ]
+
+    assert all(np.array_equal(a, b) for a, b in zip(values, travelled(values), strict=True))
+
+
+def test_what_is_a_map_of_a_file_is_named_and_the_file_is_safe(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.arange(MIB, dtype=np.int64).tofile(path)
+    tokens = np.memmap(path, dtype=np.int64, mode="r+")
+
+    archive = written([tokens, tokens[1000:2000]])
+
+    assert os.fstat(archive.fd).st_size < MIB // 8
+    whole, part = read_archive(archive.fd)
+    assert np.array_equal(whole, tokens)
+    assert np.array_equal(part, tokens[1000:2000])
+    whole[0] = 7
+    assert np.fromfile(path, dtype=np.int64)[0] == 0
+
+
+@pytest.mark.parametrize("held", [torch.zeros(MIB), np.zeros(MIB), b"x" * 2 * MIB, ["word"] * MIB])
+def test_what_is_too_large_is_refused_with_its_limit(held):
+    with pytest.raises(TooLargeError, match="larger than 1 MiB"):
+        written(held, MIB)
+
+
+def test_the_attribute_that_cannot_be_pickled_is_named():
+    class Held:
+        def __init__(self):
+            self.fine, self.parts = 1, {"lock": threading.Lock()}
+
+        def __len__(self):
+            return 8
+
+    what = workload([torch.zeros(2)] * 8)
+    assert part_at_fault(workload(Held())) == "dataset.parts.lock"
+    lock = threading.Lock()
+    step = TrainingSide(train_step=lambda model, batch: lock)
+    assert part_at_fault(workload([torch.zeros(2)] * 8, training=step)) == "train_step.lock"
+    assert part_at_fault(what) == "the workload"
+
+
+def test_a_module_that_was_loaded_by_its_path_is_not_importable(tmp_path):
+    path = tmp_path / "plugin_x.py"
+    path.write_text("class Batch: pass")
+    spec = importlib.util.spec_from_file_location("plugin_x", path)
+    sys.modules["plugin_x"] = importlib.util.module_from_spec(spec)
+    names = ["plugin_x", "json", "torch.nn", "sys", "no_such_module", "no_such.module"]
+    try:
+        assert [is_importable(name) for name in names] == [False, True, True, True, False, False]
+    finally:
+        del sys.modules["plugin_x"]
