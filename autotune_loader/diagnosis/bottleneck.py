@@ -61,7 +61,7 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.TOO_SHORT
     if wait is None:
         return Bottleneck.NO_STEP
-    if evidence.loader_share < LITTLE_GAIN:
+    if evidence.loader_share < LITTLE_GAIN and wait >= HARDLY_WAITS:
         return Bottleneck.LITTLE
     if evidence.start_share > LONG_START:
         return Bottleneck.START_UP

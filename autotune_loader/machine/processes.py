@@ -52,6 +52,17 @@ def tree_use(members: Iterable[int], root: Path = PROC) -> TreeUse | None:
     )
 
 
+def queued_s(task: str, root: Path = PROC) -> float:
+    """Seconds in which a thread was ready to run and waited for a core; `task` is a process, its main thread, or `thread-self`.
+
+    `schedstat`: `run queued slices`, in nanoseconds. 0 where the kernel does not tell, or it is gone.
+    """
+    try:
+        return int((root / task / "schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 def process_use(folder: Path) -> TreeUse | None:
     """What one process has used, by its folder in `/proc`; None when it is gone.
 
