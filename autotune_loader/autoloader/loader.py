@@ -245,9 +245,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
         site, own, this = self._site, self.on_change, weakref.ref(self)
 
         def settled(event: Event) -> None:
-            if (loader := this()) is not None and event.kind == "settled":
+            if (loader := this()) is not None and event.kind != "refused":
                 _learnt.keep(site, loader, event.config)
-            if own is not None:
+            if own is not None and event.kind == "settled":
                 own(event)
 
         return settled

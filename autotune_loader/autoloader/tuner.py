@@ -61,7 +61,8 @@ log = logging.getLogger("autotune_loader.autoloader")
 class Event:
     """What happened, for a logger."""
 
-    kind: Literal["settled", "refused"]
+    kind: Literal["tried", "settled", "refused"]
+    """Found faster at first sight; chosen by pairs; given up."""
     seconds: float
     """Of training before."""
     batch: int
@@ -249,6 +250,7 @@ class Tuner:
                 break
         if candidate is None or candidate.samples_per_s <= asked.samples_per_s:
             return False
+        self._tell("tried", candidate.config)
         gain = yield from self._paired(candidate, asked)
         if gain is None or gain.low <= 1:
             return False
@@ -358,11 +360,13 @@ class Tuner:
     def _with(self, workers: int) -> LoaderConfig:
         return self.asked.with_workers(workers, self._depth(workers) if workers else None)
 
-    def _tell(self, kind: Literal["settled", "refused"]) -> None:
+    def _tell(self, kind: Literal["tried", "settled", "refused"], config: LoaderConfig | None = None) -> None:
         seconds = self._log.totals.active_s
         if kind == "settled":
             log.info("settled on %s after %.0f s of training", self.best, seconds)
-        self._on_change(Event(kind=kind, seconds=seconds, batch=self._log.end, config=self.best, gain=self.gain))
+        self._on_change(
+            Event(kind=kind, seconds=seconds, batch=self._log.end, config=config or self.best, gain=self.gain)
+        )
 
 
 def _is_of(row: BatchTrace, config: LoaderConfig) -> bool:

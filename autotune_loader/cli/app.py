@@ -34,21 +34,12 @@ def cli() -> None:
 
     \b
     Examples:
-<<<<<<< HEAD
-      autotune-loader watch train.py --epochs 3   what the loaders of your script cost it
-      autotune-loader run --workers train.py      tune them while it trains
-      autotune-loader tune train.py:make_loader   tune a loader before the training
-      autotune-loader show loader.json            what was found, and whether it fits this machine
-      autotune-loader doctor                      what this machine allows, fit for a bug report
-      autotune-loader demo                        a real training job in small, start to finish
-=======
       autotune-loader watch train.py --epochs 3   what its loaders cost
-      autotune-loader run train.py --epochs 3     tune them while it trains
+      autotune-loader run --workers train.py      tune them while it trains
       autotune-loader tune train.py:make_loader   tune before the training
       autotune-loader show loader.json            what was found
       autotune-loader doctor                      what this machine allows
       autotune-loader demo                        a small real job
->>>>>>> main
 
     \b
     Exit codes:

@@ -115,7 +115,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         taken = {trial.config.key() for trial in belief.trials} | {config.key() for config in elsewhere}
         limit = belief.most_workers
         # A study of another sampler is only watched: what that one never proposes must not keep it going.
-        for config in self.first if study.sampler is self else ():
+        first: Sequence[LoaderConfig] = self.first if study.sampler is self else ()
+        for config in first:
             if config.key() not in taken and (limit is None or config.num_workers <= limit):
                 return config
         self.stop_reason = StopReason.CEILING if self._is_at_ceiling(belief.trials) else StopReason.SAFE

@@ -28,6 +28,7 @@ from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import tuner
 from autotune_loader.autoloader.comparison import difference, is_due, watching_files
 from autotune_loader.autoloader.parts import Parts, Undo
+from tests.support.schedules import FixedLoader
 
 pytestmark = pytest.mark.process
 
@@ -257,16 +258,18 @@ def test_what_the_training_changes_between_epochs_workers_see(workers: int | Non
 
 def test_what_the_training_changes_in_mid_epoch_the_loop_sees_at_once() -> None:
     data, seen = Labelled(), list[tuple[int, set[int]]]()
-    loader = AutoLoader(data, batch_size=BATCH, max_workers=3)
-    for epoch in range(8):
+    loader = FixedLoader(data, batch_size=BATCH)
+    for epoch in range(4):
+        loader.change_to(LoaderConfig(num_workers=2))
         for number, batch in enumerate(loader):
             seen.append((data.labels[0], set(batch[:, 1].tolist())))
             if number == 40:
                 data.labels[:] += 1 + epoch
 
     assert all(labels == {wanted} for wanted, labels in seen)
-    assert loader.kept is not None
-    assert loader.kept.kind == "training_changes"
+    assert any(row.worker >= 0 for row in loader.log.rows)
+    assert loader._state.kept is not None
+    assert loader._state.kept.kind == "training_changes"
 
 
 class Listening:
