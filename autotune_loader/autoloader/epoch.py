@@ -37,7 +37,7 @@ PATIENCE_S, PATIENCE_FETCHES = 10.0, 20.0
 """Workers that nobody asked for are given up after the longer of these."""
 
 
-UNWATCHED = GATE_BATCHES - WATCHED
+UNWATCHED = GATE_BATCHES // 2 - WATCHED
 """Batches of the loop before some are watched: short loops are left alone."""
 
 

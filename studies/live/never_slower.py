@@ -1,4 +1,4 @@
-"""Is a short script ever slower with AutoLoader, or under `run`, than with DataLoader? Each job in a process, in turns.
+"""Is a short script ever slower with AutoLoader, or under `run`, than with DataLoader? One process for each, in turns.
 
     python -m studies.live.never_slower                    # ten jobs, with 0 and with 2 workers asked; about 20 minutes
     python -m studies.live.never_slower waits text --rounds 1
@@ -117,8 +117,8 @@ def rows_of(names: list[str], rounds: int) -> Iterator[str]:
             plain, auto, run = (statistics.median(found[how]) for how in ("plain", "auto", "run"))
             bar = WAITING * plain if name == "waits" and not workers else MOST * plain + MORE_S
             verdict = "yes" if max(auto, run) <= bar else "NO"
-            ratios = f"{auto / plain:.2f} | {run / plain:.2f}"
-            yield f"| {name} | {workers} | {plain:.2f} | {auto:.2f} | {run:.2f} | {ratios} | {verdict} |"
+            took = f"{plain:.2f} | {auto:.2f} | {run:.2f} | {auto / plain:.2f} | {run / plain:.2f}"
+            yield f"| {name} | {workers} | {took} | {verdict} |"
 
 
 def main() -> int:
