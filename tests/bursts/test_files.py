@@ -35,19 +35,10 @@ def append(path: Path) -> None:
         file.write("row\n")
 
 
-def by_descriptor(path: Path) -> None:
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
-
-
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "torch.save": save,
     "append": append,
-    "os.open": by_descriptor,
     "unlink": Path.unlink,
-    "replace": lambda path: path.with_name("other").replace(path),
-    "mkdir": lambda path: path.with_name("folder").mkdir(),
-    "numpy": lambda path: torch.zeros(3).numpy().tofile(path),
-    "rename": lambda path: path.rename(path.with_name("older")),
     "to scratch": lambda path: path.rename(Path(tempfile.gettempdir(), "last.pt")),
 }
 
