@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
-    from autotune_loader.live.loader import AutoLoader
+    from autotune_loader.autoloader.loader import AutoLoader
     from autotune_loader.pipeline.prefetch import DevicePrefetcher
     from autotune_loader.results.comparison import Comparison
     from autotune_loader.results.file import load_config
     from autotune_loader.results.result import TuningResult
-    from autotune_loader.scripts.enabling import enable
     from autotune_loader.tuning.compare import compare
     from autotune_loader.tuning.tune import tune
     from autotune_loader.values.config import LoaderConfig
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         TunerError,
         WorkloadError,
     )
+    from autotune_loader.watch.enabling import enable
 
 __all__ = [
     "AutoLoader",
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoLoader": "live.loader",
+    "AutoLoader": "autoloader.loader",
     "Comparison": "results.comparison",
     "ConfigFileError": "values.errors",
     "DevicePrefetcher": "pipeline.prefetch",
@@ -69,7 +69,7 @@ _HOMES = {
     "TuningResult": "results.result",
     "WorkloadError": "values.errors",
     "compare": "tuning.compare",
-    "enable": "scripts.enabling",
+    "enable": "watch.enabling",
     "load_config": "results.file",
     "load_ipython_extension": "integrations.ipython",
     "tune": "tuning.tune",

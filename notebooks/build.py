@@ -174,7 +174,8 @@ INSPECT = (
     CODE(
         "def objective(trial):\n"
         '    workers = trial.suggest_int("num_workers", 0, 64)\n'
-        '    trial.suggest_int("prefetch_factor", 1, 8, log=True)\n'
+        "    if workers:\n"
+        '        trial.suggest_int("prefetch_factor", 1, 8, log=True)\n'
         "    return 1000 * min(1 + workers, 9)\n\n\n"
         "optuna.logging.set_verbosity(optuna.logging.WARNING)\n"
         "sampler = TwinSampler()\n"

@@ -55,8 +55,8 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     folder = tmp_path_factory.mktemp("autotune-cache")
     with pytest.MonkeyPatch.context() as patch:  # its own one: a test may undo the fixture's
         patch.setenv("AUTOTUNE_LOADER_CACHE", str(folder))
-        if (rebuilt := sys.modules.get("autotune_loader.live.rebuilt")) is not None:
-            rebuilt._left.clear()
+        if (loader := sys.modules.get("autotune_loader.autoloader.loader")) is not None:
+            loader._learnt._known.clear()
         yield folder
 
 

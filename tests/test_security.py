@@ -31,8 +31,8 @@ PACKAGE = ROOT / "autotune_loader"
 UNPICKLING = {
     "bursts/packing.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
-    "live/shadow.py": {"loads"},  # between the loop and workers that it has forked
-    "scripts/launch.py": {"compile", "exec"},  # the script that the user asked to be run
+    "autoloader/transport.py": {"loads"},  # between the loop and workers that it has forked
+    "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}
 

@@ -13,9 +13,9 @@ import click
 
 from autotune_loader import TunerError, __version__
 from autotune_loader.cli.doctor import doctor_command
-from autotune_loader.cli.scripts import Launch, run_command, watch_command
 from autotune_loader.cli.show import show_command
 from autotune_loader.cli.tune import demo_command, tune_command
+from autotune_loader.cli.watch import Launch, run_command, watch_command
 
 NAME = "autotune-loader"
 """Of the command, as pyproject.toml installs it; `python -m autotune_loader` has the same name."""
@@ -34,12 +34,12 @@ def cli() -> None:
 
     \b
     Examples:
-      autotune-loader watch train.py --epochs 3   what the loaders of your script cost it
-      autotune-loader run train.py --epochs 3     tune them while it trains
-      autotune-loader tune train.py:make_loader   tune a loader before the training
-      autotune-loader show loader.json            what was found, and whether it fits this machine
-      autotune-loader doctor                      what this machine allows, fit for a bug report
-      autotune-loader demo                        a real training job in small, start to finish
+      autotune-loader watch train.py --epochs 3   what its loaders cost
+      autotune-loader run --workers train.py      tune them while it trains
+      autotune-loader tune train.py:make_loader   tune before the training
+      autotune-loader show loader.json            what was found
+      autotune-loader doctor                      what this machine allows
+      autotune-loader demo                        a small real job
 
     \b
     Exit codes:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     returned = _parsed(list(sys.argv[1:] if arguments is None else arguments))
     if not isinstance(returned, Launch):
         return returned
-    from autotune_loader.scripts.launch import launch
+    from autotune_loader.watch.launch import launch
 
     launch(returned.plan, returned.target, returned.arguments, is_module=returned.is_module)
     return FINE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +47,9 @@ def examination(machine: Any) -> str:
     """What doctor prints: a line for each limit, and below a low one what to do."""
     lines, low = [], []
     for name, text, fix in _checks(machine):
-        lines += [f"{'LOW' if fix else '':4}{name + ':':15}{text}", *([f"{'':19}to raise it: {fix}"] if fix else [])]
+        told = [f"{'LOW' if fix else '':4}{name + ':':15}{text}", *([f"{'':19}to raise it: {fix}"] if fix else [])]
+        fill = {"width": 80, "subsequent_indent": " " * 19, "break_long_words": False, "break_on_hyphens": False}
+        lines += [textwrap.fill(line, **fill) for line in told]  # type: ignore[arg-type]
         low += [name] if fix else []
     return "\n".join([*lines, "", f"Too low: {', '.join(low)}." if low else "No limit is too low."])
 

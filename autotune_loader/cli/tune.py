@@ -38,7 +38,7 @@ def tune_command(factory: str, as_json: bool, quiet: bool, storage: str | None, 
     \b
     Examples:
       autotune-loader tune train.py:make_loader
-      autotune-loader tune project.data:make --budget 3m --max-workers 16 --allow in_order
+      autotune-loader tune project.data:make --budget 3m --max-workers 16
       autotune-loader tune train.py:make_loader --json | jq .dataloader_kwargs
     """  # noqa: D301 - click's mark is the character itself
     from autotune_loader.cli.factories import load_workload

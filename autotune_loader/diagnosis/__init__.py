@@ -18,6 +18,7 @@ from autotune_loader.diagnosis.tables import (
     Kept,
     Undecided,
 )
+from autotune_loader.results.record import Finding
 
 __all__ = [
     "Advice",
@@ -27,6 +28,7 @@ __all__ = [
     "Diagnosis",
     "Ended",
     "Evidence",
+    "Finding",
     "Kept",
     "Undecided",
     "diagnose",

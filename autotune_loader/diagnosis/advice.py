@@ -48,20 +48,10 @@ Rule = Callable[[Evidence], Iterator[Finding]]
 
 def advise(evidence: Evidence, bottleneck: Finding) -> tuple[Finding, ...]:
     """Concrete next steps: what the bottleneck calls for first, then what else the measurements show."""
-    rules = (*RULES.get(bottleneck.kind, ()), *(ALWAYS if bottleneck.kind in _OF_LOADER else ()))
+    if bottleneck.kind in PLAIN:
+        return (PLAIN[bottleneck.kind](),)
+    rules = (*RULES[bottleneck.kind], *ALWAYS) if bottleneck.kind in RULES else ()
     return tuple(dict.fromkeys(advice for rule in rules for advice in rule(evidence)))
-
-
-def _leave_it(_: Evidence) -> Iterator[Finding]:
-    yield Advice.LEAVE_IT()
-
-
-def _keep_iterator(_: Evidence) -> Iterator[Finding]:
-    yield Advice.KEEP_ITERATOR()
-
-
-def _step(_: Evidence) -> Iterator[Finding]:
-    yield Advice.SPEED_UP_STEP()
 
 
 def _cheaper_fetching(evidence: Evidence) -> Iterator[Finding]:
@@ -119,7 +109,7 @@ def _larger_reads(evidence: Evidence) -> Iterator[Finding]:
     if longest is not None and longest.waited_s:
         whole_s = sum(each.waited_s for each in evidence.stages)
         line = Fact.STAGE_WAITS(stage=longest.stage, share=longest.waited_s / whole_s, where=longest.where)
-    gain = _gain_without(evidence, fetch.fetch_s - fetch.cpu_s, fetch.fetch_s)
+    gain = _gain_without(evidence, (fetch.fetch_s or 0.0) - (fetch.fetch_cpu_s or 0.0), fetch.fetch_s or 0.0)
     most = None if gain is None else Fact.LESS_OF_IT(gain=gain)
     yield all_of(Advice.LARGER_READS(wait=waits), line, most, gain=gain)
 
@@ -199,27 +189,20 @@ def _gain_without(evidence: Evidence, saved_s: float, of_s: float) -> float | No
     return gain if gain >= WORTH_S_TIME else None
 
 
+PLAIN = {
+    Bottleneck.STEP.kind: Advice.SPEED_UP_STEP,
+    Bottleneck.LITTLE.kind: Advice.LEAVE_IT,
+    Bottleneck.NO_STEP.kind: Advice.KEEP_ITERATOR,
+}
+"""Bottlenecks that say it all."""
 RULES: dict[str, tuple[Rule, ...]] = {
-    Bottleneck.STEP.kind: (_step,),
     Bottleneck.CPU.kind: (_cheaper_fetching, _more_cores, _step_threads),
     Bottleneck.STORAGE.kind: (_more_workers, _larger_reads),
     Bottleneck.HAND_OVER.kind: (_less_to_hand_over,),
     Bottleneck.MEMORY.kind: (_more_memory,),
     Bottleneck.START_UP.kind: (_keep_workers,),
-    Bottleneck.LITTLE.kind: (_leave_it,),
-    Bottleneck.NO_STEP.kind: (_keep_iterator,),
+    Bottleneck.IN_MEMORY.kind: (),
 }
-"""What a bottleneck calls for, in this order."""
+"""What other bottlenecks call for, in this order."""
 ALWAYS: tuple[Rule, ...] = (_batched_fetch, _one_thread_workers, _out_of_order)
 """What may be said of any loader that limits."""
-_OF_LOADER = {
-    each.kind
-    for each in (
-        Bottleneck.CPU,
-        Bottleneck.STORAGE,
-        Bottleneck.HAND_OVER,
-        Bottleneck.MEMORY,
-        Bottleneck.START_UP,
-        Bottleneck.IN_MEMORY,
-    )
-}

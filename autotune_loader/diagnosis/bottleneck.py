@@ -1,18 +1,7 @@
 """What limits the rate of a loader, with the figures that show it.
 
-The first row that holds is the answer. Each rests on a clock or a count; where two of them disagree, or nothing shows it, the
-answer is UNCLEAR, with both figures.
-
-    TOO_SHORT   too few batches
-    NO_STEP     no step could be timed
-    LITTLE      another loader of the script takes the time
-    START_UP    an epoch is so short that starting it is a good part of it
-    STEP        the rate is that of the step alone, or the loop hardly ever waits and steps as fast as alone
-    MEMORY      more workers ran out of memory
-    IN_MEMORY   no worker is the best number of workers, and fetching costs next to nothing
-    HAND_OVER   receiving a batch costs a good part of the loop
-    CPU         a fetch has the CPU for most of its time, or our processes keep the cores full
-    STORAGE     a fetch does without the CPU for most of its time while cores are idle
+The first row of `_row` that holds is the answer (docs/bottleneck.md has them in order). Each rests on a clock or a count; where
+two of them disagree, or nothing shows it, the answer is UNCLEAR, with both figures.
 """
 
 from __future__ import annotations
@@ -72,7 +61,7 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.TOO_SHORT
     if wait is None:
         return Bottleneck.NO_STEP
-    if evidence.loader_share < LITTLE_GAIN:
+    if evidence.loader_share < LITTLE_GAIN and wait >= HARDLY_WAITS:
         return Bottleneck.LITTLE
     if evidence.start_share > LONG_START:
         return Bottleneck.START_UP
@@ -125,7 +114,7 @@ def _cpu_or_storage(evidence: Evidence) -> Bottleneck:
     if evidence.ready_burst is not None:
         return Bottleneck.UNCLEAR
     # A fetch waits for something else than a core where cores were idle, or where it waits longer than others took these.
-    own = 1 - (fetch.foreign_share or 0.0)
+    own = 1 - (fetch.foreign_cpu_share or 0.0)
     has_core = fetch.idle_share is None or fetch.idle_share > IDLE_SHARE
     return Bottleneck.STORAGE if has_core or fetch.computing_share <= COMPUTING_SHARE * own else Bottleneck.UNCLEAR
 
@@ -193,7 +182,7 @@ def _at_most(evidence: Evidence) -> Finding | None:
 
 
 def _waited(evidence: Evidence) -> Finding:
-    return Fact.WAITED(fetch=evidence.undisturbed.fetch_s, cpu=evidence.undisturbed.cpu_s)
+    return Fact.WAITED(fetch=evidence.undisturbed.fetch_s, cpu=evidence.undisturbed.fetch_cpu_s)
 
 
 def _idle(evidence: Evidence) -> Finding | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, FailureKind, Measurement
+from autotune_loader.values.measurement import FailureKind, Measurement
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 from autotune_loader.values.trial import Trial
@@ -133,22 +133,29 @@ class Evidence:
         return [(trial.config, trial.measurement) for trial in self.trials if trial.measurement is not None]
 
     @property
-    def undisturbed(self) -> Undisturbed:
+    def undisturbed(self) -> Evidence:
         """A fetch where nothing else wanted its core: with the fewest workers, on a quiet machine.
 
         There, a worker that waits does so for its data. Where the machine was never quiet: the burst whose fetches had the CPU
         for most of their time.
         """
-        own = Undisturbed(self.fetch_s or 0.0, self.fetch_cpu_s or 0.0, self.cpu_share, self.foreign_cpu_share)
-        bursts = self.bursts
-        quiet = [each for each in bursts if (each[1].foreign_cpu_share or 0.0) <= FOREIGN_CPU_LIMIT]
-        if not bursts:
-            return own
+        found = [Evidence.of(burst, config=config, cores=self.cores) for config, burst in self.bursts]
+        quiet = [each for each in found if (each.foreign_cpu_share or 0.0) <= FOREIGN_CPU_LIMIT]
         if quiet:
-            found = min(quiet, key=lambda each: each[0].num_workers)[1]
-        else:
-            found = max((each for _, each in bursts), key=lambda each: each.service_cpu_s / max(each.service_s, 1e-9))
-        return Undisturbed(found.service_s, found.service_cpu_s, found.cpu_share, found.foreign_cpu_share)
+            return min(quiet, key=lambda each: each.config.num_workers)
+        return max(found, key=lambda each: each.computing_share, default=self)
+
+    @property
+    def computing_share(self) -> float:
+        """Share of a fetch that is spent on a CPU; above 1 where it uses several cores."""
+        return (self.fetch_cpu_s or 0.0) / self.fetch_s if self.fetch_s else 1.0
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of the cores that nobody used: what a fetch did not wait for; None without a meter."""
+        if self.cpu_share is None or self.foreign_cpu_share is None:
+            return None
+        return max(0.0, 1 - self.cpu_share - self.foreign_cpu_share)
 
     @property
     def ready_burst(self) -> Measurement | None:
@@ -174,7 +181,8 @@ class Evidence:
             each
             for each in self.trials
             if each.config.batches_in_flight > own.batches_in_flight
-            and _out_of_memory(each.failure)
+            and each.failure is not None
+            and each.failure.kind in MEMORY_FAILURES
             and (each.predicted_samples_per_s is None or each.predicted_samples_per_s > least)
         ]
         if more and max(more) <= least:
@@ -187,35 +195,9 @@ class Evidence:
         return max(rates, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Undisturbed:
-    """What a fetch takes where nothing else wants its core."""
-
-    fetch_s: float
-    cpu_s: float
-    own_share: float | None
-    foreign_share: float | None
-
-    @property
-    def computing_share(self) -> float:
-        """Share of a fetch that is spent on a CPU; above 1 where it uses several cores."""
-        return self.cpu_s / self.fetch_s if self.fetch_s > 0 else 1.0
-
-    @property
-    def idle_share(self) -> float | None:
-        """Share of the cores that nobody used: what a fetch did not wait for; None without a meter."""
-        if self.own_share is None or self.foreign_share is None:
-            return None
-        return max(0.0, 1 - self.own_share - self.foreign_share)
-
-
 def ready_s(measured: Measurement) -> float:
     """Seconds in which the loop receives a batch that lies ready; 0 where most had to be waited for."""
     if not measured.traces:
         return measured.receive_s
     ready = [trace.receive_s for trace in measured.traces[1:] if trace.collate_end <= trace.requested]
     return statistics.median(ready) if len(ready) >= max(MIN_BATCHES, len(measured.traces) // 2) else 0.0
-
-
-def _out_of_memory(failure: Failure | None) -> bool:
-    return failure is not None and failure.kind in MEMORY_FAILURES

@@ -11,11 +11,12 @@ def load_ipython_extension(shell: Any) -> None:
     """Called by `%load_ext autotune_loader`."""
 
     def watch(line: str, cell: str) -> None:
-        """Run a cell and tell what its loaders cost it; `%%watch run` tunes them meanwhile."""
-        verb: Any = line.strip() or "watch"
+        """Run a cell and tell what its loaders cost it; `%%watch run` tunes them meanwhile, with `--workers` all of them."""
+        words = line.split()
+        verb: Any = next((word for word in words if not word.startswith("-")), "watch")
         if not cell.startswith("%%"):
             cell = f"# %%watch\n{cell}"  # so that lines have the numbers that the notebook shows
-        with enable(verb):
+        with enable(verb, workers="--workers" in words):
             ran = shell.run_cell(cell)
         if (error := ran.error_before_exec or ran.error_in_exec) is not None:
             error._render_traceback_ = list  # it has been shown; raised again, it ends a notebook that runs by itself

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from autotune_loader.values.errors import PlatformError
 
 
-def require_linux(what: str, platform: str = sys.platform) -> None:
+def require_linux(what: str) -> None:
     """Refuse to go on where nothing could be measured.
 
     Raises:
         PlatformError: another system.
     """
-    if not platform.startswith("linux"):
+    if not sys.platform.startswith("linux"):
         raise PlatformError(
-            f"{what} works on Linux only, and this is {platform!r}: it measures by what Linux tells of processes and "
+            f"{what} works on Linux only, and this is {sys.platform!r}: it measures by what Linux tells of processes and "
             "memory. Tune on the Linux machine that trains (a container or WSL 2 will do); load_config(), and all that reads a "
             "loader.json, works here"
         )

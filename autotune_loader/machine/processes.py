@@ -52,6 +52,17 @@ def tree_use(members: Iterable[int], root: Path = PROC) -> TreeUse | None:
     )
 
 
+def queued_s(task: str, root: Path = PROC) -> float:
+    """Seconds in which a thread was ready to run and waited for a core; `task` is a process, its main thread, or `thread-self`.
+
+    `schedstat`: `run queued slices`, in nanoseconds. 0 where the kernel does not tell, or it is gone.
+    """
+    try:
+        return int((root / task / "schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 def process_use(folder: Path) -> TreeUse | None:
     """What one process has used, by its folder in `/proc`; None when it is gone.
 
@@ -94,18 +105,3 @@ def process_start(pid: int) -> str | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.2f}"
     except psutil.Error:
         return None
-
-
-def process_group_members(leader: int) -> tuple[int, ...]:
-    """Processes of the group or session that `leader` began, whether or not it still lives; never ourselves.
-
-    Workers that a dead process left to init are found in this way, where a walk down from the process finds nothing.
-    """
-    return tuple(pid for pid in psutil.pids() if pid != os.getpid() and _belongs_to(pid, leader))
-
-
-def _belongs_to(pid: int, leader: int) -> bool:
-    try:
-        return leader in (os.getpgid(pid), os.getsid(pid))
-    except OSError:
-        return False

@@ -29,7 +29,6 @@ class Window:
     def __init__(self, *, reads_pss: bool = True) -> None:
         self._reads_pss, self._cpus, self._cores = reads_pss, affinity(), usable_cores().usable
         self._shm_before = _shm_in_use()
-        self._most: MemoryUse | None = None
         self.watch()
         self.open()
 
@@ -42,24 +41,12 @@ class Window:
         self._use, self._host = tree_use(self._members), host_cpu(self._cpus)
         self._opened = time.monotonic()
 
-    def note_memory(self) -> None:
-        """Read memory now, where workers may have ended before the window closes; the most that was seen counts."""
-        members = tree(os.getpid())
-        use, shm, before = tree_use(members), _shm_in_use(), self._shm_before
-        if use is None:
-            return
-        taken = None if shm is None or before is None else max(0, shm - before)
-        now = MemoryUse(rss_bytes=use.rss_bytes, pss_bytes=tree_pss(members), shm_bytes=taken)
-        if self._most is None or now.taken_bytes > self._most.taken_bytes:
-            self._most = now
-
     def closed(self, measured: Measurement) -> Measurement:
         """The measurement with what the machine gave meanwhile; called while the workers live."""
         elapsed_s, host = max(1e-9, time.monotonic() - self._opened), host_cpu(self._cpus)
         use, begun = tree_use(self._members), self._use
-        newer = tree_use(set(tree(os.getpid())) - set(self._members))
-        if self._reads_pss:
-            self.note_memory()
+        members = tree(os.getpid())
+        newer = tree_use(set(members) - set(self._members))
         own_s = read_bytes = foreign_share = None
         if use is not None and begun is not None:
             own_s = use.cpu_s - begun.cpu_s + (0.0 if newer is None else newer.cpu_s)
@@ -71,11 +58,18 @@ class Window:
             foreign_share = foreign_s / (elapsed_s * host.cpus)
         return replace(
             measured,
-            memory=self._most,
+            memory=self._memory(members) if self._reads_pss else None,
             cpu_share=None if own_s is None else own_s / (elapsed_s * self._cores),
             foreign_cpu_share=foreign_share,
             read_bytes=read_bytes,
         )
+
+    def _memory(self, members: tuple[int, ...]) -> MemoryUse | None:
+        use, shm, before = tree_use(members), _shm_in_use(), self._shm_before
+        if use is None:
+            return None
+        taken = None if shm is None or before is None else max(0, shm - before)
+        return MemoryUse(rss_bytes=use.rss_bytes, pss_bytes=tree_pss(members), shm_bytes=taken)
 
 
 def _shm_in_use() -> int | None:

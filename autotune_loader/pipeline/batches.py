@@ -108,10 +108,6 @@ def _in_a_word(value: Any) -> str:
     return f"tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def is_list_of_numbers(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(each, (int, float)) for each in value)
-
-
 @dataclass(frozen=True, slots=True)
 class BatchShape:
     """How much one batch carries between processes."""

@@ -12,7 +12,7 @@ from inspect import Parameter
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader.pipeline.reading import Reading, seed_everything
@@ -105,7 +105,7 @@ def batching_of(loader: Any, config: LoaderConfig) -> dict[str, Any]:
 
 
 def make_traced_loader(
-    data: DataSide, config: LoaderConfig, reading: Reading, *, endless: bool = True, stages: bool = False
+    data: DataSide, config: LoaderConfig, reading: Reading, *, stages: bool = False
 ) -> DataLoader[Any]:
     """A DataLoader of the user's parts that never ends and whose batches carry their history.
 
@@ -113,7 +113,6 @@ def make_traced_loader(
         data: the user's parts; they are used, not copied.
         config: what to tune.
         reading: of the run; which samples are read is its business.
-        endless: False lets a map-style dataset's epochs end as they do in training.
         stages: whether workers are watched for where the time of a sample goes.
     """
     seed = reading.begin(data.dataset)
@@ -129,13 +128,7 @@ def make_traced_loader(
         dataset: Any = EndlessIterable(data.dataset)
         parts |= {"batch_size": size, "drop_last": data.drop_last}
     else:
-        dataset, order = TracedDataset(data.dataset), reading.batches(size) if endless else _one_epoch(data, size)
+        dataset, order = TracedDataset(data.dataset), reading.batches(size)
         parts |= {"batch_sampler": order} if batched else {"sampler": order, "batch_size": None}
     loader: DataLoader[Any] = build_loader(dataset, config, **parts)
     return loader
-
-
-def _one_epoch(data: DataSide, size: int | None) -> Any:
-    if data.batch_sampler is not None or size is None:
-        return data.sampler if data.batch_sampler is None else data.batch_sampler
-    return BatchSampler(data.sampler, size, data.drop_last)

@@ -94,10 +94,17 @@ def wait_share(rate: Interval, step_s: float, batch_size: float) -> float:
 
 
 def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
-    """Share of what the workers made in the window that went into their queues; negative where more came out of them."""
-    if len(traces) < 2 or not workers:
+    """Share of what the workers made in the window that went into their queues; negative where more came out of them.
+
+    Batches that lie ready for longer and longer are ever more (Little's law): by the growth of that time over the window.
+    """
+    inside = traces[_open(traces, workers).first :] if workers and len(traces) > 1 else ()
+    if not workers or len(inside) < 2 * workers:
         return 0.0
-    return _stocked(traces[_open(traces, workers).first :], workers)
+    first, last = inside[:workers], inside[-workers:]
+    grown_s = _mean([trace.received - trace.collate_end for trace in last])
+    grown_s -= _mean([trace.received - trace.collate_end for trace in first])
+    return grown_s / (_mean([trace.step_end for trace in last]) - _mean([trace.step_end for trace in first]))
 
 
 def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | None:
@@ -167,19 +174,6 @@ def _middle(consumed: Interval, made: Interval) -> Interval:
     half = Z_95 / math.hypot(1 / max(sds[0], 1e-6), 1 / math.hypot(sds[1], MADE_SD))
     value = math.sqrt(consumed.value * made.value)
     return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=consumed.count)
-
-
-def _stocked(inside: Sequence[BatchTrace], workers: int) -> float:
-    """Share of what was made in the window that went into queues; negative where more came out of them.
-
-    Batches that lie ready for longer and longer are ever more (Little's law): by the growth of that time over the window.
-    """
-    if len(inside) < 2 * workers:
-        return 0.0
-    first, last = inside[:workers], inside[-workers:]
-    grown_s = _mean([trace.received - trace.collate_end for trace in last])
-    grown_s -= _mean([trace.received - trace.collate_end for trace in first])
-    return grown_s / (_mean([trace.step_end for trace in last]) - _mean([trace.step_end for trace in first]))
 
 
 def _open(traces: Sequence[BatchTrace], workers: int) -> _Window:

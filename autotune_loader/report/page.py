@@ -14,6 +14,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.errors import MissingExtraError
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>autotune_loader</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
 pre {{ overflow-x: auto; font-size: 13px }} img {{ max-width: 100% }}</style>
 <h1>DataLoader settings</h1><pre>{report}</pre>{pictures}

@@ -189,7 +189,7 @@ def test_inspecting_settles_nothing_and_another_system_is_told_at_once_what_work
         "import sys, multiprocessing; from autotune_loader.machine.facts import inspect_machine;"
         "before = 'torch' in sys.modules; inspect_machine().fingerprint(); assert before == ('torch' in sys.modules);"
         "multiprocessing.set_start_method('spawn');"
-        "sys.platform = 'darwin'; from autotune_loader import load_config, LoaderConfig, AutoLoader"
+        "import torch; sys.platform = 'darwin'; from autotune_loader import load_config, LoaderConfig, AutoLoader"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
     assert "PlatformError: AutoLoader works on Linux only, and this is 'darwin'" in told

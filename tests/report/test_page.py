@@ -34,7 +34,8 @@ def test_a_page_holds_the_report_the_pictures_and_the_arguments_and_escapes_what
     assert (
         json.loads(page.rpartition("<pre>")[2].partition("</pre>")[0].replace("&quot;", '"')) == result.best.to_kwargs()
     )
-    # AND nothing is fetched from anywhere
+    # AND nothing is fetched from anywhere, and no script could be run
+    assert "default-src 'none'" in page
     assert not re.search(r'(src|href)="(?!data:)', page)
 
 

@@ -9,7 +9,7 @@ from tests.support.machine import SimulatedMachine
 from tests.support.searching import on_simulated_machines, simulated_result, simulated_run, simulated_search
 from tests.support.simulation import SimulatedProbe
 from tests.support.source import SimulatedSource
-from tests.support.training import SimulatedTraining
+from tests.support.training import Training
 
 __all__ = [
     "FakeClock",
@@ -18,7 +18,7 @@ __all__ = [
     "SimulatedMachine",
     "SimulatedProbe",
     "SimulatedSource",
-    "SimulatedTraining",
+    "Training",
     "on_simulated_machines",
     "simulated_result",
     "simulated_run",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 HARD_DEADLINE_S = 100
+FIRST_LINE = re.compile(r"\nautotune-loader \w+: (\S+: the loop waits [^\n]*)\n")
 COMMAND = "import sys\nfrom autotune_loader.cli import main\nsys.exit(main())"
 
 
@@ -20,6 +22,7 @@ class Bench:
 
     def __init__(self, python: Any, folder: Path, head: str) -> None:
         self.python, self.folder, self.head = python, folder, head
+        self.first_lines: list[str] = []
         (folder / "command.py").write_text(COMMAND)
 
     def write(self, body: str) -> str:
@@ -32,14 +35,15 @@ class Bench:
         return started.wait(HARD_DEADLINE_S), started.output
 
     def command(self, *argv: str, **environ: str) -> tuple[int, str, str]:
-        """Exit code, what the script printed, and the report."""
+        """Exit code, what the script printed, and the report; what was told while it ran is in `first_lines`."""
         code, output = self.run("command.py", *argv, **environ)
+        self.first_lines = FIRST_LINE.findall(output)
+        output = FIRST_LINE.sub("", output)
         printed, _, report = output.partition("\nautotune-loader ")
         return code, printed, report
 
     def told(self, *argv: str, **environ: str) -> tuple[str, dict[str, Any]]:
         """What a script that ends well printed, and the report as data."""
-        code, output = self.run("command.py", argv[0], "--json", *argv[1:], **environ)
-        assert code == 0, output
-        *printed, report = output.splitlines()
-        return "\n".join(printed), json.loads(report)
+        code, printed, output = self.command(argv[0], "--json", "report.json", *argv[1:], **environ)
+        assert code == 0, printed + output
+        return printed, json.loads((self.folder / "report.json").read_text())

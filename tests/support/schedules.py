@@ -5,6 +5,7 @@ A case is drawn from its seed alone, so that a difference can be run again: `pyt
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import warnings
@@ -27,18 +28,56 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from autotune_loader.live.loader import AutoLoader
+from autotune_loader.autoloader.comparison import FIRST
+from autotune_loader.autoloader.loader import AutoLoader
+from autotune_loader.autoloader.tuner import Ledger
 from autotune_loader.values.config import LoaderConfig
 
 SAMPLERS = ("none", "shuffle", "generator", "random", "replacement", "subset", "weighted", "distributed", "eager")
 KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
 
 
+class Script:
+    """Stands where the tuner stands, and wants what it was told."""
+
+    best = gain = waiting = None
+    start_s = 0.0
+
+    def __init__(self, asked: LoaderConfig) -> None:
+        self.wanted, self.wake, self.ledger, self.blocks = asked, 0.0, Ledger(), list[Any]()
+        self._asked = asked
+
+    def look(self, now: float) -> None:
+        self.wake = math.inf
+
+    def refuse(self) -> None:
+        self.wanted = self._asked
+
+    def applied(self, now: float) -> None: ...
+    def epoch(self, *_: Any) -> None: ...
+    def freeze(self) -> None: ...
+
+
 class FixedLoader(AutoLoader[Any]):
-    """An AutoLoader that changes only when it is told to."""
+    """An AutoLoader that changes only when it is told to, and whose workers count as proven."""
 
     def __init__(self, dataset: Any, *args: Any, **arguments: Any) -> None:
-        super().__init__(dataset, *args, **{"tune": False, **arguments})
+        super().__init__(dataset, *args, workers=True, **arguments)
+
+    def _fresh_state(self) -> Any:
+        state = super()._fresh_state()
+        if state.tuner is not None:
+            script: Any = Script(state.asked)
+            state.tuner = self._found.tuner = script
+            proof = state.known()
+            proof.watched = proof.compared = proof._delivered = FIRST
+        return state
+
+    def change_to(self, config: LoaderConfig) -> None:
+        """From the next batch on that allows it."""
+        tuner: Any = self._state.tuner
+        if tuner is not None:
+            tuner.wanted, tuner.wake = config, 0.0
 
 
 class Numbers(Dataset[Any]):
@@ -244,7 +283,7 @@ def states(generator: torch.Generator | None = None) -> Any:
 def differences(case: Case) -> list[str]:
     """In what the changing loader differs from the plain one; nothing where it keeps its promise."""
     plain, plain_state = run(case, DataLoader, change=False)
-    ours, our_state = run(case, AutoLoader, change=True)
+    ours, our_state = run(case, FixedLoader, change=True)
     found = []
     if plain != ours:
         found.append(f"batches: {len(plain)} and {len(ours)}")

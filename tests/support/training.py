@@ -1,121 +1,158 @@
-"""A training run on a simulated machine whose workers change in its midst, and whose machine may change, too."""
+"""A simulated training whose loader a tuner changes: a queue of workers, a step, and a log as the real one has it."""
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import random
-from collections.abc import Iterator
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-from autotune_loader.live.traces import Change, LiveTraces
+from autotune_loader.autoloader.log import Log
+from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.trace import BatchTrace
-from tests.support.clock import FakeClock
-from tests.support.machine import SimulatedMachine
-from tests.support.simulation import Disturbed, Run
+from autotune_loader.values.trace import MAIN_PROCESS
 
-Reason = Literal["start", "change", "loss"]
-NOISE_S = 1.0
-"""The machine's noise lasts for about so long ..."""
-NEIGHBOURS_S = 3.0
-"""... and neighbours come and go this often."""
+SAMPLES = 8
 
 
-class SimulatedTraining:
-    """Trains batch after batch, as AutoLoader does: a new pool fills its queues while the one before is emptied.
+@dataclass
+class Training:
+    """One job on one machine; time passes only in `run`."""
 
-    The machine may be set to another one at any time.
-    """
+    fetch_s: float
+    cpu: float
+    """Share of a fetch that computes."""
+    step_s: float
+    cores: int = 4
+    hand_over_s: float = 0.0002
+    start_s: float = 0.01
+    noise: float = 0.02
+    epoch_batches: int = 1_000_000
+    seed: int = 0
+    now: float = 100.0
+    started: int = 0
+    most: int = 0
+    log: Log = field(default_factory=Log)
 
-    def __init__(self, machine: SimulatedMachine, clock: FakeClock, config: LoaderConfig, *, seed: int = 0) -> None:
-        self.traces, self.failures = LiveTraces(), dict[LoaderConfig, Failure]()
-        self.config, self.awaits_proof, self.shape = config, False, None
-        self.changes: list[tuple[float, LoaderConfig]] = []
-        """When it was asked to change, and to what."""
-        self._clock, self._rng, self._numbers = clock, random.Random(seed), itertools.count()
-        self._noise_ends = self._neighbours_end = clock() + NOISE_S
-        self._machine, self._slower, self._neighbours = machine, 1.0, 0.0
-        self._is_open, self._change_begun = True, clock()
-        self._start("start", 0, self.traces.end)
+    def __post_init__(self) -> None:
+        self._random, self._ready, self._free = random.Random(self.seed), list[Any](), list[float]()
+        self._loop: Any = None
+        self._taken = 0.0
+        """When there was room for another batch last."""
+        self._config = LoaderConfig()
+        self._left = 0
 
-    @property
-    def machine(self) -> SimulatedMachine:
-        return self._machine
+    @classmethod
+    def drawn(cls, seed: int) -> Training:
+        """A job of a kind that there is."""
+        rng = random.Random(seed)
+        return cls(
+            fetch_s=10 ** rng.uniform(-3.5, -1.2),
+            cpu=rng.choice([0.05, 0.5, 1.0]),
+            step_s=10 ** rng.uniform(-4, -1.5),
+            cores=rng.choice([2, 4, 8]),
+            hand_over_s=10 ** rng.uniform(-4, -3),
+            epoch_batches=rng.choice([20, 200, 100_000]),
+            seed=seed,
+        )
 
-    @machine.setter
-    def machine(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
-        self._run.disturb(self._disturbed())
+    def tuner(self, asked: LoaderConfig, **arguments: Any) -> Tuner:
+        self._config = asked
+        given = {"cores": self.cores, "epoch_batches": self.epoch_batches, **arguments}
+        return Tuner(self.log, asked, **given)
 
-    def may_run(self, config: LoaderConfig) -> bool:
-        """Simulated workers make what anyone makes."""
-        return True
+    def rate(self, config: LoaderConfig) -> float:
+        """Samples/s of a configuration that nobody changes."""
+        other = Training(
+            fetch_s=self.fetch_s, cpu=self.cpu, step_s=self.step_s, cores=self.cores, hand_over_s=self.hand_over_s,
+            start_s=self.start_s, noise=self.noise, epoch_batches=self.epoch_batches, seed=self.seed + 1,
+        )  # fmt: skip
+        other._config = config
+        return other.run(None, 20.0)
 
-    def change_to(self, config: LoaderConfig) -> None:
-        """Another configuration from the next batch on; one that the machine fails with changes nothing."""
-        failure = self._machine.fails(config) if self._machine.fails else None
-        if failure is not None:
-            self.failures[config.key()] = failure
+    def run(self, tuner: Tuner | None, seconds: float) -> float:
+        """Train for so long; samples/s."""
+        begun, batches = self.now, 0
+        while self.now - begun < seconds:
+            self._batch(tuner)
+            batches += 1
+        return batches * SAMPLES / (self.now - begun)
+
+    def until(self, tuner: Tuner, samples: float) -> float:
+        """Train so many samples; seconds."""
+        begun = self.now
+        for _ in range(int(samples / SAMPLES)):
+            self._batch(tuner)
+        return self.now - begun
+
+    def _batch(self, tuner: Tuner | None) -> None:
+        if self._left == 0:
+            self._next_epoch(tuner)
+        self._loop.ask(self.now)
+        if tuner is not None and self.now >= tuner.wake:
+            tuner.look(self.now)
+            self._apply(tuner)
+        asked = self.now
+        workers = self._config.num_workers
+        if workers or self._ready:
+            self._fill()
+            end, begun, cpu, worker = heapq.heappop(self._ready)
+            self.now = self._taken = max(self.now, end) + self.hand_over_s
+            fetch = (worker, begun, end, end, cpu)
+        else:
+            took = self._noisy(self.fetch_s)
+            self.now += took
+            fetch = (MAIN_PROCESS, asked, self.now, self.now, took * self.cpu)
+        self._loop.receive(self.now, SAMPLES, fetch)
+        self.now += self._noisy(self.step_s)
+        self._left -= 1
+        if self._left == 0:
+            self._loop.ask(self.now)
+            self._loop.end(self.now)
+            if tuner is not None:
+                totals = self.log.totals
+                tuner.epoch(
+                    self._config,
+                    totals.active_s - self._before[0],
+                    totals.samples - self._before[1],
+                    self.epoch_batches,
+                )
+
+    def _next_epoch(self, tuner: Tuner | None) -> None:
+        totals = self.log.totals
+        self._before = totals.active_s, totals.samples
+        self._loop, self._left = self.log.begin(self.now), self.epoch_batches
+        self._ready, self._free, self._taken = [], [self.now] * self._config.num_workers, self.now
+        if tuner is not None and tuner.wanted != self._config:
+            self._apply(tuner)
+        self._loop.started(self.now)
+
+    def _apply(self, tuner: Tuner) -> None:
+        if tuner.wanted == self._config:
             return
-        self.config = config
-        self.changes.append((self._clock(), config))
+        workers = tuner.wanted.num_workers
+        more = max(0, workers - self.most)
+        self.now += more * self.start_s
+        tuner.ledger.own_s += more * self.start_s
+        if more:
+            tuner.start_s = self.start_s
+        self.started, self.most = self.started + more, max(self.most, workers)
+        self._free = (self._free + [self.now] * workers)[:workers]
+        self._config = tuner.wanted
+        self.log.change(self._config)
+        tuner.applied(self.now)
 
-    def lose_workers(self, asked: LoaderConfig) -> None:
-        """What runs fails with all it has in hand, and what was asked for takes its place."""
-        message = f"{self.config}: a worker exited unexpectedly"
-        self.failures[self.config.key()] = Failure(kind="user_exception", phase="batches", message=message)
-        self.config, self._change_begun = asked, self._clock()
-        self._start("loss", 0, self.traces.end)
+    def _fill(self) -> None:
+        """Workers begin as long as there is room for what they make."""
+        workers = self._config.num_workers
+        room = workers * (self._config.prefetch_factor or 0)
+        while len(self._ready) < room and (len(self._ready) < self._left):
+            worker = min(range(workers), key=lambda each: self._free[each])
+            begun = max(self._free[worker], self._taken)
+            computing = self.fetch_s * self.cpu * max(1.0, workers * self.cpu / self.cores)
+            end = begun + self._noisy(self.fetch_s * (1 - self.cpu) + computing)
+            self._free[worker] = end
+            heapq.heappush(self._ready, (end, begun, self.fetch_s * self.cpu, worker))
 
-    def train(self) -> BatchTrace:
-        """One batch; the clock is at the end of its step afterwards."""
-        self._pass_time()
-        if self.config is not self._run.config and self._is_open:
-            self._is_open, self._change_begun = False, self._clock()
-            self._in_hand = self._run.handed_out - self._run.done
-            self._mark = self.traces.end
-        trace = next(self._batches, None)
-        if trace is None:
-            self._is_open = True
-            self._start("change", self._in_hand, self._mark)
-            trace = next(self._batches)
-        self.traces.note(trace)
-        self._clock.now = trace.step_end
-        return trace
-
-    def _pass_time(self) -> None:
-        """Noise and neighbours come and go."""
-        now, rng, machine = self._clock(), self._rng, self._machine
-        if now >= self._noise_ends:
-            self._noise_ends = now + rng.expovariate(1 / NOISE_S)
-            self._slower = rng.lognormvariate(0.0, machine.noise_sd)
-        if machine.neighbours and now >= self._neighbours_end:
-            self._neighbours_end = now + rng.expovariate(1 / NEIGHBOURS_S)
-            self._neighbours = machine.neighbours if rng.random() < machine.neighbours_share else 0.0
-        self._run.disturb(self._disturbed())
-
-    def _start(self, reason: Reason, in_hand: int, first: int) -> None:
-        """Workers start, and take over from batch `first` on when what is in hand has been trained on."""
-        config, machine, begun = self.config, self._machine, self._change_begun
-        start_s = machine.start_s + config.num_workers * machine.worker_start_s if config.num_workers else 0.0
-        self._run = Run(
-            self._disturbed(),
-            config,
-            self._feed(),
-            begun,
-            is_running=not config.num_workers,
-            pause_s=max(0.0, self._clock() - begun - start_s),
-        )
-        self._batches = self._run.batches()
-        served, blocked_s = first + in_hand, start_s
-        self.traces.changes.append(
-            Change(batch=first, serves_from=served, config=config, reason=reason, begun=begun, blocked_s=blocked_s)
-        )
-
-    def _feed(self) -> Iterator[int]:
-        while self._is_open:
-            yield next(self._numbers)
-
-    def _disturbed(self) -> Disturbed:
-        return Disturbed(self._machine, self._slower, self._neighbours)
+    def _noisy(self, seconds: float) -> float:
+        return seconds * max(0.5, self._random.gauss(1.0, self.noise))

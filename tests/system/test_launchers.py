@@ -1,4 +1,4 @@
-"""The real `accelerate launch`, which starts ranks as `torchrun` does, runs `-m autotune_loader`: they tune as one."""
+"""The real `accelerate launch`, which starts ranks as `torchrun` does, runs `-m autotune_loader`: each rank tunes its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,47 +53,48 @@ for epoch in range(int(sys.argv[1])):
         optimizer.step()
         seen[-1] += index.tolist()
 
-from autotune_loader.scripts.hook import active  # as no script does: when its loader changed
-state, _ = active[-1].session.loaders[0].tuned
-changes = [[each.batch, each.config.num_workers] for each in state.traces.changes if each.reason == "change"]
 with open(f"rank-{os.environ['RANK']}.json", "w") as file:
-    json.dump({"seen": seen, "changes": changes, "weights": model.module.weight.flatten().tolist()}, file)
+    json.dump({"seen": seen, "weights": model.module.weight.flatten().tolist()}, file)
 distributed.barrier()
 time.sleep(0.5)  # gloo's threads drop their last all-reduce under the GIL, and torch 2.13 aborts where that meets the exit
 distributed.destroy_process_group()
 """
 
 
-def test_ranks_change_at_the_same_batches_and_rank_0_reports(tmp_path: Path) -> None:
+def test_each_rank_trains_on_its_half_and_rank_0_reports(tmp_path: Path) -> None:
     # GIVEN a script of two ranks WHEN a launcher starts it through the command line
     (tmp_path / "train.py").write_text(SCRIPT)
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a longer path leaves no room for the names of torch's sockets
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-    run = ("-m", "autotune_loader", "run", "--json", "-o", "loader.json", "train.py", str(EPOCHS))
+    run = (
+        "-m",
+        "autotune_loader",
+        "run",
+        "--workers",
+        "--json",
+        "report.json",
+        "-o",
+        "loader.json",
+        "train.py",
+        str(EPOCHS),
+    )
     done = subprocess.run(
         [sys.executable, "-m", *LAUNCH, *run],
         cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=HARD_DEADLINE_S,
     )  # fmt: skip
 
-    # THEN both have changed at the same batches, and each has trained on its half
+    # THEN each has trained on its half, whatever workers it has had
     assert done.returncode == 0, done.stderr
     one, other = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
-    assert one["changes"]
-    assert other["changes"] == one["changes"]
     assert other["weights"] == pytest.approx(one["weights"])
     assert [sorted(ours + theirs) for ours, theirs in zip(one["seen"], other["seen"], strict=True)] == [
         list(range(1024))
     ] * EPOCHS
     # AND there is one report, of rank 0's half, and one file
-    reports: list[dict[str, Any]] = [
-        json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"verb"')
-    ]
-    assert [[(each["name"], each["batches"]) for each in report["loaders"]] for report in reports] == [
-        [(f"train.py:{line_of(SCRIPT, 'HERE')}", 64 * EPOCHS)]
-    ]
-    notes = " ".join(reports[0]["notes"])
-    assert "rank 0 of 2" in notes
-    assert "ranks wait for data alike" in notes or "waits most for data" in notes
-    assert TuningResult.load(tmp_path / "loader.json").trials
-    assert list(temporary.glob("autotune-loader-*")) == []
+    assert done.stderr.count("autotune-loader run: 1 loader in") == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    found = [(each["name"], each["batches"]) for each in report["loaders"]]
+    assert found == [(f"train.py:{line_of(SCRIPT, 'HERE')}", 64 * EPOCHS)]
+    assert report["notes"][0] == "These are the loaders of rank 0 of 2."
+    assert TuningResult.load(tmp_path / "loader.json").found_by == "autoloader"
     shutil.rmtree(temporary)

@@ -1,0 +1,329 @@
+"""`AutoLoader`, as training loops and frameworks see it: a DataLoader that tunes itself while it trains."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from multiprocessing import current_process
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
+
+from autotune_loader.autoloader.arguments import asked_for
+from autotune_loader.autoloader.epoch import EpochIterator
+from autotune_loader.autoloader.learnt import Registry
+from autotune_loader.autoloader.log import Log
+from autotune_loader.autoloader.order import Order, Source, drawn_again, restore_own, states_of
+from autotune_loader.autoloader.parts import Parts, is_users
+from autotune_loader.autoloader.result import Found
+from autotune_loader.autoloader.seeds import Seeds, draws_nothing, mixed
+from autotune_loader.autoloader.state import LoaderState
+from autotune_loader.autoloader.tuner import MOST_WORKERS, Event, Tuner
+from autotune_loader.autoloader.work import Sent
+from autotune_loader.diagnosis import Kept
+from autotune_loader.machine.host import require_linux
+from autotune_loader.machine.limits import memory_budget, usable_cores
+from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.workload import length_of
+from autotune_loader.results.file import load_config
+from autotune_loader.results.record import Finding
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import users_line
+from autotune_loader.values.validation import require_bool
+
+require_linux("AutoLoader")
+
+T = TypeVar("T")
+SCHEMA_VERSION = 1
+WORKER_BYTES = 1 << 26
+"""Memory of its own that a worker is counted with, beside its batches."""
+
+_learnt: Registry[LoaderConfig] = Registry()
+
+
+class AutoLoader(DataLoader[T], Generic[T]):
+    """A DataLoader that tunes its workers and prefetching while it trains.
+
+    It gives the batches that `DataLoader` with the same arguments gives: the same indices in the same order, each once. It may
+    use worker processes: as with `num_workers >= 1` in torch, these see the dataset as it was when they began. Before a
+    worker's batches are used, its first ones are compared with the loop's own. `num_workers=0`, written out, means none.
+
+    Where the loop waits for data, other numbers of workers are tried for parts of a second. What is not shown to be faster
+    than what was asked for is not kept. Random numbers of a batch come from (seed of the epoch, number of the batch), so
+    that augmentations do not depend on the number of workers. Workers that are lost are replaced and their batches fetched
+    again. An IterableDataset, whose samples depend on its workers, is read by torch's own iterator.
+
+    Args:
+        dataset: as for DataLoader, or a DataLoader, which is only read.
+        *args: as for DataLoader.
+        config: a configuration or a `loader.json` in place of `num_workers`, `prefetch_factor`, `pin_memory`, `in_order`,
+            `persistent_workers` and start method.
+        tune: False changes nothing: with `num_workers=4` it is a DataLoader that hands batches over faster and outlives lost
+            workers.
+        on_change: called with an `Event` when the loader has settled on a configuration, for a logger. A line says so in the
+            log at INFO.
+        max_workers: most worker processes at any time.
+        workers: whether workers may be used. None: unless `num_workers=0` is written out.
+        **arguments: as for DataLoader. `prefetch_factor`, `persistent_workers`, `timeout` and `multiprocessing_context` may be
+            given without `num_workers`: they say how workers are, if there are any.
+
+    Raises:
+        TypeError: an argument that DataLoader does not have.
+        ValueError: as DataLoader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *args: Any,
+        config: LoaderConfig | str | os.PathLike[str] | None = None,
+        tune: bool = True,
+        on_change: Callable[[Event], None] | None = None,
+        max_workers: int | None = None,
+        workers: bool | None = None,
+        **arguments: Any,
+    ) -> None:
+        require_bool("tune", tune)
+        if config is not None and not isinstance(config, LoaderConfig):
+            config = load_config(config)
+        names = inspect.signature(AutoLoader).parameters
+        asked = asked_for(dataset, args, arguments, config, workers=workers, own=names)
+        super().__init__(**asked.arguments)
+        # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
+        self.tune, self.on_change, self.max_workers, self.workers = tune, on_change, max_workers, asked.may_use_workers
+        self._how = asked.how
+        self._seed: int | None = None
+        self._epochs = 0
+        self._saved: Mapping[str, Any] | None = None
+        self._order: Order | None = None
+        self._line = users_line(sys._getframe(1), libraries=True)
+        self._state = self._fresh_state()
+
+    @property
+    def config(self) -> LoaderConfig:
+        """The configuration that is wanted now; a running epoch takes it up at the next batch that allows it."""
+        return self._state.config
+
+    @property
+    def best(self) -> LoaderConfig:
+        """The best configuration that is known; while something is tried, that may be another one than `config`."""
+        return self.found.best
+
+    @property
+    def log(self) -> Log:
+        """Every batch's history, and when the configuration changed."""
+        return self._state.log
+
+    traces = log
+
+    @property
+    def losses(self) -> int:
+        """How often workers were lost and replaced."""
+        return self.found.lost
+
+    @property
+    def kept(self) -> Finding | None:
+        """Why the number of workers stays as it was asked for; None where another one runs, or may yet."""
+        return self.found.kept
+
+    @property
+    def found(self) -> Found:
+        """What is known of the loader, which lives on without it and its data."""
+        self._found.lost = self._state.lost
+        self._found.refused = self._state.kept
+        return self._found
+
+    @property
+    def result(self) -> TuningResult:
+        """What was tried and found, as `tune()` returns it."""
+        return self.found.result
+
+    def report(self) -> str:
+        """What was tried, what was found and what binds, as text; and why nothing was tried, where that is so."""
+        return self.result.report()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `loader.json` with the best configuration known: the next job begins where this one ended."""
+        self.result.save(path)
+
+    def freeze(self) -> None:
+        """Try and change nothing any more."""
+        self.tune = False
+        if self._state.tuner is not None:
+            self._state.tuner.freeze()
+
+    def _get_iterator(self) -> Any:
+        """As torch's, which `iter(loader)` calls for each epoch; with persistent workers once."""
+        begun = time.monotonic()
+        is_stream = isinstance(self.dataset, (IterableDataset, IterDataPipe, MapDataPipe))
+        if is_stream or (self.timeout and not self.num_workers):
+            return super()._get_iterator()
+        if self.num_workers:
+            self.check_worker_number_rationality()
+        return EpochIterator(self, *self._next_epoch(), begun)
+
+    def _next_epoch(self) -> tuple[LoaderState, Order]:
+        if not self._is_as_before():
+            self._state = self._fresh_state()
+        order = self._next_order()
+        self._epochs += 1
+        self._order = order
+        return self._state, order
+
+    def _is_as_before(self) -> bool:
+        """Torch lets everybody set `num_workers`, `collate_fn` and others, and by a trick the dataset: another loader, then."""
+        sent = self._state.sent
+        is_same = (
+            sent.dataset is self.dataset and sent.collate_fn is self.collate_fn and sent.init_fn is self.worker_init_fn
+        )
+        return is_same and self._of == self._settings()
+
+    def _settings(self) -> tuple[Any, ...]:
+        return (
+            id(self._index_sampler),
+            self.num_workers,
+            self.prefetch_factor,
+            self.pin_memory,
+            self.timeout,
+            self.in_order,
+        )
+
+    def _fresh_state(self) -> LoaderState:
+        """Nothing is known of what the loader reads, and how: it is new, or attributes of it were set."""
+        self._of, self._site = self._settings(), Site.of(self, self._line)
+        asked, log, how = LoaderConfig.from_loader(self), Log(), self._how
+        state = LoaderState(
+            sent=Sent(self.dataset, self.collate_fn, self.worker_init_fn, self.batch_sampler is not None),
+            samplers={"batch_sampler" if self.batch_sampler is not None else "sampler": self._index_sampler},
+            asked=asked,
+            context=self.multiprocessing_context or how.get("multiprocessing_context") or _start_method(asked),
+            timeout_s=self.timeout or how.get("timeout", 0.0),
+            pins=self.pin_memory and torch.accelerator.is_available(),
+            keeps=self.persistent_workers or bool(how.get("persistent_workers")),
+            log=log,
+            kept=self._kept_as_asked(),
+        )
+        self._found = Found(self._site, asked, log, has_batched_fetch=hasattr(self.dataset, "__getitems__"))
+        self._found.refused = state.kept
+        if state.kept is None:
+            state.tuner = self._found.tuner = Tuner(
+                log,
+                asked,
+                cores=usable_cores().usable,
+                fits=_fits,
+                epoch_batches=length_of(self),
+                max_workers=self.max_workers,
+                depth=how.get("prefetch_factor"),
+                first=_learnt.find(self._site, self),
+                on_change=self._tell(),
+            )
+        if not draws_nothing(self.dataset, self.collate_fn):
+            state.seeds = Seeds(Parts(state.sent.named()).generators)
+        return state
+
+    def _kept_as_asked(self) -> Finding | None:
+        if not self.tune:
+            return Kept.FROZEN()
+        if isinstance(self.dataset, IterableDataset):
+            return Kept.ITERABLE()
+        if not self.workers:
+            return Kept.NO_CONSENT()
+        if self.worker_init_fn is not None and is_users(getattr(self.worker_init_fn, "__module__", None)):
+            return Kept.WORKER_INIT()
+        if current_process().daemon:
+            return Kept.CANNOT_START(why="this process is daemonic, which may have no children.")
+        return None
+
+    def _tell(self) -> Callable[[Event], None]:
+        """What the tuner calls, without a reference to the loader."""
+        site, own, this = self._site, self.on_change, weakref.ref(self)
+
+        def settled(event: Event) -> None:
+            if (loader := this()) is not None and event.kind != "refused":
+                _learnt.keep(site, loader, event.config)
+            if own is not None and event.kind == "settled":
+                own(event)
+
+        return settled
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a loader that is sent to another process, has no epoch running and has learnt nothing."""
+        fresh = dict.fromkeys(("_iterator", "_order", "_state", "_found", "_of"))
+        return {**self.__dict__, **fresh}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
+        self._state = self._fresh_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, for `load_state_dict` of another one with the same dataset and arguments.
+
+        In mid-epoch, also after `break`, batches count as had once the loop has received them. Nothing is fetched; it may be
+        called at any time.
+        """
+        order, epoch = self._order, None
+        if order is not None and not order.is_over:
+            epoch = {"begun_with": order.begun_with, "drew_seed": order.drew_seed, "seed": order.seed}
+            epoch["delivered"] = order.delivered
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "samples": length_of(self.dataset),
+            "batch_size": self.batch_size,
+            "epochs": self._epochs,
+            "seed": self._seed,
+            "own": states_of(self._source()),
+            "epoch": epoch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called, in the next iteration; the number of workers may be another.
+
+        The process' own random state is the training's to restore.
+
+        Raises:
+            ValueError: the state is of another dataset or batch size.
+        """
+        for name, mine in (("samples", length_of(self.dataset)), ("batch_size", self.batch_size)):
+            if state[name] != mine:
+                raise ValueError(
+                    f"{name}={state[name]} of the saved state is not that of this loader ({mine}); load it into a loader of "
+                    "the same dataset and batch size"
+                )
+        self._saved, self._iterator, self._order = state, None, None
+        self._epochs, self._seed = state["epochs"], state["seed"]
+
+    def _next_order(self) -> Order:
+        source, saved, self._saved = self._source(), self._saved, None
+        if self._order is not None:
+            self._order.leave()
+        if saved is not None and saved["epoch"] is not None:
+            self._epochs -= 1
+            return drawn_again(source, saved["epoch"])
+        if saved is not None:
+            restore_own(source, saved["own"])
+        if self._seed is not None and self.persistent_workers:
+            # Torch draws a seed for the workers once, when it starts them.
+            return Order(source, seed=mixed(self._seed, self._epochs) >> 1)
+        order = Order(source)
+        self._seed = order.seed
+        return order
+
+    def _source(self) -> Source:
+        ahead = self.num_workers * (self.prefetch_factor or 0)
+        return Source(sampler=self._index_sampler, generator=self.generator, ahead=ahead)
+
+
+def _start_method(asked: LoaderConfig) -> str | None:
+    """Workers that nobody asked for are forked: started anew they would run a script that has no `__main__` guard."""
+    return None if asked.num_workers else "fork"
+
+
+def _fits(prefetch: int) -> int:
+    available = memory_budget().available_bytes
+    return MOST_WORKERS if available is None else max(1, available // 2 // (WORKER_BYTES * prefetch))

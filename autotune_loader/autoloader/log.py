@@ -1,0 +1,194 @@
+"""What training loops spend on one loader: every batch's history, and totals over all epochs.
+
+iter() ── asks ── receives ── step ── asks ── receives ── step ── asks ── is told that the epoch is over
+ starts    waits               steps   waits               steps   waits
+
+Seconds are of one monotonic clock, which the caller reads. A pause in which nobody asks (evaluation, a checkpoint, a
+notebook left alone) is no step. Torch is not needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
+
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+
+MOST_ROWS = 20_000
+"""Batches whose histories are kept at least; twice as many at most (10 MiB)."""
+PAUSE_S, PAUSE_STEPS = 0.5, 20.0
+"""A step is a pause if it takes longer than this and so many mean steps."""
+
+Fetch = tuple[int, float, float, float, float]
+"""worker, fetch_start, fetch_end, collate_end, cpu_s: the first fields of a `BatchTrace`."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all loops of a loader; those of two loaders can be added."""
+
+    epochs: int = 0
+    """In which a batch was asked for."""
+    batches: int = 0
+    samples: int = 0
+    waited_s: float = 0.0
+    """Until a batch was there; starts of epochs and workers included."""
+    started_s: float = 0.0
+    """Of that, from `iter()` until the first batch of an epoch."""
+    stepped_s: float = 0.0
+    fetch_cpu_s: float = 0.0
+    """CPU seconds of fetching, where it was clocked."""
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def active_s(self) -> float:
+        """Seconds of training with this loader."""
+        return self.waited_s + self.stepped_s
+
+    @property
+    def wait_share(self) -> float | None:
+        """Share of them in which the loop waited; None before there was a step, without which there is no share."""
+        return self.waited_s / self.active_s if self.stepped_s > 0 else None
+
+    @property
+    def starting_share(self) -> float:
+        """Share of them in which the loop waited for an epoch's first batch longer than for another one."""
+        others = self.batches - self.epochs
+        if others <= 0 or self.active_s <= 0:
+            return 0.0
+        typical_s = (self.waited_s - self.started_s) / others
+        return max(0.0, self.started_s - self.epochs * typical_s) / self.active_s
+
+
+class Change(NamedTuple):
+    """From this batch on, numbered over the log's life, another configuration serves."""
+
+    batch: int
+    config: LoaderConfig
+
+
+class Log:
+    """One loader's, over all its epochs. Rows are those of the loop that was begun last."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self.rows: list[BatchTrace] = []
+        """The latest batches; `forgotten` older ones were dropped."""
+        self.forgotten = 0
+        self.changes: list[Change] = []
+        self.current: Loop | None = None
+
+    @property
+    def end(self) -> int:
+        """Number of the batch that will be noted next."""
+        return self.forgotten + len(self.rows)
+
+    def since(self, batch: int) -> list[BatchTrace]:
+        """The batches from this number on, those that are remembered."""
+        return self.rows[max(0, batch - self.forgotten) :]
+
+    def begin(self, now: float) -> Loop:
+        """`iter()` was called: a loop over one epoch."""
+        self.current = Loop(self, now)
+        if len(self.rows) > 2 * MOST_ROWS:
+            del self.rows[:MOST_ROWS]
+            self.forgotten += MOST_ROWS
+        return self.current
+
+    def change(self, config: LoaderConfig) -> None:
+        """Another configuration serves from the next batch on."""
+        if not self.changes or self.changes[-1].config != config:
+            self.changes.append(Change(self.end, config))
+
+
+class Loop:
+    """Whoever takes the batches of one epoch."""
+
+    __slots__ = ("_asked", "_begun", "_fetch", "_log", "_received", "_rows", "_samples", "batches", "is_over")
+
+    def __init__(self, log: Log, now: float) -> None:
+        self._log, self._rows, self._begun = log, log.rows, now
+        self._asked, self._received, self._samples = now, 0.0, 0
+        self._fetch: Fetch | None = None
+        self.batches, self.is_over = 0, False
+
+    def started(self, now: float) -> None:
+        """`iter()` has returned: what it took was waiting."""
+        totals, self._asked = self._log.totals, now
+        totals.waited_s += now - self._begun
+        totals.started_s += now - self._begun
+
+    def ask(self, now: float) -> None:
+        """The loop asks for a batch: its step has ended."""
+        received = self._received
+        if received:
+            totals, step_s = self._log.totals, now - received
+            if step_s <= PAUSE_S or step_s * totals.batches <= PAUSE_STEPS * totals.stepped_s or totals.batches == 1:
+                totals.stepped_s += step_s
+            if self._fetch is not None and self._log.current is self:
+                self._rows.append(BatchTrace(*self._fetch, self._samples, self._asked, received, now))
+            self._received = 0.0
+        self._asked = now
+
+    def receive(self, now: float, samples: int, fetch: Fetch | None = None) -> None:
+        """The loop has a batch; `fetch` is its history, None where torch's workers made it."""
+        totals, waited_s = self._log.totals, now - self._asked
+        if not self.batches:
+            totals.epochs += 1
+            totals.started_s += waited_s
+        self.batches += 1
+        totals.batches += 1
+        totals.samples += samples
+        totals.waited_s += waited_s
+        if fetch is not None:
+            totals.fetch_cpu_s += fetch[4]
+        self._fetch, self._samples, self._received = fetch, samples, now
+
+    def end(self, now: float) -> None:
+        """The loop is told that the epoch is over."""
+        if not self.is_over:
+            self.is_over = True
+            self._log.totals.waited_s += now - self._asked
+
+
+def pauses(traces: Sequence[BatchTrace]) -> list[int]:
+    """Positions of the batches after which nobody asked for a while, which is no slow step."""
+    mean_s = sum(trace.step_s for trace in traces) / max(1, len(traces))
+    longest_s = max(PAUSE_S, PAUSE_STEPS * mean_s)
+    return [position for position, trace in enumerate(traces) if trace.step_s > longest_s]
+
+
+def continuous(traces: Sequence[BatchTrace]) -> list[BatchTrace]:
+    """The same batches as if nobody had paused: ends of epochs and pauses are taken out, so that a rate can be read."""
+    joined, gone_s, before = list[BatchTrace](), 0.0, None
+    paused = set(pauses(traces))
+    steps = [trace.step_s for position, trace in enumerate(traces) if position not in paused]
+    typical_s = sum(steps) / len(steps) if steps else 0.0
+    for position, trace in enumerate(traces):
+        if before is not None:
+            gone_s += max(0.0, trace.requested - before.step_end)
+        before = trace
+        cut_s = trace.step_s - typical_s if position in paused else 0.0
+        joined.append(_earlier(trace, gone_s, cut_s))
+        gone_s += cut_s
+    return joined
+
+
+def _earlier(trace: BatchTrace, by_s: float, cut_s: float) -> BatchTrace:
+    return trace._replace(
+        fetch_start=trace.fetch_start - by_s,
+        fetch_end=trace.fetch_end - by_s,
+        collate_end=trace.collate_end - by_s,
+        requested=trace.requested - by_s,
+        received=trace.received - by_s,
+        step_end=trace.step_end - by_s - cut_s,
+    )
+
+
+def made_here(trace: BatchTrace) -> bool:
+    """Whether the training process fetched it."""
+    return trace.worker == MAIN_PROCESS

@@ -1,0 +1,401 @@
+"""How many workers: as few trials as possible, and never slower than what was asked for.
+
+    gate    after 2 s and 20 batches: does the loop wait at all?
+    rule    W = 1.15 fetch / step + 1, at most what cores and memory allow
+    ramp    2 workers, 4, 8 ... while waiting falls
+    pairs   asked, W, asked, W: kept only if the lower limit of the ratio is above 1
+    keep    waiting above 5 %: ramp again; below 1 %: half as many; every 5 minutes a pair
+    ledger  own seconds and the price of the next trial stay below 0.5 s + 1 % of the time trained + half of the proven gain
+
+All of it reads one log of batches and says which configuration is wanted; it starts nothing and has no clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from autotune_loader.autoloader.log import PAUSE_S, PAUSE_STEPS, Log
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+
+GATE_S, GATE_BATCHES = 2.0, 20
+"""The first look: earlier, caches are cold and nothing is known. Half of it is enough for a loop that mostly waits."""
+MOSTLY, WAITING, IDLE = 0.5, 0.05, 0.01
+"""Shares of waiting: above the second one there is something to gain, below the last one something to give back."""
+KEEP_S, PAIR_EVERY_S = 30.0, 300.0
+"""How long a share of waiting has to last; how often what is kept proves itself again."""
+BLOCK_S, BLOCK_BATCHES = 0.25, 6
+"""The least that is measured of a configuration."""
+SHORT_EPOCH_S = 1.0
+"""Shorter epochs are compared whole: what their beginning and end take is a part of them."""
+HEADROOM = 1.15
+"""Fetches take longer beside each other."""
+LEAST_FALL = 0.01
+"""Twice as many workers are worth it if they take away this share of waiting."""
+MOST_PAIRS, LEAST_SCATTER, WIDTH = 6, 0.02, 2.0
+"""Pairs at most; what is not believed of less scatter between them; half-width in standard errors."""
+STARTS = 4.0
+"""An epoch's fetches take longer than so many starts of a worker, or there are no workers."""
+START_S = 0.02
+"""What starting one takes, before one was started."""
+CHEAP_FETCH_S = 0.0003
+"""A batch that takes less CPU than this is fetched sooner than it is handed over."""
+CREDIT_S, SHARE = 0.5, 0.01
+"""What may be spent: at once, and of the time trained."""
+RISK = 0.2
+"""Share of the time of a trial that it may cost."""
+MOST_WORKERS = 32
+FEW_WORKERS, DEEP, USUAL = 4, 4, 2
+"""Up to so many workers a deeper queue costs little memory: its depth, and that of more workers."""
+
+log = logging.getLogger("autotune_loader.autoloader")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What happened, for a logger."""
+
+    kind: Literal["tried", "settled", "refused"]
+    """Found faster at first sight; chosen by pairs; given up."""
+    seconds: float
+    """Of training before."""
+    batch: int
+    config: LoaderConfig
+    gain: Interval | None = None
+    """How many times as fast as what was asked for, where pairs have shown that."""
+
+
+class Block(NamedTuple):
+    """Some batches in a row that one configuration made."""
+
+    config: LoaderConfig
+    batches: int
+    seconds: float
+    samples_per_s: float
+    waiting: float
+    """Share of the time in which the loop waited."""
+    fetch_s: float
+    fetch_cpu_s: float
+    step_s: float
+
+
+class Run(NamedTuple):
+    """Measure a configuration for so long; or, where `whole`, for a whole epoch from `iter()` to its end."""
+
+    config: LoaderConfig
+    seconds: float = BLOCK_S
+    batches: int = BLOCK_BATCHES
+    whole: bool = False
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What tuning has cost, in seconds, and what it has gained."""
+
+    own_s: float = 0.0
+    gained_s: float = 0.0
+
+    def may(self, price_s: float, trained_s: float) -> bool:
+        """Whether something of this price may be tried."""
+        return self.own_s + price_s <= CREDIT_S + SHARE * trained_s + 0.5 * self.gained_s
+
+
+class Tuner:
+    """Decides for one loader, over all its epochs.
+
+    Args:
+        log: of the loader.
+        asked: what the loader was asked for.
+        cores: that may be counted on.
+        fits: how many workers fit into memory, with so many batches each.
+        epoch_batches: of an epoch; None where that is not known.
+        max_workers: at most.
+        depth: `prefetch_factor` of workers, where the script says so.
+        first: what an earlier loader of the same place had found; tried first.
+        on_change: told what was settled on.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a decision rests on
+        self,
+        log: Log,
+        asked: LoaderConfig,
+        *,
+        cores: int,
+        fits: Callable[[int], int] = lambda prefetch: MOST_WORKERS,
+        epoch_batches: int | None = None,
+        max_workers: int | None = None,
+        depth: int | None = None,
+        first: LoaderConfig | None = None,
+        on_change: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self._log, self.asked, self.wanted, self.best = log, asked, asked, asked
+        self._cores, self._fits, self._epoch_batches = cores, fits, epoch_batches
+        self._most, self._first, self._on_change = max_workers, first, on_change
+        self._given = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
+        self.ledger = Ledger()
+        self.blocks: list[Block] = []
+        """What was measured, in order."""
+        self.gain: Interval | None = None
+        """Of `best` over `asked`, from pairs."""
+        self.waiting: float | None = None
+        """Share of waiting when it was looked at last."""
+        self.start_s = START_S
+        self.wake = 0.0
+        """When `look` is to be called."""
+        self._are_short = False
+        self._epochs: list[Block] = []
+        self._plan = self._decide()
+        self._request = next(self._plan)
+        self._since, self._applied_at = log.end, -math.inf
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the best is known and runs."""
+        return any(block.config == self.best for block in self.blocks) and self.wanted == self.best
+
+    def freeze(self) -> None:
+        """Try nothing any more."""
+        self._plan.close()
+        self.wake = math.inf
+
+    def refuse(self) -> None:
+        """Workers may not be used, or their number not changed: back to what was asked for."""
+        self.freeze()
+        self.wanted = self.best = self.asked
+        self.gain = None
+        self._tell("refused")
+
+    def look(self, now: float) -> None:
+        """Think, if there is something new; afterwards `wanted` says what is to run."""
+        request = self._request
+        epochs, self._epochs = self._epochs, []
+        block = self._measured(request) if not request.whole else epochs[-1] if epochs else None
+        if block is None:
+            self.wake = now + max(0.02, request.seconds / 4)
+            return
+        self.waiting = block.waiting
+        self.blocks.append(block)
+        if self.wanted == self.best and self.gain is not None:
+            self.ledger.gained_s += (1 - 1 / self.gain.low) * block.seconds
+        try:
+            self._request = self._plan.send(block)
+        except StopIteration:
+            self.wake = math.inf
+            return
+        self.wanted, self.wake = self._request.config, now + 0.02
+        self._since = self._log.end
+        self._applied_at = -math.inf if self.wanted == request.config else math.inf
+
+    def applied(self, now: float) -> None:
+        """What is wanted runs from now on."""
+        if self._applied_at == math.inf:
+            self._since, self._applied_at = self._log.end, now
+
+    def epoch(self, config: LoaderConfig, seconds: float, samples: int, batches: int) -> None:
+        """An epoch is over that one configuration has made, `iter()` and end included."""
+        if self._request.whole and config == self._request.config and batches and seconds > 0:
+            rows = [row for row in self._log.since(self._log.end - batches) if _is_of(row, config)]
+            block = _block(config, rows)
+            if block is not None:
+                block = block._replace(seconds=seconds, samples_per_s=samples / seconds, batches=batches)
+                self._epochs.append(block)
+            self.wake = 0.0
+
+    def _measured(self, request: Run) -> Block | None:
+        rows = [row for row in self._log.since(self._since) if _is_of(row, request.config)]
+        if self._applied_at > -math.inf:  # what was begun before belongs to another one, and queues fill first
+            begun = [row for row in rows if row.fetch_start > self._applied_at]
+            rows = begun[max(1, request.config.num_workers) :]
+        if len(rows) < max(request.batches, request.config.num_workers):
+            return None
+        block = _block(request.config, rows)
+        return None if block is None or block.seconds < request.seconds else block
+
+    def _may(self, price_s: float) -> bool:
+        return self.ledger.may(price_s, self._log.totals.active_s)
+
+    def _decide(self) -> Generator[Run, Block, None]:
+        pause_s, gate_s = KEEP_S, GATE_S if self._first is None else GATE_S / 4
+        asked = yield Run(self.asked, gate_s / 2, GATE_BATCHES // 2)
+        if asked.waiting < MOSTLY:
+            asked = yield Run(self.asked, gate_s / 2, GATE_BATCHES // 2)
+        while True:
+            if asked.waiting >= WAITING and (yield from self._explored(asked)):
+                pause_s = KEEP_S
+                yield from self._kept()
+            asked = yield Run(self.asked, pause_s, GATE_BATCHES)
+            pause_s *= 2
+
+    def _explored(self, asked: Block) -> Generator[Run, Block, bool]:
+        """Whether another configuration than the one asked for was shown to be faster, which runs then."""
+        candidate: Block | None = None
+        whole_s = asked.seconds / asked.batches * (self._epoch_batches or math.inf)
+        self._are_short = whole_s < SHORT_EPOCH_S
+        for config in self._candidates(asked):
+            is_risky = candidate is None or candidate.samples_per_s < asked.samples_per_s
+            if not self._may(self._price(config, asked, is_risky=is_risky)):
+                break
+            block = yield from self._tried(config, asked)
+            is_better = candidate is None or block.samples_per_s > candidate.samples_per_s
+            falls = candidate is None or candidate.waiting - block.waiting > LEAST_FALL or not config.num_workers
+            if is_better:
+                candidate = block
+            elif config.num_workers:
+                break
+            if not falls:
+                break
+        if candidate is None or candidate.samples_per_s <= asked.samples_per_s:
+            return False
+        self._tell("tried", candidate.config)
+        gain = yield from self._paired(candidate, asked)
+        if gain is None or gain.low <= 1:
+            return False
+        self.best, self.gain = candidate.config, gain
+        self._tell("settled")
+        return True
+
+    def _tried(self, config: LoaderConfig, asked: Block) -> Generator[Run, Block, Block]:
+        block = yield Run(config, whole=self._are_short)
+        if self._are_short and config.num_workers:
+            block = yield Run(config, whole=True)  # the first one has started workers
+        self._charge(block, asked)
+        return block
+
+    def _charge(self, block: Block, asked: Block) -> None:
+        self.ledger.own_s += max(0.0, block.seconds * (1 - block.samples_per_s / asked.samples_per_s))
+
+    def _price(self, config: LoaderConfig, block: Block, *, is_risky: bool = True) -> float:
+        more = max(0, config.num_workers - block.config.num_workers)
+        block_s = max(BLOCK_S, BLOCK_BATCHES / block.batches * block.seconds)
+        return self.start_s * more + (RISK * min(block_s, 1.0) if is_risky else 0.0)
+
+    def _paired(self, candidate: Block, asked: Block) -> Generator[Run, Block, Interval | None]:
+        logs = [math.log(candidate.samples_per_s / asked.samples_per_s)]
+        while len(logs) < MOST_PAIRS:
+            ours = yield Run(candidate.config, whole=self._are_short)
+            theirs = yield Run(self.asked, whole=self._are_short)
+            self._charge(ours, theirs)
+            logs.append(math.log(ours.samples_per_s / theirs.samples_per_s))
+            gain = _interval(logs)
+            if gain.low > 1 or gain.high < 1:
+                return gain
+            if gain.value < 1 and not self._may(RISK * ours.seconds):
+                return None
+        return None
+
+    def _kept(self) -> Generator[Run, Block, None]:
+        """Until what is kept is no longer faster than what was asked for."""
+        paired_s, pause_s = self._log.totals.active_s, KEEP_S
+        while True:
+            block = yield Run(self.best, pause_s, GATE_BATCHES)
+            if self._log.totals.active_s - paired_s > PAIR_EVERY_S:
+                paired_s = self._log.totals.active_s
+                asked = yield Run(self.asked, whole=self._are_short)
+                gain = yield from self._paired(block, asked)
+                if gain is None or gain.low <= 1:
+                    self.best, self.gain = self.asked, None
+                    self._tell("settled")
+                    return
+                self.gain = gain
+                continue
+            other = self._other(block)
+            if other is None or not self._may(self._price(other, block)):
+                pause_s = min(2 * pause_s, PAIR_EVERY_S)
+                continue
+            tried = yield from self._tried(other, block)
+            fewer = other.num_workers < block.config.num_workers
+            if tried.waiting < 2 * IDLE if fewer else tried.waiting < block.waiting - LEAST_FALL:
+                self.best = other
+                self._tell("settled")
+            else:
+                pause_s = min(2 * pause_s, PAIR_EVERY_S)
+
+    def _other(self, block: Block) -> LoaderConfig | None:
+        """What may be better now than what is kept; None where there is nothing to be better at."""
+        workers = block.config.num_workers
+        if not workers or IDLE <= block.waiting <= WAITING:
+            return None
+        if block.waiting < IDLE:
+            return self._with(workers // 2) if workers > 1 else None
+        most = self._ruled(block)
+        return self._with(min(2 * workers, most)) if most > workers else None
+
+    def _candidates(self, asked: Block) -> list[LoaderConfig]:
+        """What is tried, in this order, while it pays."""
+        most, own = self._ruled(asked), self.asked.num_workers
+        alone_s = asked.fetch_s + asked.step_s
+        found: list[int] = []
+        if own and alone_s * asked.batches < asked.seconds * (1 + WAITING):
+            found.append(0)
+        is_cheap = asked.fetch_cpu_s > 0.9 * asked.fetch_s and asked.fetch_s < CHEAP_FETCH_S
+        is_short = self._epoch_batches is not None and asked.fetch_s * self._epoch_batches < STARTS * self.start_s
+        if not own and (is_cheap or is_short):
+            return []
+        if self._first is not None and 0 < self._first.num_workers <= most:
+            found.append(self._first.num_workers)
+        workers = 2 * own or min(2, most)
+        step = max(2.0, math.sqrt(most / workers))  # two or three stages: each takes time
+        while workers < most:
+            found.append(workers)
+            workers = math.ceil(workers * step)
+        found.append(most)
+        return [self._with(each) for each in dict.fromkeys(found) if each != own]
+
+    def _ruled(self, block: Block) -> int:
+        """The number of workers that the rule of three allows."""
+        most = HEADROOM * block.fetch_s / max(block.step_s, 1e-6) + 1
+        most = min(most, self._cores * block.fetch_s / max(block.fetch_cpu_s, 1e-6) + 1)
+        if self._epoch_batches is not None:
+            most = min(most, self._epoch_batches / 2)
+        most = min(most, self._most or MOST_WORKERS, MOST_WORKERS)
+        return max(1, min(int(most), self._fits(self._depth(int(most)))))
+
+    def _depth(self, workers: int) -> int:
+        return self._given or (DEEP if workers <= FEW_WORKERS else USUAL)
+
+    def _with(self, workers: int) -> LoaderConfig:
+        return self.asked.with_workers(workers, self._depth(workers) if workers else None)
+
+    def _tell(self, kind: Literal["tried", "settled", "refused"], config: LoaderConfig | None = None) -> None:
+        seconds = self._log.totals.active_s
+        if kind == "settled":
+            log.info("settled on %s after %.0f s of training", self.best, seconds)
+        self._on_change(
+            Event(kind=kind, seconds=seconds, batch=self._log.end, config=config or self.best, gain=self.gain)
+        )
+
+
+def _is_of(row: BatchTrace, config: LoaderConfig) -> bool:
+    return (row.worker != MAIN_PROCESS) == bool(config.num_workers)
+
+
+def _block(config: LoaderConfig, rows: list[BatchTrace]) -> Block | None:
+    steps = [row.step_s for row in rows]
+    longest_s = max(PAUSE_S, PAUSE_STEPS * sum(steps) / max(1, len(steps)))
+    rows = [row for row in rows if row.step_s <= longest_s]
+    if not rows:
+        return None
+    count, seconds = len(rows), sum(row.step_end - row.requested for row in rows)
+    return Block(
+        config=config,
+        batches=count,
+        seconds=seconds,
+        samples_per_s=sum(row.samples for row in rows) / max(seconds, 1e-9),
+        waiting=sum(row.wait_s for row in rows) / max(seconds, 1e-9),
+        fetch_s=sum(row.service_s for row in rows) / count,
+        fetch_cpu_s=sum(row.cpu_s for row in rows) / count,
+        step_s=sum(row.step_s for row in rows) / count,
+    )
+
+
+def _interval(logs: list[float]) -> Interval:
+    mean = statistics.fmean(logs)
+    scatter = max(statistics.stdev(logs), LEAST_SCATTER) if len(logs) > 1 else 1.0
+    half = WIDTH * scatter / math.sqrt(len(logs))
+    return Interval(value=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half), count=len(logs))

@@ -1,0 +1,118 @@
+"""`autotune-loader watch` and `run`: what is to be done with which script; `launch` does it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from autotune_loader.watch.plan import Plan, Verb
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_FILE = click.Path(dir_okay=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A script that is to be run once the command line has been read: nothing of ours is to be in its way."""
+
+    plan: Plan
+    target: str
+    arguments: tuple[str, ...]
+    is_module: bool
+
+
+class Share(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """A share of "5%" or "0.05"."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            self.fail(f"{text!r} is no share; 5% would work", param, ctx)
+        return share
+
+
+def _of_scripts(command: _Function) -> _Function:
+    """The options of `watch` and `run`."""
+    options = [
+        click.argument("script"),
+        click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
+        click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
+        click.option("-o", "--output", type=_FILE, help="Write loader.json here at the end."),
+        click.option("--json", "report", type=_FILE, help="Write the report here as JSON at the end."),
+        click.option(
+            "--fail-if-wait",
+            "most_waiting",
+            type=Share(),
+            metavar="SHARE",
+            help="Exit with 4 if the training loop waits for data more than this share of its time, such as 10%.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command("watch", context_settings={"allow_interspersed_args": False})
+@_of_scripts
+def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
+    """Run a script, unchanged, and tell what its loaders cost.
+
+    Batches, random numbers and weights are those of python SCRIPT. The report comes at the end, on stderr: one block
+    for each DataLoader, by the line that makes it.
+
+    \b
+    Examples:
+      autotune-loader watch train.py --epochs 3
+      autotune-loader watch -m project.train
+      autotune-loader watch --fail-if-wait 10% train.py    for CI
+    """  # noqa: D301 - click's mark is the character itself
+    return _launch("watch", script, arguments, is_module=is_module, **options)
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@_of_scripts
+@click.option(
+    "--workers", is_flag=True, help="Loaders with num_workers=0 may have workers: their data may be read from there."
+)
+@click.option("--start-with", type=_FILE, help="Start with the settings of this loader.json.")
+@click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers of each loader.")
+def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
+    """Run a script, unchanged, and tune its loaders meanwhile.
+
+    Samples and their order stay those of python SCRIPT; random augmentations are drawn by batch. A loader with
+    num_workers=0 gets no workers unless you say --workers.
+
+    \b
+    Examples:
+      autotune-loader run --workers -o loader.json train.py --epochs 90
+      autotune-loader run --start-with loader.json train.py     begins where that one ended
+      torchrun --nproc-per-node 2 -m autotune_loader run train.py
+    """  # noqa: D301 - click's mark is the character itself
+    return _launch("run", script, arguments, is_module=is_module, **options)
+
+
+def _launch(verb: Verb, script: str, arguments: tuple[str, ...], *, is_module: bool, **options: Any) -> Launch:
+    """What the options ask for, checked now and not after hours of training; they are fields of the plan."""
+    if options.get("start_with") is not None:
+        from autotune_loader import TuningResult
+
+        TuningResult.load(options["start_with"])
+    for name, option, example in (("output", "--output", "loader.json"), ("report", "--json", "report.json")):
+        folder = None if options[name] is None else Path(options[name]).absolute().parent
+        if folder is not None and not os.access(folder, os.W_OK):
+            raise ValueError(f"{option}={options[name]!r} cannot be written; {option}={example!r} would work")
+    for name in ("output", "report", "start_with"):
+        options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
+    plan = Plan(verb=verb, script=f"-m {script}" if is_module else script, **options)
+    return Launch(plan=plan, target=script, arguments=arguments, is_module=is_module)

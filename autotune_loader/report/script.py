@@ -1,0 +1,87 @@
+"""What `watch` and `run` tell of a script: one record a loader, and the text of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from autotune_loader.diagnosis import units
+from autotune_loader.results.record import Finding
+from autotune_loader.values.serialization import write_json
+from autotune_loader.values.statistics import Interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderReport:
+    """What is known of one loader; shares are of its training time, pauses apart."""
+
+    name: str
+    """The line that makes it."""
+    contents: str
+    epochs: int
+    batches: int
+    samples_per_s: float | None
+    """None where that time is no step long."""
+    wait_share: float | None
+    """The loop waited for data; None before there was a step."""
+    starting_share: float
+    """Part of the wait that went into the start of epochs, where workers start."""
+    settings: dict[str, Any]
+    """As the script has them."""
+    settings_now: dict[str, Any]
+    speedup: Interval | None = None
+    """How many times as fast the change made it, from blocks of batches in turns; None where there were none."""
+    kept: Finding | None = None
+    """Why the number of workers is as asked."""
+    bottleneck: Finding
+    advice: tuple[Finding, ...] = ()
+    """What to do, the best first."""
+
+    def __str__(self) -> str:
+        epochs = f" in {units.counted(self.epochs, 'epoch')}" if self.epochs > 1 else ""
+        seen = [f"{units.counted(self.batches, 'batch')}{epochs}"]
+        if self.samples_per_s is not None:
+            seen.append(f"{units.number_text(self.samples_per_s)} samples/s")
+        if self.wait_share is not None:
+            seen.append(f"the loop waits {units.share_text(self.wait_share)} of its time")
+        own, now = settings_text(self.settings), settings_text(self.settings_now)
+        lines = [f"{self.name}  {self.contents}", f"  {', '.join(seen)}", f"  settings: {own}"]
+        if now != own:
+            lines.append(f"  now: {now}{'' if self.speedup is None else f': {units.ratio_text(self.speedup)} as fast'}")
+        elif self.kept is not None:
+            lines.append(f"  not changed: {self.kept}")
+        lines.append(f"  {self.bottleneck}")
+        return "\n".join([*lines, *(f"  next: {step}" for step in self.advice[:1])])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptReport:
+    """What is known of a script's loaders."""
+
+    verb: str
+    seconds: float
+    peak_memory_bytes: int
+    """Of the process itself."""
+    peak_child_memory_bytes: int | None
+    """Of the largest process that it started and that has ended; None where no loader had workers."""
+    loaders: tuple[LoaderReport, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        memory = f"peak memory {units.bytes_text(self.peak_memory_bytes)}"
+        if self.peak_child_memory_bytes:
+            memory += f", largest child process {units.bytes_text(self.peak_child_memory_bytes)}"
+        loaders = units.counted(len(self.loaders), "loader")
+        head = f"autotune-loader {self.verb}: {loaders} in {units.seconds_text(self.seconds)}; {memory}"
+        return "\n\n".join([head, *map(str, self.loaders), *(["\n".join(self.notes)] if self.notes else [])])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        write_json(self, path)
+
+
+def settings_text(kwargs: dict[str, Any]) -> str:
+    """Arguments of DataLoader that say anything: "num_workers=2, prefetch_factor=4"."""
+    shown = {name: value for name, value in kwargs.items() if value or name == "num_workers"}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items() if name != "in_order" or value is not True)

@@ -1,0 +1,183 @@
+"""Where torch makes and iterates loaders, once it has been imported: three methods that every loader goes through.
+
+    DataLoader.__new__            which line makes it, also where a subclass does not call `__init__`
+    DataLoader.__iter__           under `run` its batches come from an AutoLoader
+    _BaseDataLoaderIter.__init__  an iterator is made, by whatever class of loader: it is one that is watched
+
+They are put in once for a process and stay; while no hook is installed they only call torch's own. Nothing heavy is imported
+here: a script may set what torch reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import sys
+import time
+from importlib.abc import MetaPathFinder
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.values.lines import is_ours, users_line
+from autotune_loader.watch.plan import LINE, Plan
+
+if TYPE_CHECKING:
+    from autotune_loader.watch.session import Session
+
+active: list[Hook] = []
+"""The hook that is installed in this process, if any; the last one counts."""
+TORCH_MODULE = "torch.utils.data.dataloader"
+HOOKED = "_autotune_loader_hooked"
+
+log = logging.getLogger(__name__)
+_told_at_end_of: list[int] = []
+"""The process whose end is looked after."""
+
+
+class Hook:
+    """Finds the loaders of this process, until it is removed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """The loaders of this process, from the first one on."""
+        if self._session is None:
+            from autotune_loader.watch.session import Session
+
+            self._session = Session(self.plan)
+            _look_after_the_end()
+        return self._session
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether a loader gave any."""
+        return self._session is not None and any(each.log.totals.batches for each in self._session.loaders)
+
+    @property
+    def is_waiting_too_long(self) -> bool:
+        """Whether the training loader was waited for longer than was allowed."""
+        return self._session is not None and self._session.is_waiting_too_long
+
+    def install(self) -> None:
+        """Find loaders from now on."""
+        active.append(self)
+        if (module := sys.modules.get(TORCH_MODULE)) is not None:
+            _hook_into(module)
+        elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _WhenImported())
+
+    def remove(self) -> None:
+        """Leave loaders alone; what is iterated already goes on."""
+        active.remove(self)
+
+    def tell(self) -> None:
+        """Print the report of what was seen, and write it where it was asked for."""
+        from autotune_loader.watch.report import tell
+
+        if self.has_batches:
+            tell(self.session)
+
+    def forget(self) -> None:
+        """A forked process has loaders of its own."""
+        self._session = None
+
+
+def begin_as_handed_on() -> None:
+    """Find the loaders of a process that a script has started, as the script's own plan says; `sitecustomize` calls it."""
+    plan = Plan.handed_on()
+    if plan is not None:
+        Hook(plan).install()
+
+
+def _look_after_the_end() -> None:
+    """Tell at the end of the process: multiprocessing's run this, unlike atexit, and others do once their children are gone."""
+    if _told_at_end_of != [os.getpid()]:
+        from multiprocessing.util import Finalize
+
+        _told_at_end_of[:] = [os.getpid()]
+        Finalize(None, _tell, exitpriority=-1000)
+
+
+def _tell() -> None:
+    for hook in active:
+        hook.tell()
+
+
+def _forget() -> None:
+    for hook in active:
+        hook.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _hook_into(module: ModuleType) -> None:
+    loaders, iterators = module.DataLoader, module._BaseDataLoaderIter
+    if HOOKED in vars(loaders):
+        return
+    setattr(loaders, HOOKED, True)
+    iterate, begin = loaders.__iter__, iterators.__init__
+
+    @functools.wraps(loaders.__init__)  # whose signature it has
+    def make_loader(kind: Any, *args: Any, **arguments: Any) -> Any:
+        make = super(loaders, kind).__new__
+        loader = make(kind) if make is object.__new__ else make(kind, *args, **arguments)
+        if active and (line := users_line(sys._getframe(1))) is not None:
+            vars(loader)[LINE] = tuple(line)
+        return loader
+
+    @functools.wraps(iterate)
+    def iterate_loader(loader: Any) -> Any:
+        is_left = not active or (active[-1].plan.verb == "watch" and not is_auto(loader))
+        if is_left or _is_asked_by_us(sys._getframe(1)):
+            return iterate(loader)  # whose iterator begins below
+        return active[-1].session.iterate(loader, iterate)
+
+    @functools.wraps(begin)
+    def begin_iterator(iterator: Any, loader: Any, *args: Any, **arguments: Any) -> None:
+        begun = time.monotonic()
+        begin(iterator, loader, *args, **arguments)
+        if active and not _is_asked_by_us(sys._getframe(1)):
+            try:
+                active[-1].session.watch(iterator, loader, begun)
+            except Exception:  # whatever it is, it is no reason to end somebody's training
+                log.debug("an iterator is not watched", exc_info=True)
+
+    loaders.__new__, loaders.__iter__, iterators.__init__ = make_loader, iterate_loader, begin_iterator
+
+
+def is_auto(loader: Any) -> bool:
+    """Whether it is an AutoLoader, which the script itself has made."""
+    module = sys.modules.get("autotune_loader.autoloader.loader")
+    return module is not None and isinstance(loader, module.AutoLoader)
+
+
+def _is_asked_by_us(frame: FrameType | None) -> bool:
+    """Whether the nearest code outside of torch's loaders and this room is this package's: an AutoLoader, a burst."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.utils.data", __package__)):
+        frame = frame.f_back
+    return frame is not None and is_ours(frame.f_code.co_filename)
+
+
+class _WhenImported(MetaPathFinder):
+    """Hooks into torch's module of loaders as soon as it has been imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002 - Python's signature
+        if name != TORCH_MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                _hook_into(module)
+
+            spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec

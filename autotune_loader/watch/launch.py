@@ -1,0 +1,137 @@
+"""Runs a script or a module as `python train.py` or `python -m train` would, with its loaders looked at.
+
+    sys.argv, sys.path[0], __main__ ── the script ── its own exit code, signal or traceback ── the report
+
+What the script sees of us is an environment variable for its children, a folder in PYTHONPATH, and frames below its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from autotune_loader.watch.hook import Hook, active
+from autotune_loader.watch.plan import Plan
+
+WAITS_TOO_LONG = 4
+"""Exit code where the loop waited for longer than `--fail-if-wait` allows."""
+CANNOT_OPEN = 2
+"""Exit code of Python for a script that is not there."""
+
+
+def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
+    """Run a script, or a module, to its end; returns only where it ended well, and raises what it raised.
+
+    Args:
+        plan: what is to be done with its loaders.
+        target: a file, a zipapp or a folder with a `__main__.py`, or a module's name.
+        arguments: of the script.
+        is_module: whether `target` is a module's name.
+
+    Raises:
+        SystemExit: the script's own; or nothing of that name is there; or the loop waited for too long.
+    """
+    main, code = (_module if is_module else _script)(target, arguments)
+    hook = Hook(plan)
+    end = _End(hook)
+    atexit.register(end)  # first, so that it is the last that happens
+    plan.hand_on()
+    active.clear()  # a run within a run reports for itself
+    hook.install()
+    # The second name is the one by which spawned processes send objects of its classes.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    try:
+        exec(code, vars(main))  # noqa: S102 - the script
+    except KeyboardInterrupt:
+        end.is_by_sigint = not is_module
+        raise
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+    if hook.is_waiting_too_long:
+        raise SystemExit(WAITS_TOO_LONG)
+
+
+def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
+    """`__main__` and the code of a file, a zipapp or a folder, as Python sets them up."""
+    sys.argv[:] = [path, *arguments]
+    is_safe = getattr(sys.flags, "safe_path", False)
+    # As Python itself does, dots and all; the current folder may be gone.
+    absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH117, PTH118
+    if pkgutil.get_importer(absolute) is not None:  # a zipapp or a folder
+        sys.path[: 0 if is_safe else 1] = [absolute]
+        return _found(vars(runpy)["_get_main_module_details"])
+    try:
+        source = Path(absolute).read_bytes()
+    except OSError as error:
+        why = f"[Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: can't open file {absolute!r}: {why}", file=sys.stderr)
+        raise SystemExit(CANNOT_OPEN) from None
+    if not is_safe:
+        sys.path[0] = os.path.dirname(os.path.realpath(absolute))  # noqa: PTH120
+    main = _new_main(SourceFileLoader("__main__", absolute), absolute)
+    return main, compile(source, absolute, "exec", dont_inherit=True)
+
+
+def _module(name: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
+    """`__main__` and the code of a module or package, as `python -m` sets them up."""
+    sys.argv[:] = ["-m", *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()  # noqa: PTH109
+    main, code = _found(vars(runpy)["_get_module_details"], name)
+    sys.argv[0] = vars(main)["__file__"]
+    return main, code
+
+
+class _NotThereError(Exception):
+    """There is no such module, or it cannot be run."""
+
+
+def _found(find: Any, *name: str) -> tuple[ModuleType, CodeType]:
+    """What runpy finds, or its words where there is nothing."""
+    try:
+        _, spec, code = find(*name, _NotThereError)
+    except _NotThereError as error:
+        raise SystemExit(f"{sys.executable}: {error}") from None
+    main = _new_main(spec.loader, spec.origin)
+    vars(main).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+    return main, code
+
+
+def _new_main(loader: Any, file: str) -> ModuleType:
+    main = ModuleType("__main__")
+    more = {"__file__": file, "__loader__": loader, "__cached__": None, "__annotations__": {}, "__builtins__": builtins}
+    vars(main).update(more)
+    return main
+
+
+class _End:
+    """The last that happens in the script's own process."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook, self._pid, self.is_by_sigint = hook, os.getpid(), False
+
+    def __call__(self) -> None:
+        """Say that no loader was seen, where that is so, and end by SIGINT where Python does: of scripts, not of modules."""
+        if os.getpid() != self._pid:
+            return
+        if not self._hook.has_batches:
+            from autotune_loader.watch.stderr import tell_nothing
+
+            tell_nothing(self._hook.plan)
+        if self.is_by_sigint:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,51 @@
+"""What is to be done with a script's loaders, as a value that the processes of the script hand on in their environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+VARIABLE = "AUTOTUNE_LOADER_SCRIPT"
+"""Of the environment: the plan, for processes that the script starts."""
+STARTUP = str(Path(__file__).with_name("startup"))
+"""A folder whose `sitecustomize` Python imports when it starts, before anything of the script."""
+LINE = "_autotune_loader_line"
+"""Attribute of a loader: file and number of the line that made it."""
+Verb = Literal["watch", "run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the command line, or `enable()`, asked for. Paths are absolute: a script may change its folder."""
+
+    verb: Verb
+    script: str | None = None
+    """As it was named; None where it is not the command line that started it."""
+    workers: bool = False
+    """Whether a loader that asked for no workers may have some."""
+    max_workers: int | None = None
+    """At most this many workers of each loader."""
+    start_with: str | None = None
+    """The `loader.json` to start with."""
+    output: str | None = None
+    """Where `loader.json` is written."""
+    report: str | None = None
+    """Where the report is written as JSON."""
+    most_waiting: float | None = None
+    """Share of waiting above which the exit code says so."""
+
+    def hand_on(self) -> None:
+        """From now on the processes that this one starts do the same."""
+        os.environ[VARIABLE] = json.dumps(asdict(self))
+        paths = os.environ.get("PYTHONPATH", "")
+        if STARTUP not in paths.split(os.pathsep):
+            os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, [paths])])
+
+    @classmethod
+    def handed_on(cls) -> Plan | None:
+        """The plan of the process that started this one; None where there is none."""
+        text = os.environ.get(VARIABLE)
+        return None if text is None else cls(**json.loads(text))

@@ -1,0 +1,143 @@
+"""Is a short script ever slower with AutoLoader, or under `run`, than with DataLoader? One process for each, in turns.
+
+    python -m studies.live.never_slower                    # ten jobs, with 0 and with 2 workers asked; about 20 minutes
+    python -m studies.live.never_slower waits text --rounds 1
+
+The bar: the loop takes at most 1.02 x plain + 0.5 s; where samples wait and workers are allowed at most 0.6 x plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+HOWS = {"plain": [], "auto": [], "run": ["-m", "autotune_loader", "run", "--workers"]}
+MOST, MORE_S, WAITING = 1.02, 0.5, 0.6
+
+
+def jobs() -> dict[str, tuple[Any, dict[str, Any], int, float]]:
+    """Datasets, arguments, epochs and seconds of a step. Imported by the jobs alone."""
+    import numpy as np
+    import torch
+    from PIL import Image
+    from torch.utils.data import Dataset, TensorDataset
+
+    class Items(Dataset[Any]):
+        def __init__(self, get: Any, samples: int) -> None:
+            self.get, self.samples = get, samples
+
+        def __len__(self) -> int:
+            return self.samples
+
+        def __getitem__(self, index: int) -> Any:
+            return self.get(index)
+
+    picture = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (160, 160, 3), dtype=np.uint8)).save(picture, "JPEG")
+
+    def jpeg(index: int) -> Any:
+        image = Image.open(io.BytesIO(picture.getvalue())).resize((96, 96))
+        return torch.from_numpy(np.asarray(image).copy()).float(), index
+
+    def waits(index: int) -> Any:
+        time.sleep(0.004)
+        return torch.full((16,), float(index)), index
+
+    def rows(index: int) -> Any:
+        return torch.tensor([float(index + number) for number in range(20)])
+
+    def text(index: int) -> Any:
+        return [ord(letter) % 97 for letter in f"a sentence about the sample {index} " * 6]
+
+    def padded(samples: list[Any]) -> Any:
+        return torch.nn.utils.rnn.pad_sequence([torch.tensor(each) for each in samples], batch_first=True)
+
+    tensors = TensorDataset(torch.randn(64_000, 64), torch.arange(64_000))
+    return {
+        "waits": (Items(waits, 640), {"batch_size": 32}, 4, 0.0005),
+        "jpegs": (Items(jpeg, 1600), {"batch_size": 32}, 3, 0.001),
+        "in_memory": (tensors, {"batch_size": 64}, 4, 0.0002),
+        "rows": (Items(rows, 20_000), {"batch_size": 64}, 4, 0.0002),
+        "text": (Items(text, 12_000), {"batch_size": 32, "collate_fn": padded}, 3, 0.0005),
+        "large": (Items(lambda i: torch.full((150_000,), float(i)), 2400), {"batch_size": 32}, 2, 0.002),
+        "busy_step": (Items(jpeg, 800), {"batch_size": 32}, 3, 0.05),
+        "short_epochs": (Items(waits, 40), {"batch_size": 8}, 25, 0.001),
+        "made_anew": (Items(waits, 160), {"batch_size": 16}, 12, 0.001),
+        "tiny_epochs": (TensorDataset(torch.randn(64, 4)), {"batch_size": 64}, 5000, 0.0),
+    }
+
+
+def job(name: str, workers: int, how: str) -> float:
+    """Seconds of the loop."""
+    import torch
+
+    torch.set_num_threads(1)
+    if how == "auto":
+        from autotune_loader import AutoLoader as Loader
+    else:
+        from torch.utils.data import DataLoader as Loader  # type: ignore[assignment]
+    data, arguments, epochs, step_s = jobs()[name]
+    arguments |= {"shuffle": True} | ({"num_workers": workers} if workers else {})
+    begun, loader = time.perf_counter(), Loader(data, **arguments)
+    for _ in range(epochs):
+        if name == "made_anew":
+            loader = Loader(data, **arguments)
+        for _ in loader:
+            until = time.perf_counter() + step_s
+            while time.perf_counter() < until:
+                pass
+    return time.perf_counter() - begun
+
+
+def seconds(name: str, workers: int, how: str) -> float:
+    command = [sys.executable, "-W", "ignore", *HOWS[how], str(Path(__file__)), "--job", name, str(workers), how]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True, timeout=600
+    )
+    return float(done.stdout.split()[-1])
+
+
+def rows_of(names: list[str], rounds: int) -> Iterator[str]:
+    for name in names:
+        for workers in (0, 2):
+            if name == "tiny_epochs" and workers:
+                continue  # plain torch takes minutes to start workers 5,000 times
+            found: dict[str, list[float]] = {how: [] for how in HOWS}
+            for number in range(rounds):
+                for how in sorted(HOWS, reverse=bool(number % 2)):
+                    found[how].append(seconds(name, workers, how))
+            plain, auto, run = (statistics.median(found[how]) for how in ("plain", "auto", "run"))
+            bar = WAITING * plain if name == "waits" and not workers else MOST * plain + MORE_S
+            verdict = "yes" if max(auto, run) <= bar else "NO"
+            took = f"{plain:.2f} | {auto:.2f} | {run:.2f} | {auto / plain:.2f} | {run / plain:.2f}"
+            yield f"| {name} | {workers} | {took} | {verdict} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        print(job(options.job[0], int(options.job[1]), options.job[2]))
+        return 0
+    print(
+        "| job | workers asked | plain, s | AutoLoader, s | run, s | AutoLoader / plain | run / plain | within the bar |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows_of(options.names or list(jobs()), options.rounds):
+        print(row, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""What the tuner decides, on a simulated training: never slower than what was asked for, and as fast as it gets."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from autotune_loader.autoloader.log import Log
+from autotune_loader.autoloader.tuner import CREDIT_S, Event, Ledger, Tuner
+from autotune_loader.values.config import LoaderConfig
+from tests.support.training import Training
+
+NONE = LoaderConfig()
+
+
+def of(workers: int) -> LoaderConfig:
+    return LoaderConfig(num_workers=workers) if workers else NONE
+
+
+@pytest.mark.parametrize(
+    ("asked", "job", "least", "wanted"),
+    [
+        # a fetch that waits: as many workers as the step needs
+        (0, {"fetch_s": 0.04, "cpu": 0.05, "step_s": 0.005}, 0.93, {8, 9, 10}),
+        # a fetch that computes: as many as cores
+        (0, {"fetch_s": 0.02, "cpu": 1.0, "step_s": 0.002, "cores": 4}, 0.85, {3, 4, 5}),
+        # the step limits: two are enough
+        (0, {"fetch_s": 0.005, "cpu": 0.5, "step_s": 0.02}, 0.95, {1, 2}),
+        # more than were asked for
+        (2, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.005}, 0.9, {8, 9, 10, 11, 12}),
+        # in memory: handing a batch over takes longer than fetching it
+        (4, {"fetch_s": 0.0002, "cpu": 1.0, "step_s": 0.0005, "hand_over_s": 0.001}, 0.95, {0}),
+        (0, {"fetch_s": 0.0002, "cpu": 1.0, "step_s": 0.0005, "hand_over_s": 0.001}, 0.99, {0}),
+        # the loop does not wait
+        (0, {"fetch_s": 0.001, "cpu": 1.0, "step_s": 0.1}, 0.99, {0}),
+        (2, {"fetch_s": 0.05, "cpu": 0.1, "step_s": 0.1}, 0.99, {2}),
+        # short epochs, whose starts and ends count
+        (0, {"fetch_s": 0.02, "cpu": 0.05, "step_s": 0.002, "epoch_batches": 12}, 0.6, {2, 3, 4, 5, 6}),
+    ],
+)
+def test_what_is_settled_on_and_how_fast_it_is(asked: int, job: dict[str, Any], least: float, wanted: set[int]) -> None:
+    training = Training(**job)
+    tuner = training.tuner(of(asked))
+
+    training.run(tuner, 60.0)
+    rate = training.run(tuner, 30.0)
+
+    assert tuner.best.num_workers in wanted
+    assert rate >= least * max(training.rate(of(workers)) for workers in (0, asked, *wanted))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("asked", [0, 2])
+@pytest.mark.parametrize("seconds", [5.0, 20.0])
+def test_no_job_is_slower_than_as_asked_by_more_than_two_percent_and_half_a_second(
+    seed: int, asked: int, seconds: float
+) -> None:
+    training = Training.drawn(seed)
+    tuner = training.tuner(of(asked))
+    plain = training.rate(of(asked)) * seconds
+
+    took = training.until(tuner, plain)
+
+    assert took <= 1.02 * seconds + 0.5
+
+
+def test_epochs_that_are_too_short_for_workers_start_none() -> None:
+    training = Training(fetch_s=0.001, cpu=1.0, step_s=0.0001, epoch_batches=20, start_s=0.02)
+    tuner = training.tuner(NONE)
+
+    training.run(tuner, 30.0)
+
+    assert training.started == 0
+
+
+@pytest.mark.parametrize("limits", [{"max_workers": 3}, {"fits": lambda prefetch: 3}])
+def test_no_more_workers_than_are_allowed_or_fit(limits: dict[str, Any]) -> None:
+    training = Training(fetch_s=0.04, cpu=0.05, step_s=0.002)
+    tuner = training.tuner(NONE, **limits)
+
+    training.run(tuner, 60.0)
+
+    assert training.most == tuner.best.num_workers == 3
+
+
+def test_what_an_earlier_loader_found_is_tried_first_and_sooner() -> None:
+    seconds = []
+    for first in (None, of(9)):
+        training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
+        told: list[Event] = []
+        training.run(training.tuner(NONE, first=first, on_change=told.append), 60.0)
+        seconds.append(next(event.seconds for event in told if event.kind == "settled"))
+
+    assert seconds[1] < seconds[0]
+
+
+def test_a_rate_that_shifts_later_is_answered() -> None:
+    training = Training(fetch_s=0.01, cpu=0.05, step_s=0.01)
+    tuner = training.tuner(NONE)
+    training.run(tuner, 60.0)
+    before = tuner.best.num_workers
+
+    training.fetch_s *= 6  # another folder, on a slower disk
+    training.run(tuner, 240.0)
+
+    assert tuner.best.num_workers > before
+    assert training.run(tuner, 30.0) > 0.9 * training.rate(of(12))
+
+
+def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> None:
+    training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
+    told: list[Event] = []
+    tuner = training.tuner(of(1), on_change=told.append)
+    training.run(tuner, 30.0)
+    assert tuner.gain is not None
+
+    best = tuner.best
+    tuner.freeze()
+    training.run(tuner, 400.0)
+    assert tuner.wanted == best
+
+    tuner.refuse()
+    assert (tuner.wanted, tuner.best, tuner.gain) == (of(1), of(1), None)
+    assert [event.kind for event in told][-1] == "refused"
+
+
+def test_the_ledger_allows_half_a_second_and_a_hundredth_and_half_of_the_gain() -> None:
+    ledger = Ledger(own_s=0.4)
+
+    assert ledger.may(0.05, trained_s=0.0)
+    assert not ledger.may(0.2, trained_s=0.0)
+    assert ledger.may(0.2, trained_s=20.0)
+    ledger.gained_s = 10.0
+    assert ledger.may(4.0, trained_s=0.0)
+    assert CREDIT_S == 0.5
+
+
+def test_looking_costs_the_same_after_ten_thousand_epochs() -> None:
+    log = Log()
+    tuner = Tuner(log, NONE, cores=2)
+    now = 0.0
+    for _ in range(10_000):
+        loop = log.begin(now)
+        loop.started(now)
+        loop.ask(now)
+        loop.receive(now + 1e-4, 8, (-1, now, now, now + 1e-4, 1e-4))
+        loop.ask(now := now + 0.1)
+        if now >= tuner.wake:
+            tuner.look(now)
+        loop.end(now)
+
+    assert len(log.rows) <= 40_000
+    assert tuner.wanted == NONE
+    assert math.isfinite(tuner.wake)

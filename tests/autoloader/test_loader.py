@@ -1,0 +1,276 @@
+"""What an AutoLoader takes, refuses, may do, tells and hands on; no process is started."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from autotune_loader import AutoLoader, LoaderConfig, load_config
+from autotune_loader.autoloader.learnt import Registry
+from autotune_loader.autoloader.log import PAUSE_S, Log, Totals, continuous, pauses
+from autotune_loader.pipeline.site import Site
+from autotune_loader.values.lines import Line
+from tests.support.schedules import Numbers, Stream
+
+TWO = LoaderConfig(num_workers=2)
+
+
+@pytest.mark.parametrize("arguments", [{"batch_size": 3, "shuffle": True}, {"batch_size": None}])
+def test_takes_over_an_existing_loader(arguments: dict[str, Any]) -> None:
+    plain, runs = DataLoader(Numbers(10), **arguments), []
+    for loader in (plain, AutoLoader(plain)):
+        torch.manual_seed(0)
+        runs.append([batch.tolist() for batch in loader])
+
+    assert runs[0] == runs[1]
+
+
+def test_arguments_beside_an_existing_loader_win_and_a_configuration_beside_arguments() -> None:
+    loader = AutoLoader(DataLoader(Numbers(10), batch_size=3), timeout=0, num_workers=0, collate_fn=len)
+    wanted = LoaderConfig(num_workers=3, prefetch_factor=5)
+
+    assert list(loader) == [3, 3, 3, 1]
+    assert AutoLoader(Numbers(4), config=wanted, num_workers=1).config == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefetch_factor": 4, "num_workers": 0}, "prefetch_factor option could only be specified in"),  # as torch
+        ({"num_workers": -1}, "num_workers option should be non-negative"),
+        ({"num_worker": 2}, "num_worker=2 is an argument of neither .*; num_workers would work"),
+        ({"stages": True}, "stages=True is an argument of neither"),
+        ({"tune": "yes"}, "tune='yes' is not a bool"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_would_work(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        AutoLoader(Numbers(4), **arguments)
+
+
+def test_a_loader_with_iterators_of_its_own_is_refused_as_they_would_be_left_out() -> None:
+    class Doubled(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (batch * 2 for batch in super().__iter__())
+
+    with pytest.raises(TypeError, match="AutoLoader as the base class of Doubled"):
+        AutoLoader(Doubled(Numbers(4)))
+
+
+def own_init(worker: int) -> None: ...
+
+
+HOW = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9, "multiprocessing_context": "fork"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ({}, "too_short"),
+        ({"num_workers": 2}, "too_short"),
+        (HOW, "too_short"),  # they say how workers are, if there are any
+        ({"num_workers": 0, "workers": True}, "too_short"),
+        ({"num_workers": 0}, "no_consent"),
+        ({"workers": False}, "no_consent"),
+        ({"config": LoaderConfig()}, "no_consent"),
+        ({"config": TWO}, "too_short"),
+        ({"tune": False}, "frozen"),
+        ({"worker_init_fn": own_init}, "worker_init"),
+        ({"worker_init_fn": torch.manual_seed}, "too_short"),  # a library's
+    ],
+)
+def test_when_workers_may_be_used(arguments: dict[str, Any], kept: str) -> None:
+    loader = AutoLoader(Numbers(8), **arguments)
+
+    assert loader.kept is not None
+    assert loader.kept.kind == kept
+    # WHEN somebody makes it anew from its attributes, as Lightning does THEN the consent goes with it
+    names = ("num_workers", "workers", "tune", "worker_init_fn")
+    again = AutoLoader(loader.dataset, **{name: getattr(loader, name) for name in names})
+    assert again.kept is not None
+    assert again.kept.kind == kept
+
+
+def test_who_wraps_a_loader_that_asked_for_none_gets_none() -> None:
+    assert AutoLoader(DataLoader(Numbers(8))).kept.kind == "no_consent"  # type: ignore[union-attr]
+    assert AutoLoader(DataLoader(Numbers(8)), workers=True).kept.kind == "too_short"  # type: ignore[union-attr]
+
+
+def test_a_stream_is_read_by_torchs_own_iterator() -> None:
+    loader = AutoLoader(Stream(9), batch_size=2)
+
+    assert type(iter(loader)) is type(iter(DataLoader(Stream(9))))
+    assert loader.kept is not None
+    assert loader.kept.kind == "iterable"
+    assert isinstance(loader.dataset, IterableDataset)
+
+
+def test_copies_and_pickles_begin_anew() -> None:
+    loader = AutoLoader(Numbers(8), batch_size=4)
+    next(iter(loader))
+
+    for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert [batch[:, 0].tolist() for batch in other] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert other.log is not loader.log
+
+
+def test_an_epoch_is_resumed_where_it_was_left_and_nothing_is_fetched_again() -> None:
+    class Fetching(Numbers):
+        fetched: list[int] = []  # noqa: RUF012 - shared on purpose
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.fetched.append(index)
+            return super().__getitem__(index)
+
+    def loader() -> AutoLoader[Any]:
+        sampler = torch.utils.data.WeightedRandomSampler([1.0] * 40, 40)
+        return AutoLoader(Fetching(40), batch_size=4, sampler=sampler)
+
+    torch.manual_seed(0)
+    first = loader()
+    iterator = iter(first)
+    for _ in range(4):
+        next(iterator)
+    state, random_state = first.state_dict(), torch.get_rng_state()
+    rest, after = ([batch.tolist() for batch in batches] for batches in (iterator, first))
+
+    torch.manual_seed(99)
+    second = loader()
+    second.load_state_dict(state)
+    torch.set_rng_state(random_state)
+    Fetching.fetched.clear()
+
+    assert [batch.tolist() for batch in second] == rest
+    assert len(Fetching.fetched) == 24
+    assert [batch.tolist() for batch in second] == after
+
+
+def test_a_state_of_another_loader_is_refused() -> None:
+    state = AutoLoader(Numbers(8), batch_size=2).state_dict()
+
+    for other in (AutoLoader(Numbers(9), batch_size=2), AutoLoader(Numbers(8), batch_size=4)):
+        with pytest.raises(ValueError, match="load it into a loader of the same dataset and batch size"):
+            other.load_state_dict(state)
+    iterator = iter(loader := AutoLoader(Numbers(8), batch_size=2))
+    next(iterator), next(iterator)
+    short = loader.state_dict()
+    short["epoch"]["delivered"] = 9
+    again = AutoLoader(Numbers(8), batch_size=2)
+    again.load_state_dict(short)
+    with pytest.raises(ValueError, match="this sampler ends after 4"):
+        iter(again)
+
+
+def test_what_was_found_lives_on_without_the_loader_and_is_saved(tmp_path: Path) -> None:
+    loader = AutoLoader(Numbers(400), batch_size=4, num_workers=0)
+    for _ in loader:
+        pass
+    found, data = loader.found, loader.dataset
+    loader.save(tmp_path / "loader.json")
+
+    assert load_config(tmp_path / "loader.json") == LoaderConfig()
+    assert "num_workers=0 was asked for" in loader.report()
+    del loader
+    gc.collect()
+    assert not any(data in gc.get_referents(each) for each in (found, found.log, found.__dict__))
+    assert found.result.best == LoaderConfig()
+    assert found.log.totals.batches == 100
+
+
+@pytest.mark.parametrize("kind", ["kept iterator", "in turns"])
+def test_the_iterator_that_was_begun_last_is_the_one_that_counts(kind: str) -> None:
+    loader = AutoLoader(Numbers(40), batch_size=4)
+    first = iter(loader)
+    next(first)  # as PyTorch's tutorials do, to look at a batch
+    if kind == "kept iterator":
+        list(loader)
+    else:
+        list(itertools.chain.from_iterable(zip(first, loader, strict=False)))
+
+    assert len(loader.log.rows) >= 8
+    assert loader.log.totals.epochs == 2
+
+
+def test_what_ours_raises_ends_tuning_and_the_epoch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    loader = AutoLoader(Numbers(40), batch_size=4)
+
+    def broken(now: float) -> None:
+        raise RuntimeError("ours")
+
+    loader._state.tuner.look = broken  # type: ignore[union-attr, method-assign]
+
+    assert len(list(loader)) == 10
+    assert "no longer tunes" in caplog.text
+    assert len(list(loader)) == 10
+    assert caplog.text.count("no longer tunes") == 1
+
+
+def test_totals_and_rows_of_a_loop_that_pauses() -> None:
+    log = Log()
+    for epoch in range(2):
+        loop = log.begin(10.0 * epoch)
+        loop.started(10.0 * epoch + 0.1)
+        for number in range(4):
+            now = 10.0 * epoch + 0.1 + number * 0.03
+            loop.ask(now)
+            loop.receive(now + 0.01, 8, (-1, now, now + 0.005, now + 0.01, 0.004) if epoch == 0 else None)
+        loop.ask(now + 0.01 + (0.02 if epoch == 0 else 5.0))  # an evaluation
+        loop.end(now + 0.04 if epoch == 0 else 15.0)
+
+    totals = log.totals
+    assert (totals.epochs, totals.batches, totals.samples) == (2, 8, 64)
+    assert totals.stepped_s == pytest.approx(7 * 0.02)
+    assert totals.started_s == pytest.approx(0.2 + 2 * 0.01)
+    assert totals.wait_share == pytest.approx(totals.waited_s / (totals.waited_s + totals.stepped_s))
+    assert (totals + totals).batches == 16
+    assert Totals().wait_share is None
+    assert len(log.rows) == 4  # of the first epoch: the others have no history
+    assert log.rows[0].step_s == pytest.approx(0.02)
+
+
+def test_pauses_are_taken_out_before_a_rate_is_read() -> None:
+    log = Log()
+    loop = log.begin(0.0)
+    now = 0.0
+    for number in range(100):
+        loop.ask(now)
+        loop.receive(now + 0.01, 8, (-1, now, now + 0.01, now + 0.01, 0.01))
+        now += 0.03 + (60.0 if number == 50 else 0.0)
+    loop.ask(now)
+
+    assert pauses(log.rows) == [50]
+    joined = continuous(log.rows)
+    assert joined[-1].step_end - joined[0].requested == pytest.approx(100 * 0.03, rel=0.01)
+    assert PAUSE_S < 60
+
+
+class Owner:
+    pass
+
+
+def test_what_is_learnt_goes_from_the_gone_to_the_next_and_never_between_the_living() -> None:
+    registry: Registry[int] = Registry()
+    site = Site(Line("train.py", 3), "Images", 10, 2, True)
+    first, other = Owner(), Owner()
+    assert registry.find(site, first) is None
+
+    registry.keep(site, first, 1)
+    assert registry.find(site, first) == 1
+    assert registry.find(site, other) is None
+    registry.keep(site, other, 2)
+    assert (registry.find(site, first), registry.find(site, other)) == (1, 2)
+    del first
+    assert registry.find(site, Owner()) == 1
+    registry.keep(site, other, 3)
+    assert registry.find(site, Owner()) is None
+    for number in range(1000):
+        registry.keep(site._replace(samples=number), other, number)
+    assert len(registry._known) <= 256

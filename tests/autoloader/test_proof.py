@@ -1,0 +1,446 @@
+"""Which data get workers that nobody asked for: batches are the loop's own in any case, and who gets none is told why."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import logging
+import os
+import random
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+
+from autotune_loader import AutoLoader, LoaderConfig
+from autotune_loader.autoloader import tuner
+from autotune_loader.autoloader.comparison import difference, is_due, watching_files
+from autotune_loader.autoloader.parts import Parts, Undo
+from tests.support.schedules import FixedLoader
+
+pytestmark = pytest.mark.process
+
+SIZE, BATCH, MOST_S = 240, 4, 30.0
+MAIN = os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look comes after 0.1 s."""
+    monkeypatch.setattr(tuner, "GATE_S", 0.1)
+    monkeypatch.setattr(tuner, "CHEAP_FETCH_S", 0.0)
+    monkeypatch.setattr("autotune_loader.autoloader.epoch.PATIENCE_S", 1.0)
+
+
+class Items(Dataset[Any]):
+    """A dataset of a function of (itself, index)."""
+
+    total, wait_s = 0, 0.002
+
+    def __init__(self, get: Callable[[Any, int], Any], **values: Any) -> None:
+        self.get = get
+        self.__dict__.update(values)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.wait_s)
+        return self.get(self, index)
+
+
+def trained(make: Callable[[], Any], **arguments: Any) -> tuple[Any, Any]:
+    """Epochs until workers deliver or are refused, and two more; the loader, and by what they differ from a plain loop's."""
+    arguments = {"batch_size": BATCH, "collate_fn": list, **arguments}
+    loader = AutoLoader(make(), max_workers=3, **arguments)
+    plain = AutoLoader(make(), num_workers=0, tune=False, **arguments)
+    until, left = time.monotonic() + MOST_S, 2
+    while left and time.monotonic() < until:
+        epochs = []
+        for each, wait_s in ((loader, 0.002), (plain, 0.0)):
+            Items.wait_s = wait_s
+            torch.manual_seed(3)
+            epochs.append(list(each))
+        found = next((each for own, other in zip(*epochs, strict=True) if (each := difference(own, other))), None)
+        if found is not None:
+            return loader, found
+        proof = loader._state.known()
+        left -= proof.kept is not None or (proof.is_done and any(row.worker >= 0 for row in loader.log.rows))
+    return loader, None
+
+
+def lazily(self: Any, index: int) -> Any:
+    """As h5py or lmdb are opened: at the first sample, and not to be used by two processes."""
+    if self.file is None:
+        self.file = open(self.path, "rb")  # noqa: PTH123
+        self.opened_by = os.getpid()
+    if self.opened_by != os.getpid():
+        raise RuntimeError("opened by another process")
+    self.file.seek(8 * index)
+    return int.from_bytes(self.file.read(8), "little")
+
+
+def from_sqlite(self: Any, index: int) -> Any:
+    if self.connection is None:
+        self.connection = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)
+    return self.connection.execute("select number from numbers where number = ?", (index,)).fetchone()[0]
+
+
+class Drawing:
+    """A transform that holds its generators and keeps what it has drawn, as those of albumentations and MONAI do."""
+
+    def __init__(self) -> None:
+        self.random_generator, self.py_random = np.random.default_rng(1), random.Random(1)
+        self.R = np.random.RandomState(1)
+        self.params: dict[str, float] = {}
+
+    def __call__(self, index: int) -> Any:
+        self.params = {"angle": self.random_generator.normal(), "flip": self.py_random.random()}
+        return index, self.params["angle"], self.params["flip"], self.R.rand()
+
+
+def remembered(self: Any, index: int) -> int:
+    if self.table is None:
+        self.table = list(range(SIZE))
+    return self.table[index]
+
+
+GOOD: dict[str, Callable[[Path], Any]] = {
+    "draws": lambda d: Items(lambda self, i: torch.rand(3) * random.random() + np.random.rand()),
+    "transforms that hold generators": lambda d: Items(lambda self, i: self.t(i), t=Drawing()),
+    "a list of them": lambda d: Items(lambda self, i: [t(i) for t in self.t], t=[Drawing(), Drawing()]),
+    "a generator": lambda d: Items(lambda self, i: self.r.random(), r=np.random.default_rng(1)),
+    "opened by the first fetch": lambda d: Items(lazily, file=None, path=d / "raw"),
+    "sqlite opened by the first fetch": lambda d: Items(from_sqlite, connection=None, path=d / "db"),
+    "an open file": lambda d: Items(lambda self, i: os.pread(self.f.fileno(), 8, 8 * i), f=(d / "raw").open("rb")),
+    "memmap": lambda d: Items(lambda self, i: int(self.x[i]), x=np.memmap(d / "raw", dtype="i8", mode="r")),
+    "pandas": lambda d: Items(lambda self, i: self.f["n"].iloc[i], f=pd.DataFrame({"n": np.arange(SIZE), "s": "x"})),
+    "a table that is made once": lambda d: Items(remembered, table=None),
+    "nested": lambda d: ConcatDataset([Subset(Items(lambda self, i: {"x": i}), range(120)) for _ in range(2)]),
+    "logger": lambda d: Items(lambda self, i: self.log.debug("%d", i) or i, log=logging.getLogger("user")),
+    "a lock": lambda d: Items(lambda self, i: (self.lock.acquire(), self.lock.release()) and i, lock=threading.Lock()),
+    "a socket that is held": lambda d: Items(lambda self, i: i, s=socket.socketpair()),
+    "NaN": lambda d: Items(lambda self, i: {"x": torch.tensor([float("nan"), i]), "box": ("name", (1.0, i))}),
+    "sums": lambda d: Items(lambda self, i: self.x.mul(i).sum() / 3, x=torch.linspace(0, 1, 20_000)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    np.arange(SIZE, dtype=np.int64).tofile(tmp_path / "raw")
+    with contextlib.closing(sqlite3.connect(tmp_path / "db")) as known, known:
+        known.execute("create table numbers (number integer)")
+        known.executemany("insert into numbers values (?)", [(number,) for number in range(SIZE)])
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("kind", GOOD)
+def test_common_data_get_workers_and_the_batches_of_the_loop(kind: str, data: Path) -> None:
+    loader, found = trained(lambda: GOOD[kind](data))
+
+    assert found is None
+    assert loader._state.kept is None
+    assert {trace.worker for trace in loader.log.rows} > {-1}
+
+
+def test_images_of_hugging_face_with_set_transform_get_workers(data: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def waits(rows: Any) -> Any:
+        time.sleep(0.004)
+        return {"x": [torch.full((3,), float(n)) + random.random() for n in rows["n"]]}
+
+    def make() -> Any:
+        rows = datasets.Dataset.from_dict({"n": list(range(SIZE))})
+        rows.set_transform(waits)
+        return rows
+
+    loader, found = trained(make, collate_fn=None)
+
+    assert (found, loader._state.kept) == (None, None)
+
+
+def bumped(values: Any, key: Any, index: int) -> int:
+    values[key] += 1
+    return index
+
+
+def writes(self: Any, index: int) -> int:
+    with self.path.open("a") as file:
+        file.write("x")
+    return index
+
+
+def in_worker(there: Callable[[], Any]) -> Callable[[Path], Any]:
+    return lambda d: Items(lambda self, i: 1 if os.getpid() == MAIN else there())
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "count": (lambda d: Items(lambda self, i: bumped(vars(self), "n", i), n=0), "dataset_changes", "dataset.n"),
+    "class": (lambda d: Items(lambda self, i: setattr(Items, "total", i) or i), "dataset_changes", "class Items"),
+    "cache": (lambda d: Items(lambda self, i: self.c.setdefault(i, i), c={}), "dataset_changes", "dataset.c"),
+    "cache of a part": (
+        lambda d: Items(lambda self, i: self.r.c.setdefault(i, i), r=SimpleNamespace(c={})), "dataset_changes", "dataset.r.c"
+    ),
+    "visits": (lambda d: Items(lambda self, i: bumped(self.n, i % 60, i), n=np.zeros(60)), "dataset_changes", "dataset.n"),
+    "reads on": (lambda d: Items(lambda self, i: next(self.f), f=itertools.count()), "samples_differ", "batch"),
+    "BytesIO": (lambda d: Items(lambda self, i: self.f.read(1)[0], f=io.BytesIO(bytes(range(250)) * 9)), "samples_differ", "b"),
+    "process": (lambda d: Items(lambda self, i: os.getpid()), "samples_differ", "batch"),
+    "worker": (lambda d: Items(lambda self, i: get_worker_info() is None), "samples_differ", "batch"),
+    "a closure in a batch": (lambda d: Items(lambda self, i: {"f": lambda: i}), "worker_error", "pickle"),
+    "exception": (in_worker(lambda: int("x")), "worker_error", "invalid literal"),
+    "exit": (in_worker(lambda: os._exit(3)), "workers_lost", "exited unexpectedly"),
+    "no answer": (in_worker(lambda: time.sleep(1000)), "worker_silent", "no answer"),
+    "appends": (lambda d: Items(writes, path=d / "log"), "writes_files", "log"),
+    "removes": (lambda d: Items(lambda self, i: ((d / "x").touch(), (d / "x").unlink()) and i), "writes_files", "x"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_workers_cannot_make_the_loop_makes_and_why_is_told(
+    kind: str, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, reason, words = REFUSED[kind]
+    caplog.set_level(logging.INFO, "autotune_loader")
+
+    loader = trained_alone(make(data))
+
+    assert loader.kept is not None
+    assert (loader.kept.kind, words in loader.kept.sentence) == (reason, True)
+    assert loader.config == loader.best == LoaderConfig()
+    assert "the number of workers stays" in caplog.text
+    assert loader.kept.sentence in loader.report().replace("\n  ", " ")
+
+
+def trained_alone(dataset: Any) -> Any:
+    Items.wait_s = 0.002
+    loader, until = AutoLoader(dataset, batch_size=BATCH, collate_fn=list, max_workers=3), time.monotonic() + MOST_S
+    while loader._state.kept is None and time.monotonic() < until:
+        assert len(list(loader)) == SIZE // BATCH
+    return loader
+
+
+class Labelled(Dataset[Any]):
+    def __init__(self, seconds: float = 0.002) -> None:
+        self.labels, self.seconds = np.zeros(SIZE, dtype=np.int64), seconds
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return torch.tensor([index, int(self.labels[index])])
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_what_the_training_changes_between_epochs_workers_see(workers: int | None) -> None:
+    data = Labelled()
+    loader = AutoLoader(data, batch_size=BATCH, max_workers=3, **({} if workers is None else {"num_workers": workers}))
+    for epoch in range(8):
+        data.labels[:] = epoch
+        assert {label for batch in loader for label in batch[:, 1].tolist()} == {epoch}
+    assert any(trace.worker >= 0 for trace in loader.log.rows)
+
+
+def test_what_the_training_changes_in_mid_epoch_the_loop_sees_at_once() -> None:
+    data, seen = Labelled(), list[tuple[int, set[int]]]()
+    loader = FixedLoader(data, batch_size=BATCH)
+    for epoch in range(4):
+        loader.change_to(LoaderConfig(num_workers=2))
+        for number, batch in enumerate(loader):
+            seen.append((data.labels[0], set(batch[:, 1].tolist())))
+            if number == 40:
+                data.labels[:] += 1 + epoch
+
+    assert all(labels == {wanted} for wanted, labels in seen)
+    assert any(row.worker >= 0 for row in loader.log.rows)
+    assert loader._state.kept is not None
+    assert loader._state.kept.kind == "training_changes"
+
+
+class Listening:
+    """Batches begin where the training loop says."""
+
+    def __init__(self) -> None:
+        self.start = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(200):
+            yield [(self.start + offset) % SIZE for offset in range(4)]
+
+    def __len__(self) -> int:
+        return 200
+
+
+class Chance:
+    """Draws each batch when it is asked for it."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([int(100 * random.random())] for _ in range(200))
+
+    def __len__(self) -> int:
+        return 200
+
+
+@pytest.mark.parametrize(("sampler", "reason"), [(Listening(), "training_changes"), (Chance(), "sampler_draws")])
+def test_a_sampler_that_follows_the_training_is_not_drawn_ahead(sampler: Any, reason: str) -> None:
+    def rows(base: Any, **rest: Any) -> Any:
+        random.seed(4)
+        sampler.start, seen = 0, []
+        loader = base(Labelled(0.002 if rest else 0.0), batch_sampler=sampler, **rest)
+        for batch in itertools.chain(loader, loader):
+            seen.append((batch[:, 0].tolist(), random.random()))
+            if isinstance(sampler, Listening):
+                sampler.start += 5
+        return loader, seen
+
+    loader, seen = rows(AutoLoader, max_workers=3)
+
+    assert seen == rows(DataLoader)[1]
+    assert loader.kept is not None
+    assert loader.kept.kind == reason
+
+
+class ReadsOn(Dataset[Any]):
+    """Passes over the index: its one worker reads on, anew in each epoch."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, _: int) -> Any:
+        time.sleep(0.004)
+        self.step += 1
+        return torch.tensor(self.step)
+
+
+def test_workers_that_were_asked_for_stay_as_they_are_where_another_number_gives_other_samples() -> None:
+    data = ReadsOn()
+    loader = AutoLoader(data, batch_size=None, num_workers=1)
+    for _ in range(4):
+        assert [int(step) for step in loader] == [*range(1, 121)]
+
+    assert loader.kept is not None
+    assert loader.kept.kind in ("samples_differ", "dataset_changes")
+    assert data.step == 0  # the loop's own fetches have left nothing
+    assert loader.config == LoaderConfig(num_workers=1)
+
+
+def test_more_than_were_asked_for_or_none_come_after_the_comparison() -> None:
+    loader = AutoLoader(Labelled(0.004), batch_size=BATCH, num_workers=1, max_workers=4)
+    for _ in range(12):
+        assert [int(row[0]) for batch in loader for row in batch] == list(range(SIZE))
+    assert loader.best.num_workers > 1
+    assert loader._state.known().compared >= 8
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "where"),
+    [
+        ({"x": [1, torch.ones(3)]}, {"x": [1, torch.zeros(3)]}, "batch['x'][1]"),
+        (torch.ones(3), torch.ones(3, dtype=torch.float64), "batch"),
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0 + 1e-7, float("nan")]), None),
+        (np.array(["a", None], dtype=object), np.array(["a", 1], dtype=object), "batch[1]"),
+        ((1, "a"), [1, "a"], "batch"),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "batch"),
+        (SimpleNamespace(x=1, y={2}), SimpleNamespace(x=1, y={3}), "batch.y"),
+        (io.BytesIO(b"a"), io.BytesIO(b"b"), "batch"),
+        (0.1 + 0.2, 0.3, None),
+    ],
+)
+def test_where_two_batches_differ(own: Any, other: Any, where: str | None) -> None:
+    assert difference(own, own) is None
+    if not isinstance(own, io.BytesIO):
+        assert difference(own, other) == where
+
+
+def test_the_first_eight_batches_and_then_ever_fewer_are_compared() -> None:
+    assert [number for number in range(1, 300) if is_due(number)] == [*range(1, 9), 16, 32, 64, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("change", "quick"),
+    [
+        (lambda d: setattr(d, "epoch", 3), True),
+        (lambda d: d.__dict__.pop("epoch"), True),
+        (lambda d: d.labels.__setitem__(slice(None), 5), True),
+        (lambda d: d.labels.__setitem__(17, 5), False),
+        (lambda d: d.paths.__setitem__(17, "other"), False),
+        (lambda d: d.paths.append("more"), True),
+        (lambda d: d.known.update(a=1), True),
+        (lambda d: setattr(d.part, "scale", 2.5), True),
+        (lambda d: d.tensor.add_(1), True),
+        (lambda d: setattr(type(d), "shared", object()), True),
+    ],
+)
+def test_what_is_seen_at_each_batch_and_what_between_two_epochs(change: Any, quick: bool) -> None:
+    class Data(Items):
+        shared = None
+
+    values = {"epoch": 1, "labels": np.zeros(1000), "paths": [f"{n}.jpg" for n in range(1000)], "known": {}}
+    data = Data(lambda self, i: i, part=SimpleNamespace(scale=0.1 + 0.2), tensor=torch.zeros(1000), **values)
+    parts = Parts({"dataset": data})
+    each, whole = parts.noted(), parts.noted(whole=True)
+    data.part.scale = 0.1 + 0.2  # another object, the same value
+    assert (each.changed(), whole.changed()) == (None, None)
+
+    change(data)
+
+    assert (each.changed() is not None) is quick
+    assert each.changed() or whole.changed()
+
+
+def test_workers_begin_without_what_the_loops_fetches_have_made() -> None:
+    data = Items(lambda self, i: i, file=None, known={}, step=0)
+    undo = Undo()
+    for _ in range(2):
+        before = Parts({"dataset": data}).noted()
+        data.file, data.known["a"], data.step, data.new = data.file or object(), 1, data.step + 1, 1  # type: ignore[attr-defined]
+        undo.add(before)
+    data.epoch = 7  # type: ignore[attr-defined]
+    now = dict(vars(data))
+
+    with undo.undone():
+        assert (data.file, data.known, data.step, data.epoch) == (None, {}, 0, 7)  # type: ignore[attr-defined]
+        assert not hasattr(data, "new")
+    assert vars(data) == now
+    assert data.known == {"a": 1}  # type: ignore[attr-defined]
+    data.step = 50  # type: ignore[attr-defined] - the training's own
+    with undo.undone():
+        assert data.step == 50  # type: ignore[attr-defined]
+
+
+def test_reading_is_no_writing(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    with watching_files() as files:
+        (tmp_path / "a").read_text()
+        list(tmp_path.iterdir())
+        os.close(os.open(tmp_path / "a", os.O_RDONLY))
+    assert files.found is None
+    with watching_files() as files:
+        os.close(os.open(tmp_path / "b", os.O_WRONLY | os.O_CREAT))
+    assert files.found == str(tmp_path / "b")
+
+
+def test_plain_data_need_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Parts, "__init__", lambda *_: pytest.fail("looked"))
+    rows = TensorDataset(torch.arange(40))
+
+    assert len(list(AutoLoader(rows, batch_size=4, num_workers=0))) == 10
+    functools.reduce(lambda a, b: b, AutoLoader(rows, tune=False))

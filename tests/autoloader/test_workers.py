@@ -1,0 +1,368 @@
+"""Real workers: whatever changes or is lost in between, the batches are those of a plain DataLoader, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from autotune_loader.autoloader import transport, workers
+from autotune_loader.autoloader.comparison import difference
+from autotune_loader.machine.elsewhere import descriptors
+from autotune_loader.values.config import LoaderConfig
+from tests.support.schedules import KINDS, FixedLoader, Noise, Numbers, Slow, Where, differences, draw_case
+
+pytestmark = pytest.mark.process
+
+REPOSITORY = Path(__file__).parents[2]
+TWO = LoaderConfig(num_workers=2)
+KEPT = LoaderConfig(num_workers=2, persistent_workers=True)
+FOURS = [list(range(i, i + 4)) for i in range(0, 160, 4)]
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def indices(batches: Any) -> list[Any]:
+    return [batch[..., 0].tolist() for batch in batches]
+
+
+def changed(loader: FixedLoader, configs: list[LoaderConfig], every: int = 3) -> Iterator[Any]:
+    for number, batch in enumerate(loader):
+        if number % every == every - 1 and configs:
+            loader.change_to(configs.pop(0))
+        yield batch
+
+
+# 5064: an epoch is left early near its end, when a deeper queue has reached the sampler's end, where it draws once more.
+@pytest.mark.parametrize(("seed", "kind"), [*((seed, kind) for kind in KINDS for seed in (1000, 1001)), (5064, None)])
+def test_a_random_schedule_changes_nothing_that_the_training_sees(seed: int, kind: str | None) -> None:
+    assert differences(draw_case(seed, kind)) == []
+
+
+MESSAGES = [
+    torch.arange(5), torch.tensor(3.5), torch.tensor([True, False]), torch.randn(3).half(), torch.randn(2).bfloat16(),
+    torch.empty(0, 3), torch.randn(200, 300), torch.randn(200, 300).t(), torch.randn(3, 4).t(), torch.randn(300, 300)[10:200],
+    torch.eye(3).to_sparse(), torch.eye(99).to_sparse(), torch.zeros(3, requires_grad=True), torch.randn(4, dtype=torch.cfloat),
+    {"a": [np.zeros((300, 300)), np.arange(3)], "s": ["x" * 100] * 10, "n": None}, Pair(torch.ones(2), ("x", 1)), b"x" * 10**6,
+    [torch.full((2,), number) for number in range(300)], [torch.full((20_000,), float(number)) for number in range(40)],
+    [np.full(20_000, number) for number in range(600)], torch.nn.Parameter(torch.ones(30_000)), "x" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda each: f"{type(each).__name__}")
+def test_a_message_arrives_as_it_was_and_holds_no_descriptor(message: Any) -> None:
+    ours, theirs = transport.pair()
+    gc.collect()
+    before = descriptors()
+
+    transport.send(ours, message)
+    arrived = transport.receive(theirs)
+
+    assert difference(message, arrived) is None
+    gc.collect()
+    assert len(descriptors()) == len(before)
+    if isinstance(arrived, torch.Tensor) and not arrived.requires_grad and arrived.layout is torch.strided:
+        arrived.zero_()  # it is the loop's own
+    ours.close()
+    with pytest.raises(EOFError):
+        transport.receive(theirs)
+    theirs.close()
+
+
+class Everything(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        large = torch.full((5_000,), float(index))
+        parts = {
+            "half": large.half(),
+            "yes": large > 7,
+            "array": np.full(5_000, index),
+            "name": f"{index}",
+            "pair": Pair(index, large),
+        }
+        return {**parts, **{f"field{number}": torch.tensor([index, number]) for number in range(100)}}
+
+
+def test_batches_of_many_kinds_are_those_of_the_loop() -> None:
+    plain = DataLoader(Everything(48), batch_size=16)
+    loader = FixedLoader(Everything(48), batch_size=16, num_workers=2)
+
+    assert [difference(own, other) for own, other in zip(plain, loader, strict=True)] == [None] * 3
+
+
+def test_augmentations_do_not_depend_on_the_workers() -> None:
+    runs = []
+    for start, configs in ((LoaderConfig(), []), (TWO, []), (TWO, [LoaderConfig(), LoaderConfig(num_workers=3), TWO])):
+        torch.manual_seed(0)
+        loader = FixedLoader(Noise(40), batch_size=4, shuffle=True, config=start)
+        runs.append([batch.tolist() for batch in changed(loader, configs)])
+
+    assert runs[0] == runs[1] == runs[2]
+    assert len({tuple(sample[1:]) for batch in runs[0] for sample in batch}) == 40
+
+
+def test_worker_init_fn_runs_in_each_worker_which_knows_who_it_is() -> None:
+    started = multiprocessing.Value("i", 0)
+
+    def note(worker: int) -> None:
+        info: Any = get_worker_info()
+        assert (info.id, int(info.dataset[3][0])) == (worker, 3)
+        with started.get_lock():
+            started.value += 1
+
+    loader = FixedLoader(Where(60), batch_size=2, num_workers=2, worker_init_fn=note)
+    batches = torch.cat([*loader, *loader])
+
+    assert {(who, of) for _, who, of in batches.tolist()} == {(0, 2), (1, 2)}
+    assert started.value == 4  # as torch's, anew for each epoch
+    assert {trace.worker for trace in loader.log.rows} == {0, 1}
+    assert all(t.requested <= t.received <= t.step_end and t.fetch_start <= t.collate_end for t in loader.log.rows)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_stay_for_the_next_epoch_while_nothing_has_changed(persistent: bool) -> None:
+    data = Labelled(16)
+    loader = FixedLoader(data, batch_size=2, num_workers=2, persistent_workers=persistent)
+    seen, processes = [], []
+    for label in (0, 0, 3):
+        data.label = label
+        seen.append({int(label) for batch in loader for label in batch[:, 1]})
+        processes.append({process.pid for process in multiprocessing.active_children()})
+
+    assert processes[0] == processes[1]
+    assert seen == [{0}, {0}, {0} if persistent else {3}]  # with persistent workers as torch
+    assert (processes[1] == processes[2]) is persistent
+
+
+class Labelled(Numbers):
+    label = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, self.label])
+
+
+def test_out_of_order_nothing_is_lost_by_changes_or_resume() -> None:
+    def loader() -> FixedLoader:
+        return FixedLoader(Slow(60), batch_size=2, num_workers=3, in_order=False)
+
+    first, seen = loader(), []
+    for number, batch in enumerate(first):
+        seen.append(batch)
+        if number == 5:
+            first.change_to(LoaderConfig(num_workers=2, in_order=False))
+
+    assert sorted(indices(seen)) == [[i, i + 1] for i in range(0, 60, 2)]
+
+
+# The loss falls into the waiting for a batch, into the step, or into a change.
+@pytest.mark.parametrize(
+    ("kept", "step_s", "changes", "kills"),
+    [(False, 0.0, {}, {3: 1, 20: 1}), (True, 0.01, {}, {3: 1, 20: 1}), (False, 0.0, {5: TWO}, {6: 3})],
+)
+def test_killed_workers_are_replaced_and_nothing_is_lost_or_doubled(
+    kept: bool, step_s: float, changes: dict[int, LoaderConfig], kills: dict[int, int]
+) -> None:
+    loader = FixedLoader(Slow(160), batch_size=4, config=LoaderConfig(num_workers=3, persistent_workers=kept))
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(batch)
+        time.sleep(step_s)
+        if number in changes:
+            loader.change_to(changes[number])
+        for process in multiprocessing.active_children()[: kills.get(number, 0)]:
+            os.kill(process.pid or 0, signal.SIGKILL)
+        time.sleep(step_s)
+
+    assert indices(seen) == FOURS
+    assert loader.losses >= 2
+    assert len(indices(loader)) == 40
+
+
+class Deadly(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_always_kills_its_worker_ends_with_torchs_error_at_its_batch() -> None:
+    loader, seen = FixedLoader(Deadly(20), num_workers=2), []
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* is killed by signal: Killed"):  # noqa: PT012
+        for batch in loader:
+            seen.append(batch)
+
+    assert indices(seen) == [[i] for i in range(7)]
+
+
+class Unsent(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), (lambda: index) if index == 5 else None
+
+
+def test_a_batch_that_was_asked_for_from_workers_and_cannot_be_sent_is_an_error() -> None:
+    loader = FixedLoader(Unsent(8), batch_size=2, collate_fn=list, num_workers=1)
+
+    with pytest.raises(Exception, match=r"pickle|local object"):
+        list(loader)
+
+
+@pytest.mark.parametrize("config", [TWO, KEPT])
+def test_whoever_leaves_a_loop_and_the_loader_leaves_no_worker(config: LoaderConfig) -> None:
+    loader = FixedLoader(Numbers(40), config=config)
+    for _ in loader:
+        break
+    with contextlib.suppress(KeyError):
+        for _ in loader:
+            raise KeyError
+    assert len(multiprocessing.active_children()) == 2  # they wait for the next epoch
+    del loader
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def a_generator_that_loops_share(make: Any) -> list[Any]:
+    shared, seen = torch.Generator().manual_seed(3), list[Any]()
+    loader = make(Numbers(24), batch_size=4, shuffle=True, generator=shared)
+    for most in (3, 9, 2):
+        seen += indices(itertools.islice(loader, most))
+        seen.append(torch.rand(1, generator=shared).item())
+    return seen
+
+
+def loaders_in_turn(make: Any) -> list[Any]:
+    loaders = [make(Numbers(24), batch_size=4, shuffle=True) for _ in range(2)]
+    return [indices(pair) for pair in zip(*loaders, strict=True)]
+
+
+@pytest.mark.parametrize("loop", [a_generator_that_loops_share, loaders_in_turn])
+def test_workers_that_nobody_asked_for_draw_what_the_loop_would_when_it_would(loop: Any) -> None:
+    def with_workers(*args: Any, **arguments: Any) -> Any:
+        loader = FixedLoader(*args, **arguments)
+        loader.change_to(LoaderConfig(num_workers=3))
+        return loader
+
+    torch.manual_seed(0)
+    plain = loop(DataLoader)
+    torch.manual_seed(0)
+
+    assert loop(with_workers) == plain
+
+
+def test_workers_hold_no_pipe_that_somebody_waits_for() -> None:
+    read_end, write_end = os.pipe()
+    for number, _ in enumerate(changed(FixedLoader(Numbers(200), batch_size=2), [TWO])):
+        if number == 20:
+            os.close(write_end)
+            assert select.select([read_end], [], [], 5)[0]
+    os.close(read_end)
+
+
+class Told(Numbers):
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.queue: Any = multiprocessing.SimpleQueue()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.queue.put(index)
+        return super().__getitem__(index)
+
+
+def test_workers_keep_a_queue_that_the_dataset_holds() -> None:
+    data = Told(8)
+    list(FixedLoader(data, batch_size=2, num_workers=2))
+
+    assert sorted(data.queue.get() for _ in range(8)) == list(range(8))
+
+
+class Positioned(Numbers):
+    """Reads at the position of a file that it has opened: forks share that."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(200)
+        np.arange(200, dtype=np.int64).tofile(path)
+        self.file = path.open("rb", buffering=0)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.file.seek(8 * index)
+        time.sleep(0.0005)
+        return torch.frombuffer(bytearray(self.file.read(8)), dtype=torch.int64)
+
+
+def test_each_worker_has_positions_of_its_own_in_open_files(tmp_path: Path) -> None:
+    data = Positioned(tmp_path / "raw")
+    assert torch.cat(list(FixedLoader(data, batch_size=4, num_workers=4))).flatten().tolist() == list(range(200))
+    data.file.close()
+
+
+def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None:
+    loader, seen, child = FixedLoader(Numbers(80), batch_size=2), list[Any](), -1
+    for number, batch in enumerate(changed(loader, [TWO])):
+        seen += indices([batch])
+        if number == 10:
+            child = os.fork()
+    gc.collect()
+    good = seen == [[index, index + 1] for index in range(0, 80, 2)] and loader.losses == 0
+    if not child:
+        os._exit(0 if good else 1)
+
+    assert good
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_a_timeout_is_torchs_where_workers_were_asked_for(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = FixedLoader(Slow(8, 0.4), batch_size=8, num_workers=asked, timeout=1)
+    if asked:
+        with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
+            list(loader)
+    else:
+        assert len(list(loader)) == 1
+    assert workers.MOST_LOSSES == 3
+
+
+SCRIPT = """
+import time, torch
+from tests.support.schedules import FixedLoader, Numbers
+loader = FixedLoader(Numbers(10_000), num_workers=2)
+for number, batch in enumerate(loader):
+    time.sleep(0.01)
+    if number == 10:
+        print("running", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_a_kill_end_the_job_and_its_workers(how: signal.Signals, tmp_path: Path) -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command, where = [sys.executable, "-c", SCRIPT], {"cwd": REPOSITORY, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
+    with subprocess.Popen(command, **where, **pipes, start_new_session=True) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "running\n"
+            os.killpg(job.pid, how) if how == signal.SIGINT else os.kill(job.pid, how)
+            _, told = job.communicate(timeout=20)
+        finally:
+            job.kill()
+    assert ("KeyboardInterrupt" in told) is (how == signal.SIGINT)
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.killpg(job.pid, 0)
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,124 @@
+"""A script under `autotune-loader watch` beside the same script under plain Python: whatever ends it, both look the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipapp
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+ROOT = Path(__file__).parents[2]
+WATCH = ("-m", "autotune_loader", "watch")
+NOTHING = "\nautotune-loader watch: Nothing can be told: no PyTorch DataLoader gave a batch in this process.\n"
+TRACEBACK = "Traceback (most recent call last):\n"
+
+INFO = """
+import __main__, os, sys
+print(sys.argv, os.path.abspath(sys.path[0]), os.getcwd(), __name__, __file__, __package__, __cached__, __doc__)
+print(sorted(globals()))
+print(__main__.__dict__ is globals(), getattr(__spec__, "name", None), type(__loader__).__name__, type(__builtins__).__name__)
+print([path for path in sys.path if "autotune_loader/watch" in path], {"torch", "numpy"} & set(sys.modules))
+"""
+BOOM = """
+def fail():
+    raise KeyError("x")
+try:
+    fail()
+except KeyError as error:
+    raise ValueError("bad") from error
+"""
+SPAWNING = """
+import multiprocessing
+class Seen(int):
+    pass
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(type(pool.apply(Seen, [0])) is Seen)
+"""
+AT_THE_END = """
+import atexit, signal
+atexit.register(print, "cleaned up")
+signal.raise_signal(signal.SIGINT)
+"""
+SCRIPTS = {
+    "info.py": INFO,
+    "boom.py": BOOM,
+    "spawning.py": SPAWNING,
+    "three.py": "import sys\nsys.exit(3)",
+    "words.py": "raise SystemExit('no data')",
+    "syntax.py": "x = (",
+    "interrupted.py": AT_THE_END,
+    "ended.py": "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(9)",
+    "left.py": "import os\nprint('hi', flush=True)\nos._exit(7)",
+    "closed.py": "import sys\nsys.stderr.close()",
+    "package/__init__.py": "",
+    "package/info.py": INFO,
+    "package/__main__.py": "from package.info import __name__ as name\nprint(name)",
+    "app/__main__.py": INFO + "import beside\nprint(beside.X)\nsys.exit(3)",
+    "app/beside.py": "X = 1",
+    "empty/other.py": "",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, text in SCRIPTS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    zipapp.create_archive(folder / "app", folder / "app.pyz")
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("./info.py", NOTHING),
+        ("-m package.info", NOTHING),
+        ("-m package", NOTHING),
+        ("app.pyz", NOTHING),
+        ("app", NOTHING),
+        ("app/", NOTHING),
+        ("spawning.py", NOTHING),
+        ("three.py", NOTHING),
+        ("words.py", NOTHING),
+        ("closed.py", ""),
+        ("left.py", ""),
+        ("ended.py", ""),
+        ("nowhere.py", ""),
+        ("empty", ""),
+        ("-m nowhere", ""),
+    ],
+)
+def test_a_script_runs_and_ends_as_under_plain_python(folder: Path, target: str, told: str) -> None:
+    arguments = [*target.split(), "a", "-o", "--json", "--", "b"]  # they are the script's own
+    code, out, err = run(folder, *arguments)
+
+    assert run(folder, *WATCH, *arguments) == (code, out, f"{err}{told}")
+
+
+@pytest.mark.parametrize(("target", "told"), [("boom.py", NOTHING), ("interrupted.py", NOTHING), ("syntax.py", "")])
+def test_a_traceback_ends_with_the_script_s_own_frames(folder: Path, target: str, told: str) -> None:
+    code, out, err = run(folder, target)
+    own = [
+        each.split("line", 1)[-1] for each in err.split(TRACEBACK)
+    ]  # `Traceback ... File "x.py", line` of each exception
+
+    watched_code, watched_out, watched_err = run(folder, *WATCH, target)
+
+    assert (watched_code, watched_out) == (code, out)
+    for each in own:
+        assert each in watched_err
+    assert watched_err.endswith(f"{own[-1]}{told}")

@@ -1,0 +1,129 @@
+"""`run`: a script's loaders are AutoLoaders, with the same samples in the same order, and workers where they are allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune_loader import LoaderConfig, TuningResult
+from tests.support.bench import Bench, line_of
+
+pytestmark = pytest.mark.process
+WAITING = """
+import atexit
+atexit.register(print, "cleaned up")
+
+class Waiting(Numbers):
+    def __getitem__(self, index):
+        time.sleep(float(os.environ.get("FETCH_S", 0.004)))
+        return torch.tensor(index)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    seen = []
+    kept = DataLoader(Waiting(800), batch_size=8, shuffle=True)  # KEPT
+    for epoch in range(int(sys.argv[1])):
+        for x in kept if sys.argv[2:] else DataLoader(Waiting(800), batch_size=8, shuffle=True):  # ANEW
+            seen += x.tolist()
+    print(seen)
+"""
+
+
+def main_loader(told: dict[str, Any]) -> dict[str, Any]:
+    loader: dict[str, Any] = told["loaders"][0]
+    return loader
+
+
+def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring_is_measured(bench: Bench) -> None:
+    text = bench.write(WAITING)
+    _, plain = bench.run("train.py", "6", "kept", FETCH_S="0")
+
+    printed, told = bench.told("run", "--workers", "--max-workers", "4", "-o", "loader.json", "train.py", "6", "kept")
+
+    assert printed == plain
+    (loader,) = told["loaders"]
+    assert (loader["name"], loader["epochs"], loader["batches"]) == (f"train.py:{line_of(text, 'KEPT')}", 6, 600)
+    assert 0 < loader["settings_now"]["num_workers"] <= 4
+    assert loader["speedup"]["low"] > 1
+    assert TuningResult.load(bench.folder / "loader.json").best.num_workers > 0
+
+
+def test_loaders_that_are_made_anew_are_one_with_the_same_samples(bench: Bench) -> None:
+    text = bench.write(WAITING)
+    _, plain = bench.run("train.py", "3", FETCH_S="0")
+
+    printed, told = bench.told("run", "--workers", "--max-workers", "4", "train.py", "3")
+
+    assert printed == plain
+    (loader,) = told["loaders"]
+    assert (loader["name"], loader["epochs"], loader["batches"]) == (f"train.py:{line_of(text, 'ANEW')}", 3, 300)
+
+
+def test_loaders_that_ask_for_no_workers_get_none_and_the_command_that_allows_them_is_named(bench: Bench) -> None:
+    bench.write(WAITING)
+    _, plain = bench.run("train.py", "1", FETCH_S="0")
+
+    printed, told = bench.told("run", "train.py", "1")
+
+    loader = main_loader(told)
+    assert printed == plain
+    assert (loader["settings_now"]["num_workers"], loader["kept"]["kind"]) == (0, "no_consent")
+    assert "autotune-loader run --workers train.py" in loader["advice"][0]["sentence"]
+
+
+def test_start_with_begins_with_what_a_file_says(bench: Bench) -> None:
+    bench.write(WAITING)
+    found = LoaderConfig(num_workers=2, prefetch_factor=3)
+    TuningResult(best=found, status="complete").save(bench.folder / "loader.json")
+
+    _, told = bench.told("run", "--start-with", "loader.json", "train.py", "1", FETCH_S="0")
+
+    assert main_loader(told)["settings"]["num_workers"] == 0
+    assert main_loader(told)["settings_now"] == found.to_kwargs()
+
+
+def test_what_cannot_be_an_autoloader_is_watched_with_the_reason(bench: Bench) -> None:
+    bench.write("""
+        class Own(DataLoader):
+            def __iter__(self):
+                yield from super().__iter__()
+        if __name__ == "__main__":
+            torch.manual_seed(0); random.seed(0); np.random.seed(0)
+            for kind, data in ((DataLoader, Stream()), (Own, Numbers())):
+                print([x.tolist() for x in kind(data, batch_size=8)])
+        """)
+    _, plain = bench.run("train.py")
+
+    printed, told = bench.told("run", "--workers", "train.py")
+
+    assert printed == plain
+    assert {each["contents"].partition("[")[0]: each["kept"]["kind"] for each in told["loaders"]} == {
+        "Stream, batches of 8": "iterable",
+        "Numbers": "own_iterator",
+    }
+
+
+def test_what_the_script_has_dropped_is_gone(bench: Bench) -> None:
+    bench.write("""
+        import gc, weakref
+        class Trainer:
+            def __init__(self):
+                self.loader = DataLoader(Numbers(400), batch_size=8, shuffle=True, collate_fn=self.collate)
+            def collate(self, samples):
+                return torch.stack(samples)
+            def train(self):
+                for _ in zip(range(25), self.loader):
+                    pass
+        def trial():
+            trainer = Trainer()
+            trainer.train()
+            return weakref.ref(trainer)
+        if __name__ == "__main__":
+            print([(trial(), gc.collect())[0]() for _ in range(3)])
+        """)
+
+    for options in ((), ("--workers",)):
+        printed, told = bench.told("run", *options, "train.py")
+        assert printed == "[None, None, None]\n"
+        assert main_loader(told)["batches"] == 75
