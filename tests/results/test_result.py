@@ -37,7 +37,7 @@ HERE = Fingerprint(usable_cores=4, memory_bytes=8 << 30, torch="2.13.0")
 def finished_run(**changes):
     """A result with every field filled, as after a whole run."""
     failure = Failure(kind="crashed", phase="step", message="cannot open 'bad-\udcff.jpg'", traceback="Traceback ...")
-    failed = Trial(number=2, config=LoaderConfig(num_workers=8), role="search", failure=failure)
+    failed = Trial(number=2, config=LoaderConfig(num_workers=8), failure=failure)
     values = {
         "best": BEST,
         "trials": (*synthetic_result().trials[:2], failed),
