@@ -25,9 +25,9 @@ from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 GATE_S, GATE_BATCHES = 2.0, 20
-"""The first look: earlier, caches are cold and nothing is known."""
-WAITING, IDLE = 0.05, 0.01
-"""Shares of waiting: above the first one there is something to gain, below the second one something to give back."""
+"""The first look: earlier, caches are cold and nothing is known. Half of it is enough for a loop that mostly waits."""
+MOSTLY, WAITING, IDLE = 0.5, 0.05, 0.01
+"""Shares of waiting: above the second one there is something to gain, below the last one something to give back."""
 KEEP_S, PAIR_EVERY_S = 30.0, 300.0
 """How long a share of waiting has to last; how often what is kept proves itself again."""
 BLOCK_S, BLOCK_BATCHES = 0.25, 6
@@ -222,7 +222,9 @@ class Tuner:
 
     def _decide(self) -> Generator[Run, Block, None]:
         pause_s, gate_s = KEEP_S, GATE_S if self._first is None else GATE_S / 4
-        asked = yield Run(self.asked, gate_s, GATE_BATCHES)
+        asked = yield Run(self.asked, gate_s / 2, GATE_BATCHES // 2)
+        if asked.waiting < MOSTLY:
+            asked = yield Run(self.asked, gate_s / 2, GATE_BATCHES // 2)
         while True:
             if asked.waiting >= WAITING and (yield from self._explored(asked)):
                 pause_s = KEEP_S

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from autotune_loader.diagnosis.advice import advise
 from autotune_loader.diagnosis.bottleneck import bottleneck_of
 from autotune_loader.diagnosis.evidence import Evidence
-from autotune_loader.diagnosis.ranking import ceiling_doubt
+from autotune_loader.diagnosis.ranking import BURSTS_DIFFER, ceiling_doubt
 from autotune_loader.diagnosis.tables import Bottleneck, Source
 from autotune_loader.results.record import Finding, Job
 from autotune_loader.results.result import TuningResult
@@ -24,6 +24,9 @@ class Diagnosis:
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """What limits a loader, and what to do about it, from what was measured of it alone."""
+    ceiling = evidence.ceiling
+    if ceiling is not None and evidence.samples_per_s > (1 + BURSTS_DIFFER) * ceiling.value:
+        evidence = replace(evidence, ceiling=None)  # a rate above it: it is none
     bottleneck = bottleneck_of(evidence)
     return Diagnosis(bottleneck=bottleneck, advice=advise(evidence, bottleneck))
 

@@ -32,11 +32,12 @@ class Progress:
 
     def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
         """A burst is over: number, configuration, rate with its error or how it failed, best so far, time left."""
+        rates = [each.samples_per_s for each in (trial, best) if each is not None and each.samples_per_s is not None]
         rate = trial.measurement.samples_per_s if trial.measurement is not None else None
         outcome = "" if rate is None else f"{rate_text(rate.value)} {relative_error_text(rate)}"
         if trial.failure is not None:
             outcome = f"failed: {trial.failure.kind.replace('_', ' ')}"
-        best_text = f"best {rate_text(best.samples_per_s)}" if best is not None else "nothing works yet"
+        best_text = f"best {rate_text(max(rates))}" if rates else "nothing works yet"
         self._line(f"trial {trial.number:3d}", trial.config, f"{outcome:<17}  {best_text}", seconds_left)
 
     def round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:

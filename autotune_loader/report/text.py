@@ -32,15 +32,18 @@ MAX_ROWS = 16
 """Slower configurations than these are counted, not listed; the frame has them all."""
 SHOWN_STAGES, SMALL_STAGE = 6, 0.01
 """So many stages, and none below this share, are listed; the frame has them all."""
+LONGEST_NAME = 32
+"""Of a function in the table of stages."""
 BEST, AS_FAST, BASELINE, FAILED = ">", "=", "b", "x"
 """What stands before a row; the legend below the table explains those that occur."""
-HEADERS = ("", "workers", "prefetch", "also", "{rate_unit}", "95 % interval", "from", "wait", "memory")
-NUMERIC = (1, 2, 4, 5, 7, 8)
+HEADERS = ("workers", "prefetch", "also", "{rate_unit}", "95 % range", "from", "wait", "memory")
+NUMERIC = (0, 1, 3, 4, 6, 7)
 
 
 def summary_of(result: TuningResult) -> str:
     """What to use, what it brings, and where the report is: what `print(result)` shows."""
-    return wrapped(_sentences([*_choice(result), Choice.REPORT(name="result")]), indent="")
+    name = "loader" if result.found_by == "autoloader" else "result"
+    return wrapped(_sentences([*_choice(result), Choice.REPORT(name=name)]), indent="")
 
 
 def report_of(result: TuningResult, width: int = WIDTH) -> str:
@@ -59,7 +62,7 @@ def _sentences(findings: Sequence[Finding]) -> str:
 
 def _choice(result: TuningResult) -> list[Finding]:
     """What to use, and what it brings."""
-    best, ratio, rate = result.best, result.speedup, rate_words(result.rate, result.rate_unit)
+    best, ratio, rate = result.best, result.speedup, _rate_words(result.rate, result.rate_unit)
     if result.status == "fallback":
         return [Ended.FALLBACK()]
     said = [result.undecided or Undecided.NO_ROUNDS()] if result.status == "undecided" else []
@@ -78,13 +81,13 @@ def _choice(result: TuningResult) -> list[Finding]:
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 
 
-def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
-    """Such as "1,486 samples/s (1,428 to 1,544)"."""
+def _rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
+    """Such as ": 1,486 samples/s (1,428 to 1,544)"; nothing where there is no rate."""
     if rate is None:
-        return "not measured"
+        return ""
     if not rate.is_telling:
-        return f"about {number_text(rate.value)} {unit}"
-    return f"{number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
+        return f": about {number_text(rate.value)} {unit}"
+    return f": {number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
 
 
 def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
@@ -95,7 +98,7 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     shown = _shown(rows)
     groups = [[_cells(row) for row in shown if row.source == source] for source in ("rounds", "search", "failed")]
     headers = [header.format(rate_unit=result.rate_unit) for header in HEADERS]
-    lines = [table_text(headers, [each for each in groups if each], numeric=NUMERIC, wraps=3, width=width)]
+    lines = [table_text(headers, [each for each in groups if each], numeric=NUMERIC, wraps=2, width=width)]
     if len(shown) < len(rows):
         lines.append(f"and {counted(len(rows) - len(shown), 'more configuration')}, all in result.to_dataframe()")
     return "\n".join([*lines, "", _legend(shown, result), *_failure_lines(shown, width)])
@@ -125,10 +128,10 @@ def _cells(row: Standing) -> tuple[str, ...]:
     mark = "".join(mark for mark, applies in marks if applies)
     rate = number_text(row.rate.value) if row.rate else UNKNOWN
     ahead = UNKNOWN if row.config.prefetch_factor is None else str(row.config.prefetch_factor)
-    knobs = (str(row.config.num_workers), ahead, ", ".join(row.config.words()))
+    knobs = (f"{mark:2}{row.config.num_workers:7}", ahead, ", ".join(row.config.words()))
     source = counted(row.rate.count, "round") if row.rate and row.source == "rounds" else row.source
     wait = share_text(None if row.measurement is None else row.measurement.wait_share)
-    return (mark, *knobs, rate, range_text(row.rate), source, wait, bytes_text(row.memory_bytes))
+    return (*knobs, rate, range_text(row.rate), source, wait, bytes_text(row.memory_bytes))
 
 
 def _failure_lines(rows: Sequence[Standing], width: int) -> list[str]:
@@ -186,8 +189,20 @@ def stage_lines(times: Sequence[StageTime], width: int = WIDTH) -> list[str]:
     whole_s = sum(each.wall_s for each in times)
     shown = [each for each in times[:SHOWN_STAGES] if max(each.wall_s, each.cpu_s) >= SMALL_STAGE * whole_s]
     rows = [
-        (each.stage, share_text(each.wall_share), seconds_text(each.wall_s), seconds_text(each.cpu_s), each.where)
+        (
+            each.stage,
+            share_text(each.wall_share),
+            seconds_text(each.wall_s),
+            seconds_text(each.cpu_s),
+            _short(each.where),
+        )
         for each in shown
     ]
     headers = ("stage", "share", "time", "of it CPU", "where")
     return [table_text(headers, [rows], numeric=(1, 2, 3), wraps=4, width=width)] if rows else []
+
+
+def _short(where: str) -> str:
+    """Names that are too long for their column, by their ends: the line of the user's and the function tell most."""
+    words = (f"...{word[3 - LONGEST_NAME :]}" if len(word) > LONGEST_NAME else word for word in where.split())
+    return " ".join(words)

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from autotune_loader.values.stages import StageSamples
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values.statistics import Interval, mean_interval
 from autotune_loader.values.trace import BatchTrace
 
 FailureKind = Literal[
@@ -130,6 +130,9 @@ def averaged(bursts: Sequence[Measurement]) -> Measurement:
     largest = max(memory, key=lambda each: each.taken_bytes, default=None)
     return replace(
         last,
+        samples_per_s=last.samples_per_s
+        if len(bursts) == 1
+        else mean_interval([each.samples_per_s.value for each in bursts]),
         first_batch_s=median(each.first_batch_s for each in bursts),
         wait_share=fmean(each.wait_share for each in bursts),
         service_s=fmean(each.service_s for each in bursts),

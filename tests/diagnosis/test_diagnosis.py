@@ -145,6 +145,11 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
     assert "at most 1.69x as fast" in found.sentence
 
 
+def test_a_ceiling_that_was_passed_is_none():
+    found = diagnose(evidence(ceiling=exactly(800.0))).bottleneck
+    assert found == diagnose(evidence(ceiling=None)).bottleneck
+
+
 @pytest.mark.parametrize("config", [LoaderConfig(), LoaderConfig(num_workers=2), FOUR], ids=str)
 def test_no_advice_names_a_number_of_workers_that_was_measured_to_be_slower(config):
     # GIVEN a loader that hands over small batches, and 0 workers measured at a tenth of its rate

@@ -77,7 +77,7 @@ import autotune_loader, autotune_loader.demo
 
 
 def briefly(whole, **options):
-    return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, **options}))
+    return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
 
 
 autotune_loader.compare = briefly(autotune_loader.compare, budget=2)
