@@ -265,11 +265,6 @@ class Twin:
         return "cores" if workers and is_crowded else "workers"
 
 
-def fit_twin(observed: Sequence[Observation], context: Context) -> Twin | None:
-    """The twin of these bursts; None where there are none."""
-    return Twin.fit(observed, context) if observed else None
-
-
 def _step_line(fitted: Sequence[Observation], contention: Contention, context: Context, alone_s: float) -> Line:
     """How workers slow the step, beside taking cores from it."""
     cores, threads = float(context.usable_cores), context.step_cores

@@ -82,7 +82,6 @@ def test_the_choice_on_a_machine_is_near_the_best_and_cheap() -> None:
     best = max(probe.truth(config) for config in belief.space.candidates(8))
     assert probe.truth(choice) >= 0.97 * best
     # THEN all answers come from the same draws
-    assert choice.key() in belief.as_fast()
     assert belief.is_safe == (belief.probability(choice) >= SAFE)
     assert belief.shortlist()[0] == choice
     assert belief.predicted(choice) == pytest.approx(probe.truth(choice), rel=0.1)
