@@ -11,9 +11,8 @@ import torch
 from autotune_loader.bursts.bench import warm_up
 from autotune_loader.bursts.failures import needs_new_process
 from autotune_loader.bursts.loop import Burst, Cached, Run, run_burst
-from autotune_loader.bursts.step import StepError, TrainingStep, build_step
+from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.pipeline.prefetch import prefetched
-from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import MAIN_PROCESS
 from tests.support import FakeClock
@@ -239,15 +238,3 @@ def test_the_step_is_warmed_up_until_it_has_settled(seconds, steps):
     step = TrainingStep(lambda batch: timeline.launch(next(left)), "a step", torch.device("cpu"))
     warm_up(step, torch.ones(1), timeline)
     assert len(list(left)) == len(seconds) - steps
-
-
-def test_an_optimizer_with_a_state_follows_its_model_to_the_device():
-    # GIVEN a model that lies on a device, and its optimizer, whose state came from the host
-    model = torch.nn.Linear(2, 1, device="meta")
-    optimizer = torch.optim.Adam(model.parameters())
-    momenta = {name: torch.zeros(1, 2) for name in ("exp_avg", "exp_avg_sq")}
-    optimizer.state[model.weight] = {**momenta, "step": torch.tensor(3.0)}
-    build_step(TrainingSide(model=model, optimizer=optimizer, device="meta"), torch.ones(1, 2))
-    # THEN the momenta are there; the step count, which torch keeps on the host, is not
-    (state, *_) = optimizer.state.values()
-    assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")

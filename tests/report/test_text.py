@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -114,12 +113,6 @@ def test_a_choice_that_is_not_decided_is_said_first_and_the_users_settings_can_b
     doubt = replace(SMALL, best=NONE, status="undecided", undecided=Undecided.NO_ROUNDS(), rate=None, speedup=None)
     first = report_of(doubt, width=400).splitlines()[0]
     assert first.startswith("No paired round fitted into the budget; a larger budget would decide it. Keep 0 workers")
-
-
-def test_a_report_draws_no_random_number() -> None:
-    before = random.getstate()
-    report_of(SMALL)
-    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("width", [80, 140])

@@ -21,7 +21,7 @@ from studies.libraries.page import row
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 
-def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads(
+def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(
     tmp_path: Path, preloaded: PreloadedPython, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Five short runs, each of which would otherwise begin with importing torch.
@@ -35,8 +35,8 @@ def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads(
 
     assert kills.main() == 0
 
-    figures = {line[:20].strip(): int(line[20:]) for line in capsys.readouterr().out.splitlines()}
-    assert (figures["kills"], figures["leftover processes"]) == (2, 0)
+    figures = {line[:24].strip(): int(line[24:]) for line in capsys.readouterr().out.splitlines()}
+    assert (figures["kills"], figures["leftover processes"], figures["leftover files"]) == (2, 0, 0)
 
 
 def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,9 +80,8 @@ def briefly(whole, **options):
     return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
 
 
-compare, tune = autotune_loader.compare, autotune_loader.tune
-autotune_loader.compare = functools.wraps(compare)(lambda *given, **named: compare(*given, **{**named, "budget": 2}))
-autotune_loader.tune = briefly(tune, budget=3)
+autotune_loader.compare = briefly(autotune_loader.compare, budget=2)
+autotune_loader.tune = briefly(autotune_loader.tune, budget=3, progress=False)
 autotune_loader.demo.make_jpegs = functools.partial(autotune_loader.demo.make_jpegs, count=64)
 
 

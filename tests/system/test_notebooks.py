@@ -17,9 +17,8 @@ BUILD = runpy.run_path(str(FOLDER / "build.py"))
 BRIEFLY = """
 import functools
 import autotune_loader
-tune, compare = autotune_loader.tune, autotune_loader.compare
-autotune_loader.tune = functools.wraps(tune)(lambda *a, **o: tune(*a, **{**o, "budget": 5}))
-autotune_loader.compare = functools.wraps(compare)(lambda *a, **o: compare(*a, **{**o, "budget": 2}))
+briefly = lambda whole, budget: functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": budget}))
+autotune_loader.tune, autotune_loader.compare = briefly(autotune_loader.tune, 5), briefly(autotune_loader.compare, 2)
 """
 
 
