@@ -54,7 +54,7 @@ def trained(dispatch, data):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    quick = dict(budget=4, max_trials=2, max_workers=2, progress=False)
+    quick = dict(budget=4, max_workers=2, progress=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader, result = tune_before_prepare(
@@ -69,7 +69,7 @@ def trained(dispatch, data):
         optimizer.step()
         seen += index.tolist()
     return accelerator, dict(
-        best=result.best.to_dict(), workers=workers, cores=result.fingerprint.usable_cores, probed=probed_s() - before > 0.5,
+        best=result.best.to_dict(), workers=workers, cores=result.machine.usable_cores, probed=probed_s() - before > 0.5,
         seen=seen, weights=accelerator.unwrap_model(model).weight.flatten().tolist(),
         warned=any("dispatch_batches" in str(each.message) for each in caught),
     )
