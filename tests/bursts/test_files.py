@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -243,6 +244,7 @@ def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(ru
         (OSError("Unable to create file (unable to open file: name = 'runs/x.h5', errno = 13)"), "runs/x.h5"),
         (RuntimeError('imwrite: can\'t be opened: "runs/x.png"'), "runs/x.png"),
         (PermissionError("Caught PermissionError in DataLoader\n  [Errno 13] Permission denied: 'runs/x'"), "runs/x"),
+        (sqlite3.OperationalError("attempt to write a readonly database"), "to a database"),
         # none of ours: a folder that is not writable, a file that is missing, scratch, a plain error
         (PermissionError(13, "Permission denied", "/nowhere/a.csv"), None),
         (FileNotFoundError(2, "No such file or directory", "{runs}/b.csv"), None),
