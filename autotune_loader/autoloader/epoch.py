@@ -72,7 +72,7 @@ class EpochIterator(_BaseDataLoaderIter):
     def _begin(self, loader: Any, state: LoaderState, order: Order, begun: float) -> None:
         self._state, self.order, self._in_order = state, order, loader.in_order
         self._base_seed, self._num_yielded, self._next = order.seed, 0, order.delivered
-        self._config, self._serves, self._is_parked = LoaderConfig(), False, False
+        self._config, self._is_parked = LoaderConfig(), False
         self._patience_s = self._slowest_s = 0.0
         self._loop: Loop = state.log.begin(begun)
         self._begun_with = state.log.totals.active_s, state.log.totals.samples
@@ -135,7 +135,6 @@ class EpochIterator(_BaseDataLoaderIter):
             self._start(wanted)
         elif self._pool is not None:
             self._pool.resize(0, 1)
-        self._serves = wanted.num_workers > 0
         self._is_pure = self._is_pure and (self._num_yielded == 0 or wanted == self._config)
         self._config = wanted
         state.log.change(wanted)
@@ -347,7 +346,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if self._pool is not None:
             self._pool.close()
             self._state.lost += self._pool.lost
-        self._pool, self._serves, self._config = None, False, LoaderConfig()
+        self._pool, self._config = None, LoaderConfig()
 
     def _end(self) -> None:
         """The loop is told that the epoch is over."""
@@ -389,7 +388,6 @@ class EpochIterator(_BaseDataLoaderIter):
     def leave_to_parent(self) -> None:
         """In a process that the user has forked: the workers are not its own; what they have is fetched here."""
         self._pool = self._state.workers = self._tuner = None
-        self._serves = False
         self.order.put_back(self.order.in_hand)
 
 

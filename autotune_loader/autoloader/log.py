@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values.trace import BatchTrace
 
 MOST_ROWS = 20_000
 """Batches whose histories are kept at least; twice as many at most (10 MiB)."""
@@ -187,8 +187,3 @@ def _earlier(trace: BatchTrace, by_s: float, cut_s: float) -> BatchTrace:
         received=trace.received - by_s,
         step_end=trace.step_end - by_s - cut_s,
     )
-
-
-def made_here(trace: BatchTrace) -> bool:
-    """Whether the training process fetched it."""
-    return trace.worker == MAIN_PROCESS

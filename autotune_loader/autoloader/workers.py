@@ -111,8 +111,6 @@ class Workers:
         """Batches that each may have in hand."""
         self.start_s: float | None = None
         """What starting one took."""
-        self.exit_code: int | None = None
-        """Of the latest that was lost."""
         _living.add(self)
 
     def __len__(self) -> int:
@@ -272,7 +270,6 @@ class Workers:
         self._put_back([worker])
         worker.end.close()
         _wait_for([worker])
-        self.exit_code = worker.process.exitcode
         if self._losses >= MOST_LOSSES:
             raise LostError(_words(worker.process))
         logger.warning("%s; another one takes its place", _words(worker.process))

@@ -51,13 +51,13 @@ def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkey
 @pytest.mark.parametrize(
     ("given", "batch", "outcome", "says"),
     [
-        (TensorDataset(torch.zeros(16, 2)), 4, "tuned", "Use "),
+        (TensorDataset(torch.zeros(16, 2)), 4, "tuned", ""),
         (TensorDataset(torch.zeros(16, 2)), 8, "wrong", "a batch of 8 samples was counted as 4"),
         (42, 4, "refused", "would work"),
     ],
 )
 def test_an_attempt_is_tuned_refused_or_wrong(given: Any, batch: int, outcome: str, says: str) -> None:
-    options = {"batch_size": 4, "budget": 2, "max_trials": 1, "collate_fn": default_collate}
+    options = {"batch_size": 4, "budget": 2, "collate_fn": default_collate}
     job = Job(given=given, options=options, batch=batch, epoch=lambda result: result.make_loader(given))
     made = make_attempt(Attempt(library="torch", what="something", make=lambda: job))
 
