@@ -14,7 +14,7 @@ from autotune_loader.bursts.checks import REPEATED_SAMPLES, positions, why_no_wo
 from autotune_loader.bursts.device import Timeline
 from autotune_loader.bursts.failures import failure_of, user_traceback
 from autotune_loader.bursts.files import STEP_WRITES, refused_path
-from autotune_loader.bursts.loop import Burst, Cached, run_burst
+from autotune_loader.bursts.loop import Cached, run_burst
 from autotune_loader.bursts.protocol import Announce, Request, WarmupReport
 from autotune_loader.bursts.samples import Raised, good, named_samples
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
@@ -122,20 +122,13 @@ class Bench:
         Raises:
             WorkloadError: a sample, or the step, raised, by no fault of the configuration.
         """
-        config, step, has_workers = request.config, self._step, request.config.num_workers > 0
+        step, has_workers = self._step, request.config.num_workers > 0
         assert step is not None, "prepare() comes first"
         try:
             data = self._data if has_workers or request.what == "step_ceiling" else self._read_private()
-            burst = Burst(
-                loader=lambda: self._loader(request, named_samples(data)),
-                step=step,
-                plan=request.plan,
-                workers=config.num_workers,
-                device_prefetch=config.device_prefetch,
-                timeline=self._timeline,
-                reads_pss=request.reads_pss,
+            return run_burst(
+                request, step, lambda: self._loader(request, named_samples(data)), self._timeline, announce
             )
-            return run_burst(burst, announce)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
                 message = f"{error.failure.message}, in a worker, and not when it is read again alone"

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 
 from autotune_loader.bursts.bench import Bench, EverywhereError
-from autotune_loader.bursts.failures import failure_of_reading
+from autotune_loader.bursts.failures import failure_of
 from autotune_loader.bursts.files import confine, environment
 from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, receive, send
@@ -162,7 +162,7 @@ def serve(
     try:
         bench = make_bench()
     except Exception as error:
-        send(connection, Message(failure=failure_of_reading(error)))
+        send(connection, Message(failure=failure_of(error, "start")))
         return
     try:
         warmup = bench.prepare(announce)

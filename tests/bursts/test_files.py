@@ -129,7 +129,11 @@ def collate_and_save(samples: list[torch.Tensor]) -> torch.Tensor:
     [
         (Filling, {"sampler": range(3, 64)}, r"sample 3 writes runs/3\.bin"),
         (lambda folder: Filling(folder, 20), {"sampler": range(64)}, r"sample \d+ writes runs/\d+\.bin"),
-        (lambda folder: ROWS, {"collate_fn": collate_and_save}, r"collate_fn of samples \d+.* writes runs/batch\.pt"),
+        (
+            lambda folder: ROWS,
+            {"collate_fn": collate_and_save},
+            r"collate_fn of .* \d+.* writes runs/batch\.pt",
+        ),
         (FillingStream, {}, r"the sample after 40 of a process's stream writes runs/40\.pt"),
     ],
     ids=["first", "later", "collate", "stream"],
