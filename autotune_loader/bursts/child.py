@@ -66,11 +66,11 @@ def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[s
     try:
         with Connection(connection_fd) as connection, contextlib.suppress(*PARENT_IS_GONE):
             settings: Settings = read_archive(settings_fd)
-            settings.set_process()
+            notes += settings.set_process()
 
             def make_bench() -> Bench:
                 workload = Workload(data=read_archive(data_fd), training=read_archive(training_fd))
-                notes.extend([*settings.note(), *settings.set_modules()])
+                notes.extend(settings.set_modules())
                 return _bench_of(workload, lambda: read_archive(data_fd), seed)
 
             serve(connection, make_bench, notes, answer=_answer)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from autotune_loader.bursts.bench import warm_up
-from autotune_loader.bursts.failures import needs_new_process
 from autotune_loader.bursts.loop import Cached, OpenLoader, Run, run_burst
 from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
@@ -176,23 +175,6 @@ def burst(train, timeline, *, copies_ahead=0, moves=False, device="cpu"):
     step = TrainingStep(train, "a step", torch.device(device), moves)
     request = Request(what="burst", plan=QUICK, config=LoaderConfig(device_prefetch=copies_ahead))
     return run_burst(request, step, lambda: Cached(torch.ones(4), 4), timeline)
-
-
-def out_of_memory(*_):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("copies_ahead", [0, 1])
-def test_what_runs_out_of_device_memory_is_a_failure_of_its_own_kind_and_needs_a_new_process(copies_ahead):
-    timeline = FakeTimeline()
-    lane = FakeLane(timeline)
-    lane.send, timeline.make_lane = out_of_memory, lambda: lane
-    train = (lambda batch: None) if copies_ahead else out_of_memory
-    failure = burst(train, timeline, copies_ahead=copies_ahead)
-    assert failure.kind == "device_memory"
-    assert "smaller batch" in failure.message
-    assert needs_new_process(failure)
 
 
 @pytest.mark.parametrize("copies", [True, False])

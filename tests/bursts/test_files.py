@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from autotune_loader.bursts import files, parent
+from autotune_loader.bursts import files
 from autotune_loader.bursts.files import refused_path
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
-from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, measured, opened, workload
+from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
 
 ROWS = [torch.rand(4) for _ in range(64)]
 LEAVE_OUT = "and bursts change no file of yours: leave saving and logging out of the step"
@@ -138,13 +138,12 @@ def collate_and_save(samples: list[torch.Tensor]) -> torch.Tensor:
     ],
     ids=["first", "later", "collate", "stream"],
 )
-@pytest.mark.parametrize("config", [ALONE, TWO_WORKERS], ids=["alone", "workers"])
 def test_a_dataset_that_fills_a_cache_is_told_to_fill_it_first(
-    make: Callable[[Path], Any], parts: dict[str, Any], says: str, config: Any, runs: Path
+    make: Callable[[Path], Any], parts: dict[str, Any], says: str, runs: Path
 ) -> None:
     # WHEN it is read, without workers or in them THEN the run ends with the sample and its file
     with pytest.raises(WorkloadError, match=rf"{says}, {FILL}"), opened(workload(make(runs), **parts)) as probe:
-        measured(probe.probe, config)
+        measured(probe.probe, TWO_WORKERS)
     assert sorted(contents(runs)) == ["last.pt", "other"]
 
 
@@ -280,12 +279,3 @@ def test_the_compilers_cache_is_the_callers_where_there_is_one(tmp_path: Path, m
     assert cache() == str(tmp_path / "torchinductor_me_you")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     assert cache() == "/elsewhere"
-
-
-@pytest.mark.process
-def test_the_process_is_confined_before_torch_and_the_users_classes_are_imported() -> None:
-    steps = [step.strip() for step in parent.RUN.split(";")]
-    assert steps.index("notes = confine()") < next(i for i, step in enumerate(steps) if "bursts.child" in step)
-    code = "import sys; import autotune_loader.bursts.files; print('torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout == "False\n"

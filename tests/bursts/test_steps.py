@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
-from autotune_loader.pipeline.workload import StepTime, TrainingSide
+from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from tests.support.bursts import measured, opened, workload
 
@@ -202,11 +202,6 @@ def test_what_is_not_customary_is_asked_for_in_one_sentence(model: Any, loss_fn:
     assert "\n" not in told
 
 
-def test_a_loss_that_is_not_one_number_is_named() -> None:
-    with pytest.raises(StepInferenceError, match=rf"a loss of shape \[{N}\]"):
-        trained((X, Y), model=linear(), loss_fn=nn.CrossEntropyLoss(reduction="none"))
-
-
 def test_a_step_without_a_gradient_and_a_loss_that_has_no_part_are_said() -> None:
     frozen = trained((X, Y), model=linear().requires_grad_(False))
     assert "nothing is trained" in frozen.notes[0]
@@ -224,13 +219,6 @@ def test_an_error_of_the_users_own_step_is_its_cause_and_memory_is_no_fault_of_i
 
     with pytest.raises(torch.OutOfMemoryError):
         trained((X, Y), model=linear(), train_step=out_of_memory)
-
-
-def test_no_model_and_seconds_in_place_of_a_step() -> None:
-    assert trained((X, Y)).description == "no model: the loader alone"
-    waits = trained((X, Y), train_step=StepTime(0.001))
-    assert "a wait of 1 ms" in waits.description
-    assert "what pin_memory and device_prefetch bring is unknown" in waits.notes[0]
 
 
 def test_a_train_step_gets_the_batch_as_the_loader_gives_it() -> None:
