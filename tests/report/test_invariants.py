@@ -59,7 +59,7 @@ def test_each_kind_of_mistake_is_found_and_the_example_of_the_other_tests_has_no
     assert result.bottleneck is not None
     broken: dict[str, dict[str, Any]] = {
         "the ceiling is one": {"ceiling": exactly(99.0)},
-        "the headroom is that of rate and ceiling": {"bottleneck": replace(result.bottleneck, gain=17.0)},
+        "the headroom is that of rate and ceiling": {"bottleneck": Finding(kind="cpu", sentence="CPU.", gain=17.0)},
         "what limits has something to gain": {
             "bottleneck": Finding(kind="step", sentence="The step."),
             "wait_share": 0.5,
