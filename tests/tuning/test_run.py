@@ -96,7 +96,6 @@ ROOM = 800  # samples, in batches of 8: an epoch of a hundred batches
         (data(rows(80)), {}, 10),  # a worker beyond the batches of an epoch never gets one
         (data(Sharded()), {}, 2),
         (data(Stream()), {"shardable": False}, 1),
-        (data(rows(ROOM)), {"reads_by_itself": True}, 0),
         (data(rows(ROOM)), {"on_accelerator": True}, 0),
         (data(rows(ROOM)), {"same_in_workers": False}, 0),
     ],
