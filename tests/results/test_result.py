@@ -21,7 +21,7 @@ from report.example import synthetic_result
 from torch.utils.data import DataLoader
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.file import MAX_FILE_BYTES, load_config
+from autotune_loader.results.file import load_config
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
@@ -189,15 +189,6 @@ def test_what_is_wrong_is_named_with_a_way_out(tmp_path, content, told):
 def test_what_is_no_file_is_answered_with_how_to_make_one(tmp_path, name):
     with pytest.raises(ConfigFileError, match=r"cannot be read .*output='loader\.json'"):
         load_config(tmp_path / name)
-
-
-def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
-    path = tmp_path / "loader.json"
-    with path.open("wb") as stream:
-        stream.truncate(MAX_FILE_BYTES + 1)
-    never = mock.patch.object(Path, "read_bytes", side_effect=AssertionError)
-    with never, pytest.raises(ConfigFileError, match="bytes"):
-        load_config(path)
 
 
 def places(value, path=()):
