@@ -116,7 +116,7 @@ def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(
     (tmp_path / "train.py").write_text(SCRIPT)
     run = preloaded.start("train.py", folder=tmp_path, environ=environment(BUDGET="600"))
     deadline = time.monotonic() + DEADLINE_S
-    while "samples/s" not in run.output and time.monotonic() < deadline and run.poll() is None:
+    while "samples/s" not in run.output_so_far() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert run.poll() is None, run.output
     members = psutil.Process(run.pid).children(recursive=True)
