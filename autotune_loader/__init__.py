@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autotune_loader.results.comparison import Comparison
     from autotune_loader.results.file import load_config
     from autotune_loader.results.result import TuningResult
+    from autotune_loader.search.sampler import TwinSampler
     from autotune_loader.tuning.compare import compare
     from autotune_loader.tuning.tune import tune
     from autotune_loader.values.config import LoaderConfig
@@ -48,6 +49,7 @@ __all__ = [
     "PlatformError",
     "TunerError",
     "TuningResult",
+    "TwinSampler",
     "WorkloadError",
     "__version__",
     "compare",
@@ -67,6 +69,7 @@ _HOMES = {
     "PlatformError": "values.errors",
     "TunerError": "values.errors",
     "TuningResult": "results.result",
+    "TwinSampler": "search.sampler",
     "WorkloadError": "values.errors",
     "compare": "tuning.compare",
     "enable": "watch.enabling",

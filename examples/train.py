@@ -17,14 +17,16 @@ def main(epochs: int = 1) -> None:
     model = SmallCnn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for epoch in range(epochs):
+        model.train()
         for x, y in train:
             loss = torch.nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        model.eval()
         with torch.no_grad():
-            right = sum(int((model(x).argmax(1) == y).sum()) for x, y in test)
-        print(f"epoch {epoch}: {right / 160:.0%} of the test pictures are right")
+            losses = [torch.nn.functional.cross_entropy(model(x), y).item() for x, y in test]
+        print(f"epoch {epoch}: loss {sum(losses) / len(losses):.2f} on the test pictures")
 
 
 if __name__ == "__main__":

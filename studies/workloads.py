@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, WeightedRandomSampler
 
 TrainStep = Callable[[nn.Module, Any], Any]
 
@@ -35,25 +35,21 @@ class StudyWorkload:
     sampler: Sampler[int] | None = None
     """None shuffles."""
 
+    def loader(self) -> DataLoader[Any]:
+        """The loader that `tune()` is given."""
+        order: dict[str, Any] = {"shuffle": True} if self.sampler is None else {"sampler": self.sampler}
+        return DataLoader(self.dataset, self.batch_size, drop_last=True, **order)
+
     def to_tune_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `tune()`."""
-        kwargs = {"dataset_or_loader": self.dataset, "model": self.model, "batch_size": self.batch_size}
-        optional = {"train_step": self.train_step, "sampler": self.sampler}
-        return {**kwargs, **{name: value for name, value in optional.items() if value is not None}}
+        return {"data": self.loader(), "model": self.model, "train_step": self.train_step}
 
 
 def workload_of(study: StudyWorkload) -> Any:
     """The study's workload as `tune()` would make it, on the CPU."""
     from autotune_loader.tuning.arguments import make_workload
 
-    return make_workload(
-        study.dataset,
-        study.model,
-        batch_size=study.batch_size,
-        train_step=study.train_step,
-        device="cpu",
-        drop_last=True,
-    )
+    return make_workload(study.loader(), study.model, train_step=study.train_step, device="cpu")
 
 
 class AccelStep:

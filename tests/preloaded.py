@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What nearly every script imports, what its first optimizer imports, and what tune() imports when it is called.
 MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.launcher.api", "cloudpickle", "optuna.storages.journal", "pandas"),
-    *("rich.progress", "rich.table", "autotune_loader.tuning.tune", "autotune_loader.tuning.session"),
+    *("rich.progress", "rich.table", "autotune_loader.tuning.tune", "autotune_loader.tuning.study"),
 )
 MOST_DESCRIPTORS, MOST_BYTES = 10, 1 << 20
 """Of a request: its descriptors begin with the output and the pipe for the exit status."""

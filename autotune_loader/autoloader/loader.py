@@ -19,7 +19,7 @@ from autotune_loader.autoloader.epoch import EpochIterator
 from autotune_loader.autoloader.learnt import Registry
 from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.order import Order, Source, drawn_again, restore_own, states_of
-from autotune_loader.autoloader.parts import Parts, is_users
+from autotune_loader.autoloader.parts import Parts
 from autotune_loader.autoloader.result import Found
 from autotune_loader.autoloader.seeds import Seeds, draws_nothing, mixed
 from autotune_loader.autoloader.state import LoaderState
@@ -29,7 +29,7 @@ from autotune_loader.diagnosis import Kept
 from autotune_loader.machine.host import require_linux
 from autotune_loader.machine.limits import memory_budget, usable_cores
 from autotune_loader.pipeline.site import Site
-from autotune_loader.pipeline.workload import length_of
+from autotune_loader.pipeline.workload import is_users, length_of
 from autotune_loader.results.file import load_config
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
@@ -143,6 +143,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
     def result(self) -> TuningResult:
         """What was tried and found, as `tune()` returns it."""
         return self.found.result
+
+    def __str__(self) -> str:
+        return str(self.result)
 
     def report(self) -> str:
         """What was tried, what was found and what binds, as text; and why nothing was tried, where that is so."""

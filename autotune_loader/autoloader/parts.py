@@ -17,8 +17,6 @@ import functools
 import itertools
 import operator
 import random
-import sys
-import sysconfig
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
+
+from autotune_loader.pipeline.workload import is_users
 
 MOST_FOUND, MOST_ITEMS, MOST_ARRAYS = 256, 64, 8
 """Objects that are looked at; items of one container that are; arrays that are probed."""
@@ -191,19 +191,6 @@ class Undo:
         for states in contents:
             states[0].clear()
             (states[0].extend if isinstance(states[0], (list, deque)) else states[0].update)(states[which])
-
-
-@functools.lru_cache(maxsize=1024)
-def is_users(module: str | None) -> bool:
-    """Whether a module is the user's own: no part of Python, of an installed package, or of this one."""
-    if module is None or module.partition(".")[0] == __name__.partition(".")[0]:
-        return False
-    if module in ("__main__", "__mp_main__"):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or "site-packages" in file or "dist-packages" in file:
-        return False
-    return not file.startswith(sysconfig.get_path("stdlib"))
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
-from autotune_loader.values.trial import Trial, role_of
+from autotune_loader.values.trial import Trial
 
 
 class Found:
@@ -97,5 +97,4 @@ class Found:
 
     def _trial(self, number: int, config: LoaderConfig, rows: list[BatchTrace]) -> Trial:
         measured = summarise(continuous(rows), workers=config.num_workers, started=rows[0].requested)
-        role = role_of(config, self.asked)
-        return Trial(number=number, config=config, role=role, measurement=measured, seconds=measured.window_s)
+        return Trial(number=number, config=config, measurement=measured, seconds=measured.window_s)

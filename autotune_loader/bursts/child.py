@@ -17,14 +17,12 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import types
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any, NoReturn
 
 import torch
@@ -243,28 +241,14 @@ class WorkerInit:
 
 
 def leave_segments() -> None:
-    """From now on Python removes no shared memory at the end of this process but what this process has made.
+    """From now on this process removes no shared memory at its end: Python takes what it attaches to for its own."""
+    register = resource_tracker.register
 
-    It takes each segment that a process attaches to by name for one of its own.
-    """
-    begin: Any = SharedMemory.__init__
-    if begin.__module__ == __name__:
-        return
-    register, here = resource_tracker.register, threading.local()
+    def but_memory(name: Any, rtype: str) -> None:
+        if rtype != "shared_memory":
+            register(name, rtype)
 
-    def note(name: str, kind: str) -> None:
-        if not getattr(here, "attaches", False):
-            register(name, kind)
-
-    def attach(segment: Any, name: str | None = None, create: bool = False, *args: Any, **options: Any) -> None:
-        here.attaches = not create
-        try:
-            begin(segment, name, create, *args, **options)
-        finally:
-            here.attaches = False
-
-    resource_tracker.register = note  # type: ignore[assignment]
-    SharedMemory.__init__ = attach  # type: ignore[assignment, method-assign]
+    resource_tracker.register = but_memory
 
 
 def leave(code: int = 0) -> NoReturn:

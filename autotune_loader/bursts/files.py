@@ -80,8 +80,6 @@ def _inductor_cache(scratch: str) -> str:
     except (KeyError, OSError):  # a container without a name for this user
         user = str(os.getuid())
     folder = Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
-    if "torch._dynamo" in sys.modules:  # the caller compiles, and would make it
-        folder.mkdir(exist_ok=True)
     return str(folder if folder.is_dir() else Path(scratch, "torchinductor"))
 
 

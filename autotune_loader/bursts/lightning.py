@@ -10,19 +10,25 @@ from typing import Any
 
 import torch
 
-EPOCHS, BATCHES = 100, 1000
-"""A schedule that asks how long training is gets an answer of a usual size."""
 NOT_THERE = (
     "self.trainer.{name}: bursts have no Trainer; pass train_step=lambda model, batch: ..., which returns the loss"
 )
-ATTRIBUTES: dict[str, Any] = {
+IN_TRAINING: dict[str, Any] = {
     **dict.fromkeys(("validating", "testing", "predicting", "evaluating", "sanity_checking", "fast_dev_run"), False),
     **dict.fromkeys(("datamodule", "train_dataloader", "gradient_clip_val", "gradient_clip_algorithm"), None),
     **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank", "node_rank"), 0),
     **dict.fromkeys(("world_size", "num_nodes", "num_devices", "accumulate_grad_batches"), 1),
+    **dict.fromkeys(("training", "is_global_zero"), True),
     "is_last_batch": False,
+    "max_epochs": 100,
+    "max_steps": -1,
+    "num_training_batches": 1000,
+    "estimated_stepping_batches": 100_000,
+    "loggers": [],
+    "callbacks": [],
+    "callback_metrics": {},
 }
-"""What a Trainer of one process says in the midst of training."""
+"""What a Trainer of one process says in the midst of training of a usual length."""
 
 
 def is_lightning_module(model: Any) -> bool:
@@ -52,23 +58,10 @@ class StandInTrainer(SimpleNamespace):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, precision: Any = None) -> None:
-        super().__init__(
-            **ATTRIBUTES,
-            training=True,
-            is_global_zero=True,
-            max_epochs=EPOCHS,
-            max_steps=-1,
-            num_training_batches=BATCHES,
-            estimated_stepping_batches=EPOCHS * BATCHES,
-            precision=getattr(precision, "precision", "32-true"),
-            logger=Silence(),
-            loggers=[],
-            callbacks=[],
-            callback_metrics={},
-            optimizers=[],
-            lr_scheduler_configs=[],
-            precision_plugin=precision or SimpleNamespace(clip_gradients=_clip_gradients),
-        )
+        super().__init__(**IN_TRAINING, precision=getattr(precision, "precision", "32-true"), logger=Silence())
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.precision_plugin = precision or SimpleNamespace(clip_gradients=_clip_gradients)
         self.strategy = SimpleNamespace(
             backward=lambda loss, *_args, **options: loss.backward(**options),
             all_gather=lambda tensor, **_: tensor,
@@ -93,10 +86,9 @@ class StandInTrainer(SimpleNamespace):
         """What the module's own returns, in the precision of the user's Trainer."""
         self: StandInTrainer = model.trainer
         precision = self._precision
-        if precision is not None:
-            batch = precision.convert_input(batch)
-        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-            batch = getattr(model, hook)(batch, 0)
+        batch = batch if precision is None else precision.convert_input(batch)
+        for hook in (model.on_before_batch_transfer, model.on_after_batch_transfer):
+            batch = hook(batch, 0)
         number, self._batches = self._batches, self._batches + 1
         with contextlib.nullcontext() if precision is None else precision.forward_context():
             return model.training_step(batch, number) if self._takes_index else model.training_step(batch)

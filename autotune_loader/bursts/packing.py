@@ -15,10 +15,9 @@ import mmap
 import os
 import pickle
 import struct
-import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.shared_memory import SharedMemory
 from typing import IO, Any
 
@@ -65,11 +64,13 @@ class Archive:
             TooLargeError: it would be larger; known before any large buffer is copied.
         """
         with open(self.fd, "wb", buffering=1 << 20, closefd=False) as file:
-            limited = _Limited(max_bytes, file)
-            views = _pickled(value, limited)
+            views, table = _pickled(value, _Limited(max_bytes, file)), list[tuple[int, int]]()
             try:
-                table = [limited.write_aligned(view) for view in views]
-                end = limited.total
+                for view in views:
+                    file.write(bytes(-file.tell() % ALIGNMENT))
+                    table.append((file.tell(), view.nbytes))
+                    file.write(view)
+                end = file.tell()
                 file.write(np.array(table, dtype=np.int64).tobytes() + TRAILER.pack(end))
                 file.flush()
             except OSError as error:
@@ -108,19 +109,14 @@ class Payload:
 
     def __init__(self, workload: Workload, settings: Any, max_bytes: int) -> None:
         self._archives = [Archive() for _ in range(3)]
-        data, training = workload.data, workload.training
-        parts = (data.dataset, data.collate_fn, data.sampler, data.batch_sampler, training.model, training.train_step)
-        named = {"settings": settings, "dataset": data, "model": training}
-        with _unimportable_modules_by_value(parts):
-            for archive, (name, value) in zip(self._archives, named.items(), strict=True):
-                try:
-                    archive.write(value, max_bytes)
-                except TooLargeError as error:
-                    self.close()
-                    raise NotSentError(f"the {name} is {error}") from error
-                except Exception as error:
-                    self.close()
-                    raise NotSentError(f"the {name} cannot be pickled ({error})") from error
+        named = {"settings": settings, "dataset": workload.data, "model": workload.training}
+        for archive, (name, value) in zip(self._archives, named.items(), strict=True):
+            try:
+                archive.write(value, max_bytes)
+            except Exception as error:
+                self.close()
+                why = f"is {error}" if isinstance(error, TooLargeError) else f"cannot be pickled ({error})"
+                raise NotSentError(f"the {name} {why}") from error
 
     @property
     def fds(self) -> tuple[int, int, int]:
@@ -137,9 +133,8 @@ class Payload:
 def part_at_fault(workload: Workload) -> str:
     """The deepest attribute of a workload that cannot be pickled, such as `dataset.lock`; "the workload" if none is found."""
     data, training = workload.data, workload.training
-    parts = {
-        name: getattr(data, name) for name in ("dataset", "collate_fn", "sampler", "batch_sampler", "worker_init_fn")
-    }
+    names = ("dataset", "collate_fn", "sampler", "batch_sampler", "worker_init_fn")
+    parts = {name: getattr(data, name) for name in names}
     parts |= {name: getattr(training, name) for name in ("model", "train_step", "loss_fn", "optimizer")}
     return next((path for name, part in parts.items() if (path := _fault_in(name, part))), "the workload")
 
@@ -169,31 +164,6 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from dict(getattr(value, "__dict__", {})).items()
 
 
-@contextlib.contextmanager
-def _unimportable_modules_by_value(parts: Iterable[Any]) -> Iterator[None]:
-    """Let cloudpickle send classes by value whose module another process could not import (a plugin, a test file)."""
-    names = {getattr(part, "__module__", None) or type(part).__module__ for part in parts if part is not None}
-    already = cloudpickle.list_registry_pickle_by_value()
-    with contextlib.ExitStack() as until:
-        for name in names - {"__main__"} - already:  # cloudpickle sends __main__ by value
-            if name in sys.modules and not is_importable(name):
-                cloudpickle.register_pickle_by_value(sys.modules[name])
-                until.callback(cloudpickle.unregister_pickle_by_value, sys.modules[name])
-        yield
-
-
-def is_importable(name: str) -> bool:
-    """Whether a module could be imported by its name if it were not there yet."""
-    if name in sys.builtin_module_names:
-        return True
-    package = sys.modules.get(name.rpartition(".")[0])
-    try:
-        path = None if "." not in name else package.__path__  # type: ignore[union-attr]
-        return any(finder.find_spec(name, path) is not None for finder in sys.meta_path)
-    except (ImportError, AttributeError, ValueError):
-        return False
-
-
 def _pickled(value: Any, file: _Limited) -> list[memoryview]:
     """Write the pickle; the memory that it refers to, in the order in which it does."""
     views: list[memoryview] = []
@@ -202,7 +172,7 @@ def _pickled(value: Any, file: _Limited) -> list[memoryview]:
         view = buffer.raw()
         if view.nbytes >= SMALLEST_BUFFER:
             views.append(view)
-            file.expect(view.nbytes)
+            file.count(view.nbytes)
         return view.nbytes < SMALLEST_BUFFER
 
     _Pickler(file, is_copied).dump(value)
@@ -222,8 +192,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             layout = (value.dtype, tuple(value.shape), value.stride(), value.requires_grad)
             layout = self._layouts.setdefault(layout, layout)
             return _tensor, (value.untyped_storage(), value.storage_offset(), layout)
-        if isinstance(value, torch.storage.TypedStorage):
-            return _typed_storage, (value._untyped_storage, value.dtype)
         if isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
             return _storage, (pickle.PickleBuffer(_memory_of(value)), value.nbytes(), str(value.device))
         if isinstance(value, SharedMemory):
@@ -255,10 +223,6 @@ def _storage(buffer: Any, size: int, device: str) -> torch.UntypedStorage:
     return bytes_.to(device).untyped_storage()
 
 
-def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
 def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
     """The arguments of `np.memmap` for the same elements of the same file; None where they must be copied."""
     contiguous = array.flags.c_contiguous or array.flags.f_contiguous
@@ -283,28 +247,17 @@ class _Limited(io.RawIOBase):
 
     def __init__(self, max_bytes: int, file: IO[bytes] | None = None) -> None:
         super().__init__()
-        self._max_bytes = max_bytes
-        self._file = file
-        self._expected = 0
-        self.total = 0
+        self._max_bytes, self._file, self._total = max_bytes, file, 0
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
-        self.total += size
-        self.expect(0)
+        self.count(size)
         if self._file is not None:
             self._file.write(data)
         return size
 
-    def expect(self, size: int) -> None:
-        """So many bytes are still to be written."""
-        self._expected += size
-        if self.total + self._expected > self._max_bytes:
+    def count(self, size: int) -> None:
+        """So many bytes more are written, now or later."""
+        self._total += size
+        if self._total > self._max_bytes:
             raise TooLargeError(f"larger than {self._max_bytes / 2**20:,.0f} MiB")
-
-    def write_aligned(self, view: memoryview) -> tuple[int, int]:
-        """Where memory that was expected begins now, and its size."""
-        self._expected -= view.nbytes
-        self.write(bytes(-self.total % ALIGNMENT))
-        self.write(view)
-        return self.total - view.nbytes, view.nbytes

@@ -23,12 +23,13 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 import torch
 
 from autotune_loader.bursts import child
+from autotune_loader.bursts.bench import EverywhereError
 from autotune_loader.bursts.failures import failure_of_death, failure_of_memory_guard, needs_new_process
 from autotune_loader.bursts.files import environment
 from autotune_loader.bursts.packing import NotSentError, Payload, part_at_fault
@@ -104,43 +105,47 @@ def open_probe(
     Raises:
         WorkloadError: the dataset, model or step failed on the very first batch, or can be taken to no other process.
     """
-    limits: dict[str, Any] = {"memory_budget_bytes": memory_budget_bytes}
     with standard_streams_taken(), contextlib.ExitStack() as exits:
         _check_device(workload)
-        notes: list[str] = []
         try:
-            payload = Payload(workload, Settings.read(), _largest_payload(machine))
-            exits.callback(payload.close)
-            probe, warmup = _started(exits, ProcessProbe(payload, start_s=max(START_DEADLINE_S, budget_s), **limits))
-        except (NotSentError, WorkloadError) as error:
-            if isinstance(error, WorkloadError) and not isinstance(error, FreshProcessError):
-                raise
-            reason = str(error).splitlines()[0]
-            try:
-                if torch.cuda.is_initialized():
-                    raise WorkloadError("this process uses CUDA, which no fork of it can")
-                forked = ProcessProbe(workload, start_s=FORK_DEADLINE_S, **limits)
-                probe, warmup = _started(exits, forked)
-            except WorkloadError as fork:
-                if isinstance(error, FreshProcessError):
-                    raise WorkloadError(error.message, error.user_traceback) from None
-                told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
-                raise WorkloadError(told, fork.user_traceback) from None
-            notes.append(FORKED.format(reason=reason[:1].upper() + reason[1:]))
-        yield OpenProbe(probe=probe, warmup=warmup, notes=[*notes, *warmup.notes])
+            opened = _opened(exits, workload, machine, memory_budget_bytes, max(START_DEADLINE_S, budget_s))
+        except WorkloadError as error:
+            raise WorkloadError(error.message, error.user_traceback) from None  # which kind it was is nobody's business
+        yield opened
+
+
+def _opened(
+    exits: contextlib.ExitStack, workload: Workload, machine: Machine, memory_budget_bytes: int | None, start_s: float
+) -> OpenProbe:
+    """A probe in a fresh process, or in a fork where that has what a fresh one lacks; it is closed with `exits`."""
+
+    def started(probe: ProcessProbe, *notes: str) -> OpenProbe:
+        exits.callback(probe.close)
+        warmup = probe.start()
+        return OpenProbe(probe=probe, warmup=warmup, notes=[*notes, *warmup.notes])
+
+    try:
+        payload = Payload(workload, Settings.read(), _largest_payload(machine))
+        exits.callback(payload.close)
+        return started(ProcessProbe(payload, memory_budget_bytes, start_s=start_s))
+    except (NotSentError, FreshProcessError) as error:
+        reason, fresh = str(error).splitlines()[0], error
+    try:
+        if torch.cuda.is_initialized():
+            raise WorkloadError("this process uses CUDA, which no fork of it can")
+        note = FORKED.format(reason=reason[:1].upper() + reason[1:])
+        return started(ProcessProbe(workload, memory_budget_bytes, start_s=FORK_DEADLINE_S), note)
+    except EverywhereError:
+        raise
+    except WorkloadError as fork:
+        if isinstance(fresh, FreshProcessError):
+            raise fresh from None
+        told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
+        raise WorkloadError(told, fork.user_traceback) from None
 
 
 class FreshProcessError(WorkloadError):
     """The workload failed in a fresh process, where a fork of this one may have what it lacks."""
-
-
-def _started(exits: contextlib.ExitStack, probe: ProcessProbe) -> tuple[ProcessProbe, WarmupReport]:
-    """The probe, warm; it is closed with `exits`, or where it does not become warm."""
-    with contextlib.ExitStack() as attempt:
-        attempt.callback(probe.close)
-        warmup = probe.start()
-        exits.push(attempt.pop_all())
-    return probe, warmup
 
 
 @contextlib.contextmanager
@@ -195,8 +200,8 @@ class ProcessProbe:
     def __init__(
         self,
         source: Payload | Workload,
-        *,
         memory_budget_bytes: int | None = None,
+        *,
         start_s: float = START_DEADLINE_S,
     ) -> None:
         self._source, self._memory_budget_bytes, self._start_s = source, memory_budget_bytes, start_s
@@ -210,16 +215,15 @@ class ProcessProbe:
 
         Raises:
             FreshProcessError: it failed there, and may work in a fork.
-            WorkloadError: dataset, model or step failed on the very first batch; carries the user's own traceback.
+            WorkloadError: it failed on the very first batch.
         """
         message = self._start()
         if message.ready is not None:
             return message.ready
         failure = message.failure
         assert failure is not None
-        is_final = isinstance(self._source, Workload) or message.ends_run
-        kind = WorkloadError if is_final else FreshProcessError
-        raise kind(failure.message, failure.traceback or "")
+        kind = WorkloadError if isinstance(self._source, Workload) else FreshProcessError
+        raise (EverywhereError if message.ends_run else kind)(failure.message, failure.traceback or "")
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train for a moment with `config`.

@@ -15,14 +15,15 @@ import multiprocessing
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 Value: TypeAlias = "bool | int | str"
-DETERMINISTIC = ("off", "warn", "on")
+MODES = ("off", "warn", "on")
+"""Of deterministic algorithms."""
 MOST_ITEMS = 100_000
 """A table of a module with more items is not carried: comparing it takes longer than a burst."""
 MOST_TOLD = 6
@@ -153,7 +154,7 @@ def _put(module: Any, key: str, value: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class _Setting:
     read: Callable[[], Any]
-    write: Callable[[Any], None]
+    write: Callable[[Any], Any]
     default: Value
     """What a fresh process has, at least where nothing in the environment says otherwise."""
 
@@ -185,45 +186,44 @@ def _read(setting: _Setting) -> Any:
 
 
 def _table() -> dict[str, _Setting]:
-    return dict(_settings())
-
-
-def _settings() -> Iterator[tuple[str, _Setting]]:
-    def precision(name: str) -> None:
-        torch.set_default_dtype(getattr(torch, name))
-
-    sharing, cudnn, matmul = torch.multiprocessing, torch.backends.cudnn, torch.backends.cuda.matmul
-    by_descriptor = "file_descriptor" in sharing.get_all_sharing_strategies()
-    strategy = "file_descriptor" if by_descriptor else "file_system"
-    yield "grad_mode", _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled, True)
-    yield (
-        "float32_matmul_precision",
-        _Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+    sharing, cudnn, cuda, matmul = (
+        torch.multiprocessing,
+        torch.backends.cudnn,
+        torch.backends.cuda,
+        torch.backends.cuda.matmul,
     )
-    yield (
-        "deterministic_algorithms",
-        _Setting(
-            lambda: DETERMINISTIC[torch.get_deterministic_debug_mode()],
-            lambda mode: torch.set_deterministic_debug_mode(DETERMINISTIC.index(mode)),
-            "off",
+    strategy = "file_descriptor" if "file_descriptor" in sharing.get_all_sharing_strategies() else "file_system"
+    mode, set_mode = torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
+    table = {
+        "grad_mode": _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled, True),
+        "float32_matmul_precision": _Setting(
+            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"
         ),
-    )
-    yield "default_device", _Setting(lambda: str(torch.get_default_device()), torch.set_default_device, "cpu")
-    yield "default_dtype", _Setting(lambda: _name(torch.get_default_dtype()), precision, "float32")
-    yield "sharing_strategy", _Setting(sharing.get_sharing_strategy, sharing.set_sharing_strategy, strategy)
-    for name, default in (("benchmark", False), ("deterministic", False), ("enabled", True), ("allow_tf32", True)):
-        yield f"cudnn.{name}", _attribute(cudnn, name, default)
-    yield "cuda.matmul.allow_tf32", _attribute(matmul, "allow_tf32", False)
-    # Since torch 2.9; a setting that was given by this name cannot be read by the older ones.
-    yield "cuda.matmul.fp32_precision", _attribute(matmul, "fp32_precision", "none")
-    for device in ("cpu", "cuda"):
-        yield f"autocast.{device}", _autocast(device)
+        "deterministic_algorithms": _Setting(lambda: MODES[mode()], lambda name: set_mode(MODES.index(name)), MODES[0]),
+        "default_device": _Setting(lambda: str(torch.get_default_device()), torch.set_default_device, "cpu"),
+        "default_dtype": _Setting(
+            lambda: _name(torch.get_default_dtype()),
+            lambda name: torch.set_default_dtype(getattr(torch, name)),
+            "float32",
+        ),
+        "sharing_strategy": _Setting(sharing.get_sharing_strategy, sharing.set_sharing_strategy, strategy),
+        "cudnn.benchmark": _attribute(cudnn, "benchmark", False),
+        "cudnn.deterministic": _attribute(cudnn, "deterministic", False),
+        "cudnn.enabled": _attribute(cudnn, "enabled", True),
+        "cudnn.allow_tf32": _attribute(cudnn, "allow_tf32", True),
+        "cuda.matmul.allow_tf32": _attribute(matmul, "allow_tf32", False),
+        # Since torch 2.9; a setting that was given by this name cannot be read by the older ones.
+        "cuda.matmul.fp32_precision": _attribute(matmul, "fp32_precision", "none"),
+        "autocast.cpu": _autocast("cpu"),
+        "autocast.cuda": _autocast("cuda"),
+    }
     for kernel in ("flash", "mem_efficient", "math", "cudnn"):
-        if (is_on := getattr(torch.backends.cuda, f"{kernel}_sdp_enabled", None)) is not None:
-            yield f"{kernel}_sdp", _Setting(is_on, getattr(torch.backends.cuda, f"enable_{kernel}_sdp"), True)
+        if (is_on := getattr(cuda, f"{kernel}_sdp_enabled", None)) is not None:
+            table[f"{kernel}_sdp"] = _Setting(is_on, getattr(cuda, f"enable_{kernel}_sdp"), True)
     cv2 = sys.modules.get("cv2")  # OpenCV makes threads of its own, in the main process and in every worker
     if cv2 is not None and hasattr(cv2, "setNumThreads"):
-        yield "cv2.threads", _Setting(cv2.getNumThreads, cv2.setNumThreads, cv2.getNumberOfCPUs())
+        table["cv2.threads"] = _Setting(cv2.getNumThreads, cv2.setNumThreads, cv2.getNumberOfCPUs())
+    return table
 
 
 def _attribute(owner: Any, name: str, default: Value) -> _Setting:

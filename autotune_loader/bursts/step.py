@@ -140,56 +140,50 @@ class _Training:
     """Trains on batches: runs the form and, where that gives a loss with a gradient, backward and the optimizer."""
 
     def __init__(self, side: TrainingSide, form: Form, step: TrainingStep) -> None:
-        self._form = form
+        self._form, self._optimizer, self._completes = form, _optimizer_of(side), not form.is_whole
         self._step: TrainingStep | None = step  # let go after the first batch: a cycle would keep device memory
-        self._optimizer, self._completes = _optimizer_of(side), not form.is_whole
 
     def __call__(self, batch: Any) -> None:
+        form, step, self._step = self._form, self._step, None
         try:
-            if self._step is not None:
-                self._first(batch, self._step)
-            else:
-                self._complete(loss_in(self._form.run(batch)))
+            loss = loss_in(form.run(batch))
+            if step is not None:
+                self._learn(loss, step)
+            elif self._completes and has_gradient(loss):  # training passes over a batch without one, too
+                self._complete(loss)
         except Exception as error:
             if not is_of_user(error) or isinstance(error, StepInferenceError):
                 raise
-            raise StepError(str(error)) from error
+            if step is None or form.is_own:
+                raise StepError(str(error)) from error
+            cause = textwrap.shorten(next(iter(str(error).splitlines()), ""), LONGEST_CAUSE, placeholder="...")
+            said = f"`{form.name}`, as {form.batch} was read, failed with {type(error).__name__}: {cause}; {ASKS}"
+            raise StepInferenceError(said) from error
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()  # as the end of a `with torch.autocast` around the step does
 
-    def _first(self, batch: Any, step: TrainingStep) -> None:
-        """The first batch, which tells what the form leaves to do."""
-        form = self._form
-        try:
-            loss = loss_in(form.run(batch))
-        except Exception as error:
-            explained = form.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
-        step.description = form.name
+    def _learn(self, loss: Any, step: TrainingStep) -> None:
+        """See at the first batch what the form leaves to do, and do it."""
+        form, step.description = self._form, self._form.name
         step.notes += form.notes
-        has_gradient = isinstance(loss, torch.Tensor) and loss.requires_grad
-        if has_gradient and self._completes and loss.numel() != 1:
+        self._completes &= has_gradient(loss)
+        if not self._completes:
+            step.notes += [] if form.is_own or form.is_whole else [TRAINS_NOTHING.format(step=form.name)]
+            return
+        if loss.numel() != 1:
             shape = list(loss.shape)
             raise StepInferenceError(f"{form.name} gives a loss of shape {shape}; its mean, `loss.mean()`, would work")
-        if has_gradient:
-            try:
-                self._complete(loss)
-            except RuntimeError as error:
-                if not form.is_own or "second time" not in str(error):  # autograd's words for what has run already
-                    raise
-                self._completes = False
-        self._completes &= has_gradient
-        if self._completes and self._optimizer is not None:
-            step.description += f", then backward and {type(self._optimizer).__name__}.step()"
-        elif not self._completes and not form.is_own and not form.is_whole:
-            step.notes.append(TRAINS_NOTHING.format(step=form.name))
-        self._step = None
+        try:
+            self._complete(loss)
+        except RuntimeError as error:
+            if not form.is_own or "second time" not in str(error):  # autograd's words for what has run already
+                raise
+            self._completes = False
+            return
+        optimizer = "" if self._optimizer is None else f" and {type(self._optimizer).__name__}.step()"
+        step.description += f", then backward{optimizer}"
 
     def _complete(self, loss: Any) -> None:
-        if not (self._completes and isinstance(loss, torch.Tensor) and loss.requires_grad):
-            return  # training skips such a batch, too
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -206,8 +200,12 @@ def loss_in(returned: Any) -> Any:
     return getattr(returned, "loss", returned)
 
 
+def has_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def is_scalar_loss(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.requires_grad
+    return has_gradient(value) and value.ndim == 0
 
 
 # The optimizer
@@ -220,24 +218,13 @@ def _optimizer_of(side: TrainingSide) -> Any:
     if optimizer is not None and not isinstance(optimizer, type) and hasattr(optimizer, "step"):
         optimizer = _beside_its_parameters(optimizer)
     elif callable(optimizer):
-        optimizer = _made(optimizer, parameters) if parameters else None
+        optimizer = optimizer(parameters) if parameters else None
     if is_lightning_module(model) and side.train_step is None:
         made = StandInTrainer(model, optimizer, side.precision).optimizers
         optimizer = made[0] if made else None
     if optimizer is None and parameters:
         return torch.optim.SGD(parameters, lr=0.0)
     return optimizer
-
-
-def _made(factory: Callable[..., Any], parameters: list[torch.nn.Parameter]) -> Any:
-    try:
-        return factory(parameters)
-    except TypeError as error:
-        name = getattr(factory, "__name__", factory)
-        raise TypeError(
-            f"optimizer={name} was called with the model's parameters alone and failed ({error}); "
-            "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1) would work"
-        ) from error
 
 
 def _beside_its_parameters(optimizer: Any) -> Any:
@@ -267,40 +254,29 @@ class Form:
     """The batch that it was read from, in words."""
     notes: list[str] = field(default_factory=list)
 
-    def explained(self, error: Exception) -> Exception:
-        """The error of a first run, with the reading that it comes from."""
-        if self.is_own or isinstance(error, StepInferenceError) or not is_of_user(error):
-            return error
-        cause = textwrap.shorten(next(iter(str(error).splitlines()), ""), LONGEST_CAUSE, placeholder="...")
-        return StepInferenceError(
-            f"`{self.name}`, as {self.batch} was read, failed with {type(error).__name__}: {cause}; {ASKS}"
-        )
-
 
 def _form_of(side: TrainingSide, batch: Any) -> Form:
-    model, train_step, loss_fn = side.model, side.train_step, side.loss_fn
-    words = described(batch)
+    model, train_step, loss_fn, words = side.model, side.train_step, side.loss_fn, described(batch)
     if train_step is not None:
         notes = [] if loss_fn is None else [UNUSED_LOSS.format(by="train_step")]
-        return Form(
-            run=lambda batch: train_step(model, batch), name="train_step(model, batch)", is_own=True, notes=notes
-        )
+        name = "train_step(model, batch)"
+        return Form(run=lambda batch: train_step(model, batch), name=name, is_own=True, notes=notes)
     if is_lightning_module(model):
         notes = [] if loss_fn is None else [UNUSED_LOSS.format(by="training_step")]
-        run = functools.partial(StandInTrainer.training_step, model)
-        whole = not getattr(model, "automatic_optimization", True)
+        run, whole = functools.partial(StandInTrainer.training_step, model), not model.automatic_optimization
         return Form(run=run, name="LightningModule.training_step", is_whole=whole, batch=words, notes=notes)
-    if isinstance(batch, Mapping) and loss_fn is None and all(isinstance(key, str) for key in batch):
+    is_group = isinstance(batch, (tuple, list))
+    if loss_fn is None and isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         return Form(run=lambda batch: _own_loss(model(**batch)), name="model(**batch).loss", batch=words)
-    if isinstance(batch, torch.Tensor) and loss_fn is None:
+    if loss_fn is None and isinstance(batch, torch.Tensor):
         return Form(run=lambda batch: _own_loss(model(batch)), name="model(batch)", batch=words)
-    if isinstance(batch, (tuple, list)) and len(batch) == 1 and loss_fn is None:
+    if loss_fn is None and is_group and len(batch) == 1:
         return Form(run=lambda batch: _own_loss(model(batch[0])), name="model(x)", batch=words)
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+    if not is_group or len(batch) != 2:
         raise StepInferenceError(f"What the step does with {words} cannot be told: {ASKS}")
     required, names = _parameters_of(model)
     if loss_fn is None and (required == 2 or (len(names) > 1 and names[1] in TARGETS)):
-        return Form(run=lambda batch: _own_loss(model(batch[0], batch[1])), name="model(x, y)", batch=words)
+        return Form(run=lambda batch: _own_loss(model(*batch)), name="model(x, y)", batch=words)
     if required > 1:
         raise StepInferenceError(f"The model takes {required} arguments, and a batch is {words}: {ASKS}")
     return _Pair(model, loss_fn, words).form

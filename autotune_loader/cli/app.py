@@ -20,7 +20,7 @@ from autotune_loader.cli.watch import Launch, run_command, watch_command
 NAME = "autotune-loader"
 """Of the command, as pyproject.toml installs it; `python -m autotune_loader` has the same name."""
 # 2 is click's own for a wrong command line, 130 a shell's for SIGINT (128 + 2).
-FINE, BAD_INPUT, NOTHING_WORKED, OVER_LIMIT, INTERRUPTED = 0, 2, 3, 4, 130
+FINE, BAD_INPUT, NOTHING_WORKED, INTERRUPTED = 0, 2, 3, 130
 OF_STATUS = {"fallback": NOTHING_WORKED, "partial": INTERRUPTED}
 """Exit codes of results that are not what was asked for."""
 TRACEBACK_VARIABLE = "AUTOTUNE_LOADER_TRACEBACK"

@@ -45,7 +45,9 @@ def tune_command(factory: str, as_json: bool, quiet: bool, storage: str | None, 
 
     given = {name: value for name, value in options.items() if value not in (None, ())}
     if storage is not None:
-        given["storage"] = storage
+        from autotune_loader.tuning.study import open_study
+
+        given["study"] = open_study(storage, factory)
     with _stdout_kept_for_us() if as_json else contextlib.nullcontext():
         # Only now: a script may set variables that torch reads as it is imported.
         data, arguments = load_workload(factory)

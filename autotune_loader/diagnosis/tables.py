@@ -140,8 +140,8 @@ class Advice(Table):
 class Choice(Table):
     """What to use, and what it brings."""
 
-    USE = "Use {best}: {rate}."
-    KEEP = "Keep {best}, which you have: {rate}."
+    USE = "Use {best}{rate}."
+    KEEP = "Keep {best}, which you have{rate}."
     NOTHING_FASTER = "Nothing that was tried is faster by more than {tolerance:share}."
     FASTER = "That is {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired round}."
     PROBABLY_FASTER = (

@@ -7,7 +7,6 @@ out as 23 usable cores.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import shutil
@@ -132,12 +131,3 @@ def open_files_limit() -> int | None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def are_descriptors_scarce() -> bool:
-    """Whether three of four descriptors are taken; the system gives out the lowest number that is free. It takes 1 us."""
-    try:
-        os.close(lowest := os.eventfd(0))
-    except OSError:
-        return True
-    return lowest > 0.75 * (open_files_limit() or math.inf)

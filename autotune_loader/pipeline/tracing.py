@@ -141,15 +141,15 @@ class TracedDataset(Wrapped):
         return len(object.__getattribute__(self, "_inner"))
 
 
-class TracedIterable(Wrapped, IterableDataset[Any]):
-    """An IterableDataset that notes when a batch was begun, and ends where it ends, as in training."""
+class EndlessIterable(Wrapped, IterableDataset[Any]):
+    """An IterableDataset that notes when a batch was begun, and starts over when it ends, so that a burst has no tail."""
 
     def __iter__(self) -> Iterator[Any]:
-        # Begun at once, as without tracing: it may draw random numbers.
-        return self._noted(iter(object.__getattribute__(self, "_inner")))
+        inner = object.__getattribute__(self, "_inner")
+        return self._noted(inner, iter(inner))  # begun at once, as without tracing: it may draw random numbers
 
-    def _noted(self, samples: Iterator[Any]) -> Iterator[Any]:
-        here = _here
+    def _noted(self, inner: Any, samples: Iterator[Any]) -> Iterator[Any]:
+        here, delivered = _here, False
         while True:
             if here.begun is None:
                 _begin()
@@ -157,25 +157,12 @@ class TracedIterable(Wrapped, IterableDataset[Any]):
                 sample = next(samples)
             except StopIteration:
                 here.begun = None
-                return
-            yield sample
-
-
-class EndlessIterable(TracedIterable):
-    """One that starts over when it ends, so that a burst has no tail."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return _again_and_again(super().__iter__)
-
-
-def _again_and_again(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """What one iterator after the other gives, until one gives nothing."""
-    delivered = True
-    while delivered:
-        delivered = False
-        for each in begin():
-            delivered = True
-            yield each
+                if not delivered:
+                    return
+                samples, delivered = iter(inner), False
+            else:
+                delivered = True
+                yield sample
 
 
 def forget_open_batch() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader.diagnosis import units
+from autotune_loader.report.table import wrapped
 from autotune_loader.results.record import Finding
 from autotune_loader.values.serialization import write_json
 from autotune_loader.values.statistics import Interval
@@ -52,7 +53,8 @@ class LoaderReport:
         elif self.kept is not None:
             lines.append(f"  not changed: {self.kept}")
         lines.append(f"  {self.bottleneck}")
-        return "\n".join([*lines, *(f"  next: {step}" for step in self.advice[:1])])
+        lines += [f"  next: {step}" for step in self.advice[:1]]
+        return "\n".join(wrapped(line, indent="    ") for line in lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,8 @@ NUMERIC = (0, 1, 3, 4, 6, 7)
 
 def summary_of(result: TuningResult) -> str:
     """What to use, what it brings, and where the report is: what `print(result)` shows."""
-    return wrapped(_sentences([*_choice(result), Choice.REPORT(name="result")]), indent="")
+    name = "loader" if result.found_by == "autoloader" else "result"
+    return wrapped(_sentences([*_choice(result), Choice.REPORT(name=name)]), indent="")
 
 
 def report_of(result: TuningResult, width: int = WIDTH) -> str:
@@ -61,7 +62,7 @@ def _sentences(findings: Sequence[Finding]) -> str:
 
 def _choice(result: TuningResult) -> list[Finding]:
     """What to use, and what it brings."""
-    best, ratio, rate = result.best, result.speedup, rate_words(result.rate, result.rate_unit)
+    best, ratio, rate = result.best, result.speedup, _rate_words(result.rate, result.rate_unit)
     if result.status == "fallback":
         return [Ended.FALLBACK()]
     said = [result.undecided or Undecided.NO_ROUNDS()] if result.status == "undecided" else []
@@ -80,13 +81,13 @@ def _choice(result: TuningResult) -> list[Finding]:
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 
 
-def rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
-    """Such as "1,486 samples/s (1,428 to 1,544)"."""
+def _rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
+    """Such as ": 1,486 samples/s (1,428 to 1,544)"; nothing where there is no rate."""
     if rate is None:
-        return "not measured"
+        return ""
     if not rate.is_telling:
-        return f"about {number_text(rate.value)} {unit}"
-    return f"{number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
+        return f": about {number_text(rate.value)} {unit}"
+    return f": {number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
 
 
 def configurations_of(result: TuningResult, width: int = WIDTH) -> str:

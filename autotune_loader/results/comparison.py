@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from autotune_loader.results.record import Finding, RateUnit
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.statistics import Interval, Round, log_ratios, mean_interval, paired_ratio
+from autotune_loader.values.statistics import Effects, Interval, Round, log_ratios, mean_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +41,7 @@ class Comparison:
     """Sides of a comparison, the first of which the others are compared with.
 
     All intervals together hold with 95 % confidence: with m sides beside the first, each has an error of 5 % / m (Bonferroni).
-    How many rounds there are depends on time alone, never on who is ahead.
+    They hold at whatever round one stops, so that rounds end once they have decided.
     """
 
     sides: tuple[Side, ...]
@@ -75,7 +75,8 @@ class Comparison:
         """How many times as fast as the first side each other one is, from paired rounds; sides that failed are not in it."""
         first, sure = self.sides[0].name, 1 - (1 - SURE) / max(1, len(self.sides) - 1)
         others = [name for name in self.rates if name != first and log_ratios(self.rounds, name, first)]
-        return {name: paired_ratio(self.rounds, name, first, sure) for name in others}
+        effects = Effects.of(self.rounds) if others else None
+        return {} if effects is None else {name: effects.ratio(name, first, sure) for name in others}
 
     def report(self) -> str:
         """A table of the sides and what it says, 80 columns wide."""

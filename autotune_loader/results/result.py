@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from torch.utils.data import DataLoader
 
-    from autotune_loader.twin import Prediction
+    from autotune_loader.search.predict import Prediction
 else:
     Study = Any  # importing Optuna takes a second, and no file holds one
 
@@ -252,31 +252,20 @@ class TuningResult:
         Raises:
             ValueError: no burst succeeded, so there is nothing to predict from; or `cores` is not positive.
         """
-        if cores is not None and not cores > 0:
-            raise ValueError(f"cores={cores!r} must be more than 0, such as cores=2")
         workers = self.best.num_workers if num_workers is None else num_workers
         return self.predictions([self.best.with_workers(workers, prefetch_factor)], cores=cores)[0]
 
     def predictions(self, configs: Sequence[LoaderConfig], *, cores: float | None = None) -> list[Prediction]:
         """`predict()` for many whole configurations at once, which takes little longer than for one."""
-        from autotune_loader.decision.belief import fit_twin
-        from autotune_loader.twin.context import TwinContext
-        from autotune_loader.twin.memory import MemoryModel
+        from autotune_loader.search.predict import predict
 
-        observed = [(each.config, each.measurement) for each in self.trials if each.measurement is not None]
         job = self.job
-        if job is None or not observed:
+        if job is None:
             raise ValueError(
                 "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
             )
-        step = () if job.step_s is None else ((None, job.step_s),)
-        context = TwinContext(usable_cores=job.usable_cores, consumer_cores=job.step_cores, step_s=step)
-        twin, memory = fit_twin(observed, context), MemoryModel.fit(observed)
-        assert twin is not None
-        return [
-            replace(prediction, pss_bytes=None if memory is None else memory.peak_bytes(prediction.config))
-            for prediction in twin.predict_all(configs, epoch_batches=job.epoch_batches, cores=cores)
-        ]
+        asked: dict[str, Any] = {"usable_cores": job.usable_cores, "step_s": job.step_s, "step_cores": job.step_cores}
+        return predict(self.trials, configs, cores=cores, **asked)
 
     def to_dataframe(self, of: Literal["trials", "stages"] = "trials") -> pd.DataFrame:
         """A row for each burst, or for each stage of a sample's way through a worker.

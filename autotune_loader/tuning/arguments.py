@@ -18,11 +18,10 @@ from itertools import islice
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-from autotune_loader.diagnosis.units import counted
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.validation import require_bool, require_count
+from autotune_loader.values.validation import require_count
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
 ASSUMED_BATCH_SIZE = 32
 """What a bare dataset is measured with when no batch size is given; said aloud, because nobody trains with torch's 1."""
-LOADER_PARTS = ("collate_fn", "sampler", "batch_sampler", "worker_init_fn", "generator", "drop_last")
-"""What `tune()` takes over into a DataLoader as it is."""
-SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DTensor"}
 SEARCH_DEPTH, MOST_PARTS = 3, 64
 """How deep in attributes, lists and dicts of a wrapper a DataLoader is looked for, and in how many of them."""
 AS_TORCH = ("StatefulDataLoader", "DataLoaderShard", "AutoLoader")
@@ -56,32 +52,55 @@ def refuse(applies: bool, wrong: str, works: str, kind: type[Exception] = TypeEr
         raise kind(f"{wrong}; {works} would work")
 
 
-def answers_loader_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`tune`, with an answer for arguments that it does not have."""
+def answers_unknown_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`tune`, with an answer for arguments that it does not have: a DataLoader says what it does not."""
     known = inspect.signature(tune).parameters
 
     @functools.wraps(tune)
     def answering(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        from torch.utils.data import DataLoader
-
         for name in kwargs.keys() - known.keys():
-            works = [f"{near}=..." for near in difflib.get_close_matches(name, known, n=1)]
-            if name in inspect.signature(DataLoader).parameters:
-                works = [f"tune(DataLoader(dataset, {name}=..., ...), model), which compares it with what is found,"]
-            refuse(bool(works), f"{name}={kwargs[name]!r:.60} is not an argument of tune()", "".join(works))
+            nearest = difflib.get_close_matches(name, known, n=1)
+            works = f"{nearest[0]}=..." if nearest else f"one of {', '.join(known)}"
+            works = in_a_loader(name) if name in _loader_arguments() else works
+            refuse(True, f"{name}={kwargs[name]!r:.60} is not an argument of tune()", works)
         return tune(*args, **kwargs)
 
     return answering
 
 
-def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> Workload:
+def in_a_loader(name: str) -> str:
+    """The call that gives `tune()` what it has no argument for."""
+    return f"tune(DataLoader(dataset, {name}=..., ...), model)"
+
+
+def _loader_arguments() -> Mapping[str, inspect.Parameter]:
+    from torch.utils.data import DataLoader
+
+    return inspect.signature(DataLoader).parameters
+
+
+def make_workload(
+    data: Any,
+    model: Any = None,
+    *,
+    batch_size: int | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    train_step: Any = None,
+    loss_fn: Any = None,
+    optimizer: Any = None,
+    device: str | torch.device = "auto",
+) -> Workload:
     """The workload, and in its notes how the arguments were read.
 
     Args:
-        dataset_or_loader: as in `tune()`, like `model`.
+        data: as in `tune()`, like all that follow.
         model: what the step trains.
-        **given: what else `tune()` takes, of which `batch_size`, the step (`loss_fn`, `train_step`, `optimizer`, `device`) and
-            the loader's parts (`LOADER_PARTS`) count here; None, or nothing, where it is not given.
+        batch_size: samples per batch.
+        collate_fn: of the DataLoader.
+        train_step: the whole step, or its seconds.
+        loss_fn: of the inferred step.
+        optimizer: of the inferred step.
+        device: where the step runs.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
@@ -93,38 +112,41 @@ def make_workload(dataset_or_loader: Any, model: Any = None, **given: Any) -> Wo
         "the script's own code below `if __name__ == '__main__':`",
         RuntimeError,
     )
-    _check_order(dataset_or_loader, model)
-    parts = {name: given.get(name) for name in ("batch_size", *LOADER_PARTS)}
-    if isinstance(size := parts["batch_size"], numbers.Integral) and not isinstance(size, bool):
-        parts["batch_size"] = int(size)  # numpy's
-    require_count("batch_size", parts["batch_size"], minimum=1)
-    given["train_step"] = _as_step_time(given.get("train_step"))
-    for name in ("loss_fn", "train_step", "collate_fn", "worker_init_fn"):
-        value = given.get(name)
+    _check_order(data, model)
+    if isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool):
+        batch_size = int(batch_size)  # numpy's
+    require_count("batch_size", batch_size, minimum=1)
+    train_step = _as_step_time(train_step)
+    for name, value in (("loss_fn", loss_fn), ("train_step", train_step), ("collate_fn", collate_fn)):
         instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
         refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")
-    training = _training(model, given)
-    data_of, notes = _unwrapped(dataset_or_loader)
-    own_config = LoaderConfig.from_loader(data_of) if _kind(data_of) == "loader" else None
-    if own_config is not None:
-        data, notes = _data_of_loader(data_of, parts), [*_own_iteration(data_of), *notes]
+    training = _training(model, train_step, loss_fn, optimizer, device)
+    found, notes = _unwrapped(data)
+    own_config = None
+    if _kind(found) == "loader":
+        own_config = LoaderConfig.from_loader(found)
+        given = {"batch_size": batch_size, "collate_fn": collate_fn}
+        side, notes = _data_of_loader(found, given), [*_own_iteration(found), *notes]
     else:
-        notes = [*_fill_batch_size(data_of, parts), *notes]
-        data = DataSide.from_dataset(data_of, **{**parts, "drop_last": bool(parts["drop_last"])})
-    notes += _check_epoch(data)
+        _check_dataset(found)
+        if batch_size is None:
+            batch_size = ASSUMED_BATCH_SIZE
+            notes.append(f"batch_size was not given: measured with {batch_size}; pass the one you train with")
+        side = DataSide.from_dataset(found, batch_size=batch_size, collate_fn=collate_fn)
+    notes += _check_epoch(side)
     if training.compiled:
         notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
-    return Workload(data=data, training=training, own_config=own_config, notes=tuple(notes))
+    return Workload(data=side, training=training, own_config=own_config, notes=tuple(notes))
 
 
-def _check_order(dataset: Any, model: Any) -> None:
+def _check_order(data: Any, model: Any) -> None:
     """What stands where something else belongs: a path, or the model first."""
-    of, given, in_order = "dataset_or_loader", _shown(dataset), "tune(dataset, model)"
-    if isinstance(dataset, (str, bytes, os.PathLike)):
-        folder = f"{of}=torchvision.datasets.ImageFolder({os.fspath(dataset)!r})"
-        refuse(True, f"{of}={dataset!r} is a path, not a dataset", folder)
-    refuse(isinstance(dataset, type), f"{of}={given} is a class", f"{of}={given}(...)")
-    refuse(_kind(dataset) == "module", f"{of}={given} is a model, which comes second", in_order)
+    given, in_order = _shown(data), "tune(data, model)"
+    if isinstance(data, (str, bytes, os.PathLike)):
+        folder = f"data=torchvision.datasets.ImageFolder({os.fspath(data)!r})"
+        refuse(True, f"data={data!r} is a path, not a dataset", folder)
+    refuse(isinstance(data, type), f"data={given} is a class", f"data={given}(...)")
+    refuse(_kind(data) == "module", f"data={given} is a model, which comes second", in_order)
     refuse(_kind(model) in ("loader", "dataset"), f"model={_shown(model)} holds data, which comes first", in_order)
 
 
@@ -140,43 +162,31 @@ def _as_step_time(train_step: Any) -> Any:
     return StepTime(float(train_step))
 
 
-def _training(model: Any, given: Mapping[str, Any]) -> TrainingSide:
+def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device: str | torch.device) -> TrainingSide:
     """The training step, of what was given for it."""
-    train_step, optimizer, loss_fn = (given.get(name) for name in ("train_step", "optimizer", "loss_fn"))
     if isinstance(train_step, StepTime):
         return TrainingSide(train_step=train_step)
     shown, a_step = f"model={_shown(model)}", "train_step=lambda model, batch: ..."
     refuse(isinstance(model, type), f"{shown} is a class", f"{shown}(...)")
     refuse(model is not None and train_step is None and not callable(model), f"{shown} is not callable", a_step)
-    parts = [*model.modules(), *model.parameters()] if _kind(model) == "module" else []
-    refuse(
-        bool({cls.__name__ for part in parts for cls in type(part).__mro__} & SHARDED),
-        f"{shown} is sharded over ranks (FSDP, DTensor), and no copy of it trains alone",
-        "the model as it is before it is sharded, or model=None for the loader alone,",
-    )
     called = (
         f"train_step={_shown(train_step)} is called as train_step(model, batch), which its signature does not allow"
     )
     refuse(train_step is not None and not _takes_two(train_step), called, a_step)
+    steps = optimizer is None or callable(optimizer) or all(hasattr(optimizer, name) for name in ("step", "zero_grad"))
     refuse(
-        not (
-            optimizer is None or callable(optimizer) or (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad"))
-        ),
+        not steps,
         f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer",
         "optimizer=torch.optim.AdamW, or one over the model's parameters,",
     )
-    refuse(
-        train_step is None and _needs_closure(optimizer),
-        f"optimizer={_shown(optimizer)} steps with a closure, which is the whole step",
-        "train_step=lambda model, batch: optimizer.step(...)",
-    )
+    model = _without_ranks(model)
     named = model.named_modules() if _kind(model) == "module" else ()
     return TrainingSide(
         model=model,
         train_step=train_step,
         loss_fn=_loss_of(loss_fn) if isinstance(loss_fn, type) else loss_fn,
         optimizer=optimizer,
-        device=_device_name(given.get("device") or "auto", model),
+        device=_device_name(device, model),
         precision=getattr(getattr(model, "_trainer", None), "precision_plugin", None),
         compiled=tuple(name for name, part in named if getattr(part, "_compiled_call_impl", None) is not None),
     )
@@ -192,15 +202,6 @@ def _loss_of(loss_class: type) -> Any:
         ) from error
 
 
-def _needs_closure(optimizer: Any) -> bool:
-    """Whether `step()` cannot be called without one, as LBFGS's."""
-    try:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-    except (AttributeError, TypeError, ValueError):
-        return False
-    return closure is not None and closure.default is closure.empty
-
-
 def _takes_two(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind("model", "batch")
@@ -211,7 +212,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _device_name(device: str | torch.device, model: Any = None) -> str:
+def _device_name(device: str | torch.device, model: Any) -> str:
     import torch
 
     if device == "auto":
@@ -222,8 +223,7 @@ def _device_name(device: str | torch.device, model: Any = None) -> str:
         raise ValueError(f"device={device!r} is not a torch device; device='auto' would work") from error
     count = torch.cuda.device_count() if chosen.type == "cuda" else 0
     is_missing = chosen.type == "cuda" and (chosen.index or 0) >= count
-    seen = f"torch sees {counted(count, 'CUDA device')}"
-    refuse(is_missing, f"device={device!r} is not there ({seen})", "device='auto'", ValueError)
+    refuse(is_missing, f"device={device!r} is not there (torch sees {count})", "device='auto'", ValueError)
     return _current_cuda() if chosen == torch.device("cuda") else str(chosen)
 
 
@@ -243,93 +243,54 @@ def _current_cuda() -> str:
     """The device that this process has set, which another process would not have; "cuda" where it has set none."""
     import torch
 
-    chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    if torch.cuda.is_initialized():
+        chosen = torch.cuda.current_device()
+    else:  # as launchers mean it
+        chosen = int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count())
     return f"cuda:{chosen}" if chosen else "cuda"
+
+
+def _without_ranks(model: Any) -> Any:
+    """The model inside `DistributedDataParallel`, whose process group lives here only; compiled again where it was."""
+    inner = getattr(model, "_orig_mod", model)
+    if type(inner).__name__ != "DistributedDataParallel":
+        return model
+    if inner is model:
+        return model.module
+    import torch
+
+    return torch.compile(inner.module)
 
 
 # The data
 
 
-def _data_of_loader(loader: Any, parts: Mapping[str, Any]) -> DataSide:
-    for name, value in parts.items():
+def _data_of_loader(loader: Any, given: Mapping[str, Any]) -> DataSide:
+    for name, value in given.items():
         refuse(
             value is not None,
             f"{name}={value!r:.60} was given together with an existing DataLoader (and not its dataset), which has its own",
             f"{name}=None",
             ValueError,
         )
-    _check_dataset(loader.dataset)
+    _check_again("data", loader.dataset)
     if type(loader.sampler).__name__ in ("RandomSampler", "SequentialSampler"):
         _length(loader.dataset)
-    data = DataSide.from_loader(loader)
+    side = DataSide.from_loader(loader)
     for name in ("sampler", "batch_sampler"):
-        _check_again(name, getattr(data, name))
-    return data
-
-
-def _fill_batch_size(dataset: Any, parts: dict[str, Any]) -> list[str]:
-    """Check a dataset and what was given with it; a batch size that is missing is filled in, with a note."""
-    import torch
-
-    is_iterable, has_batches = is_iterable_dataset(dataset), parts["batch_sampler"] is not None
-    for name in ("sampler", "batch_sampler"):
-        value, given = parts[name], f"{name}={_shown(parts[name])}"
-        refuse(isinstance(value, type), f"{given} is a class", f"{given}(...)")
-        gives_indices = value is None or hasattr(value, "__iter__") or hasattr(value, "__getitem__")
-        refuse(not gives_indices, f"{name}={value!r} gives no indices", f"{name}=None")
-        _check_again(name, value)
-    is_one = isinstance(generator := parts["generator"], (torch.Generator, type(None)))
-    refuse(
-        not is_one, f"generator={generator!r} is not a torch.Generator", "generator=torch.Generator().manual_seed(0)"
-    )
-    require_bool("drop_last", parts["drop_last"] or False)
-    _check_dataset(dataset)
-    if not is_iterable:
-        _check_map_style(dataset, has_order=has_batches or parts["sampler"] is not None)
-    excluded = {"sampler": is_iterable or has_batches, "batch_sampler": is_iterable}
-    for name, no_meaning in {**excluded, "batch_size": has_batches, "drop_last": has_batches}.items():
-        why = "has no meaning for an IterableDataset" if is_iterable else "cannot be given together with batch_sampler"
-        is_given = parts[name] is not None and no_meaning
-        refuse(is_given, f"{name}={parts[name]!r:.60} {why}", f"{name}=None", ValueError)
-    if parts["batch_size"] is not None or has_batches:
-        return []
-    if is_iterable and _makes_batches(dataset):
-        return ["the dataset makes its own batches, so the DataLoader makes none (batch_size=None)"]
-    parts["batch_size"] = ASSUMED_BATCH_SIZE
-    return [f"batch_size was not given: measured with {ASSUMED_BATCH_SIZE}; pass the one you train with"]
+        _check_again(name, getattr(side, name))
+    return side
 
 
 def _check_dataset(dataset: Any) -> None:
-    _check_again("dataset_or_loader", dataset)
-    if not is_iterable_dataset(dataset):
+    """As torch has it: a map-style dataset has samples and a length."""
+    _check_again("data", dataset)
+    if is_iterable_dataset(dataset):
         return
-    # A stream that coordinates its workers through named shared memory: a copy of it would move the original on.
-    from multiprocessing.shared_memory import SharedMemory
-
-    for path, _ in _parts_of_type(dataset, SharedMemory):
-        refuse(
-            True,
-            f"dataset_or_loader={_shown(dataset)} coordinates its workers by shared memory ({path}), which bursts would "
-            "change under your hands",
-            "a map-style dataset over the same files (for MosaicML streaming: LocalDataset(folder)), whose configuration "
-            "serves this one,",
-        )
-
-
-def _check_map_style(dataset: Any, has_order: bool) -> None:
-    """As torch has it: a length is only asked for where no sampler says which indices there are."""
-    of, name = "dataset_or_loader", type(dataset).__name__
-    if not hasattr(dataset, "__getitem__") or not (has_order or hasattr(dataset, "__len__")):
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise _neither(dataset)
-    tensors = "TensorDataset(torch.tensor(df[features].values), torch.tensor(df[target].values))"
-    refuse(hasattr(type(dataset), "iloc"), f"{of}={name} looks up columns, not samples", tensors)
-    if has_order:
-        return
     is_empty = _length(dataset) == 0
-    refuse(is_empty, f"{of} is empty (len(dataset) == 0)", "a dataset with at least one sample", ValueError)
-    if isinstance(dataset, dict) and 0 not in dataset:
-        first = next(iter(dataset))
-        refuse(True, f"{of}={name} looks up {first!r}, not sample 0", f"{of}=data[{first!r}]")
+    refuse(is_empty, "data is empty (len(data) == 0)", "a dataset with at least one sample", ValueError)
 
 
 def _length(dataset: Any) -> int:
@@ -337,38 +298,26 @@ def _length(dataset: Any) -> int:
         return len(dataset)
     except Exception as error:
         raise TypeError(
-            f"dataset_or_loader={type(dataset).__name__} has no length: len() raises {type(error).__name__}: {error}; "
-            "sampler=..., which says which indices there are, would work"
+            f"data={type(dataset).__name__} has no length: len() raises {type(error).__name__}: {error}; "
+            f"{in_a_loader('sampler')}, which says which indices there are, would work"
         ) from error
 
 
 def _check_again(name: str, value: Any) -> None:
     """Refuse what can be read only once. An IterableDataset that is its own iterator may start over; the probe tries it."""
     if isinstance(value, Iterator) and not is_iterable_dataset(value):
-        anew = (
-            "an IterableDataset whose __iter__ makes a new iterator" if name == "dataset_or_loader" else "a list of it"
-        )
+        anew = "an IterableDataset whose __iter__ makes a new iterator" if name == "data" else "a list of it"
         refuse(True, f"{name}={value!r} can be read only once, and tuning would use it up", anew)
 
 
-def _check_epoch(data: DataSide) -> list[str]:
-    samples, size = data.samples_per_epoch(), data.batch_size
-    none = "dataset_or_loader delivers no sample in an epoch"
-    refuse(samples == 0, none, "a sampler with at least one index", ValueError)
-    if samples is None or size is None or samples >= size or data.is_iterable:
+def _check_epoch(side: DataSide) -> list[str]:
+    samples, size = side.samples_per_epoch(), side.batch_size
+    refuse(samples == 0, "data delivers no sample in an epoch", "a sampler with at least one index", ValueError)
+    if samples is None or size is None or samples >= size or side.is_iterable:
         return []
     dropped = f"batch_size={size} is more than the {samples} samples of an epoch, and drop_last=True drops what is left"
-    refuse(data.drop_last, dropped, f"batch_size={samples}", ValueError)
-    return [f"an epoch has {counted(samples, 'sample')}, less than one batch of {size}"]
-
-
-def _makes_batches(dataset: Any) -> bool:
-    """Whether an iterable dataset is a pipeline of stages (webdataset) of which the last that is about batches makes them."""
-    stages = getattr(dataset, "pipeline", None)
-    functions = [getattr(stage, "f", stage) for stage in stages] if isinstance(stages, list) else []
-    names = [str(getattr(each, "__name__", type(each).__name__)).strip("_").lower() for each in functions]
-    batching = [name for name in names if "batch" in name]
-    return bool(batching) and not batching[-1].startswith("un")
+    refuse(side.drop_last, dropped, f"batch_size={samples}", ValueError)
+    return [f"an epoch has {samples} samples, less than one batch of {size}"]
 
 
 # What libraries hand out
@@ -393,12 +342,12 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
     if len(found) == 1:
         ((path, loader),) = found.items()
         return loader, [
-            f"dataset_or_loader={name} holds a DataLoader ({path}), which is what was tuned: give the configuration to "
+            f"data={name} holds a DataLoader ({path}), which is what was tuned: give the configuration to "
             f"that. What {name} itself does to batches is no part of the measurement; {STEP_FOR_REST} them without"
         ]
     if is_stream or (not found and (is_group or isinstance(given, Iterator))):
         return given, []
-    held = f"dataset_or_loader={name} holds {len(found)} DataLoaders ({', '.join(found)})"
+    held = f"data={name} holds {len(found)} DataLoaders ({', '.join(found)})"
     refuse(bool(found), held, "one at a time, tune(loader, model),")
     raise _neither(given)
 
@@ -410,21 +359,20 @@ def _neither(given: Any, answer: str | None = None) -> TypeError:
     elif answer is None:
         answer = "the dataset that it reads, in a DataLoader," if hasattr(given, "__iter__") else "a list of samples"
     return TypeError(
-        f"dataset_or_loader={given!r:.60} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
+        f"data={given!r:.60} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
         f"__getitem__ and __len__; {answer} would work"
     )
 
 
 @contextlib.contextmanager
 def told_beside_errors(notes: Sequence[str]) -> Iterator[None]:
-    """What the bursts leave out of a loader is most likely why a step fails on its very first batch."""
+    """How the arguments were read, beside an error of the very first batch: what was left out of a loader may explain it."""
     try:
         yield
     except WorkloadError as error:
-        left_out = [note for note in notes if STEP_FOR_REST in note]
-        if not left_out:
+        if not notes:
             raise
-        raise WorkloadError("; ".join([error.message, *left_out]), error.user_traceback) from error
+        raise WorkloadError("; ".join([error.message, *notes]), error.user_traceback) from error
 
 
 def _own_iteration(loader: DataLoader[Any]) -> list[str]:

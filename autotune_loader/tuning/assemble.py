@@ -1,164 +1,178 @@
-"""From the state of a search to the `TuningResult`, and who is told of it while the search runs.
+"""From a search to its `TuningResult`: what is chosen, whose figures it holds, and what has to be known before it is used.
 
-Whose figures a result holds is decided here; what they mean is said in `diagnosis`.
+What limits the rate, and what to do about it, is said by `diagnosis`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from autotune_loader.decision.race import MIN_ROUNDS
-from autotune_loader.decision.stopping import StopReason
 from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.report.progress import Progress
 from autotune_loader.results.record import Finding, Job, Status
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.state import SearchState
+from autotune_loader.search.rounds import RoundsEnd
+from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, MAX_DISCARDED_SHARE, Interval, mean_interval
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval, mean_interval
 
 log = logging.getLogger(__name__)
 
-_ENDED = {
-    StopReason.CEILING: Ended.CEILING,
-    StopReason.CHOICE_SAFE: Ended.SAFE,
-    StopReason.OUT_OF_BUDGET: Ended.BUDGET,
-    StopReason.OUT_OF_TRIALS: Ended.TRIALS,
-    StopReason.SAMPLER_REPEATS: Ended.SAMPLER,
-    StopReason.INTERRUPTED: Ended.INTERRUPTED,
-}
+FEW_ROUNDS = 2
+"""An interval of fewer rounds says nothing, and two that agree on who is faster are believed."""
+MUCH_DISTURBED = 1 / 3
+"""With others on the cores in more than this share of the rounds, what they say is the neighbours' as well."""
 
 
-def assemble(state: SearchState, seconds: float, *, final: bool) -> TuningResult:
-    """The result of a search after so many wall seconds; one that is not `final`, or was interrupted, is "partial"."""
-    context, fastest = state.run, state.fastest()
-    data, warmup, outcome = context.workload.data, context.warmup, state.finals
-    best = outcome.winner if outcome is not None else fastest.config if fastest is not None else LoaderConfig()
-    undecided = _undecided(state)
+def assembled(search: Search, seconds: float) -> TuningResult:
+    """The result of a search after so many wall seconds."""
+    run, data, warmup = search.run, search.run.workload.data, search.run.warmup
+    undecided = why_undecided(search)
+    best = choice_of(search, is_decided=undecided is None)
+    ended = search.ended
     status: Status = "complete" if undecided is None else "undecided"
-    if not final or state.interrupted:
-        status = "partial"
-    elif fastest is None:
-        status = "fallback"
+    if search.fastest() is None:
+        ended, status, undecided = Ended.FALLBACK, "fallback", None
+    elif ended is Ended.INTERRUPTED:
+        status, undecided = "partial", None
+    context, outcome = search.bursts.context, search.outcome
+    won = outcome if outcome is not None and outcome.winner == best else None
+    has_baseline = search.rounds is not None and search.rounds.baseline == run.baseline
     found = TuningResult(
         best=best,
         status=status,
+        baseline=run.baseline,
         tuned_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        baseline=state.baseline,
         batch_size=best.batch_size or data.batch_size,
-        shuffle=shuffles(data),
+        shuffle=shuffles(run.workload),
         drop_last=data.drop_last,
         rate_unit="batches/s" if warmup.counts_batches else "samples/s",
-        as_fast=() if outcome is None else outcome.as_fast,
-        undecided=undecided if status == "undecided" else None,
-        ended=Ended.ASKED() if state.stop_reason is None else _ENDED[state.stop_reason](),
+        rate=_rate(search, best) if won is None else won.rate,
+        baseline_rate=_rate(search, run.baseline),
+        speedup=won.speedup if won is not None and has_baseline else None,
+        ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
+        as_fast=() if won is None else won.as_fast,
+        undecided=undecided,
+        ended=None if ended is None else ended(),
         step=warmup.step,
-        stages=stage_times(pooled(trial.measurement.stages for trial in state.trials if trial.measurement)),
-        warnings=tuple(dict.fromkeys(_warnings(best, state))),
-        tolerance=context.tolerance,
+        stages=stage_times(pooled(each.measurement.stages for each in search.trials if each.measurement)),
+        warnings=tuple(_cautions(search, best)),
+        tolerance=run.tolerance,
         seconds=round(seconds, 3),
-        job=_job(state, data.batches_per_epoch(best.batch_size)),
-        machine=context.fingerprint,
-        trials=(*state.trials, *_round_trials(state)),
-        study=state.study,
-        parts=loader_parts(context.workload),
+        job=Job(
+            usable_cores=context.usable_cores,
+            step_cores=context.step_cores,
+            step_s=context.step_s,
+            on_accelerator=not run.workload.on_cpu,
+            epoch_batches=data.batches_per_epoch(best.batch_size),
+        ),
+        machine=run.fingerprint,
+        trials=tuple(search.trials),
+        study=search.study,
     )
-    return judged(_with_figures(found, state), has_batched_fetch=data.has_batched_fetch)
+    measured = found.measurement_of(best)
+    return judged(found) if measured is None else _judged(found, measured, search)
 
 
-def _with_figures(found: TuningResult, state: SearchState) -> TuningResult:
-    """The result with what was measured of the best and of the baseline."""
-    measured, outcome = found.measurement_of(found.best), state.finals
-    found = replace(found, baseline_rate=_rate_of(found, found.baseline))
-    if measured is None:
-        return found
-    return replace(
-        found,
-        rate=_rate_of(found, found.best) if outcome is None else outcome.rate,
-        speedup=None if outcome is None else outcome.speedup,
-        ceiling=state.ceiling_of(found.best),
-        wait_share=measured.wait_share,
-        first_batch_s=measured.first_batch_s,
-        cpu_share=measured.cpu_share,
-        memory_bytes=None if measured.memory is None else measured.memory.taken_bytes,
-        gpu_busy_share=measured.gpu.busy_share,
-        gpu_memory_bytes=measured.gpu.memory_bytes,
+def _judged(found: TuningResult, measured: Measurement, search: Search) -> TuningResult:
+    """The result with the figures of the best, with what limits it and with what to do."""
+    gpu, memory = measured.gpu, measured.memory
+    figures: dict[str, Any] = {
+        "wait_share": measured.wait_share,
+        "first_batch_s": measured.first_batch_s,
+        "cpu_share": measured.cpu_share,
+        "gpu_busy_share": gpu.busy_share,
+        "gpu_memory_bytes": gpu.memory_bytes,
+        "memory_bytes": None if memory is None else memory.taken_bytes,
+    }
+    assert found.job is not None
+    data, machine = search.run.workload.data, search.run.machine
+    a_sample, samples = measured.read_bytes_per_sample, data.samples_per_epoch()
+    of_data = None if a_sample is None or samples is None else round(a_sample * samples)
+    job = replace(
+        found.job,
+        read_bytes_per_sample=a_sample,
+        data_bytes=of_data,
+        fits_in_memory=None if of_data is None else machine.holds(of_data),
     )
+    found = replace(found, job=job, **figures)
+    return judged(found, has_batched_fetch=data.has_batched_fetch, max_workers=search.run.space.max_workers)
 
 
-def _rate_of(found: TuningResult, config: LoaderConfig) -> Interval | None:
-    rates, measured = list(found.rates_of(config).values()), found.measurement_of(config)
-    return mean_interval(rates) if len(rates) > 1 else None if measured is None else measured.samples_per_s
-
-
-def _round_trials(state: SearchState) -> Iterator[Trial]:
-    """The bursts of the rounds, numbered after those of the search."""
-    if state.finals is None:
-        return
-    number = len(state.trials)
-    left = {config: list(bursts) for config, bursts in state.finals.bursts.items()}
-    for place, each in enumerate(state.finals.rounds):
-        for config in each.rates:
-            if left.get(config):
-                burst = left[config].pop(0)
-                yield Trial(number=number, config=config, role="search", round=place, measurement=burst)
-                number += 1
-
-
-def _undecided(state: SearchState) -> Finding | None:
-    """Why the rounds do not decide; None where they do, or where there was nothing to choose from."""
-    outcome, tolerance = state.finals, state.run.tolerance
-    tried = {trial.config.key() for trial in state.trials if trial.measurement is not None}
-    was_short = len(tried) == 1 and state.stop_reason is StopReason.OUT_OF_BUDGET
-    untried = Undecided.ONE_TRIED() if was_short else None
-    if outcome is None:
-        return Undecided.NO_ROUNDS() if len(tried) > 1 else untried
-    if outcome.at_ceiling or len({config.key() for config in outcome.configs}) < 2:
-        return untried
+def why_undecided(search: Search) -> Finding | None:
+    """Why the rounds do not decide, and what would; None where they do."""
+    outcome, rounds = search.outcome, search.rounds
+    if outcome is None or rounds is None:
+        tried = {each.config.key() for each in search.trials if each.measurement is not None}
+        return Undecided.ONE_TRIED() if len(tried) < 2 else Undecided.NO_ROUNDS()
     count = len(outcome.rounds)
-    busy = sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in outcome.rounds)
-    if busy > MAX_DISCARDED_SHARE * count:
+    if rounds.ended is RoundsEnd.SAFE or outcome.at_ceiling or len({c for r in outcome.rounds for c in r.rates}) < 2:
+        return None
+    busy = _disturbed(search)
+    if busy > MUCH_DISTURBED * count:
         return Undecided.BUSY(busy=busy, rounds=count)
-    if count < MIN_ROUNDS:
+    if count < FEW_ROUNDS:
         return Undecided.FEW_ROUNDS(rounds=count)
-    return Undecided.CLOSE(rounds=count, tolerance=tolerance) if outcome.expected_loss > tolerance else untried
+    loss = search.twin.belief(search.study).loss(outcome.winner)
+    if loss > search.run.tolerance:
+        return Undecided.CLOSE(rounds=count, tolerance=search.run.tolerance)
+    return None
 
 
-def _job(state: SearchState, epoch_batches: int | None) -> Job:
-    context = state.context
-    return Job(
-        usable_cores=context.usable_cores,
-        step_cores=context.consumer_cores,
-        step_s=context.step_s_by_threads.get(state.best_threads),
-        on_accelerator=not state.run.workload.on_cpu,
-        epoch_batches=epoch_batches,
-    )
+def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
+    """What to use: the winner of the rounds; undecided the user's own, unless two rounds agree that the winner is faster."""
+    outcome, baseline, fastest = search.outcome, search.run.baseline, search.fastest()
+    if fastest is None:
+        return LoaderConfig()
+    best = outcome.winner if outcome is not None else search.twin.belief(search.study).choice or fastest.config
+    works = any(each.config == baseline and each.measurement is not None for each in search.trials)
+    if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or not works:
+        return best
+    rounds = () if outcome is None else outcome.rounds
+    faster = [each.rates[best] > each.rates[baseline] for each in rounds if {best, baseline} <= each.rates.keys()]
+    return best if len(faster) >= FEW_ROUNDS and all(faster) else baseline
 
 
-def _warnings(best: LoaderConfig, state: SearchState) -> Iterator[Finding]:
-    context, data = state.run, state.run.workload.data
-    yield from cautions(best, data)
-    yield from (Caution.NOTE(text=note) for note in context.notes)
-    if state.finals is not None:
-        yield from (Caution.NOTE(text=note) for note in state.finals.notes)
-    by_kind: dict[str, list[str]] = {}
-    for trial in state.trials:
+def _rate(search: Search, config: LoaderConfig) -> Interval | None:
+    """Rate of a configuration: from the rounds, or else from its last burst."""
+    outcome = search.outcome
+    rates = [] if outcome is None else [each.rates[config] for each in outcome.rounds if config in each.rates]
+    if len(rates) > 1:
+        return mean_interval(rates)
+    bursts = [each.measurement for each in search.trials if each.config.key() == config.key() and each.measurement]
+    return bursts[-1].samples_per_s if bursts else None
+
+
+def _disturbed(search: Search) -> int:
+    """In how many rounds others kept the cores busy."""
+    rounds = () if search.outcome is None else search.outcome.rounds
+    return sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in rounds)
+
+
+# What has to be known
+
+
+def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
+    yield from _of_training(best, search.run.workload.data)
+    yield from (Caution.NOTE(text=each) for each in search.run.notes)
+    if (busy := _disturbed(search)) and search.outcome is not None:
+        yield Caution.DISTURBED(limit=FOREIGN_CPU_LIMIT, busy=busy, rounds=len(search.outcome.rounds))
+    kinds: dict[str, list[str]] = {}
+    for trial in search.trials:
         if trial.failure is not None:
-            by_kind.setdefault(trial.failure.kind, []).append(trial.failure.message)
-    for kind, said in sorted(by_kind.items()):
-        yield Caution.FAILED(trials=len(said), kind=kind.replace("_", " "), message=said[0])
+            kinds.setdefault(trial.failure.kind, []).append(trial.failure.message)
+    for kind, messages in sorted(kinds.items()):
+        yield Caution.FAILED(trials=len(messages), kind=kind, message=messages[0])
 
 
-def cautions(best: LoaderConfig, data: DataSide) -> Iterator[Finding]:
-    """What a chosen configuration changes in training."""
+def _of_training(best: LoaderConfig, data: DataSide) -> Iterator[Finding]:
+    """What a configuration changes in training."""
     if best.batch_size is not None and data.batch_size:
         ratio = best.batch_size / data.batch_size
         yield Caution.BATCH_SIZE(old=data.batch_size, new=best.batch_size, ratio=ratio, root=ratio**0.5)
@@ -166,13 +180,11 @@ def cautions(best: LoaderConfig, data: DataSide) -> Iterator[Finding]:
         yield Caution.OUT_OF_ORDER()
     if best.persistent_workers and data.has_epochs:
         yield Caution.EPOCH_NOT_SEEN()
+    if data.is_iterable and data.drop_last and best.num_workers > 1:
+        yield Caution.FEWER_SAMPLES(workers=best.num_workers)
 
 
-def shuffles(data: DataSide) -> bool | None:
-    """Whether the order is random; None where a sampler of the user's decides it."""
-    if data.is_iterable or data.has_own_order:
-        return None
-    return type(data.sampler).__name__ == "RandomSampler"
+# What comes with a result
 
 
 def loader_parts(workload: Workload) -> dict[str, Any]:
@@ -185,18 +197,15 @@ def loader_parts(workload: Workload) -> dict[str, Any]:
     return {name: value for name, value in parts.items() if value is not None}
 
 
-class FileAndProgress:
-    """Rewrites `loader.json` after every trial and draws a line for it."""
+def shuffles(workload: Workload) -> bool | None:
+    """Whether the user's loader shuffles; None for an order of its own, or that of a stream.
 
-    def __init__(self, output: str | None, progress: Progress, started: float) -> None:
-        self._output, self._started, self._progress = output, started, progress
-        self.finals_round = progress.round
-
-    def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
-        best = state.fastest()
-        self._progress.trial(trial, best, seconds_left)
-        if self._output is not None and best is not None:
-            saved(assemble(state, time.monotonic() - self._started, final=False), self._output)
+    A dataset alone says nothing of it: bursts shuffle, as training does, and a loader made of it has DataLoader's default.
+    """
+    data = workload.data
+    if data.is_iterable or data.has_own_order:
+        return None
+    return workload.own_config is not None and type(data.sampler).__name__ == "RandomSampler"
 
 
 def saved(result: TuningResult, output: str | None) -> TuningResult:
@@ -206,7 +215,7 @@ def saved(result: TuningResult, output: str | None) -> TuningResult:
     try:
         result.save(output)
     except OSError as error:
-        caution = Caution.NOT_WRITTEN(path=output, why=error.strerror)
-        log.warning("%s", caution)
-        return replace(result, warnings=(*result.warnings, caution))
+        told = Caution.NOT_WRITTEN(path=output, why=error.strerror or type(error).__name__)
+        log.warning("%s", told.sentence)
+        return replace(result, warnings=(*result.warnings, told))
     return result

@@ -1,47 +1,39 @@
-"""`compare()`: which of some loaders, each with its training step, is faster, and what binds each.
+"""`compare()`: which of some loaders, each with its training step, is faster, and what limits each.
 
-sides ─► a probe each ─► one burst each, the step alone ─► paired rounds ─► ratios, verdicts
+sides ─► a probe each ─► the step alone, one burst each ─► rounds ─► ratios with intervals, bottlenecks
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.bursts.parent import OpenProbe, open_probe
-from autotune_loader.decision.evidence import Ask
-from autotune_loader.decision.rounds import as_round
-from autotune_loader.decision.space import Space
 from autotune_loader.diagnosis import Caution, Evidence, diagnose
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
+from autotune_loader.search.rounds import Rounds
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.burst_source import BurstSource
-from autotune_loader.tuning.finals import paired
-from autotune_loader.tuning.options import TuneOptions, parse_options
-from autotune_loader.tuning.state import twin_context
+from autotune_loader.tuning.bursting import Budget, Bursts
+from autotune_loader.tuning.options import parse_options
+from autotune_loader.tuning.rounds import run_rounds
+from autotune_loader.tuning.run import make_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, Measurement, averaged
-from autotune_loader.values.statistics import Round, mean_interval, usable_rounds
 from autotune_loader.values.trial import Trial
 
 if TYPE_CHECKING:
     import torch
 
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
-"""An interval of fewer rounds says nothing; that of more is hardly narrower. Time alone decides between them, so that the
-interval holds: rounds that end when it suits favour whoever was lucky."""
 
-
-def compare(  # noqa: PLR0913 - all that a user may say
+def compare(
     sides: Mapping[str, Any],
     model: Any = None,
     *,
@@ -50,10 +42,9 @@ def compare(  # noqa: PLR0913 - all that a user may say
     optimizer: Any = None,
     device: str | torch.device = "auto",
     budget: str | float = "30s",
-    seed: int = 0,
-    progress: str | bool = "auto",
+    progress: bool | None = None,
 ) -> Comparison:
-    """Measure which of some loaders is faster in training, and what binds each; nothing of the caller's is changed.
+    """Measure which of some loaders is faster in training, and what limits each; nothing of the caller's is changed.
 
     Each side trains in a process of its own, in short bursts that take turns. A side that fails is an answer, with its error.
 
@@ -68,10 +59,9 @@ def compare(  # noqa: PLR0913 - all that a user may say
         loss_fn: as in `tune()`.
         optimizer: as in `tune()`.
         device: as in `tune()`.
-        budget: seconds for bursts and rounds, such as 30, "30s" or "2m", beside those in which processes start and models are
-            compiled. Three rounds are run however long they take, twelve at most.
-        seed: of the order of the sides.
-        progress: True, False or "auto".
+        budget: most seconds for bursts and rounds, such as 30, "30s" or "2m", beside those in which processes start and models
+            are compiled. Rounds end sooner where they have decided.
+        progress: as in `tune()`.
 
     Returns:
         The comparison. Sides of different batch sizes are compared by samples/s, and it says so.
@@ -81,41 +71,31 @@ def compare(  # noqa: PLR0913 - all that a user may say
     """
     _check_sides(sides)
     shared = {"train_step": train_step, "loss_fn": loss_fn, "optimizer": optimizer, "device": device}
-    options = parse_options({"budget": budget, "seed": seed, "progress": progress})
+    options = parse_options(budget=budget, progress=progress)
     workloads = {name: _workload(name, value, model, shared) for name, value in sides.items()}
-    return compare_workloads(workloads, options)
-
-
-def compare_workloads(workloads: Mapping[str, Workload], options: TuneOptions) -> Comparison:
-    """The comparison of workloads, each as its own configuration runs it; those of the same parts share a process."""
-    begun, machine, progress = time.monotonic(), inspect_machine(), make_progress(options.progress)
-    entrants = {name: _Entrant(name=name, workload=workload) for name, workload in workloads.items()}
-    rounds, longest_s = list[Round](), 0.0
-
-    def working(number: int) -> list[str]:
-        names = [name for name, each in entrants.items() if each.failure is None]
-        has_time = number < FEWEST_ROUNDS or time.monotonic() + longest_s < deadline
-        most = MOST_ROUNDS if len(names) > 1 else 1  # alone it has nothing to be paired with
-        return names if number < most and has_time else []
-
-    def observe(name: str, number: int) -> Measurement | Failure:
-        return entrants[name].gather(Ask(phase="compare", group=number))
-
+    begun, machine, shown = time.monotonic(), inspect_machine(), make_progress(options.progress)
     with contextlib.ExitStack() as exits:
-        probes: dict[tuple[int, int], OpenProbe | WorkloadError] = {}
-        for each in entrants.values():
-            parts = id(each.workload.data), id(each.workload.training)
-            if parts not in probes:
-                progress.announce(f"starting {each.name}")
-                probes[parts] = _opened(each.workload, machine, options, exits)
-            each.begin(probes[parts], machine)
-        deadline = time.monotonic() + options.budget_s
-        for outcomes, seconds in paired(working, observe, seed=options.seed):
-            longest_s = max(longest_s, seconds)
-            rounds.append(as_round(outcomes))
-            rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in rounds[-1].rates.items())
-            progress.announce(f"round {len(rounds)}: {rates}")
-    return _told(list(entrants.values()), rounds, time.monotonic() - begun)
+        entrants = {}
+        for name, workload in workloads.items():
+            shown.announce(f"starting {name}")
+            entrants[name] = _opened(workload, machine, options.budget_s, exits)
+        bounds = Budget(seconds=options.budget_s, started=time.monotonic(), clock=time.monotonic)
+        for entrant in entrants.values():
+            entrant.begin(machine, bounds)
+        works = [name for name, each in entrants.items() if each.failure is None]
+        rounds: Rounds = Rounds(works, works[0] if works else "", tolerance=options.tolerance)
+        if works:
+            run_rounds(
+                rounds,
+                lambda name, number: entrants[name].burst(number),
+                bounds,
+                lambda rates: shown.announce(_of_round(rounds.number, rates)),
+            )
+    return _compared(entrants, rounds, machine, time.monotonic() - begun)
+
+
+def _of_round(number: int, rates: Mapping[str, float]) -> str:
+    return f"round {number}: " + ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
 
 
 def _check_sides(sides: object) -> None:
@@ -147,142 +127,117 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
     elif rest:
         given["model"], given["train_step"] = rest
     try:
-        workload = make_workload(loader, **given)
+        return make_workload(loader, **given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"sides[{name!r}]: {error}") from error
-    return replace(workload, own_config=workload.own_config or LoaderConfig())
 
 
-def _opened(
-    workload: Workload, machine: Machine, options: TuneOptions, exits: contextlib.ExitStack
-) -> OpenProbe | WorkloadError:
-    """A warm probe that is closed in the end, or why there is none."""
-    memory_bytes = machine.memory_budget_bytes
+def _opened(workload: Workload, machine: Machine, budget_s: float, exits: contextlib.ExitStack) -> _Entrant:
+    """A side with its warm probe, which is closed in the end; or with the reason why there is none."""
+    opening = open_probe(workload, machine, machine.memory_budget_bytes, budget_s=budget_s)
     try:
-        return exits.enter_context(open_probe(workload, machine, memory_bytes, budget_s=options.budget_s))
+        return _Entrant(workload=workload, opened=exits.enter_context(opening))
     except WorkloadError as error:
-        return error
+        return _Entrant(workload=workload, failure=_failure_of(error))
 
 
 @dataclass(slots=True, kw_only=True)
 class _Entrant:
     """One side while it is measured."""
 
-    name: str
     workload: Workload
-    source: BurstSource = field(init=False)
-    notes: tuple[str, ...] = ()
-    counts_batches: bool = False
-    trials: list[Trial] = field(default_factory=list)
+    opened: OpenProbe | None = None
+    bursts: Bursts | None = None
     step: Measurement | None = None
-    """The step alone, on a batch that lies ready."""
-    bursts: list[Measurement] = field(default_factory=list)
-    """Those of the rounds."""
-    failure: str | None = None
-    traceback: str | None = None
+    """The step alone, data already in memory."""
+    failure: Failure | None = None
 
     @property
     def config(self) -> LoaderConfig:
         return self.workload.own_config or LoaderConfig()
 
-    def begin(self, opened: OpenProbe | WorkloadError, machine: Machine) -> None:
+    def begin(self, machine: Machine, budget: Budget) -> None:
         """Time the step alone and run one burst."""
-        if isinstance(opened, WorkloadError):
-            self._fail(_failure_of(opened))
+        if self.opened is None:
             return
-        config, warmup = self.config, opened.warmup
-        self.notes = tuple(opened.notes)
-        self.counts_batches = warmup.counts_batches
-        context, space = (
-            twin_context(self.workload, warmup, machine.usable_cores),
-            Space(max_workers=config.num_workers),
-        )
-        self.source = BurstSource(opened.probe, space, context, self.trials, lambda: math.inf, warmup.first_batch_s)
-        begun, threads = time.monotonic(), config.consumer_threads
-        step = self.source.step_ceiling(config.batch_size) if self.workload.has_step else None
-        if isinstance(step, Measurement):
-            self.step, self.source.context = step, context.with_step(threads, step.step_s)
-        if isinstance(burst := self.gather(Ask()), Measurement):
-            self.bursts.clear()  # rates are taken from rounds alone
-            seconds = time.monotonic() - begun
-            self.trials.append(Trial(number=0, config=config, role="baseline", measurement=burst, seconds=seconds))
+        warmup = self.opened.warmup
+        context = make_context(self.workload, warmup, machine)
+        self.bursts = Bursts(self.opened.probe, context, budget, warmup.first_batch_s)
+        step = self.bursts.step_alone() if self.workload.has_step else None
+        self.step = step if isinstance(step, Measurement) else None
+        self._run(lambda bursts: bursts.search(self.config, 0))
 
-    def gather(self, ask: Ask) -> Measurement | Failure:
-        """What a burst says, which is remembered."""
+    def burst(self, number: int) -> Trial:
+        """A burst of the round of this number."""
+        return self._run(lambda bursts: bursts.in_round(self.config, number, number + 1))
+
+    def _run(self, burst: Callable[[Bursts], Trial]) -> Trial:
+        assert self.bursts is not None
         try:
-            outcome = self.source.gather(self.config, ask).outcome
-        except WorkloadError as error:  # a sample raises
-            outcome = _failure_of(error)
-        if isinstance(outcome, Failure):
-            self._fail(outcome)
-        else:
-            self.bursts.append(outcome)
-        return outcome
+            trial = burst(self.bursts)
+        except WorkloadError as error:  # a sample or the step raises
+            trial = Trial(number=len(self.bursts.trials), config=self.config, failure=_failure_of(error))
+        self.failure = trial.failure or self.failure
+        return trial
 
-    def told(self) -> Iterator[str]:
-        """What is to be known of this side."""
-        yield from self.workload.notes
-        yield from self.notes
-
-    def _fail(self, failure: Failure) -> None:
-        self.failure, self.traceback = f"{failure.kind}: {failure.message}", failure.traceback
+    @property
+    def notes(self) -> Sequence[str]:
+        return (*self.workload.notes, *(self.opened.notes if self.opened is not None else ()))
 
 
 def _failure_of(error: WorkloadError) -> Failure:
-    return Failure(kind="user_exception", phase="batches", message=error.message, traceback=error.user_traceback)
+    return Failure(
+        kind="user_exception", phase="batches", message=error.message, traceback=error.user_traceback or None
+    )
 
 
-def _told(entrants: Sequence[_Entrant], rounds: Sequence[Round], seconds: float) -> Comparison:
-    working = [each for each in entrants if each.failure is None]
-    counting = [each.name for each in working if each.counts_batches]
-    if 0 < len(counting) < len(working):
+def _compared(entrants: Mapping[str, _Entrant], rounds: Rounds, machine: Machine, seconds: float) -> Comparison:
+    counting = {name: each.opened.warmup.counts_batches for name, each in entrants.items() if each.opened is not None}
+    if len(set(counting.values())) > 1:
+        name = next(name for name, counts in counting.items() if counts)
         raise ValueError(
-            f"sides[{counting[0]!r}] does not tell how many samples a batch holds, and other sides do, so that they have no "
+            f"sides[{name!r}] does not tell how many samples a batch holds, and other sides do, so that they have no "
             "rate in common; tensors whose first dimension are the samples would work"
         )
-    usable = usable_rounds(rounds)
-    sides = tuple(_side(each, usable.rounds) for each in entrants)
-    notes = [Caution.NOTE(text=f"{each.name}: {note}") for each in entrants for note in each.told()]
+    outcome = rounds.outcome()
+    sides = tuple(_side(name, each, machine) for name, each in entrants.items())
     return Comparison(
         sides=sides,
-        rounds=usable.rounds,
-        rate_unit="batches/s" if counting else "samples/s",
+        rounds=() if outcome is None else outcome.rounds,
+        rate_unit="batches/s" if any(counting.values()) else "samples/s",
         seconds=seconds,
-        notes=(*_about_batch_sizes(sides), *([Caution.NOTE(text=usable.note)] if usable.note else []), *notes),
+        notes=(*_about_batch_sizes(sides), *_notes(entrants)),
     )
 
 
-def _side(entrant: _Entrant, rounds: Sequence[Round]) -> Side:
-    """What was measured of a side, and what binds it, by the same rules as in `tune()`."""
-    name, config, data = entrant.name, entrant.config, entrant.workload.data
-    rates = [each.rates[name] for each in rounds if name in each.rates]
-    if entrant.failure is not None or not rates:
-        error = entrant.failure or "no round was completed"
-        return Side(name=name, config=config, error=error, traceback=entrant.traceback)
-    measurement, step = averaged(entrant.bursts), entrant.step
-    found = diagnose(
-        Evidence.of(
-            measurement,
-            config=config,
-            cores=entrant.source.context.usable_cores,
-            samples_per_s=mean_interval(rates).value,
-            ceiling=None if step is None else step.samples_per_s,
-            epoch_batches=data.batches_per_epoch(config.batch_size),
-            on_accelerator=not entrant.workload.on_cpu,
-            has_batched_fetch=data.has_batched_fetch,
-            trials=tuple(entrant.trials),
-        )
-    )
-    return Side(name=name, config=config, measurement=measurement, bottleneck=found.bottleneck)
+def _notes(entrants: Mapping[str, _Entrant]) -> list[Finding]:
+    return [Caution.NOTE(text=f"{name}: {note}") for name, each in entrants.items() for note in each.notes]
 
 
-def _about_batch_sizes(sides: Sequence[Side]) -> Iterator[Finding]:
-    """That sides of different batch sizes are compared by samples/s; nothing where they are of one size."""
+def _about_batch_sizes(sides: Sequence[Side]) -> list[Finding]:
     sizes = {side.name: side.measurement.batch_size for side in sides if side.measurement is not None}
-    if sizes and max(sizes.values()) > 1.01 * min(sizes.values()):
-        yield Caution.BATCH_SIZES_DIFFER(sizes=", ".join(f"{name} {size:.3g}" for name, size in sizes.items()))
+    if not sizes or max(sizes.values()) <= 1.01 * min(sizes.values()):
+        return []
+    return [Caution.BATCH_SIZES_DIFFER(sizes=", ".join(f"{name} {size:.3g}" for name, size in sizes.items()))]
 
 
-def sides_of(configs: Mapping[str, LoaderConfig], workload: Workload) -> dict[str, Workload]:
-    """One job with each of some configurations."""
-    return {name: replace(workload, own_config=config) for name, config in configs.items()}
+def _side(name: str, entrant: _Entrant, machine: Machine) -> Side:
+    """What was measured of a side, and what limits it, by the same rules as in `tune()`."""
+    config, workload, failure = entrant.config, entrant.workload, entrant.failure
+    trials = [] if entrant.bursts is None else entrant.bursts.trials
+    measured = [each.measurement for each in trials if each.measurement is not None and each.round is not None]
+    if failure is not None or not measured:
+        error = "no round was completed" if failure is None else f"{failure.kind}: {failure.message}"
+        return Side(name=name, config=config, error=error, traceback=None if failure is None else failure.traceback)
+    together = averaged(measured)
+    evidence = Evidence.of(
+        together,
+        config=config,
+        cores=machine.usable_cores,
+        ceiling=None if entrant.step is None else entrant.step.samples_per_s,
+        epoch_batches=workload.data.batches_per_epoch(),
+        on_accelerator=not workload.on_cpu,
+        has_batched_fetch=workload.data.has_batched_fetch,
+        trials=tuple(trials),
+    )
+    return Side(name=name, config=config, measurement=together, bottleneck=diagnose(evidence).bottleneck)

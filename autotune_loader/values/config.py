@@ -13,7 +13,6 @@ from autotune_loader.values.validation import require_bool, require_choice, requ
 # What torch.utils.data.DataLoader uses when prefetch_factor is not given and there are workers.
 TORCH_PREFETCH_FACTOR = 2
 START_METHODS = ("fork", "forkserver", "spawn")  # as multiprocessing names them
-SHARING_STRATEGIES = ("file_descriptor", "file_system")  # as torch names them
 WITHOUT_WORKERS: dict[str, Any] = {
     "prefetch_factor": None,
     "persistent_workers": False,
@@ -22,12 +21,12 @@ WITHOUT_WORKERS: dict[str, Any] = {
 }
 """What only workers have, as it has to be where there are none."""
 # A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
-_MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64, "consumer_threads": 4096}
+_MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
-    """A legal DataLoader configuration and the settings of the process that consumes it.
+    """A legal DataLoader configuration.
 
     Every instance can be splatted: `DataLoader(dataset, batch_size=64, **config.to_kwargs())`. Pairs that torch refuses
     (a prefetch_factor without workers, say) cannot be constructed.
@@ -49,31 +48,22 @@ class LoaderConfig:
     """Deliver batches in the sampler's order. False lets a late batch be overtaken."""
     multiprocessing_context: str | None = None
     """Start method of the workers; None leaves the interpreter's default."""
-    drop_last: bool | None = None
-    """Drop an incomplete last batch; None leaves it as the user has it."""
     batch_size: int | None = None
     """Samples per batch where the user allowed it to be tuned; never part of `to_kwargs()`."""
     device_prefetch: int = 0
     """Batches that `DevicePrefetcher` copies ahead on a side stream; 0 is off."""
-    consumer_threads: int | None = None
-    """Intra-op threads of the process that runs the training step; None leaves them alone."""
-    sharing_strategy: str | None = None
-    """How tensors travel between processes (`torch.multiprocessing.set_sharing_strategy`); None leaves it alone."""
 
     def __post_init__(self) -> None:
         require_int("num_workers", self.num_workers, minimum=0)
         if self.prefetch_factor is None and self.num_workers > 0:
             object.__setattr__(self, "prefetch_factor", TORCH_PREFETCH_FACTOR)
-        for name in ("prefetch_factor", "batch_size", "consumer_threads"):
+        for name in ("prefetch_factor", "batch_size"):
             require_count(name, getattr(self, name), minimum=1)
         require_int("device_prefetch", self.device_prefetch, minimum=0)
         for name in ("pin_memory", "persistent_workers", "in_order"):
             require_bool(name, getattr(self, name))
-        if self.drop_last is not None:
-            require_bool("drop_last", self.drop_last)
-        for name, choices in (("multiprocessing_context", START_METHODS), ("sharing_strategy", SHARING_STRATEGIES)):
-            if getattr(self, name) is not None:
-                require_choice(name, getattr(self, name), choices)
+        if self.multiprocessing_context is not None:
+            require_choice("multiprocessing_context", self.multiprocessing_context, START_METHODS)
         if self.num_workers == 0:
             self._require_nothing_that_needs_workers()
 
@@ -128,29 +118,11 @@ class LoaderConfig:
                 kwargs["in_order"] = False
             if self.multiprocessing_context is not None:
                 kwargs["multiprocessing_context"] = self.multiprocessing_context
-        if self.drop_last is not None:
-            kwargs["drop_last"] = self.drop_last
         return kwargs
 
     def to_extras(self) -> dict[str, Any]:
-        """The settings that are not DataLoader arguments: device prefetch, consumer threads, sharing strategy."""
-        return {
-            "device_prefetch": self.device_prefetch,
-            "consumer_threads": self.consumer_threads,
-            "sharing_strategy": self.sharing_strategy,
-        }
-
-    def apply(self) -> None:
-        """Set this process' intra-op threads and sharing strategy as tuned. Call it once, before the training loop.
-
-        These are process-wide settings of torch, which is why no loader sets them behind the caller's back.
-        """
-        import torch
-
-        if self.consumer_threads is not None:
-            torch.set_num_threads(self.consumer_threads)
-        if self.sharing_strategy is not None:
-            torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
+        """The settings that are not arguments of `DataLoader`."""
+        return {"device_prefetch": self.device_prefetch}
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain JSON values; the inverse of `from_dict`."""
@@ -178,11 +150,8 @@ class LoaderConfig:
             ("persistent", self.persistent_workers),
             ("out of order", not self.in_order),
             (f"{self.multiprocessing_context}", self.multiprocessing_context),
-            (f"{self.consumer_threads} step threads", self.consumer_threads),
             (f"device prefetch {self.device_prefetch}", self.device_prefetch),
             (f"batch {self.batch_size}", self.batch_size),
-            (f"drop_last={self.drop_last}", self.drop_last is not None),
-            (f"{self.sharing_strategy}", self.sharing_strategy),
         ]
         return [word for word, applies in told if applies]
 

@@ -6,7 +6,14 @@ all: it is a `Failure` (see `trial.py`), because the study goes on.
 
 from __future__ import annotations
 
-from autotune_loader.values.secrets import without_secrets
+import re
+
+_USER_INFO = re.compile(r"(?<=://)[^\s'\"]*:[^\s'\"]*@")
+
+
+def without_password(url: str) -> str:
+    """A database's URL without the user's name and password."""
+    return _USER_INFO.sub("***@", url)
 
 
 class TunerError(Exception):
@@ -18,8 +25,7 @@ class WorkloadError(TunerError):
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
         self.message = message
-        self.user_traceback = without_secrets(user_traceback)
-        message = without_secrets(message)
+        self.user_traceback = user_traceback
         # A traceback ends with what the message says: once is enough.
         super().__init__(f"{message}\n\n{self.user_traceback.rstrip().removesuffix(message)}".rstrip())
 

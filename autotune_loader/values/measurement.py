@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Literal
 
-from autotune_loader.values.secrets import without_secrets
 from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.statistics import Interval, mean_interval
 from autotune_loader.values.trace import BatchTrace
@@ -122,12 +121,6 @@ class Failure:
     """Whether the same configuration may well work the next time."""
     traceback: str | None = None
     """The user's own traceback, where user code raised."""
-
-    def __post_init__(self) -> None:
-        """Texts of user code and its libraries go to logs, files and reports from here on: without secrets."""
-        object.__setattr__(self, "message", without_secrets(self.message))
-        if self.traceback is not None:
-            object.__setattr__(self, "traceback", without_secrets(self.traceback))
 
 
 def averaged(bursts: Sequence[Measurement]) -> Measurement:

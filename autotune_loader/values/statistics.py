@@ -1,12 +1,12 @@
 """Statistics of bursts and rounds: pure functions of the raw series.
 
 Two units occur. Inside one burst the batches are correlated, and `correlated_mean_interval` allows for it. Between
-configurations the unit is the burst: each `Round` times every candidate once, in random order, over the same indices,
-and comparisons rest on the log-ratios within a round, so that whatever slows a whole round cancels.
+configurations the unit is the burst: each `Round` times its sides in turns, in random order, and comparisons rest on
+`Effects`, in which whatever slows a whole round cancels.
 
-The rate of a configuration that was *chosen* for being fast must come from rounds run after the choice (fresh finals):
-the best of 12 equal configurations looks much better than it is in the rounds that chose it (winner's curse). Nothing
-here can undo that; do not pass bursts of the search to these functions together with the finals.
+The rate of a configuration that was *chosen* for being fast must come from rounds run after the choice: the best of 12 equal
+configurations looks much better than it is in the bursts that chose it (winner's curse). Nothing here can undo that; do not
+pass bursts of the search to these functions together with the rounds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from itertools import accumulate
 from typing import Any
 
 FOREIGN_CPU_LIMIT = 0.25
-"""A round is suspect above this foreign CPU share: on 4 cores that is one whole core that a worker wanted."""
-MAX_DISCARDED_SHARE = 1 / 3
-"""With more suspect rounds than this the noise is the machine's normal state, and all rounds are kept."""
+"""A round above this foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
 Z_95 = 1.96
 """Standard deviations from the middle to either end of a normal 95 % interval."""
-MAX_ROUNDS = 80
-"""Rounds after which a comparison ends: a true 2 % at 3 % noise per burst is then found with power 90 %."""
-STOPPED_CONFIDENCE = 0.975
-"""For rounds that ended when it suited: half of the usual 5 % went into looks on the way (studies/fidelity/README.md)."""
-
-
-SHOWN_SLOWER = 0.995
-"""One-sided confidence with which rounds rule out that someone was as fast as the chosen one, and might have been chosen."""
+TYPICAL_NOISE = 0.03
+"""Relative standard deviation of a burst beside others of its round, before anything was measured."""
+KNOWN_BEFORE = 4
+"""What is believed of the noise before any round counts as so many degrees of freedom."""
+OF_LEVELS = 2
+"""The same for what rounds have in common, of which less is known."""
+MIXTURE = 5.0
+"""Variance of the effects that a confidence sequence is tuned to, in units of the noise's: narrowest for about three pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One interleaved round of the finals: every candidate once, in random order, over the same indices."""
+    """One round: its sides ran in turns, each once."""
 
     rates: Mapping[Any, float]
     """Samples/s by candidate, under any key; a candidate that failed in this round is missing."""
@@ -67,21 +65,6 @@ class Round:
         for key, rate in self.rates.items():
             if not (math.isfinite(rate) and rate > 0):
                 raise ValueError(f"rates[{key!r}]={rate!r} is not a rate; leave a failed candidate out of the round")
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether the machine was too busy; never depends on the candidates' own rates."""
-        return (self.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsableRounds:
-    """The rounds to compare by, and what was left out."""
-
-    rounds: tuple[Round, ...]
-    """Kept rounds in their order."""
-    note: str | None = None
-    """One sentence for a person where rounds were suspect; None when all were clean."""
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
@@ -100,14 +83,6 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     error = math.hypot(*(value - mean for value in values)) / math.sqrt((count - 1) * count)
     half = student_t_quantile(1 - tail, count - 1) * error
     return Interval(value=mean, low=mean - half, high=mean + half, count=count)
-
-
-def mean_share(shares: Sequence[float]) -> Interval | None:
-    """Mean of independent shares, its interval within 0 and 1; None of fewer than two."""
-    if len(shares) < 2:
-        return None
-    mean = mean_interval(shares)
-    return Interval(value=mean.value, low=max(0.0, mean.low), high=min(1.0, mean.high), count=mean.count)
 
 
 def correlated_mean_interval(series: Sequence[float], period: int = 1, confidence: float = 0.95) -> Interval:
@@ -139,65 +114,109 @@ def correlated_mean_interval(series: Sequence[float], period: int = 1, confidenc
     return Interval(value=mean, low=mean - half, high=mean + half, count=count)
 
 
-def usable_rounds(rounds: Sequence[Round]) -> UsableRounds:
-    """The rounds without the suspect ones, by a rule fixed beforehand that looks at no candidate's rate.
-
-    With more than `MAX_DISCARDED_SHARE` suspect rounds all are kept, and the note says so.
-    """
-    clean = tuple(each for each in rounds if not each.is_suspect)
-    suspect = f"{len(rounds) - len(clean)} of {len(rounds)} rounds"
-    if len(clean) == len(rounds):
-        return UsableRounds(rounds=clean)
-    if len(rounds) - len(clean) > MAX_DISCARDED_SHARE * len(rounds):
-        note = f"The machine was busy in {suspect}; all rounds were kept."
-        return UsableRounds(rounds=tuple(rounds), note=note)
-    return UsableRounds(rounds=clean, note=f"Left out {suspect} in which the machine was busy.")
-
-
 def log_ratios(rounds: Sequence[Round], a: Hashable, b: Hashable) -> list[float]:
     """ln(rate of a / rate of b) of every round in which both were timed, in order."""
     return [math.log(each.rates[a] / each.rates[b]) for each in rounds if a in each.rates and b in each.rates]
 
 
-def paired_ratio(rounds: Sequence[Round], a: Hashable, b: Hashable, confidence: float = 0.95) -> Interval:
-    """Rate of `a` over rate of `b` with a t interval on the logarithms, for one look after the last round.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """Rounds as ln(rate) = side + round + noise, with one noise for all sides: what rounds say of rates and ratios.
 
-    Raises:
-        ValueError: no round timed both.
+    Its ratios hold at whatever round one stops, so that a side may sit out, and rounds may end, when they say enough. They are
+    the t-test's confidence sequence (a normal mixture over the effect in units of the noise, any scale of noise: Lai 1976, "On
+    confidence sequences"). The noise is that of all rounds and sides together, and of some rounds that might have been seen
+    before.
     """
-    logs = log_ratios(rounds, a, b)
-    if not logs:
-        raise ValueError(f"no round timed both {a!r} and {b!r}")
-    return _exp(mean_interval(logs, confidence))
+
+    rounds: tuple[Round, ...]
+    keys: tuple[Any, ...]
+    """Every side that ran at all."""
+    noise_sd: float
+    """Relative standard deviation of one burst, without what its round had in common."""
+    freedom: float
+    levels: tuple[float, ...]
+    """Logarithm of the rate of each side in a round like the mean one."""
+    variances: tuple[tuple[float, ...], ...]
+    """Covariance of these, in units of the noise's variance."""
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round], *, noise_sd: float = TYPICAL_NOISE) -> Effects:
+        """The fit to some rounds.
+
+        Args:
+            rounds: in any order; at least one side ran in one.
+            noise_sd: what is believed of the noise before them.
+        """
+        import numpy as np
+
+        keys = tuple(dict.fromkeys(key for each in rounds for key in each.rates))
+        cells = [
+            (keys.index(key), n, math.log(rate)) for n, each in enumerate(rounds) for key, rate in each.rates.items()
+        ]
+        design = np.zeros((len(cells), len(keys) + len(rounds)))
+        for row, (side, number, _) in enumerate(cells):
+            design[row, side] = design[row, len(keys) + number] = 1.0
+        # A constant may move from the sides to the rounds: these have mean 0.
+        balance = np.concatenate([np.zeros(len(keys)), np.ones(len(rounds))])
+        logs, inverse = (
+            np.array([log for *_, log in cells]),
+            np.linalg.pinv(design.T @ design + np.outer(balance, balance)),
+        )
+        found = inverse @ design.T @ logs
+        squares = float(((logs - design @ found) ** 2).sum())
+        freedom = max(len(cells) - len(keys) - len(rounds) + 1, 0)
+        pooled = (squares + KNOWN_BEFORE * noise_sd**2) / (freedom + KNOWN_BEFORE)
+        return cls(
+            rounds=tuple(rounds),
+            keys=keys,
+            noise_sd=math.sqrt(pooled),
+            freedom=freedom + KNOWN_BEFORE,
+            levels=tuple(map(float, found[: len(keys)])),
+            variances=tuple(tuple(map(float, row)) for row in inverse[: len(keys), : len(keys)]),
+        )
+
+    def ratio(self, a: Any, b: Any, confidence: float = 0.95) -> Interval:
+        """Rate of `a` over rate of `b`, at whatever round one stops; without limits where they never ran in one round.
+
+        Raises:
+            ValueError: one of them never ran.
+        """
+        for key in (a, b):
+            if key not in self.keys:
+                raise ValueError(f"{key!r} never ran in these rounds")
+        i, j = self.keys.index(a), self.keys.index(b)
+        count = len(log_ratios(self.rounds, a, b))
+        value = self.levels[i] - self.levels[j]
+        half = math.inf
+        if count:
+            unit = self.variances[i][i] + self.variances[j][j] - 2 * self.variances[i][j]
+            half = self.noise_sd * math.sqrt(unit) * _anytime_quantile(1 / unit, self.freedom, confidence)
+        return _exp(Interval(value=value, low=value - half, high=value + half, count=count))
+
+    def rate(self, key: Any, chosen_of: int = 1) -> Interval:
+        """Mean rate of a side, with a 95 % interval that also holds for one that was chosen of so many by these rounds.
+
+        The error is divided by that number (Benjamini and Yekutieli 2005, for one selected). The middle is not corrected: of
+        five equal ones it lies 1.7 % too high at 3 % noise (`studies.fidelity.selection`).
+        """
+        logs = [math.log(each.rates[key]) for each in self.rounds if key in each.rates]
+        everybody = {k: [math.log(r.rates[k]) for r in self.rounds if k in r.rates] for k in self.keys}
+        # What rounds have in common scatters a rate, though no ratio: the scatter of each side around its own mean.
+        squares = math.fsum((log - math.fsum(own) / len(own)) ** 2 for own in everybody.values() for log in own)
+        freedom = sum(len(own) - 1 for own in everybody.values())
+        pooled = (squares + OF_LEVELS * self.noise_sd**2) / (freedom + OF_LEVELS)
+        value = math.fsum(logs) / len(logs)
+        half = student_t_quantile(1 - 0.025 / chosen_of, min(freedom, len(self.rounds)) + OF_LEVELS)
+        half = half * math.sqrt(pooled / len(logs)) if len(logs) > 1 else math.inf
+        return _exp(Interval(value=value, low=value - half, high=value + half, count=len(logs)))
 
 
-def of_selected(confidence: float, rounds: Sequence[Round], chosen: Hashable) -> float:
-    """Confidence at which to make an interval of the chosen one, so that it holds with `confidence` although it was chosen.
-
-    Who is chosen by the rounds that report it was lucky in them. An interval of the one selected of m covers as often as it
-    says if its error is divided by m (Benjamini and Yekutieli 2005, "False discovery rate-adjusted multiple confidence
-    intervals for selected parameters", for one selected; the same as Bonferroni's). The m are those that the rounds do not
-    show to be slower than the chosen one: the subset of Gupta (1965, "On some multiple decision (selection and ranking)
-    rules"), with the noise of all ratios together, since some ran in one round only.
-    """
-    keys = {key for each in rounds for key in each.rates} - {chosen}
-    ratios = [logs for key in keys if (logs := log_ratios(rounds, key, chosen))]
-    freedom = sum(len(logs) - 1 for logs in ratios)
-    if not freedom:
-        return 1 - (1 - confidence) / (1 + len(ratios))
-    squares = math.fsum((log - math.fsum(logs) / len(logs)) ** 2 for logs in ratios for log in logs)
-    margin = student_t_quantile(SHOWN_SLOWER, freedom) * math.sqrt(squares / freedom)
-    contenders = [logs for logs in ratios if math.fsum(logs) / len(logs) >= -margin / math.sqrt(len(logs))]
-    return 1 - (1 - confidence) / (1 + len(contenders))
-
-
-def mean_of_selected(rounds: Sequence[Round], chosen: Hashable) -> Interval:
-    """Mean rate of the one that was chosen by these rounds; its 95 % interval allows for the choice.
-
-    Its middle does not: of five equal ones it lies 1.7 % too high at 3 % noise (`studies.fidelity.selection`).
-    """
-    rates = [each.rates[chosen] for each in rounds if chosen in each.rates]
-    return mean_interval(rates, of_selected(0.95, rounds, chosen))
+def _anytime_quantile(observations: float, freedom: float, confidence: float) -> float:
+    """Standard errors from the middle to an end of an interval that holds at any stop; infinite with too little freedom."""
+    more = 1.0 + observations * MIXTURE
+    factor = (math.sqrt(more) / (1 - confidence)) ** (2 / (freedom + 1))
+    return math.sqrt(freedom * (factor - 1) / (1 - factor / more)) if factor < more else math.inf
 
 
 @lru_cache(maxsize=1024)

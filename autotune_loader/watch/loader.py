@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from autotune_loader import LoaderConfig
 from autotune_loader.autoloader import Log
-from autotune_loader.pipeline.batches import bytes_of, tensors_in
+from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.site import Site
 
 FEWEST_BATCHES = 3
@@ -60,7 +60,7 @@ class ScriptLoader:
         """For making batches, or for receiving them, in the loop's own thread; for making them in torch's workers."""
         self.read_s = self.busy_s = 0.0
         """Seconds in which CPU times were read, and seconds of CPU that this process and torch's workers took meanwhile."""
-        self.batch_bytes = self.batch_tensors = 0
+        self.shape: BatchShape | None = None
         """Of its first batch."""
         self.found: Any = None
         """What the latest AutoLoader in its place has found, without its data; None where there was none."""
@@ -107,9 +107,3 @@ class ScriptLoader:
         if (is_long or totals.batches >= FIRST_LOOK_BATCHES) and self.first_look is not None:
             first_look, self.first_look = self.first_look, None
             first_look(self)
-
-    def measure(self, batch: Any) -> None:
-        """Look at its first batch."""
-        tensors = list(tensors_in(batch))
-        self.batch_bytes = sum(bytes_of(each) for each in tensors)
-        self.batch_tensors = len(tensors)

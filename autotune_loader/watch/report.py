@@ -118,8 +118,8 @@ def evidence_of(loader: ScriptLoader, script_s: float) -> Evidence:
         starting_share=totals.starting_share,
         loader_share=totals.waited_s / max(script_s, 1e-9),
         batches=totals.batches,
-        batch_bytes=loader.batch_bytes,
-        batch_tensors=loader.batch_tensors,
+        batch_bytes=0 if loader.shape is None else loader.shape.bytes,
+        batch_tensors=0 if loader.shape is None else loader.shape.tensors,
         on_accelerator=torch.cuda.is_initialized(),
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autotune_loader.machine.processes import PROC, process_use, queued_s
-from autotune_loader.pipeline.batches import samples_in
+from autotune_loader.pipeline.batches import BatchShape, samples_in
 from autotune_loader.watch.loader import CpuTimes, ScriptLoader
 
 WATCH = "_autotune_loader_watch"
@@ -123,8 +123,8 @@ class Watch:
         self._known.in_loop.add(1, asked, self._cpu_clock())
         self._asked_cpu = None
         try:
-            if not self._known.batch_tensors:
-                self._known.measure(batch)
+            if self._known.shape is None:
+                self._known.shape = BatchShape.of(batch)
             if now >= self._next_reading_s:
                 self._next_reading_s = now + READ_EVERY_S
                 self._read(now)

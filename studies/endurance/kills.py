@@ -1,57 +1,48 @@
-"""Is anything lost when a whole tuning run is killed with SIGKILL at a random moment?
+"""What is left when a whole tuning run is killed with SIGKILL at a random moment?
 
     python -m studies.endurance.kills --kills 50
 
-A run with `output=` and a journal as its `storage=` is killed; every second time the journal also gets what a power loss
-leaves: a torn last line and a stale lock. Then `loader.json`, where there is one, must load, and a second run must take up
-every trial that the file knew and end with status "complete".
+A run with `output=` is killed, every second time the process of its bursts instead. Then no process and no file of it may be
+left but `loader.json`, which must load where it is there, and a run after it must end well.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import random
-import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from autotune_loader import LoaderConfig, TuningResult, load_config
+from autotune_loader import TuningResult
 from autotune_loader.values.errors import TunerError
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "AUTOTUNE_ENDURANCE"
 RUN = """
-import logging, sys, time, torch
+import time, torch
 from autotune_loader import tune
-logging.basicConfig(level=logging.INFO)
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
-        return 256
+        return 1 << 16
     def __getitem__(self, index):
         time.sleep(0.0005)
         return torch.full((3,), float(index))
 
-tune(Rows(), batch_size=8, budget=4, max_trials=3, max_workers=2, output="loader.json",
-     storage="study.journal", progress=False)
+tune(Rows(), batch_size=8, budget=4, max_workers=2, output="loader.json", progress=False)
 """
 DEADLINE_S = 120.0
-LEFT_FILES = re.compile(r"loader\.json|study\.journal|.*\.journal\.lock.*|\.loader\.json\..*\.tmp")
-
-
-FIGURES = (
-    *("kills", "before first file", "after the end", "unreadable files", "not finished", "lost trials", "resumed runs"),
-    *("resumed trials", "torn journals", "leftover processes", "temporary files"),
-)
+FIGURES = ("kills", "of the bursts' process", "before first file", "after the end", "unreadable files", "not finished")
+LEFT = ("leftover processes", "leftover files")
 Figures = Counter[str]
 
 
@@ -61,9 +52,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     figures = kill_runs(options.kills, options.seed)
-    for name in FIGURES:
-        print(f"{name:<20} {figures[name]}")
-    return 1 if any(figures[name] for name in ("unreadable files", "not finished", "lost trials")) else 0
+    for name in (*FIGURES, *LEFT):
+        print(f"{name:<24} {figures[name]}")
+    return 1 if any(figures[name] for name in ("unreadable files", "not finished", *LEFT)) else 0
 
 
 def kill_runs(kills: int, seed: int = 0) -> Figures:
@@ -75,44 +66,60 @@ def kill_runs(kills: int, seed: int = 0) -> Figures:
         whole_s = time.monotonic() - begun
     for number in range(kills):
         with tempfile.TemporaryDirectory() as folder:
-            kill_one(Path(folder), rng.uniform(0.2, 1.0) * whole_s, tears=number % 2 > 0, figures=figures)
+            kill_one(Path(folder), rng.uniform(0.1, 1.0) * whole_s, kills_child=number % 2 > 0, figures=figures)
         print(f"{number + 1} kills: {figures}", file=sys.stderr)
     return figures
 
 
-def kill_one(folder: Path, after_s: float, *, tears: bool, figures: Figures) -> None:
+def kill_one(folder: Path, after_s: float, *, kills_child: bool, figures: Figures) -> None:
     process = start(folder)
     try:
         process.wait(after_s)
         figures["after the end"] += 1
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    process.communicate()
+        victim = child_of(process.pid) if kills_child else None
+        figures["of the bursts' process"] += victim is not None
+        with contextlib.suppress(psutil.Error):
+            (victim or psutil.Process(process.pid)).kill()
+        if victim is None:
+            process.kill()
+    wait(process)
     figures["kills"] += 1
-    figures["leftover processes"] += len(still_there(str(folder)))
-    known = trials_in(folder / "loader.json", figures)
-    if tears:
-        figures["torn journals"] += tear(folder / "study.journal")
+    note_left(folder, figures)
+    path = folder / "loader.json"
+    if not path.exists():
+        figures["before first file"] += 1
+    else:
+        try:
+            TuningResult.load(path)
+        except TunerError as error:
+            print(error, file=sys.stderr)
+            figures["unreadable files"] += 1
     finish(folder)
-    resumed = known & trials_of(TuningResult.load(folder / "loader.json"))
-    figures["resumed runs"] += len(resumed) > 0
-    figures["resumed trials"] += len(resumed)
-    figures["lost trials"] += len(known - resumed)
-    figures["not finished"] += not is_complete(folder / "loader.json")
+    figures["not finished"] += not path.exists() or TuningResult.load(path).status not in ("complete", "undecided")
+    note_left(folder, figures)
+
+
+def child_of(pid: int) -> psutil.Process | None:
+    """The process of the bursts, which leads a session of its own and has imported torch; None while there is none."""
+    with contextlib.suppress(psutil.Error):
+        return next(
+            (each for each in psutil.Process(pid).children() if "bursts.child" in " ".join(each.cmdline())), None
+        )
+    return None
+
+
+def note_left(folder: Path, figures: Figures) -> None:
     figures["leftover processes"] += len(still_there(str(folder)))
-    figures["temporary files"] += len(list(folder.glob(".loader.json.*")))
-    unknown = [path.name for path in folder.iterdir() if not LEFT_FILES.fullmatch(path.name)]
-    assert not unknown, unknown
+    figures["leftover files"] += len([path for path in folder.iterdir() if path.name != "loader.json"])
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path) -> Any:
     return subprocess.Popen(
         [sys.executable, "-c", RUN],
         cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env={**os.environ, **environ(folder)},
     )
 
@@ -124,50 +131,15 @@ def environ(folder: Path) -> dict[str, str]:
 
 def finish(folder: Path) -> None:
     """Run to the end."""
-    process = start(folder)
+    wait(start(folder))
+
+
+def wait(process: Any) -> None:
     try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
+        process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        output = process.communicate()[0]
-    if process.returncode:
-        print(output, file=sys.stderr)
-
-
-def trials_of(result: TuningResult) -> set[tuple[LoaderConfig, float]]:
-    """Each by what it ran, and the seconds that it took."""
-    return {(trial.config, trial.seconds) for trial in result.trials}
-
-
-def trials_in(path: Path, figures: Figures) -> set[tuple[LoaderConfig, float]]:
-    """Trials of an unfinished `loader.json`, which the next run has to know; none where there is no such file."""
-    if not path.exists():
-        figures["before first file"] += 1
-        return set()
-    try:
-        load_config(path, on_mismatch="raise")
-        result = TuningResult.load(path)
-    except TunerError as error:
-        print(error, file=sys.stderr)
-        figures["unreadable files"] += 1
-        return set()
-    return trials_of(result) if result.status == "partial" else set()
-
-
-def is_complete(path: Path) -> bool:
-    return path.exists() and json.loads(path.read_text())["status"] in ("complete", "undecided")
-
-
-def tear(journal: Path) -> bool:
-    """What a power loss leaves: half a line, and the lock of a writer that is no more."""
-    if not journal.exists():
-        return False
-    with journal.open("ab") as stream:
-        stream.write(b'{"op_code": 8, "worker_id": "torn')
-    lock = journal.with_name(journal.name + ".lock")
-    if not lock.is_symlink():
-        lock.symlink_to(journal)
-    return True
+        process.wait()
 
 
 def still_there(mark: str, within_s: float = 5.0) -> list[int]:

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune_loader.bursts.loop import KEPT_FIRST, KEPT_LAST
-from autotune_loader.bursts.parent import OpenProbe, open_probe
+from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.twin import Observation, Prediction, Twin
+from autotune_loader.search.predict import Prediction, predict
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import CEILING_BURST, BurstPlan
+from autotune_loader.values.trial import Trial
 from studies.regret import at
 from studies.workloads import WORKLOADS, workload_of
 
@@ -81,7 +82,7 @@ def study(name: str, seconds: float, seed: int) -> list[Cell]:
                 seen[config] = outcome
             else:
                 sustained[config] = rate_of(config, outcome)
-        predictions = predict(seen, ceiling, opened, list(sustained))
+        predictions = predicted(seen, ceiling, list(sustained))
     found = []
     for (config, rate), prediction in zip(sustained.items(), predictions, strict=True):
         said = prediction.samples_per_s
@@ -95,18 +96,18 @@ def study(name: str, seconds: float, seed: int) -> list[Cell]:
     return found
 
 
-def predict(
-    seen: dict[LoaderConfig, Measurement], ceiling: Measurement, opened: OpenProbe, configs: Sequence[LoaderConfig]
+def predicted(
+    seen: dict[LoaderConfig, Measurement], ceiling: Measurement, configs: Sequence[LoaderConfig]
 ) -> list[Prediction]:
     """The twin's predictions, of the bursts and the step on a cached batch alone."""
     cores = inspect_machine().usable_cores
-    twin = Twin.fit(
-        [Observation.from_measurement(config, measured) for config, measured in seen.items()],
-        cores=cores,
-        consumer_cores=min(float(cores), max(0.0, (ceiling.cpu_share or 0.0) * cores)),
-        step_s_by_threads={None: ceiling.step_s},
+    return predict(
+        [Trial.of(number, config, measured) for number, (config, measured) in enumerate(seen.items())],
+        configs,
+        usable_cores=cores,
+        step_s=ceiling.step_s,
+        step_cores=min(float(cores), max(0.0, (ceiling.cpu_share or 0.0) * cores)),
     )
-    return list(twin.predict_all(list(configs)))
 
 
 def rate_of(config: LoaderConfig, measured: Measurement) -> float:

@@ -1,8 +1,8 @@
 """How often are the intervals of a chosen configuration right? `python -m studies.fidelity.selection [--runs 20000]`
 
-The winner is chosen by the rounds that report it, so that its rate, and its ratio to the baseline, were lucky in them. Races of
-the package itself (`decision.race`) run between a baseline and some rivals, on simulated bursts that scatter by a normal or by
-a heavy-tailed noise, beside a drift that all bursts of a round share:
+The winner is chosen by the rounds that report it, so that its rate, and its ratio to the baseline, were lucky in them. Rounds
+of the package itself (`search.rounds`) run between a baseline and some rivals, on simulated bursts that scatter by a normal or
+by a heavy-tailed noise, beside a drift that all bursts of a round share:
 
     equal    all are as fast as the baseline: whoever is called faster than it is not
     apart    their rates scatter by 3 %, so that the choice is one
@@ -23,10 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from autotune_loader.decision.posterior import TYPICAL_NOISE
-from autotune_loader.decision.race import Race, RaceRules
 from autotune_loader.diagnosis.units import is_claimed
-from autotune_loader.tuning.finals import FINALS_PATIENCE_S
+from autotune_loader.search.rounds import Rounds
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -103,17 +101,15 @@ class _Bursts:
 
 Run = Mapping[str, float]
 """By the names of `COLUMNS`."""
-RULES = RaceRules(
-    tolerance=TOLERANCE, cost=lambda config: (config.num_workers,), patience_s=FINALS_PATIENCE_S, noise_sd=TYPICAL_NOISE
-)
 
 
 def race(kind: Kind, seed: int) -> Run:
     """One race, from the first round until nobody runs any more: what it said, beside the truth."""
     bursts = _Bursts(kind, seed)
     baseline, rivals = bursts.configs[0], bursts.configs[1:]
-    running, left_s = Race(list(reversed(rivals)), baseline, RULES), BUDGET_S
-    while configs := running.next_round(left_s):
+    running = Rounds(list(reversed(rivals)), baseline, tolerance=TOLERANCE, cost=lambda config: (config.num_workers,))
+    left_s = BUDGET_S
+    while configs := running.entrants(left_s):
         drift = bursts.rng.gauss(0.0, DRIFT_SD)
         running.record([(config, bursts.measured(config, drift)) for config in configs], BURST_S * len(configs))
         left_s -= BURST_S * len(configs)

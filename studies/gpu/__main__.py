@@ -28,12 +28,13 @@ from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.burst_source import SEARCH_BURST
+from autotune_loader.tuning.bursting import SEARCH_BURST
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import CEILING_BURST
-from autotune_loader.values.statistics import Round, paired_ratio
+from autotune_loader.values.statistics import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
 from studies.gpu.training import Loop, Rate
+from studies.regret.oracle import paired_ratio
 
 DEFAULT, TUNED = "default", "tuned"
 # A burst lasts three rounds of its workers: few of them feed a job whose step binds, and are soon through.
@@ -96,7 +97,7 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         _working_share(result),
         f"{_share(statistics.median(errors))}, {_share(max(errors))}" if errors else "-",
         f"{known_s:.1f} s + {startup_s:.1f} s of start-up: step {'binds' if step_binds else 'does not bind'}",
-        f"{result.best}, in {result.spent.seconds:.0f} s and {len(result.trials)} trials",
+        f"{result.best}, in {result.seconds:.0f} s and {len(result.trials)} trials",
     ]
 
 
@@ -153,7 +154,7 @@ def _in_turns(loop: Loop, configs: dict[str, LoaderConfig], rounds: int) -> dict
 def _twin_errors(result: TuningResult, grid: dict[LoaderConfig, float]) -> list[float]:
     """|predicted / measured - 1| over the grid, of a twin that has seen only the tuner's own bursts."""
     try:
-        predictions = result.predict_all(list(grid))
+        predictions = result.predictions(list(grid))
     except ValueError:  # nothing was measured
         return []
     pairs: Sequence[Any] = list(zip(predictions, grid.values(), strict=True))

@@ -100,7 +100,8 @@ def make_attempt(attempt: Attempt) -> Outcome:
         sentence = str(error).split("\n")[0]
         says = "refused" if any(word in sentence for word in ADVICE) else "wrong"
         return Outcome(**fields, outcome=says, sentence=sentence, seconds=round(time.monotonic() - begun, 1))
-    fields |= {"seconds": round(time.monotonic() - begun, 1), "config": str(result.best), "notes": result.warnings}
+    seconds, notes = round(time.monotonic() - begun, 1), tuple(map(str, result.warnings))
+    fields |= {"seconds": seconds, "config": str(result.best), "notes": notes}
     wrong = _what_is_wrong(job, result)
     sentence = wrong or str(result).partition(".")[0]
     return Outcome(**fields, outcome="wrong" if wrong else "tuned", sentence=sentence, epoch_ok=not wrong)

@@ -22,10 +22,10 @@ from typing import Any
 
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Round, log_ratios, paired_ratio
+from autotune_loader.values.statistics import Round, log_ratios
 from studies.regret import OURS
 from studies.regret.bench import ROOT, Bench, StudyJob, regret_workload
-from studies.regret.oracle import config_of, key, leader_of, race, survey
+from studies.regret.oracle import config_of, key, leader_of, paired_ratio, race, survey
 from studies.regret.strategies import STRATEGIES, Choice, lattice_of
 
 ROUNDS, FIRST_SEED = 3, 20_000

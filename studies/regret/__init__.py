@@ -9,6 +9,8 @@ OURS = "autotune_loader"
 PLAIN_RULE = "plain rule"
 NEAR = 0.02
 """A regret up to this counts as having found the best."""
+LOOK_S, LOOK_WORKERS = 1.5, 2
+"""The plain rule looks at training for so long, with so many workers."""
 
 
 def at(values: Sequence[float], share: float) -> float:

@@ -21,7 +21,7 @@ def ours(name: str, seed: int) -> dict[str, Any]:
 
     arguments = regret_workload(name).to_tune_kwargs()
     begun = time.perf_counter()
-    result = tune(**arguments, seed=seed, budget=BUDGET, progress=False)
+    result = tune(**arguments, budget=BUDGET, progress=False)
     return {"config": result.best.to_dict(), "seconds": time.perf_counter() - begun, "detail": str(result)}
 
 
@@ -60,7 +60,6 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
         "num_workers": knobs.num_workers if knobs else 0,
         "prefetch_factor": knobs.prefetch_factor if knobs else None,
         "persistent_workers": knobs.persistent_workers if knobs else False,
-        "consumer_threads": knobs.num_threads if knobs else None,
     }
     return {"config": config, "seconds": seconds, "detail": result.diagnosis}
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autotune_loader.decision.space import Space, consumer_thread_counts, max_useful_workers
+from autotune_loader.search.rule import useful_workers
+from autotune_loader.search.space import MOST_WORKERS, Space
 from autotune_loader.values.config import LoaderConfig
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
@@ -23,8 +24,8 @@ FEW = (1, 2, 4)
 """Small machines and containers."""
 MOST_FEEDING = 24.0
 """On few cores a fetch may wait this many steps long, so that several workers a core are needed."""
-WIDE = 48
-"""More workers than help anyone on few cores: so far the oracle looks there, whatever the search allows itself."""
+MORE = 6
+"""The oracle looks further by so many workers than the search does."""
 
 
 def random_machine(seed: int, cores_of: Sequence[int] = CORES) -> tuple[str, SimulatedMachine]:
@@ -33,7 +34,7 @@ def random_machine(seed: int, cores_of: Sequence[int] = CORES) -> tuple[str, Sim
     cores = rng.choice(cores_of)
     kind = rng.choice(("cpu", "cpu", "wait", "wait tail", "mixed", "step", "cpu step", "in memory"))
     cpu_s, wait_s = 10 ** rng.uniform(-2.3, -0.7), 0.0
-    step_s, step_cores, threads = cpu_s / rng.uniform(1.5, 1.2 * cores), 0.0, {}
+    step_s, step_cores = cpu_s / rng.uniform(1.5, 1.2 * cores), 0.0
     tail_share, cv = 0.0, rng.uniform(0.03, 0.3)
     if kind.startswith("wait"):
         cpu_s, wait_s = cpu_s * 0.05, cpu_s
@@ -46,9 +47,8 @@ def random_machine(seed: int, cores_of: Sequence[int] = CORES) -> tuple[str, Sim
         cpu_s, step_s = 10 ** rng.uniform(-3.7, -3.0), 10 ** rng.uniform(-3.5, -2.3)
     elif kind == "cpu step":
         cores = min(cores, 16)
-        one = cpu_s * rng.uniform(0.5, 2.0)
-        threads = {t: one * (0.15 + 0.85 / t) for t in (1, 2, 4, 8, 16) if t <= cores}
-        step_s, step_cores = threads[max(threads)], float(cores)
+        step_s = cpu_s * rng.uniform(0.5, 2.0) * (0.15 + 0.85 / cores)
+        step_cores = float(cores)
     return kind, SimulatedMachine(
         cores=cores,
         cpu_s=cpu_s,
@@ -57,7 +57,6 @@ def random_machine(seed: int, cores_of: Sequence[int] = CORES) -> tuple[str, Sim
         tail_share=tail_share,
         step_s=step_s,
         step_cores=step_cores,
-        step_s_by_threads=threads,
         receive_s=10 ** rng.uniform(-3.7, -2.7),
         alpha=rng.uniform(0.0, 0.1),
         beta=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.004))),
@@ -78,12 +77,15 @@ def few_cores_machine(seed: int) -> tuple[str, SimulatedMachine]:
     return kind, replace(machine, step_s=(machine.cpu_s + machine.wait_s) / ratio)
 
 
-def space_of(kind: str, machine: SimulatedMachine) -> Space:
-    """The space that `tune()` would search on such a machine."""
-    wall = machine.cpu_s + machine.wait_s
-    threads = consumer_thread_counts(machine.cores, machine.cores) if kind == "cpu step" else (None,)
-    most = max_useful_workers(machine.cores, wall, machine.cpu_s, machine.step_s)
-    return Space(max_workers=most, consumer_threads=threads)
+def looked_at(machine: SimulatedMachine) -> Space:
+    """Where the oracle looks for the best: `tune()` may use 0 to 64 workers, and beyond some none can help."""
+    most = useful_workers(
+        fetch_s=machine.cpu_s + machine.wait_s,
+        fetch_cpu_s=machine.cpu_s,
+        loop_s=machine.step_s + machine.receive_s,
+        cores=machine.cores,
+    )
+    return Space(max_workers=min(most + MORE, MOST_WORKERS))
 
 
 class Oracle:
@@ -94,17 +96,17 @@ class Oracle:
     tails and by up to 7 % with 64 workers, and the maximum over a hundred such figures was off in one direction.)
     """
 
-    def __init__(self, machine: SimulatedMachine, space: Space) -> None:
-        self._machine = machine
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine, space = machine, looked_at(machine)
         self._warm = 2 * space.max_workers * (max(space.prefetch_factors) + 1) + 1
-        glances = {config: self._run(config, GLANCE_BATCHES) for config in space.configs()}
+        glances = {config: self._run(config, GLANCE_BATCHES) for config in space.candidates()}
         first = sorted(glances, key=lambda config: -glances[config])[:LONG_LOOKS]
         self._truths = {config: self._run(config, TRUTH_BATCHES) for config in first}
         self.fastest = max(self._truths, key=lambda config: self._truths[config])
 
     def regret(self, config: LoaderConfig) -> float:
         """1 - rate / the best rate there is."""
-        plain = replace(config, persistent_workers=False)
+        plain = config.key()
         if plain not in self._truths:
             self._truths[plain] = self._run(plain, TRUTH_BATCHES)
         return max(0.0, 1 - self._truths[plain] / self._truths[self.fastest])
@@ -114,13 +116,13 @@ class Oracle:
         return SimulatedProbe(self._machine, FakeClock()).truth(config, batches=batches, warm=self._warm)
 
 
-def oracle_of(seed: int, machine: SimulatedMachine, space: Space, kept: Path | None) -> Oracle:
+def oracle_of(seed: int, machine: SimulatedMachine, kept: Path | None) -> Oracle:
     """The oracle of a machine; taken from, or put into, a folder of those that were computed before."""
     path = None if kept is None else kept / f"oracle_{seed}.pkl"
     if path is not None and path.exists():
         oracle: Oracle = pickle.loads(path.read_bytes())
         return oracle
-    oracle = Oracle(machine, space)
+    oracle = Oracle(machine)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pickle.dumps(oracle))

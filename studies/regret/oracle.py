@@ -1,6 +1,6 @@
 """The oracle: which configuration is fastest, by bursts that no strategy has seen, and how far a choice is from it.
 
-survey   every workers x step threads at prefetch 2, then the deeper queues of the best few: one burst each
+survey   every number of workers at prefetch 2, then the deeper queues of the best few: one burst each
 rounds   the top of the survey and every choice take turns over the same samples; who is clearly out drops out
 confirm  fresh rounds between the best and every choice that looks slower: the best of ten noisy configurations looks
          better than it is in the rounds that chose it, so that for these choices fresh rounds alone count
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Interval, Round, log_ratios, paired_ratio
+from autotune_loader.values.statistics import Interval, Round, log_ratios, mean_interval
 from studies.regret import NEAR
 from studies.regret.bench import Bench, BenchError, Timing
 from studies.regret.strategies import Lattice
@@ -64,13 +64,13 @@ def config_of(text: str) -> LoaderConfig:
 def survey(bench: Bench, lattice: Lattice) -> dict[str, float]:
     """Samples/s of each configuration worth a burst, in a random order."""
     known: dict[str, float] = {}
-    plain = [lattice.config(w, 2, t) for w in lattice.workers for t in lattice.threads]
+    plain = [lattice.config(w, 2) for w in lattice.workers]
     random.Random(0).shuffle(plain)
     _burst_each(bench, plain, known)
     best = sorted(plain, key=lambda config: -known[key(config)])[:ENTRANTS]
     _burst_each(
         bench,
-        [lattice.config(c.num_workers, p, c.consumer_threads) for c in best if c.num_workers for p in (4, 8)],
+        [lattice.config(c.num_workers, p) for c in best if c.num_workers for p in (4, 8)],
         known,
     )
     return known
@@ -118,6 +118,12 @@ def race(bench: Bench, arms: Sequence[str], rounds: int, first_seed: int) -> lis
         if len(counted) == rounds:
             break
     return counted
+
+
+def paired_ratio(rounds: Sequence[Round], a: str, b: str) -> Interval:
+    """Rate of `a` over rate of `b`, with a t interval on the logarithms: one look after the last round."""
+    logs = mean_interval(log_ratios(rounds, a, b))
+    return Interval(value=math.exp(logs.value), low=math.exp(logs.low), high=math.exp(logs.high), count=logs.count)
 
 
 def _may_win(arm: str, leader: str, rounds: Sequence[Round]) -> bool:

@@ -12,29 +12,31 @@ import argparse
 import json
 import math
 import multiprocessing
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from autotune_loader.decision.plain_rule import LOOK_S, LOOK_WORKERS, plain_rule_of
-from autotune_loader.decision.space import Space
-from autotune_loader.tuning.burst_source import SEARCH_BURST
-from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.tuning.session import TuningSession
-from autotune_loader.tuning.state import SearchState
+import optuna
+
+from autotune_loader.search.rule import plain_rule
+from autotune_loader.search.sampler import quiet_optuna
+from autotune_loader.search.space import Space
+from autotune_loader.tuning.bursting import SEARCH_BURST
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.trial import Trial
-from studies.regret import NEAR, OURS, PLAIN_RULE, at
-from studies.regret.machines import WIDE, few_cores_machine, oracle_of, random_machine, space_of
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_run
+from studies.regret import LOOK_S, LOOK_WORKERS, NEAR, OURS, PLAIN_RULE, at
+from studies.regret.machines import few_cores_machine, oracle_of, random_machine
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support.tuned import START_S, simulated_run, simulated_search
 
 RESULTS = Path(__file__).parent / "results" / "simulated.jsonl"
-# What the probe process takes to start on a warm machine: importing torch, unpickling, warming up.
-START_S = 3.5
+WARM_UP_SD = 0.15
+"""Relative standard deviation of what the first batch of a probe says of all others (its logarithm)."""
+BUDGET_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +53,6 @@ class Outcome:
     workers: int
 
 
-class _Watcher:
-    """Ends a search, as Ctrl-C would, when its time is up or, if so told, at the finals."""
-
-    def __init__(self, clock: FakeClock, limit_s: float, finals: bool) -> None:
-        self._clock, self._limit_s, self._finals = clock, limit_s, finals
-        self.searched_s = 0.0
-
-    def trial(self, state: SearchState, trial: Trial, seconds_left: float) -> None:
-        self.searched_s = self._clock()
-        if self.searched_s >= self._limit_s:
-            raise KeyboardInterrupt
-
-    def finals_round(self, *_: object) -> None:
-        if not self._finals:
-            raise KeyboardInterrupt
-
-
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """A strategy's choice, and its seconds."""
@@ -76,48 +61,62 @@ class Chosen:
     seconds: float = 0.0
 
 
-Strategy = Callable[[SimulatedMachine, Space, str, int, float], Chosen]
-"""Of a machine, its space, its kind, a seed, and the seconds that the strategy may take."""
+Strategy = Callable[[SimulatedMachine, int, float], Chosen]
+"""Of a machine, a seed, and the seconds that the strategy may take."""
 
 
-def by_search(search: str, budget_s: float) -> Strategy:
-    """A strategy that is one of our own searches; the others end without finals, as `study.optimize()` would."""
+def ours(machine: SimulatedMachine, seed: int, limit_s: float) -> Chosen:
+    """`tune()`, whose probe knows its first batch alone."""
+    clock, noise = FakeClock(), random.Random(seed + 7)
+    clock.advance(START_S)
+    off = math.exp(noise.gauss(0.0, WARM_UP_SD))
+    warmup = {"first_fetch_s": (machine.cpu_s + machine.wait_s) * off, "first_fetch_cpu_s": machine.cpu_s * off}
+    probe = SimulatedProbe(machine, clock, seed=seed)
+    found = simulated_search(probe, simulated_run(machine, **warmup), clock, budget_s=BUDGET_S, started=0.0)
+    outcome, fastest = found.outcome, found.fastest()
+    assert fastest is not None
+    return Chosen(fastest.config if outcome is None else outcome.winner, clock())
 
-    def run(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
-        clock = FakeClock()
+
+def by_sampler(make: Callable[[Space, int], optuna.samplers.BaseSampler]) -> Strategy:
+    """A sampler of Optuna's over the same space, its fastest trial chosen: no rounds, as `study.optimize()` has none."""
+
+    def run(machine: SimulatedMachine, seed: int, limit_s: float) -> Chosen:
+        clock, space = FakeClock(), Space()
         probe = SimulatedProbe(machine, clock, seed=seed)
-        watcher = _Watcher(clock, limit_s, finals=search == "auto")
         clock.advance(START_S)
-        found = TuningSession(
-            probe,
-            simulated_run(machine, space),
-            TuneOptions(budget_s=budget_s, search=search, seed=seed),
-            clock=clock,
-            started=0.0,
-            listener=watcher,
-        ).run()
-        fastest = found.fastest()
-        assert fastest is not None
-        if search != "auto":
-            return Chosen(fastest.config, watcher.searched_s)
-        chosen = found.finals.winner if found.finals is not None else fastest.config
-        return Chosen(chosen, clock())
+        with quiet_optuna():
+            study = optuna.create_study(direction="maximize", sampler=make(space, seed))
+
+            def objective(trial: optuna.Trial) -> float:
+                outcome = probe.burst(space.suggest(trial), replace(SEARCH_BURST, seed=trial.number))
+                if clock() >= limit_s:
+                    study.stop()
+                return outcome.samples_per_s.value if isinstance(outcome, Measurement) else 0.0
+
+            study.optimize(objective)
+        return Chosen(space.config(study.best_params), clock())
 
     return run
 
 
+def _grid(space: Space, seed: int) -> optuna.samplers.BaseSampler:
+    axes = {"num_workers": list(space.worker_counts()), "prefetch_factor": list(space.prefetch_factors)}
+    return optuna.samplers.GridSampler(axes, seed=seed)
+
+
 def by_rule(rule: Callable[[SimulatedMachine], LoaderConfig]) -> Strategy:
     """A strategy that measures nothing."""
-    return lambda machine, space, kind, seed, limit_s: Chosen(rule(machine))
+    return lambda machine, seed, limit_s: Chosen(rule(machine))
 
 
-def climb(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
+def climb(machine: SimulatedMachine, seed: int, limit_s: float) -> Chosen:
     """One worker more while that gains 3 % or more (Cachew's rule)."""
     clock = FakeClock()
     probe = SimulatedProbe(machine, clock, seed=seed)
     clock.advance(START_S)
     best, best_rate = LoaderConfig(), 0.0
-    for workers in range(space.max_workers + 1):
+    for workers in range(65):
         config = LoaderConfig(num_workers=workers)
         outcome = probe.burst(config, replace(SEARCH_BURST, seed=workers))
         if not isinstance(outcome, Measurement) or outcome.samples_per_s.value < 1.03 * best_rate:
@@ -126,28 +125,28 @@ def climb(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s
     return Chosen(best, clock())
 
 
-def plain(machine: SimulatedMachine, space: Space, kind: str, seed: int, limit_s: float) -> Chosen:
+def plain(machine: SimulatedMachine, seed: int, limit_s: float) -> Chosen:
     """The plain rule, from the stage times of a single burst."""
     clock = FakeClock()
     probe = SimulatedProbe(machine, clock, seed=seed)
     clock.advance(START_S)
-    seen = probe.burst(
-        LoaderConfig(num_workers=LOOK_WORKERS), BurstPlan(max_s=LOOK_S, min_s=LOOK_S, relative_error=0.0, seed=seed)
-    )
+    look = BurstPlan(max_s=LOOK_S, min_s=LOOK_S, relative_error=0.0, seed=seed)
+    seen = probe.burst(LoaderConfig(num_workers=LOOK_WORKERS), look)
     if not isinstance(seen, Measurement):
         return Chosen(LoaderConfig(), clock())
-    return Chosen(plain_rule_of(seen, machine.cores, space.max_workers), clock())
+    stages = {"fetch_s": seen.service_s, "fetch_cpu_s": seen.service_cpu_s, "step_s": seen.step_s}
+    return Chosen(plain_rule(cores=machine.cores, **stages), clock())
 
 
 STRATEGIES: dict[str, Strategy] = {
-    OURS: by_search("auto", 60.0),
+    OURS: ours,
     "torch default": by_rule(lambda machine: LoaderConfig()),
     "workers = cores": by_rule(lambda machine: LoaderConfig(num_workers=machine.cores)),
     PLAIN_RULE: plain,
     "climb 3 %": climb,
-    "random": by_search("random", math.inf),
-    "tpe": by_search("tpe", math.inf),
-    "grid": by_search("grid", math.inf),
+    "random": by_sampler(lambda space, seed: optuna.samplers.RandomSampler(seed=seed)),
+    "tpe": by_sampler(lambda space, seed: optuna.samplers.TPESampler(seed=seed)),
+    "grid": by_sampler(_grid),
 }
 # Rivals that search may take so many times our seconds; others end by themselves.
 PATIENCE = {"random": 10.0, "tpe": 10.0, "grid": 20.0}
@@ -158,12 +157,11 @@ def study_machine(
 ) -> list[Outcome]:
     """Every strategy on one machine."""
     kind, machine = few_cores_machine(seed) if few_cores else random_machine(seed)
-    space = space_of(kind, machine)
-    oracle = oracle_of(seed, machine, replace(space, max_workers=WIDE) if few_cores else space, kept)
+    oracle = oracle_of(seed, machine, kept)
     outcomes = []
     limits: dict[str, float] = {}
     for name in strategies:
-        chosen = STRATEGIES[name](machine, space, kind, seed, limits.get(name, math.inf))
+        chosen = STRATEGIES[name](machine, seed, limits.get(name, math.inf))
         if name == OURS:
             limits = {rival: times * chosen.seconds for rival, times in PATIENCE.items()}
         outcomes.append(

@@ -4,8 +4,8 @@
 |---|---|
 | autotune_loader | `tune(dataset, model, budget="60s")`; its own probe process starts within the time |
 | torch default, workers = cores | nothing is measured, 0 seconds |
-| plain rule | one look of 1.5 s at 2 workers, then arithmetic (`decision/plain_rule.py`) |
-| tpe 16, random 16 | Optuna, 16 trials over workers, prefetch and step threads, 1 s each, worker start-up included |
+| plain rule | one look of 1.5 s at 2 workers, then arithmetic (`search/rule.py`) |
+| tpe 16, random 16 | Optuna, 16 trials over workers and prefetch, 1 s each, worker start-up included |
 | grid | every num_workers x prefetch_factor, an epoch of each but at most 1 s, worker start-up included (as DPT does) |
 | loadtune | `loadtune.tune(workload)` with its defaults; `pip install --no-deps loadtune==0.3.0` |
 
@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader.bursts.parent import open_probe
-from autotune_loader.decision.plain_rule import LOOK_S, LOOK_WORKERS, plain_rule_of
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
+from autotune_loader.search.rule import plain_rule
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
-from studies.regret import OURS, PLAIN_RULE
+from studies.regret import LOOK_S, LOOK_WORKERS, OURS, PLAIN_RULE
 from studies.regret.bench import ROOT, Bench, BenchError, Timing, regret_workload
 from studies.workloads import workload_of
 
@@ -48,15 +48,13 @@ class Lattice:
     """The configurations that strategies and oracle choose from."""
 
     workers: tuple[int, ...]
-    threads: tuple[int | None, ...]
 
-    def config(self, workers: int, prefetch: int, threads: int | None = None) -> LoaderConfig:
+    def config(self, workers: int, prefetch: int) -> LoaderConfig:
         """A person who tunes keeps workers between epochs; nobody but torch's default does without."""
         return LoaderConfig(
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
-            consumer_threads=threads,
         )
 
 
@@ -69,14 +67,11 @@ class Choice:
 
 
 def lattice_of(cores: int, on_cpu: bool) -> Lattice:
-    """Workers up to 16 or twice the cores, and more where nothing but loading needs them; threads for a step on the CPU."""
+    """Workers up to 16 or twice the cores, and more where nothing but loading needs them."""
     workers = {0, 1, 2, 3, 4, 6, 8, 12, 16, cores // 2, 3 * cores // 4, cores, 3 * cores // 2, 2 * cores}
-    threads: tuple[int | None, ...] = (None,)
-    if on_cpu:
-        threads = (None, *sorted({max(1, cores // 2), 1}, reverse=True))
-    else:
+    if not on_cpu:
         workers |= {24, 3 * cores, 4 * cores}
-    return Lattice(workers=tuple(sorted(workers)), threads=threads)
+    return Lattice(workers=tuple(sorted(workers)))
 
 
 class _Run:
@@ -126,8 +121,7 @@ def by_optuna(make_sampler: Callable[[Any, int], Any]) -> Strategy:
         def objective(trial: optuna.Trial) -> float:
             workers = lattice.workers[trial.suggest_int("workers", 0, len(lattice.workers) - 1)]
             prefetch = trial.suggest_categorical("prefetch", PREFETCH_FACTORS)
-            threads = trial.suggest_categorical("threads", lattice.threads)
-            return run.rate(lattice.config(workers, prefetch, threads))
+            return run.rate(lattice.config(workers, prefetch))
 
         optuna.create_study(direction="maximize", sampler=make_sampler(optuna, seed)).optimize(
             objective, n_trials=TRIALS
@@ -139,14 +133,15 @@ def by_optuna(make_sampler: Callable[[Any, int], Any]) -> Strategy:
 
 def plain(workload: str, bench: Bench, lattice: Lattice, seed: int) -> Choice:
     machine = inspect_machine()
-    with open_probe(workload_of(regret_workload(workload)), machine, "process", None) as opened:
+    with open_probe(workload_of(regret_workload(workload)), machine, None) as opened:
         begun = time.perf_counter()
         look = BurstPlan(max_s=LOOK_S, min_s=LOOK_S, relative_error=0.0, seed=seed)
         seen = opened.probe.burst(LoaderConfig(num_workers=LOOK_WORKERS), look)
         seconds = time.perf_counter() - begun
     if isinstance(seen, Failure):
         raise BenchError(seen.message)
-    rule = plain_rule_of(seen, machine.usable_cores, lattice.workers[-1])
+    stages = {"fetch_s": seen.service_s, "fetch_cpu_s": seen.service_cpu_s, "step_s": seen.step_s}
+    rule = plain_rule(cores=machine.usable_cores, max_workers=lattice.workers[-1], **stages)
     return Choice(config=lattice.config(rule.num_workers, rule.prefetch_factor or 2), seconds=seconds)
 
 

@@ -154,23 +154,6 @@ def test_what_a_fresh_process_lacks_is_run_in_a_fork(module: Any) -> None:
     assert module.run.rows == []
 
 
-@pytest.mark.process
-def test_the_process_of_the_bursts_trains_with_what_is_set_in_torch() -> None:
-    changes = {name: value for name, value in CHANGES.items() if name != "grad_mode"}
-    set_torch(changes)
-
-    def tell(model: Any, batch: Any) -> None:
-        raise RuntimeError(f"seen: {read_torch()!r}")
-
-    with (
-        pytest.raises(WorkloadError, match="seen: ") as caught,
-        opened(workload(ROWS, training=TrainingSide(train_step=tell))),
-    ):
-        pass
-    told = str(caught.value)
-    assert [name for name, value in changes.items() if f"{name!r}: {value!r}" not in told] == []
-
-
 def test_under_a_callers_autocast_each_step_sees_the_weights_of_the_one_before() -> None:
     # GIVEN autocast that is on for good, as the process of the bursts has it, and keeps cast copies of weights until it ends
     set_torch({"autocast.cpu": "bfloat16"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,15 +11,12 @@ import torch
 from autotune_loader.bursts.bench import warm_up
 from autotune_loader.bursts.failures import needs_new_process
 from autotune_loader.bursts.loop import Burst, Cached, Run, run_burst
-from autotune_loader.bursts.step import StepError, TrainingStep, build_step
+from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.pipeline.prefetch import prefetched
-from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.twin import Twin
-from autotune_loader.twin.observation import Observation
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import MAIN_PROCESS
 from tests.support import FakeClock
-from tests.support.bursts import ONE_WORKER, QUICK
+from tests.support.bursts import QUICK
 
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 
@@ -165,24 +161,6 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
         assert times.get("workers", 1) or trace.requested <= trace.fetch_start
 
 
-def test_the_twin_expects_of_pinning_and_of_copying_ahead_what_they_bring():
-    # GIVEN copies of 12 ms, 3 ms from pinned memory, and a step of 10 ms
-    pageable, _ = run_of(fetch_s=0.002, step_s=0.010, copy_s=0.012)
-    pinned, _ = run_of(fetch_s=0.002, step_s=0.010, copy_s=0.003)
-    configs = [replace(ONE_WORKER, pin_memory=pin, device_prefetch=ahead) for pin in (False, True) for ahead in (0, 2)]
-
-    def periods_ms(*seen):
-        observations = [Observation.from_measurement(config, found) for config, found in seen]
-        twin = Twin.fit(observations, cores=16, step_s_by_threads={None: 0.010})
-        return [4e3 / prediction.samples_per_s.value for prediction in twin.predict_all(configs)]
-
-    # THEN of a pageable burst it knows what copying ahead hides, and expects that pinning is worth a try
-    assert periods_ms((ONE_WORKER, pageable)) == pytest.approx([22, 12, 16, 10], rel=0.1)
-    # THEN of a pinned burst it knows the rest
-    both = periods_ms((ONE_WORKER, pageable), (replace(ONE_WORKER, pin_memory=True), pinned))
-    assert both == pytest.approx([22, 12, 13, 10], rel=0.1)
-
-
 def burst_of(train, timeline, *, copies_ahead=0, moves=False, device="cpu", batch=None):
     step = TrainingStep(train, "a step", torch.device(device), moves)
     batch = torch.ones(4) if batch is None else batch
@@ -260,15 +238,3 @@ def test_the_step_is_warmed_up_until_it_has_settled(seconds, steps):
     step = TrainingStep(lambda batch: timeline.launch(next(left)), "a step", torch.device("cpu"))
     warm_up(step, torch.ones(1), timeline)
     assert len(list(left)) == len(seconds) - steps
-
-
-def test_an_optimizer_with_a_state_follows_its_model_to_the_device():
-    # GIVEN a model that lies on a device, and its optimizer, whose state came from the host
-    model = torch.nn.Linear(2, 1, device="meta")
-    optimizer = torch.optim.Adam(model.parameters())
-    momenta = {name: torch.zeros(1, 2) for name in ("exp_avg", "exp_avg_sq")}
-    optimizer.state[model.weight] = {**momenta, "step": torch.tensor(3.0)}
-    build_step(TrainingSide(model=model, optimizer=optimizer, device="meta"), torch.ones(1, 2))
-    # THEN the momenta are there; the step count, which torch keeps on the host, is not
-    (state, *_) = optimizer.state.values()
-    assert (state["exp_avg"].device.type, state["step"].device.type) == ("meta", "cpu")

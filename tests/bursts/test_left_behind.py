@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from autotune_loader.bursts import parent
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.plan import BurstPlan
-from tests.support.bursts import ONE_WORKER, TWO_WORKERS, failed, measured, opened, workload
+from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,50 +196,3 @@ def test_workers_end_at_once_at_the_end_of_a_burst() -> None:
         begun = time.monotonic()
         measured(probe.probe, TWO_WORKERS, plan)
         assert time.monotonic() - begun < 10.0
-
-
-FULL_SHM = """
-from autotune_loader.values.plan import BurstPlan
-import torch
-from tests.support.bursts import ALONE, TWO_WORKERS, measured, opened, workload
-if __name__ == "__main__":
-    with opened(workload(torch.zeros(1 << 19).expand(256, -1))) as probe:
-        failure = probe.probe.burst(TWO_WORKERS, BurstPlan(max_s=2.0, min_s=2.0, relative_error=1e-4, deadline_s=10.0))
-        print(failure.kind, failure.message)
-        measured(probe.probe, ALONE)
-"""
-SMALL_SHM = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"', "sh")
-
-
-def can_mount() -> bool:
-    try:
-        return not subprocess.run([*SMALL_SHM, "true"], capture_output=True, check=False).returncode
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(not can_mount(), reason="mounting a small /dev/shm (unshare -m) is not permitted here")
-def test_full_shared_memory_is_named_and_the_fix_is_given() -> None:
-    command = [*SMALL_SHM, sys.executable, "-c", FULL_SHM]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=ENVIRON, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("shared_memory")
-    assert "--shm-size" in done.stdout
-
-
-def test_too_few_descriptors_are_named() -> None:
-    kept: list[Any] = []
-
-    def limit_and_keep(model: Any, batch: Any) -> None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
-        kept.append(batch)  # each tensor of a batch that came from a worker holds a descriptor
-
-    def apart(samples: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [sample.clone() for sample in samples]
-
-    what = workload(torch.zeros(4096, 4), collate_fn=apart, training=TrainingSide(train_step=limit_and_keep))
-    plan = BurstPlan(max_s=2.0, min_s=2.0, relative_error=1e-4, deadline_s=20.0)
-    with opened(what) as probe:
-        assert "ulimit -n" in failed(probe.probe, "descriptors", TWO_WORKERS, plan).message

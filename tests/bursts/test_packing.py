@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import threading
 
 import hypothesis
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from autotune_loader.bursts.packing import Archive, TooLargeError, is_importable, part_at_fault, read_archive
+from autotune_loader.bursts.packing import Archive, TooLargeError, part_at_fault, read_archive
 from autotune_loader.pipeline.workload import TrainingSide
 from tests.support.bursts import workload
 
@@ -111,15 +109,3 @@ def test_the_attribute_that_cannot_be_pickled_is_named():
     step = TrainingSide(train_step=lambda model, batch: lock)
     assert part_at_fault(workload([torch.zeros(2)] * 8, training=step)) == "train_step.lock"
     assert part_at_fault(what) == "the workload"
-
-
-def test_a_module_that_was_loaded_by_its_path_is_not_importable(tmp_path):
-    path = tmp_path / "plugin_x.py"
-    path.write_text("class Batch: pass")
-    spec = importlib.util.spec_from_file_location("plugin_x", path)
-    sys.modules["plugin_x"] = importlib.util.module_from_spec(spec)
-    names = ["plugin_x", "json", "torch.nn", "sys", "no_such_module", "no_such.module"]
-    try:
-        assert [is_importable(name) for name in names] == [False, True, True, True, False, False]
-    finally:
-        del sys.modules["plugin_x"]

@@ -14,7 +14,7 @@ from autotune_loader.bursts.checks import workers_repeat_each_other
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.plan import BurstPlan
-from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, failed, measured, opened, workload
+from tests.support.bursts import ALONE, ONE_WORKER, failed, measured, opened, workload
 
 pytestmark = pytest.mark.process
 ALL = BurstPlan(max_s=2.0, min_s=2.0, relative_error=1e-6, deadline_s=60.0)
@@ -165,8 +165,3 @@ def test_a_batch_that_no_worker_could_send_is_found_out_before_one_hangs() -> No
         assert not probe.warmup.same_in_workers
         assert any("cannot be pickled" in note and "Local" in note for note in probe.notes)
         measured(probe.probe)
-
-
-def test_two_workers_read_all_of_it() -> None:
-    with opened(workload(Numbers())) as probe:
-        assert measured(probe.probe, TWO_WORKERS).batch_bytes == 16

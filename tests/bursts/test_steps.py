@@ -244,34 +244,6 @@ def test_a_train_step_gets_the_batch_as_the_loader_gives_it() -> None:
     assert moved.move((X, Y))[0].device.type == "meta"
 
 
-def normed() -> nn.Sequential:
-    return nn.Sequential(nn.BatchNorm1d(IN), linear())
-
-
-def test_a_frozen_batch_norm_stays_frozen_and_an_evaluated_model_is_trained() -> None:
-    frozen_norm, evaluated = normed(), normed().eval()
-    frozen_norm[0].eval()
-    trained((X, Y), model=frozen_norm, optimizer=torch.optim.Adam)
-    trained((X, Y), model=evaluated)
-    assert [each.training for each in (*frozen_norm, evaluated, *evaluated)] == [False, True, True, True, True]
-
-
-@pytest.mark.parametrize("marks", [{"hf_device_map": {"": "cpu"}}, {"is_loaded_in_4bit": True}, {"_hf_hook": object()}])
-def test_a_model_that_a_library_has_placed_is_not_moved(marks: dict[str, Any]) -> None:
-    model = normed()
-    vars(model if "_hf_hook" not in marks else model[1]).update(marks)
-    build_step(TrainingSide(model=model, device="meta"), (X, Y))
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-
-
-def test_parts_that_were_compiled_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    model = normed()
-    build_step(TrainingSide(model=model, compiled=("", "1")), (X, Y))
-    assert compiled == [model, model[1]]
-
-
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("dataset", "training", "says"),

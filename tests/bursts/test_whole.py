@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from preloaded import PreloadedPython
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
 
@@ -89,26 +88,6 @@ class OneOpenFile(Fragile):
         return str(index)
 
 
-class WritesToFiles(Fragile):
-    """A log, of which a line is still in the buffer, and a file that remembers what was read."""
-
-    def open(self) -> None:
-        self.log = (self.folder / "log").open("w")
-        self.log.write("begins\n")
-        self.known = (self.folder / "known").open("w+b", buffering=0)
-        self.known.write(bytes(LENGTH))
-
-    def close(self) -> None:
-        self.log.close()
-        self.known.close()
-
-    def read(self, index: int) -> str | bytes:
-        print(index, file=self.log, flush=True)
-        self.known.seek(index)
-        self.known.write(b"x")
-        return super().read(index)
-
-
 class InSharedMemory(Fragile):
     """Each process attaches to it by its name."""
 
@@ -167,25 +146,8 @@ class CountsInMemory(Fragile):
         return super().read(index)
 
 
-class ReadsAhead(Fragile):
-    """As torchio's queue: by a loader of its own, whose workers run already."""
-
-    ahead: Any = None
-
-    def read(self, index: int) -> Any:
-        if self.ahead is None:
-            samples = torch.arange(float(LENGTH)).expand(1 << 20, LENGTH)
-            self.ahead = iter(DataLoader(samples, num_workers=1, multiprocessing_context="fork"))
-        return next(self.ahead)[0, index]
-
-
 def is_whole(dataset: Any) -> bool:
     return [float(dataset[index]) for index in range(LENGTH)] == [float(number) for number in range(LENGTH)]
-
-
-def nothing_written(dataset: Any) -> bool:
-    dataset.log.flush()
-    return (dataset.folder / "log").read_text() == "begins\n" and not any((dataset.folder / "known").read_bytes())
 
 
 @pytest.fixture
@@ -212,9 +174,7 @@ def make(tmp_path: Path) -> Iterator[Callable[[type[Fragile]], Any]]:
             False,
             "would share its position.*num_workers=0",
         ),
-        (WritesToFiles, nothing_written, False, "num_workers=0"),
         (InSharedMemory, lambda dataset: Path("/dev/shm", dataset.memory.name).exists(), True, ""),
-        (ReadsAhead, lambda dataset: dataset.ahead is None, False, "num_workers=0"),
         (
             CountsInMemory,
             lambda dataset: not (dataset.count.value or dataset.counts.any() or dataset.cache),
@@ -293,59 +253,3 @@ def test_batches_of_classes_of_a_script_without_a_guard_come_out_of_workers(
     run = preloaded.start("train.py", folder=tmp_path)
     assert run.wait(timeout=110) == 0, run.output
     assert run.output.split() == ["fork", "spawn"]
-
-
-# What a caller holds beyond its data at the worst, where these travel and where they are too large to.
-LARGE = """
-import torch
-from pathlib import Path
-from torch.utils.data import TensorDataset
-from autotune_loader.bursts import parent
-from tests.support.bursts import ONE_WORKER, measured, opened, workload
-
-def peak_kib():
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-data = TensorDataset(torch.ones(75_000, 1000))  # 300 MB
-for limit in (1 << 30, 100 << 20):
-    parent.LARGEST_PAYLOAD_BYTES = limit
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak_kib()
-    with opened(workload(data, 32)) as probe:
-        measured(probe.probe, ONE_WORKER)
-        is_fork = any("in forks of this process" in note for note in probe.notes)
-    print(is_fork, (peak_kib() - before) * 1024)
-"""
-
-
-def test_300_megabytes_in_memory_cost_the_caller_next_to_nothing(tmp_path: Path, preloaded: PreloadedPython) -> None:
-    (tmp_path / "train.py").write_text(LARGE)
-    run = preloaded.start("train.py", folder=tmp_path)
-    assert run.wait(timeout=110) == 0, run.output
-    sent, forked = (line.split() for line in run.output.splitlines())
-    assert (sent[0], forked[0]) == ("False", "True")
-    assert max(int(sent[1]), int(forked[1])) < 100e6
-
-
-class OfTheForkServer(Fragile):
-    """Works in workers of the fork server alone, which hand over by the file system."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if torch.utils.data.get_worker_info() is not None:
-            import os
-
-            assert b"forkserver" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-            assert torch.multiprocessing.get_sharing_strategy() == "file_system"
-        return super().__getitem__(index)
-
-
-def test_start_method_and_sharing_strategy_of_the_program_are_what_is_measured(
-    make: Callable[[type[Fragile]], Any], request: pytest.FixtureRequest
-) -> None:
-    before = multiprocessing.get_start_method(allow_none=True), torch.multiprocessing.get_sharing_strategy()
-    request.addfinalizer(lambda: multiprocessing.set_start_method(before[0], force=True))
-    request.addfinalizer(lambda: torch.multiprocessing.set_sharing_strategy(before[1]))
-    multiprocessing.set_start_method("forkserver", force=True)
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    with opened(workload(make(OfTheForkServer))) as probe:
-        measured(probe.probe, LoaderConfig(num_workers=1))

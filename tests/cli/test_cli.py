@@ -182,7 +182,7 @@ def test_tunes_what_a_factory_makes(target: str, expected: dict[str, Any], tune:
 
 
 def test_every_option_that_can_be_typed_reaches_tune_and_wins_over_the_factory(tune: Mock) -> None:
-    options = {"budget": "3m", "max_workers": 4, "storage": "s.journal", "output": "out.json"}
+    options = {"budget": "3m", "max_workers": 4, "output": "out.json"}
     typed = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     assert cli.main(["tune", "train:make_arguments", *typed, "--allow", "in_order", "--allow", "batch_size"]) == 0
     more = {"allow": ("in_order", "batch_size"), "progress": True, "batch_size": 4}

@@ -31,14 +31,12 @@ def evidence(**changes):
 
 def trial(config=FOUR, rate=1000.0, kind=None, **changes):
     if kind is not None:
-        return Trial(
-            number=0, config=config, role="search", failure=Failure(kind=kind, phase="batches", message="no room")
-        )
+        return Trial(number=0, config=config, failure=Failure(kind=kind, phase="batches", message="no room"))
     values = {
         "samples_per_s": exactly(rate), "samples": 1000, "window_s": 1.0, "batch_size": 32.0, "first_batch_s": 0.2,
         "wait_share": 0.5, "service_s": 0.11, "service_cpu_s": 0.10, "receive_s": 0.001, "step_s": 0.015, **changes,
     }  # fmt: skip
-    return Trial(number=0, config=config, role="search", measurement=Measurement(**values))
+    return Trial(number=0, config=config, measurement=Measurement(**values))
 
 
 READ = StageTime(stage="read", where="a.py:1, open", wall_share=0.5, cpu_share=0.1, wall_s=3e-3, cpu_s=0.3e-3)

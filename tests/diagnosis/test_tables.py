@@ -7,7 +7,7 @@ import string
 
 import pytest
 
-from autotune_loader.diagnosis import tables, units
+from autotune_loader.diagnosis import units
 from autotune_loader.diagnosis.tables import Advice, Answer, Table, answer
 from autotune_loader.values.statistics import Interval
 
@@ -79,7 +79,3 @@ def test_a_gain_is_claimed_only_where_rounds_show_it(ratio, row):
 )
 def test_numbers_are_written_for_people(text, expected):
     assert text == expected
-
-
-def test_the_tables_are_the_only_place_where_rows_are_made():
-    assert {table.__module__ for table in Table.__subclasses__()} == {tables.__name__}

@@ -52,7 +52,7 @@ def synthetic_result() -> TuningResult:
     def burst(config: LoaderConfig, number: int | None = None) -> None:
         measured = probe.burst(config, plan)
         assert isinstance(measured, Measurement)
-        trials.append(Trial(number=len(trials), config=config, role="search", round=number, measurement=measured))
+        trials.append(Trial(number=len(trials), config=config, round=number, measurement=measured))
 
     for config in SEARCHED:
         burst(config)
@@ -60,9 +60,7 @@ def synthetic_result() -> TuningResult:
         for config in ROUNDS:
             burst(config, number)
     for workers, failure in ((48, FULL), (64, KILLED)):
-        trials.append(
-            Trial(number=len(trials), config=LoaderConfig(num_workers=workers), role="search", failure=failure)
-        )
+        trials.append(Trial(number=len(trials), config=LoaderConfig(num_workers=workers), failure=failure))
     found = TuningResult(
         best=BEST,
         status="complete",

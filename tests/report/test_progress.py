@@ -15,7 +15,7 @@ from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
 
 NONE, FOUR = LoaderConfig(), LoaderConfig(num_workers=4, prefetch_factor=4)
-FAILED = Trial(number=3, config=LoaderConfig(num_workers=16), role="search", failure=KILLED)
+FAILED = Trial(number=3, config=LoaderConfig(num_workers=16), failure=KILLED)
 LINES = """\
 config [/red] [bold]
 trial   0  0 workers                             389/s ± 2.0 %      best 389/s  55 s left
@@ -30,7 +30,7 @@ def measured(number: int, config: LoaderConfig, rate: float) -> Trial:
     interval = Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20)
     burst = synthetic_result().trials[0].measurement
     assert burst is not None
-    return Trial(number=number, config=config, role="search", measurement=replace(burst, samples_per_s=interval))
+    return Trial(number=number, config=config, measurement=replace(burst, samples_per_s=interval))
 
 
 TERMINAL: dict[str, Any] = {"isatty": lambda: True}

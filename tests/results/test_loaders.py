@@ -36,7 +36,7 @@ def result_of(loader, best=TUNED, **changes):
     workload = make_workload(loader)
     values = {
         "best": best, "batch_size": best.batch_size or workload.data.batch_size, "drop_last": workload.data.drop_last,
-        "shuffle": shuffles(workload.data), "parts": loader_parts(workload), **changes,
+        "shuffle": shuffles(workload), "parts": loader_parts(workload), **changes,
     }  # fmt: skip
     return replace(synthetic_result(), **values)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import stat
 import subprocess
@@ -36,7 +35,7 @@ HERE = Fingerprint(usable_cores=4, memory_bytes=8 << 30, torch="2.13.0")
 def finished_run(**changes):
     """A result with every field filled, as after a whole run."""
     failure = Failure(kind="crashed", phase="step", message="cannot open 'bad-\udcff.jpg'", traceback="Traceback ...")
-    failed = Trial(number=2, config=LoaderConfig(num_workers=8), role="search", failure=failure)
+    failed = Trial(number=2, config=LoaderConfig(num_workers=8), failure=failure)
     values = {
         "best": BEST,
         "trials": (*synthetic_result().trials[:2], failed),
@@ -120,16 +119,6 @@ def test_a_crash_while_writing_keeps_the_old_file(tmp_path):
     # THEN the old file is whole, and nothing else is left
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_link_leads_to_the_file_and_a_pipe_stays_one(tmp_path):
-    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
-    link.symlink_to(tmp_path / "there.json")
-    os.mkfifo(pipe)
-    finished_run().save(link)
-    with pytest.raises(OSError, match="it is no file"):
-        finished_run().save(pipe)
-    assert (link.is_symlink(), (tmp_path / "there.json").is_file(), pipe.is_fifo()) == (True, True, True)
 
 
 def test_a_file_with_a_traceback_is_private_and_others_are_as_the_umask_says(tmp_path):
@@ -258,14 +247,6 @@ def test_another_machine_is_told_of_with_both_values_and_what_was_changed(
         assert re.search(told, str(warning.message))
         assert str(path) in str(warning.message)
         assert warning.filename == __file__
-
-
-def test_a_file_on_a_machine_without_a_gpu_keeps_what_it_was_tuned_with_there(tmp_path, monkeypatch):
-    path = saved(finished_run(best=replace(ALL, device_prefetch=0), machine=replace(NO_GPU, usable_cores=8)), tmp_path)
-    machine = SimpleNamespace(fingerprint=lambda dataset: replace(NO_GPU, usable_cores=4, dataset=dataset))
-    monkeypatch.setattr("autotune_loader.machine.facts.inspect_machine", lambda: machine)
-    with pytest.warns(UserWarning, match="changed to 4 workers"):
-        assert load_config(path).pin_memory
 
 
 def test_a_job_names_its_file_by_argument_by_variable_or_has_it_in_its_folder_and_nowhere_else(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from studies.libraries.page import row
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 
-def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads(
+def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(
     tmp_path: Path, preloaded: PreloadedPython, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Five short runs, each of which would otherwise begin with importing torch.
@@ -35,8 +35,8 @@ def test_a_run_killed_at_any_moment_is_resumed_and_its_file_loads(
 
     assert kills.main() == 0
 
-    figures = {line[:20].strip(): int(line[20:]) for line in capsys.readouterr().out.splitlines()}
-    assert (figures["kills"], figures["leftover processes"]) == (2, 0)
+    figures = {line[:24].strip(): int(line[24:]) for line in capsys.readouterr().out.splitlines()}
+    assert (figures["kills"], figures["leftover processes"], figures["leftover files"]) == (2, 0, 0)
 
 
 def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +51,13 @@ def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkey
 @pytest.mark.parametrize(
     ("given", "batch", "outcome", "says"),
     [
-        (TensorDataset(torch.zeros(16, 2)), 4, "tuned", "Use "),
+        (TensorDataset(torch.zeros(16, 2)), 4, "tuned", ""),
         (TensorDataset(torch.zeros(16, 2)), 8, "wrong", "a batch of 8 samples was counted as 4"),
         (42, 4, "refused", "would work"),
     ],
 )
 def test_an_attempt_is_tuned_refused_or_wrong(given: Any, batch: int, outcome: str, says: str) -> None:
-    options = {"batch_size": 4, "budget": 2, "max_trials": 1, "collate_fn": default_collate}
+    options = {"batch_size": 4, "budget": 2, "collate_fn": default_collate}
     job = Job(given=given, options=options, batch=batch, epoch=lambda result: result.make_loader(given))
     made = make_attempt(Attempt(library="torch", what="something", make=lambda: job))
 

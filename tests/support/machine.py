@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
@@ -38,8 +38,6 @@ class SimulatedMachine:
     step_cores: float = 0.0
     """Cores that the step uses; 0 for a step on an accelerator, which workers cannot disturb."""
     step_cv: float = 0.02
-    step_s_by_threads: Mapping[int | None, float] = field(default_factory=dict)
-    """Undisturbed step seconds where `consumer_threads` is set."""
     alpha: float = 0.05
     """Relative growth of CPU seconds per further worker that runs (caches, memory bandwidth)."""
     beta: float = 0.0

@@ -64,7 +64,7 @@ class SimulatedProbe:
         begun = now = self._clock()
         traces: list[BatchTrace] = []
         while now - begun < plan.min_s or len(traces) < 3:
-            end = now + disturbed.step_seconds(None) / disturbed.step_speed(None)
+            end = now + disturbed.step_seconds / disturbed.step_speed
             traces.append(Batch(0, MAIN_PROCESS, 0.0, now, now, now, now).trace(end, self.machine.batch_size))
             now = end
         self._clock.advance(now - begun)
@@ -91,7 +91,8 @@ class SimulatedProbe:
 
     def _batches(self, disturbed: Disturbed, config: LoaderConfig, plan: BurstPlan) -> Iterator[BatchTrace]:
         """Batches without end."""
-        return Run(disturbed, config, self._order(plan.seed), self._clock(), pause_s=plan.prefill_s).batches()
+        order, begun = self._order(plan.seed), self._clock()
+        yield from Run(disturbed, config, order, begun, pause_s=plan.prefill_s).batches()
 
     def _order(self, seed: int) -> Iterator[int]:
         """Numbers of the batches that a run reads: ever new ones, or all of the dataset again and again, shuffled."""
@@ -111,7 +112,7 @@ class SimulatedProbe:
     def _measurement(
         self, config: LoaderConfig, traces: list[BatchTrace], begun: float, disturbed: Disturbed
     ) -> Measurement:
-        own, foreign = disturbed.cpu_shares(traces, config.consumer_threads)
+        own, foreign = disturbed.cpu_shares(traces)
         worker_bytes = self.machine.worker_bytes + (config.prefetch_factor or 0) * self.machine.batch_bytes
         return replace(
             summarise(traces, workers=config.num_workers, started=begun),
@@ -133,26 +134,26 @@ class Disturbed:
     neighbours: float = 0.0
     """Cores that others want."""
 
-    def step_cores(self, consumer_threads: int | None) -> float:
-        threads = math.inf if consumer_threads is None else consumer_threads
-        return min(self.machine.step_cores, threads, self.machine.cores)
+    @property
+    def step_cores(self) -> float:
+        return min(self.machine.step_cores, self.machine.cores)
 
-    def step_speed(self, consumer_threads: int | None) -> float:
+    @property
+    def step_speed(self) -> float:
         """Of its own speed, what a step gets beside neighbours."""
-        demand = self.step_cores(consumer_threads) + self.neighbours
-        return min(1.0, self.machine.cores / demand) if self.step_cores(consumer_threads) else 1.0
+        demand = self.step_cores + self.neighbours
+        return min(1.0, self.machine.cores / demand) if self.step_cores else 1.0
 
-    def step_seconds(self, consumer_threads: int | None) -> float:
-        return self.machine.step_s_by_threads.get(consumer_threads, self.machine.step_s) * self.slower
+    @property
+    def step_seconds(self) -> float:
+        return self.machine.step_s * self.slower
 
-    def cpu_shares(
-        self, traces: Sequence[BatchTrace], consumer_threads: int | None
-    ) -> tuple[float | None, float | None]:
+    def cpu_shares(self, traces: Sequence[BatchTrace]) -> tuple[float | None, float | None]:
         """What our processes and others took of the cores; None where the machine has no meter."""
         if self.machine.neighbours is None:
             return None, None
         cores_s = self.machine.cores * (traces[-1].step_end - traces[0].requested)
-        stepped_s = len(traces) * self.step_seconds(consumer_threads) * self.step_cores(consumer_threads)
+        stepped_s = len(traces) * self.step_seconds * self.step_cores
         own = min(1.0, (sum(trace.cpu_s for trace in traces) + stepped_s) / cores_s)
         wanted = self.neighbours / self.machine.cores
         return own, min(wanted, max(wanted / max(1.0, wanted + own), 1.0 - own))
@@ -235,8 +236,8 @@ class Run:
     def disturb(self, disturbed: Disturbed) -> None:
         """From now on the machine is this one."""
         self.disturbed, self.machine = disturbed, disturbed.machine
-        self.step_cores = disturbed.step_cores(self.config.consumer_threads)
-        self.step_s = disturbed.step_seconds(self.config.consumer_threads)
+        self.step_cores = disturbed.step_cores
+        self.step_s = disturbed.step_seconds
 
     def batches(self) -> Iterator[BatchTrace]:
         """Every batch when its step is done."""
@@ -258,7 +259,7 @@ class Run:
             cpu_s, wait_s = self.disturbed.fetch_seconds(number, is_first=index in self.fresh)
             crowding = max(1.0, (1.0 + self.disturbed.neighbours) / self.machine.cores)
             requested, fetched = self.now, self.now + cpu_s * crowding + wait_s
-            self.now = fetched + self._step_seconds(index) / self.disturbed.step_speed(self.config.consumer_threads)
+            self.now = fetched + self._step_seconds(index) / self.disturbed.step_speed
             batch = Batch(index, MAIN_PROCESS, cpu_s, requested, fetched, requested, fetched)
             yield batch.trace(self.now, self.machine.batch_size)
 

@@ -74,14 +74,12 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PRELUDE = """
 import functools, time, torch
 import autotune_loader, autotune_loader.demo
-import autotune_loader.tuning.compare as comparing
 
 
 def briefly(whole, **options):
-    return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, **options}))
+    return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
 
 
-comparing.FEWEST_ROUNDS = 1
 autotune_loader.compare = briefly(autotune_loader.compare, budget=2)
 autotune_loader.tune = briefly(autotune_loader.tune, budget=3, progress=False)
 autotune_loader.demo.make_jpegs = functools.partial(autotune_loader.demo.make_jpegs, count=64)

@@ -16,8 +16,7 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 BUILD = runpy.run_path(str(FOLDER / "build.py"))
 BRIEFLY = """
 import functools
-import autotune_loader, autotune_loader.tuning.compare as comparing
-comparing.FEWEST_ROUNDS = 1
+import autotune_loader
 briefly = lambda whole, budget: functools.wraps(whole)(lambda *a, **o: whole(*a, **{**o, "budget": budget}))
 autotune_loader.tune, autotune_loader.compare = briefly(autotune_loader.tune, 5), briefly(autotune_loader.compare, 2)
 """

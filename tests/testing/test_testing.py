@@ -44,7 +44,7 @@ def test_out_of_order_delivery_is_not_held_up_by_a_slow_batch():
 
 
 def test_a_step_on_the_cpu_slows_down_when_workers_want_its_cores():
-    probe = probe_on(**STEADY, cores=2, cpu_s=0.04, step_s=0.02, step_cores=2.0, step_s_by_threads={1: 0.01})
+    probe = probe_on(**STEADY, cores=2, cpu_s=0.04, step_s=0.02, step_cores=2.0)
     assert probe.burst(workers(2), PLAN).step_s > 0.022
     assert probe.step_ceiling(PLAN).samples_per_s.value == pytest.approx(1600)
 

@@ -1,203 +1,296 @@
-"""The ledger: an Optuna study that survives kills, tells failures as samplers need them told, and stays quiet."""
+"""The study of a run, on simulated machines with a fake clock: who proposes, what is told, why it ends, what an end keeps."""
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import optuna
 import pytest
 
-from autotune_loader.decision.space import Space
-from autotune_loader.tuning.study import OptunaStudy
+from autotune_loader.diagnosis import Ended
+from autotune_loader.search.sampler import TwinSampler
+from autotune_loader.search.space import Space
+from autotune_loader.tuning.assemble import assembled
+from autotune_loader.tuning.study import CHOSEN, MOST_REPEATS, ROUNDS, Search, open_study
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
+from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support.tuned import simulated_run, simulated_search
 
-States = optuna.trial.TrialState
-SPACE = Space(
-    max_workers=6,
-    pin_memory=(False, True),
-    consumer_threads=(None, 2, 1),
-    in_order=(True, False),
-    multiprocessing_contexts=(None, "spawn"),
-    device_prefetch=(0, 2),
-    persistent_workers=True,
-    drop_lasts=(True,),
-)
-CRASH = Failure(kind="crashed", phase="batches", message="worker 1 died", traceback="Traceback ...")
+OWN = LoaderConfig(num_workers=2)
+FAST_STEP = SimulatedMachine(step_s=0.001)
+TPE = optuna.samplers.TPESampler
 
 
-def ledger(storage=None, **changes):
-    options = {"name": "test", "space": SPACE, "search": "tpe", "seed": 0, **changes}
-    return OptunaStudy(storage=None if storage is None else str(storage), **options)
+class Interrupting:
+    """A probe that is interrupted at its n-th call, of either kind."""
+
+    def __init__(self, probe: SimulatedProbe, at: int) -> None:
+        self.probe, self.left = probe, at
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        self._count()
+        return self.probe.burst(config, plan)
+
+    def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
+        self._count()
+        return self.probe.step_ceiling(plan)
 
 
-def workers(count, **options):
-    return LoaderConfig(num_workers=count, **options)
+def run_on(
+    machine: SimulatedMachine,
+    *,
+    own: LoaderConfig | None = OWN,
+    probe: Any = None,
+    space: Space | None = None,
+    job: dict[str, Any] | None = None,
+    **given: Any,
+) -> tuple[Search, SimulatedProbe, FakeClock]:
+    clock = FakeClock()
+    probe = probe or SimulatedProbe(machine, clock)
+    simulated = getattr(probe, "probe", probe)
+    simulated._clock = clock
+    run = simulated_run(machine, space, own=own, **(job or {}))
+    return simulated_search(probe, run, clock, **given), simulated, clock
 
 
-def measurement(rate=100.0, **interval):
-    probe = SimulatedProbe(SimulatedMachine(), FakeClock())
-    measured = probe.burst(LoaderConfig(), BurstPlan(max_s=0.4, min_s=0.1))
-    bounds = {"value": rate, "low": rate - 1, "high": rate + 1, "count": 10, **interval}
-    return replace(measured, samples_per_s=Interval(**bounds))
+def searched(found: Search) -> list[Any]:
+    return [trial for trial in found.trials if trial.round is None]
 
 
-def success(number, config, rate=100.0, **interval):
-    return Trial(number=number, config=config, role="search", measurement=measurement(rate, **interval), seconds=1.0)
+# What the study holds
 
 
-def failure(number, config):
-    return Trial(number=number, config=config, role="search", failure=CRASH)
-
-
-def run(book, *trials):
-    for trial in trials:
-        claim = book.ask(trial.config)
-        book.tell(claim, trial)
-
-
-def lean(trial):
-    if trial.measurement is None:
-        return trial
-    return replace(trial, measurement=replace(trial.measurement, traces=()))
-
-
-def test_a_study_of_another_job_is_refused_by_name(tmp_path):
-    path = tmp_path / "study.journal"
-    run(ledger(path, job="small model"), success(0, workers(1)))
-    assert len(ledger(path, job="small model").restored()) == 1
-    with pytest.raises(ValueError, match="study_name='test' has trials of another job"):
-        ledger(path, job="large model")
-
-
-# Telling and asking
-
-
-@pytest.mark.parametrize("storage", ["{}/study.journal", "sqlite:///{}/study.db"])
-def test_a_study_is_resumed_with_its_trials_and_any_reader_of_optuna_sees_what_was_measured(tmp_path, storage):
-    # GIVEN a success that was told twice, a failure that JSON cannot hold as it is, and a trial that was given up
-    url = storage.format(tmp_path)
-    odd = replace(failure(1, workers(3)), failure=replace(CRASH, message="cannot open 'bad-\udcff.jpg'"))
-    trials = [success(0, workers(2), low=float("-inf"), high=float("inf")), odd]
-    first = ledger(url)
-    run(first, *trials, trials[0])
-    first.abandon(first.ask(workers(4)))
-    first.close()
-    # WHEN it is opened again THEN each trial is there once, without traces
-    again = ledger(url)
-    assert again.restored() == [lean(trials[0]), again.restored()[1]]
-    assert [each.config for each in again.restored()] == [workers(2), workers(3)]
-    # AND Optuna alone shows their workers, rates and every metric; failures are never the best
-    frame = again.study.trials_dataframe()
-    assert list(frame["params_num_workers"]) == [2, 3, 2, 4]
-    assert list(frame["state"]) == ["COMPLETE", "PRUNED", "COMPLETE", "FAIL"]
-    assert frame["value"][0] == again.study.best_value == 100.0
-    metrics = ("wait_share", "rss_bytes", "samples_per_s_low", "failure_kind", "failure_message")
-    assert {f"user_attrs_{name}" for name in metrics} <= set(frame)
-    json.dumps([each.user_attrs for each in again.study.trials], allow_nan=False)
-    assert again.study.trials[0].user_attrs["config"] == workers(2).to_dict()
-    again.close()
+def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice() -> None:
+    told = Mock()
+    found, probe, _ = run_on(FAST_STEP, progress=told)
+    result = assembled(found, 1.0)
+    found.tell(result.best)
+    trials, study = searched(found), found.study
+    # THEN the user's own comes first; parameters of the study are those of the configurations that ran, none is clipped
+    assert trials[0].config == OWN
+    assert [each.params["num_workers"] for each in study.trials] == [each.config.num_workers for each in trials]
+    assert [each.number for each in study.trials] == [each.number for each in trials]
+    assert {each.config for each in trials} <= set(probe.bursts)
+    best = max(trials, key=lambda each: each.samples_per_s or 0.0)
+    assert study.best_params == found.run.space.params(best.config)
+    assert study.best_value == best.samples_per_s
+    # AND the sampler that proposed is the study's, and progress heard of everything
+    assert type(study.sampler) is TwinSampler
+    assert [call.args[0] for call in told.trial.call_args_list] == trials
+    rounds = [call.args[0] for call in told.round.call_args_list]
+    assert rounds == [*range(1, len(rounds) + 1)]
+    assert min(call.args[-1] for call in told.trial.call_args_list) >= 0
+    # AND choice and rounds are its attributes
+    assert LoaderConfig.from_dict(study.user_attrs[CHOSEN]) == result.best
+    assert len(study.user_attrs[ROUNDS]) == len(rounds) > 0
+    assert study.user_attrs[ROUNDS][0][str(OWN)] == pytest.approx(result.rates_of(OWN)[0])
+    assert result.study is study
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        workers(3, prefetch_factor=4, consumer_threads=1, in_order=False, multiprocessing_context="spawn"),
-        workers(500),
-        workers(2, prefetch_factor=1000, multiprocessing_context="forkserver"),
-        LoaderConfig(consumer_threads=5000),
-        LoaderConfig(batch_size=17, device_prefetch=9, sharing_strategy="file_system"),
-    ],
-    ids=str,
+    ("storage", "mode"), [("study.journal", 0o600), ("sqlite:///study.db", None)], ids=["journal", "sqlite"]
 )
-def test_a_config_is_taken_as_it_is_also_outside_the_space(config):
-    # WHEN a configuration is asked that may be outside of what is searched
-    book = ledger()
-    claim = book.ask(config)
-    book.tell(claim, success(0, config))
-    # THEN it is recorded unchanged, and the sampler goes on from there
-    assert (claim.config, claim.asked.params["num_workers"]) == (config, min(config.num_workers, SPACE.max_workers))
-    assert book.restored()[0].config == config
-    assert book.ask().config in set(SPACE.configs())
+def test_a_study_that_is_kept_is_gone_on_with(
+    storage: str, mode: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before_umask = os.umask(0)
+    request.addfinalizer(lambda: os.umask(before_umask) and None)
+    # GIVEN a search that was told to end after two trials
+    first, _, _ = run_on(FAST_STEP, study=open_study(storage), budget_s=6.0)
+    before = searched(first)
+    assert len(before) >= 2
+    if mode is not None:
+        assert stat.S_IMODE(Path(storage).stat().st_mode) == mode
+    # WHEN the same job is tuned with the same storage
+    found, _, _ = run_on(FAST_STEP, study=open_study(storage))
+    # THEN what was measured is known, without histories, and none of it is run again in the search
+    known = searched(found)
+    assert [each.config for each in known[: len(before)]] == [each.config for each in before]
+    assert [each.samples_per_s for each in known[: len(before)]] == [each.samples_per_s for each in before]
+    assert len({each.config for each in known}) == len(known)
+    # AND another job is refused by name
+    with pytest.raises(ValueError, match=r"has trials of another job .*; a study of its own for each job would work"):
+        run_on(replace(FAST_STEP, batch_size=64), study=open_study(storage))
 
 
-@pytest.mark.parametrize("search", ["auto", "tpe", "random", "grid"])
-def test_only_legal_configs_are_proposed_in_silence(search, capfd):
-    # GIVEN a study in which some configurations fail WHEN the sampler proposes
-    book, proposals = ledger(search=search), set()
+@pytest.mark.parametrize(
+    ("storage", "shown"),
+    [
+        ("nodb://me:swordfish@host/db", "nodb://***@host/db"),
+        ("postgresql+nodriver://me:swo:rd@fish@host/db", "postgresql"),
+        ("sqlite:////nowhere/study.db", "sqlite:////nowhere/study.db"),
+        ("/dev/null/study.journal", "/dev/null/study.journal"),
+    ],
+)
+def test_a_storage_that_cannot_be_opened_is_named_without_its_password(storage: str, shown: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be opened \(\w+\); storage='study.journal' would work") as caught:
+        open_study(storage)
+    assert shown in str(caught.value)
+    assert "fish" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+# Who proposes
+
+
+@pytest.mark.parametrize("sampler", [TPE(seed=0), optuna.samplers.RandomSampler(seed=0)], ids=["tpe", "random"])
+def test_any_sampler_of_optuna_proposes_and_time_is_left_for_the_rounds(sampler: Any) -> None:
+    found, _, clock = run_on(SimulatedMachine(step_s=0.005, noise_sd=0.03), sampler=sampler, budget_s=30.0)
+    assert found.study.sampler is sampler
+    assert searched(found)[0].config == OWN
+    assert found.ended in (Ended.BUDGET, Ended.SAMPLER)
+    assert found.outcome is not None
+    assert found.outcome.rounds
+    assert clock() < 35
+
+
+def test_a_sampler_that_repeats_itself_ends() -> None:
+    # GIVEN a space of three configurations
+    space = Space(max_workers=1, prefetch_factors=(1, 2))
+    found, _, _ = run_on(FAST_STEP, sampler=TPE(seed=0), own=None, space=space, budget_s=1000.0)
+    trials = searched(found)
+    assert found.ended is Ended.SAMPLER
+    assert len({each.config for each in trials[-MOST_REPEATS - 1 :]}) <= 3
+    assert len(trials) < 60
+
+
+# Ends
+
+
+def test_a_search_ends_at_the_ceiling_of_the_step() -> None:
+    # GIVEN a step that two workers keep busy
+    found, _, _ = run_on(SimulatedMachine(cpu_s=0.01, step_s=0.03))
+    assert found.ended is Ended.CEILING
+    assert len(searched(found)) <= 8
+
+
+@pytest.mark.parametrize("budget_s", [8.0, 60.0])
+def test_the_budget_holds_and_leaves_time_for_rounds(budget_s: float) -> None:
+    # GIVEN a machine on which no configuration reaches the ceiling
+    found, _, clock = run_on(SimulatedMachine(step_s=0.005, noise_sd=0.03), budget_s=budget_s)
+    # THEN the time is kept, but for one round that was under way
+    assert clock() < budget_s + 5
+    assert found.outcome is not None
+    assert found.outcome.rounds
+
+
+def test_the_step_alone_is_timed_once_and_none_without_a_step() -> None:
+    calls = list[BurstPlan]()
+
+    class Counting(SimulatedProbe):
+        def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
+            calls.append(plan)
+            return super().step_ceiling(plan)
+
+    run_on(FAST_STEP, probe=Counting(FAST_STEP, FakeClock()))
+    assert len(calls) == 1
+    found, _, _ = run_on(FAST_STEP, probe=Counting(FAST_STEP, FakeClock()), job={"has_step": False})
+    assert (len(calls), found.ceiling) == (1, None)
+
+
+# Failures
+
+
+def failing(kind: Any, when: Any) -> Any:
+    answer = Failure(kind=kind, phase="batches", message="the driver said no")
+    return lambda config: answer if when(config) else None
+
+
+class Hanging(SimulatedProbe):
+    """Hangs with more workers than are safe."""
+
+    safe = 0
+
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        if config.num_workers <= self.safe:
+            return super().burst(config, plan)
+        self._clock.advance(plan.deadline_s)
+        return Failure(kind="deadline", phase="batches", message="hangs")
+
+
+def test_failures_are_pruned_with_their_reason_never_the_best_and_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
     before = optuna.logging.get_verbosity()
-    for number in range(40):
-        claim = book.ask()
-        config = claim.config
-        fails = config.num_workers > 4
-        book.tell(claim, failure(number, config) if fails else success(number, config, rate=1.0 + config.num_workers))
-        proposals.add(config)
-    # THEN everything proposed is in the space, and nothing is printed or, as the suite's filter knows, warned about
-    assert proposals <= set(SPACE.configs())
-    assert len(proposals) > 10
-    assert (capfd.readouterr(), optuna.logging.get_verbosity()) == (("", ""), before)
+    found, _, _ = run_on(replace(FAST_STEP, fails=failing("crashed", lambda config: config.num_workers > 3)))
+    pruned = [each for each in found.study.trials if each.state.name == "PRUNED"]
+    assert pruned
+    failures = {each.number: each.failure for each in searched(found) if each.failure is not None}
+    assert {each.number for each in pruned} == failures.keys()
+    assert all("the driver said no" in each.user_attrs["autotune_loader"] for each in pruned)
+    assert found.study.best_params["num_workers"] <= 3
+    # AND none of them is proposed again, and Optuna says nothing, as chatty as it is otherwise
+    configs = [each.config for each in searched(found)]
+    assert len(configs) == len(set(configs))
+    assert (before, capfd.readouterr()) == (optuna.logging.get_verbosity(), ("", ""))
 
 
-# Storages
+@pytest.mark.parametrize("kind", ["oom_killed", "deadline"])
+@pytest.mark.parametrize(("cores", "own", "safe"), [(2, 8, 3), (16, None, 2)])
+def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(
+    kind: str, cores: int, own: int | None, safe: int
+) -> None:
+    # GIVEN a job for which every worker helps, on a machine where few can be had
+    machine = SimulatedMachine(cores=cores, cpu_s=0.01, wait_s=0.02, step_s=0.001)
+    probe: Any = Hanging(machine, FakeClock())
+    probe.safe = safe
+    if kind != "deadline":
+        machine = replace(machine, fails=failing(kind, lambda config: config.num_workers > safe))
+        probe = SimulatedProbe(machine, FakeClock())
+    # WHEN it is searched, be it from a configuration that fails
+    found, _, clock = run_on(machine, own=LoaderConfig(num_workers=own) if own else None, probe=probe)
+    # THEN these are chosen, in time
+    assert found.outcome is not None
+    assert found.outcome.winner.num_workers == safe
+    assert clock() <= 62
 
 
-def test_what_somebody_enqueued_is_run_first_and_never_mistaken_for_what_is_asked(tmp_path):
-    # GIVEN a trial that somebody has enqueued
-    book = ledger(tmp_path / "study.journal")
-    book.study.enqueue_trial({"num_workers": 5, "prefetch_factor": 2})
-    # WHEN a configuration is asked, twice
-    first, second = book.ask(workers(3)), book.ask(workers(3))
-    # THEN each is told as what it is
-    assert (first.config.num_workers, first.config.prefetch_factor, first.asked.params["num_workers"]) == (5, 2, 5)
-    assert (second.config, second.asked.params["num_workers"]) == (workers(3), 3)
+def test_a_failure_that_may_pass_is_tried_once_more() -> None:
+    # GIVEN a configuration that fails the first time only
+    answers = [Failure(kind="crashed", phase="start", message="chance", retryable=True)]
+    machine = replace(FAST_STEP, fails=lambda config: answers.pop() if config.num_workers == 2 and answers else None)
+    found, _, _ = run_on(machine)
+    assert not answers
+    assert all(trial.measurement for trial in found.trials)
 
 
-def test_a_storage_that_fails_in_the_middle_of_a_run_loses_neither_trials_nor_run(tmp_path, caplog):
-    # GIVEN a journal that is lost for good while a trial runs
-    path = tmp_path / "study.journal"
-    book = ledger(path)
-    run(book, success(0, workers(1)))
-    claim = book.ask(workers(2))
-    path.unlink()
-    path.mkdir()
-    # WHEN the run goes on
-    book.tell(claim, success(1, workers(2)))
-    run(book, success(2, workers(3)))
-    # THEN the study holds what was told since, and says what happened
-    assert {2, 3} <= {trial.config.num_workers for trial in book.restored()}
-    assert "in memory" in caplog.text
+# Interruptions
 
 
-@pytest.mark.process
-@pytest.mark.filterwarnings("ignore:.*lock file.*")
-def test_what_a_killed_writer_leaves_holds_nobody_up_for_long_and_loses_no_whole_line(tmp_path, caplog):
-    # GIVEN a journal whose last write was cut off, with the lock of a process that is no more
-    path = tmp_path / "study.journal"
-    run(ledger(path), success(0, workers(1)))
-    path.write_bytes(path.read_bytes() + b'{"op_code": 5, "trial_id')
-    (tmp_path / "study.journal.lock").symlink_to(path)
-    # WHEN it is opened and written to
-    begun = time.monotonic()
-    run(ledger(path), success(1, workers(2)))
-    # THEN that takes a few seconds, not Optuna's thirty, both trials are there, and the loss was told
-    assert time.monotonic() - begun < 10
-    assert [trial.number for trial in ledger(path).restored()] == [0, 1]
-    assert "dropped" in caplog.text
-
-
-def test_a_journal_is_readable_by_its_owner_alone(tmp_path):
-    path = tmp_path / "new" / "study.journal"
-    before = os.umask(0)
-    try:
-        ledger(path)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+def test_an_interruption_at_any_moment_keeps_the_trials_and_the_rounds() -> None:
+    # GIVEN how many calls a whole search makes, and its trials
+    machine = SimulatedMachine(step_s=0.005)
+    whole = Interrupting(SimulatedProbe(machine, FakeClock()), at=10_000)
+    complete, _, _ = run_on(machine, probe=whole)
+    calls, kept = 10_000 - whole.left, 0
+    assert complete.outcome is not None
+    # WHEN it is interrupted at each of them
+    for at in range(calls):
+        study = optuna.create_study(direction="maximize")
+        probe = Interrupting(SimulatedProbe(machine, FakeClock()), at=at)
+        try:
+            found, _, _ = run_on(machine, probe=probe, study=study)
+        except KeyboardInterrupt:  # there is nothing to keep
+            assert kept == 0
+            continue
+        # THEN every trial before it is kept, none is left running, and the result is that of an interrupted search
+        assert found.ended is Ended.INTERRUPTED
+        assert kept <= len(found.trials)
+        kept = len(found.trials)
+        assert [trial.config for trial in found.trials] == [trial.config for trial in complete.trials[:kept]]
+        assert all(frozen.state.is_finished() for frozen in study.trials)
+        result = assembled(found, 1.0)
+        assert (result.status, result.undecided) == ("partial", None)
+        assert len(result.trials) == kept
+    assert kept >= len(complete.trials) - 3

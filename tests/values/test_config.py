@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader.values.config import SHARING_STRATEGIES, START_METHODS, LoaderConfig
+from autotune_loader.values.config import START_METHODS, LoaderConfig
 
 SAMPLES = TensorDataset(torch.arange(12).reshape(6, 2))
 
@@ -23,11 +23,8 @@ def configs(draw):
     values = {
         "num_workers": workers,
         "pin_memory": draw(st.booleans()),
-        "drop_last": draw(st.none() | st.booleans()),
         "batch_size": draw(st.none() | st.integers(1, 1000)),
         "device_prefetch": draw(st.integers(0, 3)),
-        "consumer_threads": draw(st.none() | st.integers(1, 64)),
-        "sharing_strategy": draw(st.none() | st.sampled_from(SHARING_STRATEGIES)),
     }
     if workers:
         values |= {
@@ -47,7 +44,6 @@ def test_every_config_constructs_a_loader_that_reads_back_the_same(config):
     for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "in_order"):
         assert getattr(read, name) == getattr(config, name), name
     assert read.multiprocessing_context == config.multiprocessing_context
-    assert loader.drop_last == bool(config.drop_last)
 
 
 @given(configs())
@@ -84,8 +80,6 @@ def test_kwargs_name_only_what_has_an_effect_and_an_unnamed_prefetch_factor_is_t
         ({"pin_memory": 1}, TypeError),
         ({"batch_size": 0}, ValueError),
         ({"device_prefetch": -1}, ValueError),
-        ({"consumer_threads": 0}, ValueError),
-        ({"sharing_strategy": "carrier_pigeon"}, ValueError),
     ],
     ids=str,
 )
@@ -99,15 +93,3 @@ def test_a_wrong_value_is_answered_with_its_name_itself_and_one_that_works(value
     assert proposals
     for proposed_name, proposed in proposals:
         LoaderConfig(**{**values, proposed_name: eval(proposed)})
-
-
-def test_apply_sets_what_is_said_and_nothing_else():
-    threads, strategy = torch.get_num_threads(), torch.multiprocessing.get_sharing_strategy()
-    try:
-        LoaderConfig(consumer_threads=1).apply()
-        assert (torch.get_num_threads(), torch.multiprocessing.get_sharing_strategy()) == (1, strategy)
-        LoaderConfig(sharing_strategy="file_system").apply()
-        assert torch.multiprocessing.get_sharing_strategy() == "file_system"
-    finally:
-        torch.set_num_threads(threads)
-        torch.multiprocessing.set_sharing_strategy(strategy)

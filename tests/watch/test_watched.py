@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from autotune_loader import enable
+from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import Line
@@ -205,7 +206,7 @@ def test_waiting_pauses_and_starts_of_epochs_are_told_apart() -> None:
     assert (totals.waited_s, totals.stepped_s) == pytest.approx((4.8, 0.7))
     assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
     assert known.in_loop.of_one == pytest.approx((1.4 / 8, 0.7 / 8))
-    assert known.batch_bytes == 32
+    assert known.shape == BatchShape(bytes=32, tensors=1)
 
 
 @pytest.mark.process

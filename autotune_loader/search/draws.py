@@ -1,0 +1,184 @@
+"""Truths as they may be: draws of the rates of some things, from what is believed beforehand and what was observed.
+
+    ln(rate observed) = truth of the thing + what its round had in common + noise
+
+How far beliefs may err, how noisy a burst is and how much rounds differ is averaged over a grid, each by how likely the
+observations are under it. Everything that is decided, in a search and in rounds, is counted over the same draws: which is
+chosen, how surely, what one more burst can teach, and what one more pair would add to that certainty.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autotune_loader.search.queue import Floats, Ints
+
+PATHS = 1024
+"""Draws: a probability of 0.95 is known to 0.7 points."""
+ERROR_SCALES = (1.0, 2.0, 4.0)
+"""How many times as far as expected beliefs may err beforehand; the bursts show which."""
+NOISE_SDS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09)
+"""Noise of a burst that may come out, relative. Quiet machines show 2 %, busy ones 8 %."""
+TYPICAL_NOISE, NOISE_SPREAD = 0.03, 0.5
+"""Median and log-sd of that noise before anything was measured."""
+ROUND_SDS, ROUND_SPREAD = (0.01, 0.03, 0.1, 0.3), 1.0
+"""How far the machine's speed may differ between rounds, relative; it usually does by the least of these."""
+TAIL_FREEDOM, REWEIGHTINGS = 4.0, 4
+"""Degrees of freedom of Student's t, as which rates scatter: one that something disturbed must not move everything."""
+LEAST_WEIGHT = 0.01
+"""Points of the grid that are this unlikely are left out."""
+JITTER = 1e-6
+"""Added to variances so that they stay above zero: 0.1 % of a rate, far below any noise."""
+OUTCOMES = 96
+"""Outcomes of a further pair that are imagined to tell what it is worth."""
+AHEAD = (1, 2, 4)
+"""Pairs that are imagined at once: where one cannot change the choice, some may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observed:
+    """Observations: one value each."""
+
+    where: Ints
+    """Positions of what was observed."""
+    logs: Floats
+    """Logarithms of the rates."""
+    variances: Floats
+    """Of these, by what each observation tells of itself; the noise that all have comes on top."""
+    rounds: Ints
+    """What was observed together has the same number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draws:
+    """Logarithms of rates as they may be."""
+
+    keys: tuple[Hashable, ...]
+    paths: Floats
+    """Shape (PATHS, keys)."""
+    noise_sd: float
+    """Relative standard deviation of one further burst beside others of its round."""
+
+    def of(self, keys: Sequence[Hashable]) -> Draws:
+        """The same draws of some of the keys only."""
+        where = [self.keys.index(key) for key in keys]
+        return replace(self, keys=tuple(keys), paths=self.paths[:, where])
+
+    @property
+    def losses(self) -> Floats:
+        """What each loses against the best, relatively, in each draw."""
+        losses: Floats = 1.0 - np.exp(self.paths - self.paths.max(axis=1, keepdims=True))
+        return losses
+
+    def within(self, tolerance: float) -> Floats:
+        """Probability of each that it loses no more than the tolerance."""
+        within: Floats = (self.losses <= tolerance).mean(axis=0)
+        return within
+
+    def ratio(self, one: int, other: int) -> tuple[float, float]:
+        """Mean and standard deviation of ln(rate of the one / rate of the other)."""
+        logs = self.paths[:, one] - self.paths[:, other]
+        return float(logs.mean()), float(logs.std())
+
+    def knowledge_gradient(self, chosen: int) -> Floats:
+        """By how much a burst of each is expected to raise the rate of what is chosen then, beside what is known already.
+
+        The knowledge gradient of correlated beliefs (Frazier, Powell and Dayanik 2009), against the chosen one alone. What is
+        faster by all that is known needs no burst for it.
+        """
+        mean = self.paths.mean(axis=0)
+        centred = self.paths - mean
+        off = centred - centred[:, [chosen]]
+        learnt = np.abs((off * centred).mean(axis=0)) / np.sqrt((centred**2).mean(axis=0) + self.noise_sd**2)
+        spread, ahead = np.maximum(learnt, 1e-9), mean - mean[chosen]
+        z = ahead / spread
+        density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        below = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in z])
+        gain: Floats = ahead * below + spread * density - np.maximum(ahead, 0.0)
+        return gain
+
+    def worth_of_pair(self, one: int, other: int, tolerance: float) -> float:
+        """By how much one more pair of these raises the probability that the best choice loses no more than the tolerance.
+
+        Outcomes are imagined by the draws themselves, and each is believed as far as its noise allows.
+        """
+        inside = (self.losses <= tolerance).astype(np.float64)
+        known, logs = inside.mean(axis=0).max(), self.paths[:, one] - self.paths[:, other]
+        worth = 0.0
+        normal = np.random.default_rng(2).standard_normal(OUTCOMES)
+        truths = logs[:: max(1, len(logs) // OUTCOMES)][:OUTCOMES]
+        for pairs in AHEAD:
+            sd = self.noise_sd * math.sqrt(2 / pairs)
+            off = (truths + sd * normal[: len(truths)])[:, None] - logs[None, :]
+            weights = np.exp(-0.5 * (off / sd) ** 2)
+            weights /= weights.sum(axis=1, keepdims=True)
+            worth = max(worth, (float((weights @ inside).max(axis=1).mean()) - known) / pairs)
+        return worth
+
+
+def draw(keys: Sequence[Hashable], mean: Floats, covariance: Floats, seen: Observed) -> Draws:
+    """Draws of the truths after these observations; always the same ones, so that answers repeat.
+
+    Each is a draw of what is believed beforehand, corrected by what the observations say beyond it (Matheron's rule).
+
+    Args:
+        keys: what the rates are of.
+        mean: of the logarithms before the observations.
+        covariance: of the same.
+        seen: what was observed; may be nothing.
+    """
+    rng, count = np.random.default_rng(0), len(seen.where)
+    root = np.linalg.cholesky(covariance + JITTER * np.eye(len(keys)))
+    errors = rng.standard_normal((PATHS, len(keys))) @ root.T
+    if not count:
+        return Draws(keys=tuple(keys), paths=mean + errors, noise_sd=TYPICAL_NOISE)
+    together = np.equal.outer(seen.rounds, seen.rounds).astype(np.float64)
+    shape, off = covariance[np.ix_(seen.where, seen.where)], seen.logs - mean[seen.where]
+    luck, common = rng.standard_normal((PATHS, count)), rng.standard_normal((PATHS, int(seen.rounds.max()) + 1))
+    paths, noises, begun = np.empty_like(errors), 0.0, 0
+    for (scale, noise_sd, round_sd), share in _likely(seen, shape, together, off):
+        ended = min(begun + round(share * PATHS), PATHS)
+        taken, begun = slice(begun, ended), ended
+        noise = seen.variances + noise_sd**2
+        within = scale**2 * shape + round_sd**2 * together
+        weights = np.ones(count)
+        for _ in range(
+            REWEIGHTINGS
+        ):  # iteratively, as for errors that follow Student's t (Lange, Little and Taylor 1989)
+            explained = np.linalg.inv(within + np.diag(noise / weights))
+            left = off - within @ explained @ off
+            weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + left**2 / noise)
+        explained = np.linalg.inv(within + np.diag(noise / weights))
+        error = scale * errors[taken]
+        said = error[:, seen.where] + round_sd * common[taken][:, seen.rounds] + np.sqrt(noise / weights) * luck[taken]
+        gain = scale**2 * covariance[:, seen.where] @ explained
+        paths[taken] = mean + error + (off - said) @ gain.T
+        noises += share * noise_sd
+    return Draws(keys=tuple(keys), paths=paths, noise_sd=noises)
+
+
+def _likely(
+    seen: Observed, shape: Floats, together: Floats, off: Floats
+) -> list[tuple[tuple[float, float, float], float]]:
+    """Error scale, noise and scatter of rounds, with the share of the draws that each deserves; the shares add up to 1."""
+    points = list(itertools.product(ERROR_SCALES, NOISE_SDS, ROUND_SDS))
+    surprise = np.array([_surprise(*point, seen, shape, together, off) for point in points])
+    shares = np.exp(-0.5 * (surprise - surprise.min()))
+    shares = np.where(shares >= LEAST_WEIGHT * shares.max(), shares, 0.0)
+    bounds = np.round(np.cumsum(shares / shares.sum()) * PATHS) / PATHS
+    return [(point, float(s)) for point, s in zip(points, np.diff(bounds, prepend=0.0), strict=True) if s > 0]
+
+
+def _surprise(
+    scale: float, noise_sd: float, round_sd: float, seen: Observed, shape: Floats, together: Floats, off: Floats
+) -> float:
+    within = scale**2 * shape + round_sd**2 * together + np.diag(seen.variances + noise_sd**2)
+    _, determinant = np.linalg.slogdet(within)
+    usual = math.log(scale) ** 2 + (math.log(noise_sd / TYPICAL_NOISE) / NOISE_SPREAD) ** 2
+    usual += (math.log(round_sd / ROUND_SDS[0]) / ROUND_SPREAD) ** 2
+    return float(off @ np.linalg.solve(within, off) + determinant + usual)

@@ -1,0 +1,174 @@
+"""What one traced burst tells the twin: the times of each stage, and how many workers were busy meanwhile.
+
+    worker   fetch ── collate ──┬─ between ─┬ fetch ...          between   handing over, while the next order is there
+    loop                        └──────► receive ── step
+
+`Observation.of` chooses the batches that count; `whole_cycles` adds what only some bursts show.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autotune_loader.search.queue import Floats
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.trace import BatchTrace, after_first_of_each
+
+MIN_WARM_SAMPLES = 4
+"""Below this many samples warm-up batches are kept: a biased estimate beats none."""
+MIN_QUEUED = 4
+"""From this many batches that followed at once on another a worker's pause between two is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observation:
+    """What one traced burst tells the twin. The sample arrays may differ in length: each is cleaned on its own."""
+
+    num_workers: int
+    prefetch_factor: int
+    """Batches each worker was handed ahead; 1 without workers."""
+    service_s: Floats
+    """Wall seconds of fetch and collate, one per warm batch."""
+    cpu_s: Floats
+    """CPU seconds of fetch and collate, in step with `service_s`."""
+    receive_s: Floats
+    """Seconds in which the training loop took a batch over that was whole."""
+    step_s: Floats
+    """Seconds of the step, with the loop's own overhead."""
+    batch_size: float
+    """Mean samples per batch."""
+    samples_per_s: float
+    """Rate that the burst itself measured."""
+    at_work: float | None = None
+    """Mean number of workers at work; None leaves it to the rate and the service time (Little's law)."""
+    between_s: float | None = None
+    """Seconds of a worker from one batch to the next when its order is there; None where it never was."""
+
+    @classmethod
+    def of(cls, config: LoaderConfig, measurement: Measurement) -> Observation:
+        """What `measurement`'s traces tell; its means, where there are no traces.
+
+        The first batch of every worker and the first step are left out by position (lazy imports, cold caches), never
+        by value, so that a genuine heavy tail stays.
+        """
+        seen = cls(
+            num_workers=config.num_workers,
+            prefetch_factor=config.prefetch_factor or 1,
+            service_s=np.array([measurement.service_s]),
+            cpu_s=np.array([measurement.service_cpu_s]),
+            receive_s=np.array([measurement.receive_s]),
+            step_s=np.array([measurement.step_s]),
+            batch_size=measurement.batch_size,
+            samples_per_s=measurement.samples_per_s.value,
+        )
+        return _traced(seen, measurement.traces, config) if measurement.traces else seen
+
+    @property
+    def batches_per_s(self) -> float:
+        """Rate that the burst itself measured, in batches."""
+        return self.samples_per_s / self.batch_size
+
+    @property
+    def workers_at_work(self) -> float:
+        """Mean number of workers at work in the steady part of the burst."""
+        if self.at_work is not None:
+            return self.at_work
+        return min(float(self.num_workers), self.batches_per_s * float(self.service_s.mean()))
+
+    @property
+    def step_busy(self) -> float:
+        """Share of the time in which the training loop received or stepped."""
+        return min(1.0, self.batches_per_s * float(self.receive_s.mean() + self.step_s.mean()))
+
+
+def whole_cycles(observations: Sequence[Observation]) -> tuple[Observation, ...]:
+    """The same bursts, their service with what a worker does between two batches, as far as any burst shows it.
+
+    Handing a batch over occupies a worker as fetching does, but only a worker with an order at hand shows how long.
+    """
+    known = [o.between_s for o in observations if o.between_s is not None]
+    typical_s = float(np.mean(known)) if known else 0.0
+    return tuple(o if o.num_workers == 0 else _cycle(o, typical_s) for o in observations)
+
+
+def _cycle(seen: Observation, typical_s: float) -> Observation:
+    between_s = typical_s if seen.between_s is None else seen.between_s
+    longer = 1.0 + between_s / max(float(seen.service_s.mean()), 1e-12)
+    return replace(
+        seen,
+        service_s=seen.service_s + between_s,
+        cpu_s=seen.cpu_s + between_s,
+        at_work=min(seen.workers_at_work * longer, float(seen.num_workers)),
+        between_s=None,
+    )
+
+
+def _traced(seen: Observation, traces: Sequence[BatchTrace], config: LoaderConfig) -> Observation:
+    """The observation with the samples that the traces hold."""
+    serial = config.num_workers == 0
+    warm = after_first_of_each(traces)
+    kept = [traces[i] for i in warm] if len(warm) >= MIN_WARM_SAMPLES else traces
+    # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
+    service_s = np.array([t.collate_end - (t.requested if serial else t.fetch_start) for t in kept])
+    period_s = (traces[-1].step_end - traces[0].requested) / len(traces)
+    # Queues that are still filling take what the loop does not: what is consumed does not tell what is made.
+    visible = None if serial else _visibly_at_work(traces)
+    at_work = float(service_s.mean()) / max(period_s, 1e-9) if visible is None else visible
+    return replace(
+        seen,
+        service_s=service_s,
+        cpu_s=np.array([t.cpu_s for t in kept]),
+        receive_s=np.maximum([t.receive_s for t in kept], 0.0),
+        step_s=_steps(traces),
+        at_work=min(at_work, float(config.num_workers)),
+        between_s=_between_batches_s(traces, config),
+    )
+
+
+def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> float | None:
+    """Seconds from one batch to the next in a worker that had its next order already: the median.
+
+    The order for batch i leaves with the delivery of batch i - workers x prefetch, so whether it was there is known. In
+    a burst that is limited by the loop most orders are not there in time, and then nothing is known.
+    """
+    if not config.in_order or config.num_workers == 0:
+        return None
+    lag = config.num_workers * (config.prefetch_factor or 1)
+    before: dict[int, float] = {}
+    pauses = []
+    for i, trace in enumerate(traces):
+        ended = before.get(trace.worker)
+        # The first orders lie ready before the workers run, but then they are busy with more than the next batch.
+        if ended is not None and i >= lag and traces[i - lag].received <= ended:
+            pauses.append(max(0.0, trace.fetch_start - ended))
+        before[trace.worker] = trace.collate_end
+    return float(np.median(pauses)) if len(pauses) >= max(MIN_QUEUED, len(traces) // 2) else None
+
+
+def _steps(traces: Sequence[BatchTrace]) -> Floats:
+    between = [after.requested - before.step_end for before, after in itertools.pairwise(traces)]
+    # The median: a burst may pause once to look at the clock or at memory.
+    loop_s = max(0.0, float(np.median(between))) if between else 0.0
+    steps = np.array([t.step_s for t in traces])
+    return (steps[1:] if len(steps) > MIN_WARM_SAMPLES else steps) + loop_s
+
+
+def _visibly_at_work(traces: Sequence[BatchTrace]) -> float | None:
+    """Mean number of workers at work while all of them could be seen; None where they never could.
+
+    What a worker does after its last delivered batch leaves no trace.
+    """
+    begun, ended = dict[int, float](), dict[int, float]()
+    for trace in traces:
+        begun.setdefault(trace.worker, trace.fetch_start)
+        ended[trace.worker] = trace.collate_end
+    since, until = max(begun.values()), min(ended.values())
+    if until <= since:
+        return None
+    worked = sum(max(0.0, min(t.collate_end, until) - max(t.fetch_start, since)) for t in traces)
+    return worked / (until - since)

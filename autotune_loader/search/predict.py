@@ -1,0 +1,113 @@
+"""What to expect of a configuration that did not run: its rate, what limits it, and its memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from autotune_loader.search.context import Context
+from autotune_loader.search.observation import Observation
+from autotune_loader.search.space import WORKER_BASE_BYTES, memory_bytes
+from autotune_loader.search.twin import Limit, Twin
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.statistics import Z_95, Interval
+from autotune_loader.values.trial import Trial
+
+UNTESTED_SD = 0.06
+"""How far rates lie off a twin that was fitted to them alone (relative; its goal is a median error of 3 %)."""
+LIMITS = {
+    "workers": "the number of workers",
+    "cores": "the cores",
+    "step": "the training step",
+    "receiving": "receiving",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the twin expects of one configuration."""
+
+    config: LoaderConfig
+    samples_per_s: Interval
+    """Sustained rate; its interval is as wide as the bursts' own rates lie off the twin. `count` is the number of bursts."""
+    limited_by: Limit
+    memory_bytes: int | None
+    """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
+
+    def __str__(self) -> str:
+        memory = "" if self.memory_bytes is None else f", {self.memory_bytes / 2**20:,.0f} MiB"
+        return f"{self.config}: {self.samples_per_s} samples/s expected, limited by {LIMITS[self.limited_by]}{memory}"
+
+
+def predict(
+    trials: Sequence[Trial],
+    configs: Sequence[LoaderConfig],
+    *,
+    usable_cores: int,
+    step_s: float | None = None,
+    step_cores: float = 1.0,
+    cores: float | None = None,
+) -> list[Prediction]:
+    """What to expect of each configuration, by the twin of these trials.
+
+    Args:
+        trials: what was measured.
+        configs: any legal ones; what the twin does not model (pinning, order) is ignored.
+        usable_cores: of the machine that the trials ran on.
+        step_s: seconds of the step on a cached batch, where it was timed.
+        step_cores: cores that the step keeps busy while it runs.
+        cores: of the machine that is asked about; those of the trials where it is not given.
+
+    Raises:
+        ValueError: nothing was measured, or `cores` is not positive.
+    """
+    if cores is not None and not cores > 0:
+        raise ValueError(f"cores={cores!r} must be more than 0, such as cores=2")
+    seen = [(t.config, t.measurement) for t in trials if t.measurement is not None and t.config.batch_size is None]
+    if not seen:
+        raise ValueError(
+            "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
+        )
+    context = Context(usable_cores=usable_cores, step_cores=step_cores, step_s=step_s)
+    twin = Twin.fit([Observation.of(*each) for each in seen], context)
+    solved, tested = twin.predict(configs, cores), twin.predict([config for config, _ in seen])
+    off = np.log(tested.samples_per_s / [max(m.samples_per_s.value, 1e-12) for _, m in seen])
+    # As if one further burst had been off by what is usual: a single one says little.
+    sd = float(np.sqrt((off @ off + UNTESTED_SD**2) / (len(off) + 1)))
+    return [
+        Prediction(
+            config=config,
+            samples_per_s=Interval(
+                value=rate, low=rate * np.exp(-Z_95 * sd).item(), high=rate * np.exp(Z_95 * sd).item(), count=len(seen)
+            ),
+            limited_by=limit,
+            memory_bytes=_peak_bytes(config, seen),
+        )
+        for config, rate, limit in zip(configs, map(float, solved.samples_per_s), solved.limits, strict=True)
+    ]
+
+
+def _peak_bytes(config: LoaderConfig, seen: Sequence[tuple[LoaderConfig, Measurement]]) -> int | None:
+    """Peak memory that is expected: what a worker more took in these bursts, and its queue as full as it may get.
+
+    The slope is the median of those between bursts (Sen 1968), so that one burst beside a growing neighbour does not turn it.
+    """
+    told = [(each, burst.memory.taken_bytes, burst.batch_bytes) for each, burst in seen if burst.memory is not None]
+    # Bursts without workers share nothing with anybody and tell little of those with.
+    told = [each for each in told if each[0].num_workers] or told
+    if not told:
+        return None
+    queues = [
+        (each.num_workers, taken - memory_bytes(each, worker_bytes=0, batch_bytes=size)) for each, taken, size in told
+    ]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(queues, 2) if a[0] != b[0]]
+    slope = statistics.median(slopes) if slopes else 0.0
+    worker = slope if slope > 0 else WORKER_BASE_BYTES
+    base = statistics.median(taken - workers * worker for workers, taken in queues)
+    batch = statistics.median(size for *_, size in told)
+    return round(max(base, 0.0) + memory_bytes(config, worker_bytes=worker, batch_bytes=batch))

@@ -1,0 +1,92 @@
+"""Arithmetic on a first batch: how many workers keep up with the step, and what a search begins with.
+
+workers   1.15 x fetch seconds / step seconds + 1, at most cores x fetch seconds / CPU seconds of a fetch + 1, rounded
+prefetch  4 for up to 4 workers, else 2
+"""
+
+from __future__ import annotations
+
+import math
+
+from autotune_loader.search.context import Context
+from autotune_loader.search.space import MOST_WORKERS, Space
+from autotune_loader.values.config import LoaderConfig
+
+FEW_WORKERS, DEEP_PREFETCH, SHALLOW_PREFETCH = 4, 4, 2  # many workers hold enough batches as it is
+SPARE = 1.15
+"""Fetching varies, so that workers who keep up exactly do not keep up."""
+FEEDING_ROOM, FILLING_ROOM, MORE_WORKERS = 2.5, 1.5, 2
+"""Room beyond the workers that keep the loop busy, for slow batches; and beyond those that fill the cores: while some wait for
+their turn others compute, and on few cores more processes get more of the time that the step would take."""
+
+
+def plain_rule(
+    *, fetch_s: float, fetch_cpu_s: float, step_s: float, cores: int, max_workers: int = MOST_WORKERS
+) -> LoaderConfig:
+    """The configuration that the rule chooses.
+
+    Args:
+        fetch_s: wall seconds that a worker spends on a batch.
+        fetch_cpu_s: CPU seconds of the same.
+        step_s: seconds of a training step; 0 where nothing but loading takes time.
+        cores: that this process may use.
+        max_workers: that may be used.
+    """
+    keep_up, fill_the_cores = enough_workers(fetch_s, fetch_cpu_s, step_s, cores)
+    workers = round(min(SPARE * keep_up, fill_the_cores, MOST_WORKERS) + 1)
+    prefetch = DEEP_PREFETCH if workers <= FEW_WORKERS else SHALLOW_PREFETCH
+    return LoaderConfig().with_workers(min(workers, max_workers), prefetch)
+
+
+def useful_workers(*, fetch_s: float, fetch_cpu_s: float, loop_s: float, cores: float) -> int:
+    """Workers beyond which none could possibly help.
+
+    Args:
+        fetch_s: as in `plain_rule`, like the next.
+        fetch_cpu_s: undisturbed by other workers.
+        loop_s: seconds in which the training loop receives a batch and steps.
+        cores: usable ones.
+    """
+    keep_up, fill_the_cores = enough_workers(fetch_s, fetch_cpu_s, loop_s, cores)
+    return round(min(FEEDING_ROOM * max(keep_up, cores), FILLING_ROOM * fill_the_cores, MOST_WORKERS) + MORE_WORKERS)
+
+
+def enough_workers(fetch_s: float, fetch_cpu_s: float, loop_s: float, cores: float) -> tuple[float, float]:
+    """How many workers keep the loop busy, and how many fill the cores: fewer of both are enough."""
+    return _ratio(fetch_s, loop_s), cores * max(_ratio(fetch_s, fetch_cpu_s), 1.0)
+
+
+def begin_with(
+    space: Space,
+    context: Context,
+    *,
+    own: LoaderConfig | None = None,
+    fetch_s: float | None = None,
+    fetch_cpu_s: float = 0.0,
+) -> list[LoaderConfig]:
+    """What to measure first: the user's own, what the rule makes of the first batch, and no workers; each legal, none twice.
+
+    Args:
+        space: what is legal.
+        context: cores and step.
+        own: the user's own configuration.
+        fetch_s: wall seconds of fetching the first batch; as many workers as cores are tried where that is unknown.
+        fetch_cpu_s: CPU seconds of the same.
+    """
+    rule = LoaderConfig().with_workers(min(context.usable_cores, space.max_workers))
+    if fetch_s is not None:
+        rule = plain_rule(
+            fetch_s=fetch_s,
+            fetch_cpu_s=fetch_cpu_s,
+            step_s=context.step_s or 0.0,
+            cores=context.usable_cores,
+            max_workers=min(space.max_workers, context.epoch_batches or space.max_workers),
+        )
+    wanted = [space.as_set(rule), space.as_set(LoaderConfig())]
+    wanted = wanted if own is None else [own, *wanted]
+    keys = {config.key(): config for config in reversed(wanted) if space.veto(config) is None}
+    return [config for config in wanted if keys.get(config.key()) is config]
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else math.inf

@@ -1,0 +1,252 @@
+"""Every configuration that is legal for this workload on this machine, what each costs, and why the others are not.
+
+What does not fit into shared memory, descriptors or memory is vetoed by arithmetic before it is tried:
+`(workers * prefetch + 1) * batch_bytes` of shared memory was found to be exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
+from autotune_loader.values.measurement import Failure, FailureKind, Measurement
+
+if TYPE_CHECKING:
+    import optuna
+
+MOST_WORKERS = 64
+"""More worker processes on one rank have never been shown to help, and starting them takes seconds."""
+PREFETCH_FACTORS = (1, 2, 4, 8)  # the deeper a queue, the less one more batch in it changes
+SAFE_SHARE = 0.9
+"""Share of /dev/shm, descriptors and memory that a configuration may plan to use."""
+WORKER_BASE_BYTES = 60 << 20
+"""Interpreter, torch and a forked dataset that is not touched: what one more worker costs before it has loaded anything."""
+RESERVED_DESCRIPTORS = 64
+"""Descriptors that the process needs apart from the batches in flight."""
+MEMORY_STEP = 0.05
+"""Share of the memory limit that makes one configuration dearer than another."""
+UNMODELLED = ("batch_size", "pin_memory", "device_prefetch", "in_order")
+"""Knobs that the twin knows nothing of: bursts alone tell. The grid changes one of them at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a configuration may use of this machine; None means unlimited or unknown."""
+
+    shm_bytes: int | None = None
+    memory_bytes: int | None = None
+    descriptors: int | None = None
+    device_bytes: int | None = None
+    """Memory of the accelerator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCost:
+    """What one batch takes while it travels."""
+
+    bytes: int = 0
+    tensors: int = 0
+    samples: int | None = None
+    """Samples in it, so that a batch of another size can be scaled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The legal values of every knob: the first is what it is unless another is shown to be better."""
+
+    max_workers: int = MOST_WORKERS
+    prefetch_factors: tuple[int, ...] = PREFETCH_FACTORS
+    pin_memory: tuple[bool, ...] = (False,)
+    device_prefetch: tuple[int, ...] = (0,)
+    in_order: tuple[bool, ...] = (True,)
+    batch_sizes: tuple[int | None, ...] = (None,)
+    persistent_workers: bool = False
+    """Whether workers are kept between epochs; set, never searched, as no burst can see it."""
+    multiprocessing_context: str | None = None
+    """Start method of the user's own loader; carried, never searched."""
+    also: tuple[LoaderConfig, ...] = ()
+    """Legal beside the grid: the user's own."""
+    limits: Limits = Limits()
+    batch: BatchCost = BatchCost()
+
+    def including(self, config: LoaderConfig) -> Space:
+        """The space in whose ranges this configuration lies, though no grid has it: the user's own."""
+        return replace(self, also=(*self.also, config))
+
+    def candidates(self, most_workers: int | None = None) -> tuple[LoaderConfig, ...]:
+        """Every configuration worth a thought that is not vetoed, fewest workers first.
+
+        Args:
+            most_workers: beyond which there is none, such as the batches of an epoch.
+        """
+        legal = [config for config in self._grid(most_workers) if self.veto(config) is None]
+        return tuple(dict.fromkeys([*legal, *self.also]))
+
+    def worker_counts(self, most_workers: int | None = None) -> tuple[int, ...]:
+        """All of 0..8, then steps of about an eighth: finer than any measurable difference."""
+        most = self.max_workers if most_workers is None else min(self.max_workers, most_workers)
+        counts = [0]
+        while counts[-1] < most:
+            counts.append(min(counts[-1] + max(1, counts[-1] // 8), most))
+        return tuple(counts)
+
+    def as_set(self, config: LoaderConfig) -> LoaderConfig:
+        """The configuration with the first value of what is searched beside workers and prefetch, and with what is set."""
+        first = {name: values[0] for name, values in self._unmodelled().items()}
+        if not config.num_workers:
+            return replace(config, **{**first, "in_order": True})
+        return replace(
+            config,
+            **first,
+            persistent_workers=self.persistent_workers,
+            multiprocessing_context=self.multiprocessing_context,
+        )
+
+    def as_kept(self, config: LoaderConfig) -> LoaderConfig:
+        """The configuration as a job would keep it: with workers that persist where they may."""
+        own = next((own for own in self.also if own.key() == config.key()), None)
+        return own or replace(config, persistent_workers=self.persistent_workers and config.num_workers > 0)
+
+    def is_modelled(self, config: LoaderConfig) -> bool:
+        """Whether the twin knows all that it changes."""
+        first = self.as_set(config)
+        return all(getattr(config, name) == getattr(first, name) for name in UNMODELLED)
+
+    # What Optuna is told
+
+    def distributions(self) -> dict[str, Any]:
+        """Optuna's distribution of every knob that has more than one value."""
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        found: dict[str, Any] = {"num_workers": IntDistribution(0, self._most("num_workers", self.max_workers))}
+        if found["num_workers"].high:
+            deepest = self._most("prefetch_factor", max(self.prefetch_factors))
+            found["prefetch_factor"] = IntDistribution(1, deepest, log=True)
+        for name, values in self._unmodelled().items():
+            if len(values) > 1:
+                found[name] = CategoricalDistribution(values)
+        return found
+
+    def suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
+        """The configuration of a trial, exactly as Optuna proposes it; what only workers have is asked with workers only."""
+        workers = trial.suggest_int("num_workers", 0, self._most("num_workers", self.max_workers))
+        values: dict[str, Any] = {"num_workers": workers}
+        if workers:
+            deepest = self._most("prefetch_factor", max(self.prefetch_factors))
+            values["prefetch_factor"] = trial.suggest_int("prefetch_factor", 1, deepest, log=True)
+        for name, choices in self._unmodelled().items():
+            if len(choices) > 1 and (workers or name != "in_order"):
+                values[name] = trial.suggest_categorical(name, choices)
+        return self.config(values)
+
+    def params(self, config: LoaderConfig) -> dict[str, Any]:
+        """What `suggest` makes this configuration of, such as for `study.enqueue_trial`."""
+        names = ["num_workers", *(["prefetch_factor"] if config.num_workers else [])]
+        names += [name for name, values in self._unmodelled().items() if len(values) > 1]
+        return {name: getattr(config, name) for name in names if config.num_workers or name != "in_order"}
+
+    def config(self, params: dict[str, Any]) -> LoaderConfig:
+        """The configuration that these parameters make; the user's own, where they are its.
+
+        An objective of a user's may ask for what only workers have without any, too: that is left out.
+        """
+        left_out = () if params.get("num_workers") else WITHOUT_WORKERS
+        known = {
+            name: value for name, value in params.items() if name in LoaderConfig.__slots__ and name not in left_out
+        }
+        plain = self.as_set(LoaderConfig(**{"num_workers": 0, **known}))
+        made = replace(plain, **known)
+        return next((own for own in self.also if self.params(own) == self.params(made)), made)
+
+    # What is legal, and what it costs
+
+    def veto(self, config: LoaderConfig) -> Failure | None:
+        """Why a configuration must not be tried on this machine; None when it may."""
+        if config in self.also:
+            return None
+        if config.num_workers > self.max_workers:
+            return _infeasible(
+                f"more than {self.max_workers} workers are ruled out (max_workers, too few shards, repeated samples or data "
+                f"on an accelerator); num_workers={self.max_workers} would work"
+            )
+        limits, batch_bytes = self.limits, self._batch_bytes(config)
+        tensors = config.batches_in_flight * self.batch.tensors + RESERVED_DESCRIPTORS
+        needs = (
+            (config.batches_in_flight * batch_bytes, limits.shm_bytes, "/dev/shm", True),  # noqa: S108
+            (tensors, limits.descriptors, "descriptors", False),
+            (self.memory_need(config), limits.memory_bytes, "host memory", True),
+        )
+        is_larger = (config.batch_size or 0) > (self.batch.samples or float("inf"))
+        for need, limit, name, is_bytes in needs:
+            if (config.num_workers or is_larger) and limit is not None and need > limit * SAFE_SHARE:
+                much, there = (f"{each / 2**20:.0f} MiB" if is_bytes else f"{each:.0f}" for each in (need, limit))
+                return _infeasible(f"{config} would need {much} of {name}, and there is {there}")
+        return None
+
+    def over_margin(self, config: LoaderConfig, measured: Measurement) -> Failure | None:
+        """Why a configuration takes too much, from what its burst took; None where it does not.
+
+        That is asked of tuned batch sizes only: batches of a whole training run differ more than those of a burst,
+        so a margin must be left on host and device.
+        """
+        if config.batch_size is None:
+            return None
+        host = None if measured.memory is None else measured.memory.taken_bytes
+        kinds: tuple[tuple[FailureKind, str, int | None, int | None], ...] = (
+            ("memory_guard", "host", host, self.limits.memory_bytes),
+            ("device_memory", "device", measured.gpu.memory_bytes, self.limits.device_bytes),
+        )
+        for kind, name, took, limit in kinds:
+            if took is not None and limit is not None and took > limit * SAFE_SHARE:
+                message = (
+                    f"batch_size={config.batch_size} took {took / 2**20:.0f} of {limit / 2**20:.0f} MiB of {name} memory, "
+                    f"more than {SAFE_SHARE:.0%}; a smaller one would work"
+                )
+                return Failure(kind=kind, phase="plan", message=message)
+        return None
+
+    def cost(self, config: LoaderConfig) -> tuple[float, ...]:
+        """What a configuration costs, most important first: another batch size, workers, their memory, odd settings."""
+        memory: float = self.memory_need(config)
+        if self.limits.memory_bytes:
+            memory = int(memory / self.limits.memory_bytes / MEMORY_STEP)
+        # Where memory is no matter, a deeper queue is hardly ever slower, and it evens out the slow batches that no burst has
+        # seen: with the shallow first 89 instead of 95 % of 300 simulated machines are within 2 % (studies/regret/README.md).
+        depth = -(config.prefetch_factor or 0)
+        return (config.batch_size is not None, config.num_workers, memory, not self.is_modelled(config), depth)
+
+    def memory_need(self, config: LoaderConfig) -> float:
+        """Least bytes that the workers will take; what data they copy is extra."""
+        return memory_bytes(config, worker_bytes=WORKER_BASE_BYTES, batch_bytes=self._batch_bytes(config))
+
+    def _batch_bytes(self, config: LoaderConfig) -> float:
+        if config.batch_size is None or not self.batch.samples:
+            return self.batch.bytes
+        return self.batch.bytes * config.batch_size / self.batch.samples
+
+    def _unmodelled(self) -> dict[str, tuple[Any, ...]]:
+        axes = {"batch_size": "batch_sizes"}
+        return {name: getattr(self, axes.get(name, name)) for name in UNMODELLED}
+
+    def _most(self, name: str, most: int) -> int:
+        return max([most, *(getattr(own, name) or 0 for own in self.also)])
+
+    def _grid(self, most_workers: int | None) -> Iterator[LoaderConfig]:
+        for workers in self.worker_counts(most_workers):
+            for prefetch in self.prefetch_factors if workers else (None,):
+                plain = self.as_set(LoaderConfig(num_workers=workers, prefetch_factor=prefetch))
+                yield plain
+                for name, values in self._unmodelled().items():
+                    if workers or name != "in_order":
+                        yield from (replace(plain, **{name: value}) for value in values[1:])
+
+
+def memory_bytes(config: LoaderConfig, *, worker_bytes: float, batch_bytes: float) -> float:
+    """Bytes of the workers of a configuration, and of the batches that its queue may hold."""
+    return config.num_workers * worker_bytes + config.batches_in_flight * batch_bytes
+
+
+def _infeasible(message: str) -> Failure:
+    return Failure(kind="infeasible", phase="plan", message=message)

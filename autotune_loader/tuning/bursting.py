@@ -1,0 +1,164 @@
+"""How each burst is run, how long it is, when it is taken for a hang; and what came of it.
+
+search     short: it need only rank, and feed the twin
+round      a little longer, and from full queues where workers would compute more than in training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune_loader.bursts.protocol import Probe
+from autotune_loader.pipeline.throughput import queued_share
+from autotune_loader.search.context import Context
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import CEILING_BURST, BurstPlan
+from autotune_loader.values.trial import Trial
+
+SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
+"""One burst of the search: it need only rank and feed the twin; the rounds measure."""
+ROUND_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
+"""One burst of a round: long enough to average over stalls, short enough that a round sees one state of the machine.
+It hardly ever ends early: a window that closes when it looks quiet has not seen the slow tail yet."""
+ROUNDS_PER_BURST, LONGEST_BURST_S = 4.5, 3.0
+"""A window of fewer turns of all workers is mostly edges (studies/fidelity/README.md). No burst is longer for their sake."""
+FILLING_SHARE = 0.1
+"""While workers put more than this share of what they make into their queues, they compute more than in training."""
+CROWDED_SHARE = 0.5
+"""With more than this share of the logical cores busy some share a physical one, and slow each other down."""
+LONGEST_PREFILL_S = 0.75
+"""Enough for queues of eight batches a worker (studies/fidelity/README.md); slower workers fill a part of theirs."""
+DEADLINE_FACTOR, SHORTEST_DEADLINE_S = 10.0, 10.0
+"""A burst that takes longer than this many times the slowest successful one, and than these seconds, is taken for a hang ..."""
+UNKNOWN_DEADLINE_S = 30.0
+"""... or than these, before a burst with workers has shown how long they take to start ..."""
+LEAST_DEADLINE_S = 20.0
+"""... and sooner where that is more than half of the budget that is left, though not before these."""
+FETCHES_TO_WAIT_FOR = 4
+"""No burst hangs before so many times the seconds have passed that the first batch took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Wall seconds that may be spent."""
+
+    seconds: float
+    started: float
+    """When they began, on the clock."""
+    clock: Callable[[], float]
+
+    def left(self) -> float:
+        """Seconds; less than 0 once it is overrun."""
+        return self.seconds - (self.clock() - self.started)
+
+
+class Bursts:
+    """The bursts of one job so far, and how the next one is run: the record that `tune()` and `compare()` share.
+
+    Args:
+        probe: runs them.
+        context: the cores, which the step shares.
+        budget: of the run.
+        first_batch_s: what the very first batch took.
+    """
+
+    def __init__(self, probe: Probe, context: Context, budget: Budget, first_batch_s: float = 0.0) -> None:
+        self._probe, self.context = probe, context
+        self._budget, self._first_batch_s = budget, first_batch_s
+        self._prefills: dict[LoaderConfig, float] = {}
+        self.trials: list[Trial] = []
+        """Those of the search and of rounds, in order, with their traces."""
+
+    def step_alone(self) -> Measurement | Failure:
+        """The step on one cached batch again and again, which no loader can exceed; the context learns what it takes."""
+        measured = self._probe.step_ceiling(CEILING_BURST)
+        if isinstance(measured, Measurement):
+            cores = self.context.step_cores
+            if measured.cpu_share is not None:
+                # A step that sleeps or waits for a device keeps no core busy, whatever its threads.
+                cores = min(cores, measured.cpu_share * self.context.usable_cores)
+            self.context = replace(self.context, step_s=measured.step_s, step_cores=cores)
+        return measured
+
+    def search(self, config: LoaderConfig, number: int, predicted: float | None = None) -> Trial:
+        """A short burst, with the stages of a sample watched; once more where it failed by what may be chance."""
+        plan = replace(SEARCH_BURST, stages=True)
+        trial = self._trial(config, plan, number, predicted_samples_per_s=predicted)
+        if trial.failure is not None and trial.failure.retryable:
+            self.trials.pop()
+            trial = self._trial(config, plan, number, predicted_samples_per_s=predicted)
+        return trial
+
+    def in_round(self, config: LoaderConfig, round_number: int, number: int) -> Trial:
+        """A burst of a round, after queues are as full as they are in the midst of training."""
+        key = config.key()
+        if key not in self._prefills:
+            traced = [each for each in self._measured(key) if each.traces]
+            self._prefills[key] = prefill_s(config, traced[0], self.context) if traced else 0.0
+        plan = replace(ROUND_BURST, prefill_s=self._prefills[key])
+        return self._trial(config, plan, number, round=round_number)
+
+    def burst_s(self, config: LoaderConfig) -> float:
+        """Seconds that one more burst of a configuration will take, by what earlier ones took."""
+        took = {each.config.key(): each.seconds for each in self.trials if each.measurement is not None}
+        return took.get(config.key(), max(took.values(), default=0.0))
+
+    def _trial(self, config: LoaderConfig, plan: BurstPlan, number: int, **known: Any) -> Trial:
+        begun = self._budget.clock()
+        outcome = self._probe.burst(config, self._lasting(config, plan))
+        trial = Trial.of(number, config, outcome, seconds=self._budget.clock() - begun, **known)
+        self.trials.append(trial)
+        return trial
+
+    def _measured(self, key: LoaderConfig) -> list[Measurement]:
+        return [m for each in self.trials if (m := each.measurement) is not None and each.config.key() == key]
+
+    def _lasting(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
+        """The plan for one configuration: long enough for some turns of its workers, and with a deadline."""
+        least_s = self._least_window_s(config)
+        return replace(
+            plan,
+            min_s=max(plan.min_s, least_s),
+            max_s=max(plan.max_s, least_s),
+            seed=len(self.trials),
+            deadline_s=self._deadline_s(),
+        )
+
+    def _least_window_s(self, config: LoaderConfig) -> float:
+        """Seconds for some turns of the workers, as in the burst with the most similar number of them."""
+        seen = [(each.config.num_workers, m) for each in self.trials if (m := each.measurement) is not None]
+        seen = [each for each in seen if each[0]]
+        if not seen or not config.num_workers:
+            return 0.0
+        workers, nearest = min(seen, key=lambda each: abs(each[0] - config.num_workers))
+        crowding = max(1.0, config.num_workers / max(workers, self.context.usable_cores))
+        service_s = nearest.service_s + (crowding - 1.0) * nearest.service_cpu_s  # who waits needs no core meanwhile
+        return min(ROUNDS_PER_BURST * service_s, LONGEST_BURST_S)
+
+    def _deadline_s(self) -> float:
+        """Seconds after which a burst is taken for a hang: later ones shall still have half of what is left."""
+        done = [each for each in self.trials if each.measurement is not None]
+        slowest_s = max((each.seconds for each in done), default=0.0)
+        has_workers = any(each.config.num_workers for each in done)
+        patient_s = max(SHORTEST_DEADLINE_S if has_workers else UNKNOWN_DEADLINE_S, DEADLINE_FACTOR * slowest_s)
+        least_s = max(2 * slowest_s, FETCHES_TO_WAIT_FOR * self._first_batch_s)
+        return max(min(patient_s, max(self._budget.left() / 2, LEAST_DEADLINE_S)), least_s)
+
+
+def prefill_s(config: LoaderConfig, measured: Measurement, context: Context) -> float:
+    """Seconds that the workers need to fill their queues before the loop begins; 0 where the burst was as training is.
+
+    Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
+    gets its batches later and steps more slowly: bursts of half a second read 3 to 8 workers with a prefetch of 8 low by 5 to
+    25 % (studies/fidelity/README.md).
+    """
+    computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
+    if computing + context.step_cores <= CROWDED_SHARE * context.usable_cores:
+        return 0.0
+    if queued_share(measured.traces, workers=config.num_workers) <= FILLING_SHARE:
+        return 0.0
+    others_s = ((config.prefetch_factor or 1) - 1) * measured.service_s
+    return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)

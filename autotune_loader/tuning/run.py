@@ -1,0 +1,148 @@
+"""One tuning run before its search begins: what is legal for its workload on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+
+from autotune_loader.bursts.parent import OpenProbe
+from autotune_loader.bursts.protocol import WarmupReport
+from autotune_loader.machine.facts import Fingerprint, Machine
+from autotune_loader.pipeline.workload import DataSide, Workload
+from autotune_loader.search.context import Context
+from autotune_loader.search.space import BatchCost, Limits, Space
+from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.values.config import LoaderConfig
+
+MAX_WORKERS = 64
+"""More worker processes on one rank have never been shown to help, and starting them takes seconds."""
+BATCH_FACTORS = (2, 4, 0.5)
+"""Batch sizes around the user's own, in the order in which they are tried."""
+NO_OTHER_BATCHES = "batch_size is not tuned: {why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is fixed before the search begins."""
+
+    workload: Workload
+    space: Space
+    context: Context
+    warmup: WarmupReport
+    machine: Machine
+    tolerance: float = 0.02
+    notes: tuple[str, ...] = ()
+    """What the user should know of how the arguments were read and the bursts run."""
+
+    @property
+    def baseline(self) -> LoaderConfig:
+        """What the choice is compared with: the user's own configuration, or else torch's default."""
+        return self.workload.own_config or LoaderConfig()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What the result depends on."""
+        return self.machine.fingerprint(dataset=self.workload.data.description)
+
+    @property
+    def identity(self) -> str:
+        """What the trials of one study have in common; those of another job would mislead."""
+        data, warmup = self.workload.data, self.warmup
+        return f"{data.description}, batches of {data.batch_size}, {warmup.step}, {self.context.usable_cores} cores"
+
+
+def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: TuneOptions) -> Run:
+    """The run of a workload whose probe is warm."""
+    data, warmup = workload.data, opened.warmup
+    most, why = _max_workers(data, warmup, machine, options.max_workers)
+    sizes = batch_sizes(data, options.allow)
+    notes = [*workload.notes, *opened.notes, *why]
+    if "batch_size" in options.allow and len(sizes) == 1:
+        notes.append(NO_OTHER_BATCHES.format(why=_why_no_batch_size(data)))
+    return Run(
+        workload=workload,
+        space=make_space(workload, warmup, machine, options.allow, most),
+        context=make_context(workload, warmup, machine),
+        warmup=warmup,
+        machine=machine,
+        tolerance=options.tolerance,
+        notes=tuple(notes),
+    )
+
+
+def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> Context:
+    """What the search needs to know of machine and step, before the step was measured alone."""
+    return Context(
+        usable_cores=machine.usable_cores,
+        step_cores=float(min(warmup.default_threads, machine.usable_cores)) if workload.on_cpu else 1.0,
+        epoch_batches=None if workload.data.is_iterable else workload.data.batches_per_epoch(),
+    )
+
+
+def make_space(
+    workload: Workload, warmup: WarmupReport, machine: Machine, allow: Collection[str], max_workers: int
+) -> Space:
+    """The legal configurations of this workload on this machine, within what the user allows."""
+    data, kind = workload.data, workload.training.device.partition(":")[0]
+    accelerated = kind != "cpu" and not warmup.on_accelerator
+    own = workload.own_config
+    # Persistent workers of a dataset that is told its epoch would never hear of the next.
+    keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in allow)
+    space = Space(
+        max_workers=max_workers,
+        pin_memory=(True, False) if accelerated else (False,),
+        device_prefetch=(0, 1, 2) if accelerated and kind == "cuda" and "device_prefetch" in allow else (0,),
+        persistent_workers=keeps,
+        in_order=(True, False) if "in_order" in allow else (True,),
+        multiprocessing_context=own.multiprocessing_context if own else None,
+        batch_sizes=batch_sizes(data, allow),
+        limits=Limits(
+            shm_bytes=machine.shm_budget_bytes,
+            memory_bytes=machine.memory_budget_bytes,
+            descriptors=machine.open_files,
+            device_bytes=_device_bytes(machine, workload),
+        ),
+        batch=BatchCost(bytes=warmup.batch_bytes, tensors=warmup.batch_tensors, samples=warmup.samples),
+    )
+    return space if own is None else space.including(own)
+
+
+def batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ...]:
+    """The user's own batch size (None), and what to try beside it; no batch is larger than an epoch."""
+    own = data.batch_size
+    if "batch_size" not in allow or own is None:
+        return (None,)
+    most = data.samples_per_epoch()
+    sizes = [int(own * factor) for factor in BATCH_FACTORS]
+    return (None, *(size for size in sizes if size >= 1 and size != own and (most is None or size <= most)))
+
+
+def _why_no_batch_size(data: DataSide) -> str:
+    if data.batch_size is None:
+        return "the DataLoader does not make the batches; one with a batch_size would work"
+    return f"an epoch of {data.samples_per_epoch()} samples has room for no other than {data.batch_size}"
+
+
+def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: int | None) -> tuple[int, list[str]]:
+    """The most workers that are right here, and why where that is news to the user."""
+    caps, why = [MAX_WORKERS, asked, data.shards, data.batches_per_epoch()], list[str]()
+    if machine.why_no_workers is not None:
+        caps, why = [0], [machine.why_no_workers]
+    caps += [0] if warmup.on_accelerator or warmup.reads_by_itself or not warmup.same_in_workers else []
+    caps += [] if warmup.shardable else [1]
+    return min(each for each in caps if each is not None), why
+
+
+def _device_bytes(machine: Machine, workload: Workload) -> int | None:
+    """Memory of the accelerator that the step runs on; None for a CPU, or where nobody tells."""
+    kind, _, index = workload.training.device.partition(":")
+    of_device = {gpu.cuda_index: gpu.memory_bytes for gpu in machine.gpus} if kind == "cuda" else {}
+    return of_device.get(int(index or 0))
+
+
+def common_space(spaces: Sequence[Space]) -> Space:
+    """What is legal on every rank: the first one's space, with the tightest limits of all."""
+    names = [each.name for each in fields(Limits)]
+    known = {name: [value for each in spaces if (value := getattr(each.limits, name)) is not None] for name in names}
+    limits = Limits(**{name: min(values, default=None) for name, values in known.items()})
+    return replace(spaces[0], max_workers=min(each.max_workers for each in spaces), limits=limits)

@@ -1,0 +1,167 @@
+"""`tune()` on every rank of a training job: rank 0 decides, all ranks run each burst at the same time, the slowest counts.
+
+    rank 0    ask ──► own burst ──► outcomes of all ──► slowest ──► study ──► ask ... ──► result
+    rank r    hear ─► own burst ──► tell ─────────────────────────────────► hear ... ──► result
+
+So they contend for cores, memory and storage as they will in training. Objects travel by torch.distributed's own collectives on
+a gloo group: error and timeout of a rank that is lost are torch's. Alone (`ranks` is None) everything is done here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import platform
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from autotune_loader.bursts.protocol import Probe
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values.errors import TunerError, WorkloadError
+from autotune_loader.values.measurement import Failure, Measurement
+
+_groups = itertools.count()
+_Opened = TypeVar("_Opened")
+
+
+class Ranks:
+    """This process among the ranks of its job."""
+
+    def __init__(self, dist: Any, group: Any) -> None:
+        self._dist, self._group, self.rank = dist, group, dist.get_rank()
+        on_this_node = self.from_all(platform.node()).count(platform.node())
+        self.environ = {**os.environ, "LOCAL_WORLD_SIZE": str(on_this_node)}  # not every launcher says it
+
+    def from_all(self, value: Any) -> list[Any]:
+        """What every rank says, on every rank."""
+        said = [None] * self._dist.get_world_size()
+        self._dist.all_gather_object(said, value, group=self._group)
+        return said
+
+    def from_rank_0(self, *value: Any) -> tuple[Any, ...]:
+        """What rank 0 says, on every rank."""
+        said = [value]
+        self._dist.broadcast_object_list(said, src=0, group=self._group)
+        return said[0]
+
+
+@contextlib.contextmanager
+def joined_ranks() -> Iterator[Ranks | None]:
+    """The ranks of this job while the block runs; None where this process trains alone. Every rank must come here."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    is_up = dist.is_available() and dist.is_initialized()
+    is_launched = dist.is_available() and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if not (is_up or is_launched) or (dist.get_world_size() if is_up else int(os.environ["WORLD_SIZE"])) < 2:
+        yield None
+        return
+    if not is_up:
+        # The job makes its own group later, with the same store: what is ours has names of its own.
+        store, rank, size = next(rendezvous("env://"))
+        names = PrefixStore(f"autotune_loader{next(_groups)}", store)
+        dist.init_process_group("gloo", store=names, rank=rank, world_size=size)
+    group = dist.new_group(backend="gloo")
+    try:
+        yield Ranks(dist, group)
+    finally:
+        dist.destroy_process_group(group if is_up else None)
+
+
+@contextlib.contextmanager
+def opened_everywhere(ranks: Ranks | None, opening: contextlib.AbstractContextManager[_Opened]) -> Iterator[_Opened]:
+    """What is opened on this rank; where that fails on one rank it fails on all, which are told on which."""
+    why = ""
+    with contextlib.ExitStack() as exits:
+        try:
+            opened = exits.enter_context(opening)
+        except BaseException as error:
+            why = str(error) or type(error).__name__
+            raise
+        finally:
+            failed = (
+                [] if ranks is None else [f"rank {n}: {said}" for n, said in enumerate(ranks.from_all(why)) if said]
+            )
+        if failed:
+            raise TunerError(failed[0])
+        yield opened
+
+
+def decided(ranks: Ranks | None, probe: Probe, decide: Callable[[Probe], TuningResult]) -> TuningResult:
+    """What rank 0 decides with bursts on all ranks, on every rank."""
+    if ranks is None:
+        return decide(probe)
+    if ranks.rank:
+        return _followed(ranks, probe)
+    try:
+        result = decide(_Everywhere(ranks, probe))
+    except BaseException as error:
+        ranks.from_rank_0(None, f"rank 0: {error or type(error).__name__}", None)
+        raise
+    ranks.from_rank_0(None, "", result.to_dict())
+    return result
+
+
+def _followed(ranks: Ranks, probe: Probe) -> TuningResult:
+    """The result, after the bursts that rank 0 asks for; Ctrl-C, which reaches all ranks, is rank 0's to answer."""
+    before: Any = None
+    with contextlib.suppress(ValueError):  # only the main thread hears it
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        while (asked := ranks.from_rank_0())[0] is not None:
+            _outcomes(ranks, probe, *asked)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+    _, error, result = asked
+    if error:
+        raise TunerError(error)
+    return TuningResult.from_dict(result)
+
+
+class _Everywhere:
+    """A `Probe` on rank 0 whose every burst runs on all ranks at once; the slowest rank's measurement is the answer."""
+
+    def __init__(self, ranks: Ranks, own: Probe) -> None:
+        self._ranks, self._own = ranks, own
+
+    def burst(self, config: Any, plan: Any) -> Measurement | Failure:
+        # A rank that closes its window early would leave the cores to the others.
+        return self._ask("burst", config, replace(plan, min_s=plan.max_s))
+
+    def step_ceiling(self, plan: Any) -> Measurement | Failure:
+        return self._ask("step_ceiling", replace(plan, min_s=plan.max_s))
+
+    def _ask(self, *asked: Any) -> Measurement | Failure:
+        return slowest(_outcomes(self._ranks, self._own, *self._ranks.from_rank_0(*asked)))
+
+
+def _outcomes(ranks: Ranks, probe: Probe, name: str, *arguments: Any) -> list[Any]:
+    """Those of all ranks. Also one whose burst was interrupted tells, as the others wait for it."""
+    outcome: Any = Failure(kind="crashed", phase="batches", message="the burst was interrupted")
+    try:
+        outcome = getattr(probe, name)(*arguments)
+    except Exception as error:
+        outcome = error
+    finally:
+        outcomes = ranks.from_all(outcome)
+    return outcomes
+
+
+def slowest(outcomes: list[Any]) -> Measurement | Failure:
+    """What a trial measured, by rank: a failure anywhere fails it, else the lowest rate counts.
+
+    Raises:
+        WorkloadError: the workload of a rank raised.
+    """
+    for rank, each in enumerate(outcomes):
+        if isinstance(each, Exception):
+            raise WorkloadError(f"rank {rank}: {each}") from each
+        if isinstance(each, Failure):
+            return replace(each, message=f"rank {rank}: {each.message}")
+    lowest: Measurement = min(outcomes, key=lambda each: each.samples_per_s.value)
+    return lowest

@@ -1,0 +1,341 @@
+"""What is believed of a job from what was observed of it, and what follows for the choice and for the next burst."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autotune_loader.search.belief import SAFE, Belief, choose, equally_fast
+from autotune_loader.search.context import Context
+from autotune_loader.search.draws import PATHS, TYPICAL_NOISE, Draws, Observed, draw
+from autotune_loader.search.observation import Observation
+from autotune_loader.search.space import Space
+from autotune_loader.search.sufficiency import sufficient, with_sufficiency
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, FailureKind, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Trial
+from tests.support.clock import FakeClock
+from tests.support.machine import SimulatedMachine
+from tests.support.simulation import SimulatedProbe
+
+MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
+CONTEXT = Context(usable_cores=4, step_s=0.001)
+
+
+def workers(count: int, prefetch: int = 8, **more: Any) -> LoaderConfig:
+    return LoaderConfig(num_workers=count, prefetch_factor=prefetch if count else None, **more)
+
+
+def trials_on(machine: SimulatedMachine, *configs: LoaderConfig, seed: int = 0) -> list[Trial]:
+    probe = SimulatedProbe(machine, FakeClock(), seed=seed)
+    bursts = [
+        (config, probe.burst(config, BurstPlan(max_s=0.6, min_s=0.3, seed=i))) for i, config in enumerate(configs)
+    ]
+    return [Trial.of(i, config, outcome) for i, (config, outcome) in enumerate(bursts)]
+
+
+def believed(*configs: LoaderConfig, machine: SimulatedMachine = MACHINE, **space: Any) -> Belief:
+    found = Space(**space)
+    return Belief(found, CONTEXT, trials_on(machine, *configs))
+
+
+def draws_of(means: Sequence[float], sd: float | Sequence[float], shared: float = 0.0) -> Draws:
+    """Normal draws of logarithms of these means; `shared` is the correlation."""
+    rng = np.random.default_rng(0)
+    own, common = rng.standard_normal((PATHS, len(means))), rng.standard_normal((PATHS, 1))
+    off = np.sqrt(1 - shared) * own + np.sqrt(shared) * common
+    return Draws(keys=tuple(range(len(means))), paths=np.array(means) + np.array(sd) * off, noise_sd=0.03)
+
+
+# The choice
+
+
+@pytest.mark.parametrize(
+    ("deficit", "sd", "is_equal"),
+    [
+        (0.001, 0.004, True),
+        (0.015, 0.002, True),
+        (0.019, 0.0001, True),
+        (0.021, 0.0001, False),
+        (0.03, 0.004, False),
+        (0.015, 0.03, False),
+    ],
+)
+def test_equally_fast_within_2_percent_means_what_it_says(deficit: float, sd: float, is_equal: bool) -> None:
+    # GIVEN few workers that are so much slower than many, as surely as that (B4: 0.4 % used to be the limit)
+    draws = draws_of([-deficit, 0.0], sd)
+    # THEN they are chosen where they are within 2 % almost certainly, or as probably as the many
+    assert (0 in equally_fast(draws, 0.02)) == is_equal
+    assert choose(draws, [(4,), (8,)], 0.02) == (0 if is_equal else 1)
+
+
+def test_the_choice_on_a_machine_is_near_the_best_and_cheap() -> None:
+    belief = believed(workers(0), workers(1), workers(4), workers(6))
+    choice, probe = belief.choice, SimulatedProbe(MACHINE, FakeClock())
+    assert choice is not None
+    best = max(probe.truth(config) for config in belief.space.candidates(8))
+    assert probe.truth(choice) >= 0.97 * best
+    # THEN all answers come from the same draws
+    assert choice.key() in belief.as_fast()
+    assert belief.is_safe == (belief.probability(choice) >= SAFE)
+    assert belief.shortlist()[0] == choice
+    assert belief.predicted(choice) == pytest.approx(probe.truth(choice), rel=0.1)
+    mean, sd = belief.ratio(choice, workers(0))
+    assert mean > 2 * sd > 0
+
+
+def test_nothing_measured_is_no_choice_and_rates_alone_are_enough_for_one() -> None:
+    assert Belief(Space(), CONTEXT, []).choice is None
+    assert Belief(Space(), CONTEXT, []).shortlist() == []
+    # GIVEN a study of which only rates are known
+    measured = trials_on(MACHINE, workers(0))[0].measurement
+    assert isinstance(measured, Measurement)
+    bare = replace(measured, traces=(), step_s=0.0, service_s=0.0)
+    rates = {0: 50.0, 2: 100.0, 4: 200.0, 8: 203.0, 16: 205.0}
+    known = [
+        Trial.of(
+            n,
+            workers(n),
+            replace(bare, samples_per_s=Interval(value=rate, low=0.98 * rate, high=1.02 * rate, count=20)),
+        )
+        for n, rate in rates.items()
+    ]
+    belief = Belief(Space(max_workers=16), CONTEXT, known)
+    assert belief.twin is None
+    assert belief.choice is not None
+    assert 4 <= belief.choice.num_workers <= 16
+
+
+# What to measure
+
+
+def test_the_gradient_counts_only_what_a_burst_can_teach() -> None:
+    # GIVEN two that differ by a constant, however uncertain both are: no burst can tell more of it (B3)
+    common = np.random.default_rng(0).standard_normal(PATHS)
+    draws = Draws(keys=(0, 1), paths=np.stack([0.03 * common, 0.01 + 0.03 * common], axis=1), noise_sd=0.03)
+    assert draws.knowledge_gradient(0) == pytest.approx([0.0, 0.0], abs=1e-4)
+    # AND where they are apart by luck of their own, a burst is worth something, and of the more uncertain one more
+    gains = draws_of([0.0, 0.01, 0.01], [0.001, 0.02, 0.06]).knowledge_gradient(0)
+    assert gains[0] == pytest.approx(0.0, abs=1e-6)
+    assert 0.0005 < gains[1] < gains[2]
+
+
+def test_a_pair_is_worth_what_it_adds_to_the_certainty_of_the_choice() -> None:
+    known, open_question, hopeless = (draws_of([0.0, mean], 0.02) for mean in (0.2, 0.0, -0.2))
+    assert known.worth_of_pair(0, 1, 0.02) == pytest.approx(0.0, abs=1e-3)
+    assert hopeless.worth_of_pair(0, 1, 0.02) == pytest.approx(0.0, abs=1e-3)
+    assert 0.01 < open_question.worth_of_pair(0, 1, 0.02) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("kind", "failed", "succeeded", "knobs", "most"),
+    [
+        ("oom_killed", 32, 2, {}, 8),
+        ("deadline", 35, 0, {}, 1),
+        ("crashed", 1, 0, {}, 0),
+        ("oom_killed", 3, 2, {}, 2),
+        ("oom_killed", 4, 8, {}, None),
+        ("user_exception", 8, 0, {"pin_memory": True}, None),
+        ("oom_killed", 8, 0, {"batch_size": 64}, None),
+        ("infeasible", 8, 2, {}, None),
+    ],
+    ids=[
+        "the geometric middle",
+        "one, where none has worked",
+        "none, where one has failed",
+        "never what failed",
+        "unless more have succeeded",
+        "not for another knob",
+        "nor for another batch size",
+        "nor for arithmetic",
+    ],
+)
+def test_a_failure_bounds_the_workers_that_are_tried(
+    kind: FailureKind, failed: int, succeeded: int, knobs: dict[str, Any], most: int | None
+) -> None:
+    space = Space(pin_memory=(False, True), batch_sizes=(None, 64))
+    failure = Failure(kind=kind, phase="batches", message="no")
+    broken = workers(failed, 2, **knobs)
+    trials = [*trials_on(MACHINE, workers(0), workers(succeeded)), Trial.of(9, broken, failure)]
+    belief = Belief(space, CONTEXT, trials)
+    assert belief.most_workers == most
+    # THEN neither it nor anything beyond is proposed or chosen (B8)
+    assert broken.key() not in belief.configs
+    seen = {trial.config.key() for trial in trials}
+    assert all(most is None or config.num_workers <= most or config in seen for config in belief.configs)
+    assert belief.proposal() != broken
+
+
+def test_what_others_measure_is_passed_over_and_nothing_is_proposed_twice() -> None:
+    belief = believed(workers(0), workers(2, 1), machine=replace(MACHINE, noise_sd=0.08))
+    proposed = belief.proposal()
+    assert proposed is not None
+    assert proposed.key() not in {trial.config.key() for trial in belief.trials}
+    assert belief.proposal([proposed]) != proposed
+
+
+def test_workers_beyond_use_or_beyond_the_batches_of_an_epoch_are_no_candidates() -> None:
+    belief = believed(workers(0), workers(1))
+    assert max(config.num_workers for config in belief.configs) <= 1.5 * 4 + 4
+    few = Belief(Space(), replace(CONTEXT, epoch_batches=3), belief.trials)
+    assert max(config.num_workers for config in few.configs) == 3
+
+
+# What observations make of a belief
+
+
+def after(rates: Sequence[float], sd: float = 0.3) -> Draws:
+    """A belief in 100 samples/s of one thing, after rounds with these rates."""
+    count = len(rates)
+    seen = Observed(where=np.zeros(count, int), logs=np.log(rates), variances=np.zeros(count), rounds=np.arange(count))
+    return draw(["it"], np.log([100.0]), np.array([[sd**2]]), seen)
+
+
+def test_an_observation_that_something_disturbed_moves_the_belief_less_than_its_distance() -> None:
+    # GIVEN four bursts of one thing, the last of them half as fast as the others, or as good as alike
+    disturbed, near = (after([100.0, 100.0, 100.0, last], sd=0.2).paths.mean() for last in (50.0, 98.0))
+    # THEN it counts for less than one of four would
+    assert np.log(100.0) - disturbed < 0.8 * np.log(2.0) / 4
+    assert abs(np.log(100.0) - near) < 0.01
+
+
+def test_noise_is_read_from_what_is_seen_and_certainty_follows_it() -> None:
+    normal = np.random.default_rng(0).standard_normal((2, 30))
+    calm, rough = (after(list(100.0 * np.exp(sd * z))) for sd, z in zip((0.01, 0.09), normal, strict=True))
+    assert calm.noise_sd < 0.03 < 0.06 < rough.noise_sd
+    assert calm.paths.std() < rough.paths.std() / 2
+    assert after([]).noise_sd == TYPICAL_NOISE
+
+
+def test_beliefs_hold_the_truth_as_often_as_they_say() -> None:
+    """Script C1 of the review: truths beyond 1.645 standard deviations of ln(rate / rate of the choice)."""
+    beyond = []
+    for seed in range(24):
+        machine = replace(MACHINE, noise_sd=0.04, alpha=0.02 + 0.004 * seed, cpu_s=0.01 * 1.1**seed)
+        belief = Belief(Space(), CONTEXT, trials_on(machine, workers(0), workers(2), workers(5, 2), seed=seed))
+        probe, choice = SimulatedProbe(machine, FakeClock()), belief.choice
+        assert choice is not None
+        for config in (workers(1, 2), workers(3, 4), workers(6, 2), workers(8, 8)):
+            mean, sd = belief.ratio(config, choice)
+            truth = np.log(probe.truth(config, batches=400) / probe.truth(choice, batches=400))
+            beyond.append(abs(truth - mean) > 1.645 * sd + 1e-9)
+    assert np.mean(beyond) <= 0.15
+
+
+def test_rounds_that_something_slowed_as_a_whole_do_not_change_a_ratio() -> None:
+    # GIVEN bursts of two in one round, both at half speed, beside what the search knew
+    fast, slow = workers(4), workers(1)
+    trials = trials_on(MACHINE, workers(0), slow, fast)
+    belief = Belief(Space(), CONTEXT, trials)
+    halved = [
+        replace(t, number=10 + t.number, round=0, measurement=replace(m, samples_per_s=_times(m.samples_per_s, 0.5)))
+        for t in trials[1:]
+        if (m := t.measurement) is not None
+    ]
+    mean, _ = belief.ratio(fast, slow)
+    assert Belief(Space(), CONTEXT, [*trials, *halved]).ratio(fast, slow)[0] == pytest.approx(mean, abs=0.03)
+
+
+def _times(rate: Interval, factor: float) -> Interval:
+    return Interval(value=rate.value * factor, low=rate.low * factor, high=rate.high * factor, count=rate.count)
+
+
+def test_a_knob_that_the_twin_does_not_know_is_measured_and_only_then_believed() -> None:
+    # GIVEN pinning that was measured to be 10 % faster beside the same without
+    space = Space(pin_memory=(False, True))
+    plain, pinned = workers(4), workers(4, pin_memory=True)
+    trials = trials_on(MACHINE, workers(0), workers(1), plain)
+    before = Belief(space, CONTEXT, trials)
+    assert abs(before.ratio(pinned, plain)[0]) < 0.01
+    seen = trials[2].measurement
+    assert seen is not None
+    faster = replace(seen, samples_per_s=_times(seen.samples_per_s, 1.1))
+    rounds = [Trial.of(20 + i, c, m, round=i // 2) for i, (c, m) in enumerate([(plain, seen), (pinned, faster)] * 3)]
+    after_rounds = Belief(space, CONTEXT, [*trials, *rounds])
+    # THEN it is believed of other numbers of workers, too
+    assert after_rounds.ratio(pinned, plain)[0] > 0.06
+    assert after_rounds.ratio(workers(3, pin_memory=True), workers(3))[0] > 0.04
+
+
+# Workers that keep the loop busy: who has more of them is not faster, however lucky its burst was
+
+SERVICE_S, LOOP_S = 0.04, 0.0105
+CONFIGS = TOO_FEW, ENOUGH, MANY = tuple(workers(count) for count in (2, 5, 16))
+
+
+def observed(
+    config: LoaderConfig, *, batches: int = 200, slow: int = 0, faster: float = 1.0, **changes: Any
+) -> Observation:
+    """A burst in which a worker takes 40 ms a batch, `slow` of them ten times as long, and the loop 10.5 ms."""
+    service = np.full(batches, SERVICE_S) / faster
+    service[:slow] *= 10
+    seen = Observation(
+        num_workers=config.num_workers,
+        prefetch_factor=8,
+        service_s=service,
+        cpu_s=service,
+        receive_s=np.full(batches, 0.0005) / faster,
+        step_s=np.full(batches, LOOP_S - 0.0005) / faster,
+        batch_size=8.0,
+        samples_per_s=100.0,
+    )
+    return replace(seen, **changes)
+
+
+def with_bursts(many: float, *, sd: float = 0.05, use: float = 1.0, bursts: Any = None) -> tuple[Draws, Draws]:
+    """Draws around 50, 100 and so many samples/s, without and with what the bursts showed."""
+    before = draws_of(np.log([50.0, 100.0, many]).tolist(), sd)
+    found = sufficient(CONFIGS, [observed(c) for c in CONFIGS] if bursts is None else bursts, (0.5, use, 1.0))
+    return before, replace(before, paths=with_sufficiency(before.paths, found))
+
+
+def chosen(draws: Draws) -> LoaderConfig:
+    return CONFIGS[choose(draws, [(config.num_workers,) for config in CONFIGS], 0.02)]
+
+
+def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough() -> None:
+    # GIVEN 16 workers that are believed to be 10 % faster than 5, which keep the loop busy, and 2, which do not
+    without, draws = with_bursts(110.0)
+    # THEN the 5 are chosen, and without what the bursts showed the 16
+    assert chosen(draws) == ENOUGH
+    assert chosen(without) == MANY
+    # THEN they are as fast in every truth that may be, so that no pair of them is worth its time (B5)
+    assert np.all(draws.paths[:, 1] >= draws.paths[:, 2] - 1e-9)
+    assert np.median(draws.paths[:, 0] - draws.paths[:, 2]) < np.log(0.6)
+    assert draws.worth_of_pair(1, 2, 0.02) == pytest.approx(0.0, abs=1e-6)
+    # BUT rates beyond all luck refute what was seen
+    assert chosen(with_bursts(130.0, sd=0.02)[1]) == MANY
+
+
+@pytest.mark.parametrize(
+    ("bursts", "use", "are_enough"),
+    [
+        ([observed(ENOUGH)], 1.0, True),
+        ([observed(ENOUGH)], 0.92, False),
+        ([observed(ENOUGH, batches=30), observed(MANY, batches=30, slow=2)], 1.0, False),
+        ([observed(ENOUGH, step_s=np.full(200, 0.006)), observed(MANY)], 1.0, False),
+        ([observed(ENOUGH, step_s=np.full(200, 0.007), receive_s=np.full(200, 0.0035)), observed(MANY)], 1.0, False),
+        ([observed(ENOUGH), observed(MANY, faster=1.3)], 1.0, True),
+    ],
+    ids=[
+        "they keep up",
+        "the loop waits 8 % of the time behind slow batches",
+        "rare slow batches in another burst",
+        "a step that is too quick for them",
+        "what they hide is only that a batch travels",
+        "a moment in which everything was quicker",
+    ],
+)
+def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(
+    bursts: list[Observation], use: float, are_enough: bool
+) -> None:
+    paths = with_bursts(110.0, use=use, bursts=bursts)[1].paths
+    # THEN 5 workers lose nothing against 16, in the mean of the truths that may be
+    lost = np.maximum(1 - np.exp(paths[:, 1] - paths[:, 2]), 0.0).mean()
+    assert (lost < 0.001) == are_enough

@@ -1,0 +1,330 @@
+"""Paired rounds: no claim without difference, the cheapest of equals, an end by evidence, and failures survived."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autotune_loader.search.belief import Belief
+from autotune_loader.search.context import Context
+from autotune_loader.search.draws import PATHS, Draws, Observed, draw
+from autotune_loader.search.rounds import MAX_FAILURES, MOST_ROUNDS, Rounds, RoundsEnd, RoundsOutcome, in_turns
+from autotune_loader.search.space import Space
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.statistics import Interval
+from autotune_loader.values.trial import Trial
+from tests.support.clock import FakeClock
+from tests.support.machine import SimulatedMachine
+from tests.support.simulation import SimulatedProbe
+
+BASELINE = LoaderConfig()
+FEW, SOME, MANY = (LoaderConfig(num_workers=count) for count in (2, 4, 8))
+BROKEN = Failure(kind="crashed", phase="batches", message="no")
+BURST_S = 1.0
+Rate = float | Failure | Callable[[], float | Failure]
+
+
+def _shape() -> Measurement:
+    burst = SimulatedProbe(SimulatedMachine(), FakeClock()).burst(FEW, BurstPlan(max_s=0.3, min_s=0.1))
+    assert isinstance(burst, Measurement)
+    return replace(burst, traces=())
+
+
+SHAPE = _shape()
+
+
+def measured(rate: float) -> Measurement:
+    return replace(SHAPE, samples_per_s=Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20))
+
+
+class Bench:
+    """Runs rounds whose bursts have given rates, with noise; each takes a second."""
+
+    def __init__(self, rates: Mapping[Any, Rate], *, noise: float = 0.0, seed: int = 0) -> None:
+        self.rates, self.noise, self.rng = rates, noise, random.Random(seed)
+        self.asked: list[Any] = []
+        self.seconds = 0.0
+
+    def burst(self, side: Any) -> Measurement | Failure:
+        self.asked.append(side)
+        self.seconds += BURST_S
+        rate = self.rates[side]
+        rate = rate() if callable(rate) else rate
+        return rate if isinstance(rate, Failure) else measured(rate * (1 + self.rng.gauss(0, self.noise)))
+
+    def run(
+        self, rounds: Rounds, *, budget_s: float = math.inf, nominate: Callable[[], Sequence[Any]] = list
+    ) -> Rounds:
+        while sides := rounds.entrants(budget_s - self.seconds):
+            rounds.record([(side, self.burst(side)) for side in sides], BURST_S * len(sides))
+            rounds.admit(nominate())
+        return rounds
+
+
+def some_rounds(sides: Sequence[Any], baseline: Any = BASELINE, prior: Draws | None = None, **more: Any) -> Rounds:
+    """Rounds of configurations, by themselves or with what was believed before them."""
+    more = {"cost": lambda config: (config.num_workers,), **more}
+    rounds = Rounds(sides, baseline, **more)
+    if prior is not None:
+        rounds._believe = lambda: Known(prior, rounds)  # type: ignore[assignment, return-value]
+    return rounds
+
+
+class Known:
+    """What a belief answers of these rounds, if it believed in these draws before them."""
+
+    def __init__(self, prior: Draws, rounds: Rounds) -> None:
+        cells = [
+            (prior.keys.index(key), number, math.log(rate))
+            for number, each in enumerate(rounds.rounds)
+            for key, rate in each.rates.items()
+        ]
+        where, numbers, logs = (np.array(each) for each in zip(*cells, strict=True))
+        mean, covariance = prior.paths.mean(axis=0), np.cov(prior.paths.T)
+        seen = Observed(where=where, logs=logs, variances=np.full(len(logs), 0.01**2), rounds=numbers)
+        self.draws = draw(prior.keys, mean, covariance, seen)
+
+
+def known(rates: Mapping[LoaderConfig, float], sd: float) -> Draws:
+    """A search that believes in these rates, so surely."""
+    off = sd * np.random.default_rng(0).standard_normal((PATHS, len(rates)))
+    return Draws(keys=tuple(rates), paths=np.log(list(rates.values())) + off, noise_sd=0.03)
+
+
+def outcome_of(rounds: Rounds) -> RoundsOutcome:
+    found = rounds.outcome()
+    assert found is not None
+    return found
+
+
+# Who wins
+
+
+@pytest.mark.parametrize(
+    ("rates", "winner"),
+    [
+        ({BASELINE: 50.0, FEW: 99.9, SOME: 100.0, MANY: 100.1}, FEW),
+        ({BASELINE: 50.0, FEW: 95.0, SOME: 100.0, MANY: 99.0}, SOME),
+        ({BASELINE: 100.0, FEW: 100.1, SOME: 100.0, MANY: 99.0}, BASELINE),
+    ],
+    ids=["of equals the cheapest", "not one that is slower than the tolerance", "the baseline itself"],
+)
+def test_the_cheapest_of_the_fastest_wins(rates: Mapping[LoaderConfig, float], winner: LoaderConfig) -> None:
+    outcome = outcome_of(Bench(rates, noise=0.002).run(some_rounds([MANY, SOME, FEW])))
+    assert outcome.winner == winner
+    assert outcome.speedup is not None
+    assert (outcome.speedup.low > 1) == (winner != BASELINE)
+    assert winner not in outcome.as_fast
+    assert all(side.num_workers > winner.num_workers for side in outcome.as_fast)
+
+
+def test_as_fast_as_the_step_alone_in_two_rounds_is_at_the_ceiling_and_ends_them() -> None:
+    # GIVEN a step that no loader can outrun
+    rates = {BASELINE: 500.0, FEW: 996.0, MANY: 1000.0}
+    rounds = Bench(rates).run(some_rounds([MANY, FEW], ceiling=1000.0))
+    assert (rounds.ended, rounds.number) == (RoundsEnd.CEILING, 2)
+    assert outcome_of(rounds).at_ceiling
+    # BUT a side far above the step alone shows that this is no ceiling
+    denied = Bench({**rates, MANY: 1300.0}).run(some_rounds([MANY, FEW], ceiling=1000.0))
+    assert not outcome_of(denied).at_ceiling
+
+
+@pytest.mark.parametrize(
+    ("prior", "rounds", "winner"),
+    [
+        (
+            known({FEW: 100.0, SOME: 110.0, BASELINE: 50.0}, 0.06),
+            [{FEW: 100.0, SOME: 100.0, BASELINE: 50.0}] * 4,
+            FEW,
+        ),
+        (
+            known({SOME: 900.0, MANY: 900.0, BASELINE: 900.0}, 0.3),
+            [{MANY: 1000.0, SOME: 950.0, BASELINE: 500.0}] * 2 + [{MANY: 800.0, BASELINE: 400.0}] * 3,
+            MANY,
+        ),
+        (
+            None,
+            [{SOME: 1000.0, MANY: 950.0, BASELINE: 500.0}] * 2 + [{SOME: 800.0, BASELINE: 400.0}] * 3,
+            SOME,
+        ),
+    ],
+    ids=[
+        "a belief in 10 %, where all rounds show none",
+        "rounds that grew slow without it",
+        "the same without a belief",
+    ],
+)
+def test_rounds_that_both_ran_in_decide(
+    prior: Draws | None, rounds: Sequence[Mapping[LoaderConfig, float]], winner: LoaderConfig
+) -> None:
+    opened = some_rounds(list(rounds[0]), prior=prior)
+    for rates in rounds:
+        opened.record([(config, measured(rate)) for config, rate in rates.items()], seconds=3.0)
+    assert outcome_of(opened).winner == winner
+
+
+def test_a_belief_stands_against_scattered_rounds_but_not_against_all_of_them() -> None:
+    prior = known({MANY: 99.0, SOME: 103.0, BASELINE: 50.0}, 0.03)
+    always, sometimes = itertools.repeat(120.0), itertools.cycle([120.0, 90.0, 90.0])
+    for rates, winner in ((always, MANY), (sometimes, SOME)):
+        bench = Bench({BASELINE: 50.0, MANY: rates.__next__, SOME: 100.0}, noise=0.01)
+        assert outcome_of(bench.run(some_rounds([SOME, MANY], prior=prior), budget_s=60.0)).winner == winner
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_the_rounds_suggest_is_let_in_but_does_not_win_by_one_burst(is_late: bool) -> None:
+    bench = Bench({BASELINE: 50.0, FEW: 80.0, SOME: 100.0}, noise=0.01)
+
+    def nominate() -> list[LoaderConfig]:
+        return [SOME, MANY] if bench.asked.count(FEW) == (2 if is_late else 1) else []
+
+    rounds = bench.run(some_rounds([FEW]), budget_s=7.0 if is_late else math.inf, nominate=nominate)
+    outcome = outcome_of(rounds)
+    assert (bench.asked.count(SOME) == 1) is is_late
+    assert MANY not in rounds.sides
+    assert outcome.winner == (FEW if is_late else SOME)
+
+
+def test_any_names_can_be_compared() -> None:
+    rounds = Bench({"now": 100.0, "cached": 130.0, "slow": 60.0}, noise=0.01).run(
+        Rounds(["cached", "slow"], "now", least_rounds=5)
+    )
+    outcome = outcome_of(rounds)
+    assert rounds.number == 5
+    assert outcome.winner == "cached"
+    assert outcome.speedup is not None
+    assert 1.2 < outcome.speedup.low < 1.3 < outcome.speedup.high < 1.45
+
+
+# How long it takes
+
+
+def test_a_clear_answer_takes_two_rounds_and_one_round_claims_nothing_narrow() -> None:
+    rates = {BASELINE: 50.0, FEW: 100.0}
+    rounds = Bench(rates, noise=0.005).run(some_rounds([FEW]))
+    outcome = outcome_of(rounds)
+    assert (rounds.number, rounds.ended) == (2, RoundsEnd.SAFE)
+    assert outcome.speedup is not None
+    assert 1 < outcome.speedup.low < 2.0 < outcome.speedup.high
+    assert outcome.rate.low < 100 < outcome.rate.high
+    # AND where there is time for one only, its rate has no limits
+    rounds = Bench(rates).run(some_rounds([FEW]), budget_s=2.5)
+    assert (rounds.number, rounds.ended) == (1, RoundsEnd.NO_TIME)
+    assert not outcome_of(rounds).rate.is_telling
+    assert some_rounds([FEW]).outcome() is None
+
+
+EQUAL = {BASELINE: 100.0, FEW: 100.0, SOME: 100.0}
+
+
+@pytest.mark.parametrize("budget_s", [4, 7, 20])
+def test_no_round_begins_that_would_not_fit(budget_s: int) -> None:
+    bench = Bench(EQUAL, noise=0.05)
+    rounds = bench.run(some_rounds([FEW, SOME]), budget_s=budget_s)
+    assert bench.seconds <= budget_s
+    assert rounds.ended in (RoundsEnd.NO_TIME, RoundsEnd.NOT_WORTH_IT)
+
+
+@pytest.mark.parametrize(("noise", "most"), [(0.01, 8), (0.05, 25), (0.2, MOST_ROUNDS)])
+def test_a_tie_ends_when_no_pair_is_worth_its_seconds(noise: float, most: int) -> None:
+    rounds = Bench(EQUAL, noise=noise).run(some_rounds([FEW, SOME]))
+    assert 2 <= rounds.number <= most
+    assert rounds.ended in (RoundsEnd.SAFE, RoundsEnd.NOT_WORTH_IT)
+
+
+def test_dear_pairs_end_sooner_than_cheap_ones() -> None:
+    def number_of(burst_s: float) -> int:
+        numbers = []
+        for seed in range(8):
+            bench, rounds = Bench(EQUAL, noise=0.03, seed=seed), some_rounds([FEW, SOME])
+            while sides := rounds.entrants():
+                rounds.record([(side, bench.burst(side)) for side in sides], burst_s * len(sides))
+            numbers.append(rounds.number)
+        return sum(numbers)
+
+    assert number_of(8.0) < number_of(0.2)
+
+
+@pytest.mark.parametrize(
+    ("rates", "slow"),
+    [({BASELINE: 50.0, FEW: 98.5, SOME: 100.0}, BASELINE), ({BASELINE: 98.0, FEW: 60.0, SOME: 100.0}, FEW)],
+    ids=["the baseline", "another side"],
+)
+def test_who_is_clearly_slower_sits_out(rates: Mapping[LoaderConfig, float], slow: LoaderConfig) -> None:
+    bench, rounds = Bench(rates, noise=0.02), some_rounds([SOME, FEW])
+    while rounds.number < 5:
+        sides = rounds.entrants() if rounds.number < 2 else rounds._next()[0]
+        rounds.record([(side, bench.burst(side)) for side in sides], float(len(sides)))
+    assert bench.asked.count(slow) <= 2
+    assert bench.asked.count(SOME) == 5
+    assert outcome_of(rounds).speedup is not None
+
+
+def test_a_rival_that_cannot_be_faster_is_not_run_again() -> None:
+    # GIVEN a belief in which FEW is never slower than MANY, as its workers keep the step busy (B5)
+    prior = known({FEW: 100.0, MANY: 100.0, BASELINE: 50.0}, 0.05)
+    raised = prior.paths.copy()
+    raised[:, 0] = np.maximum(raised[:, 0], raised[:, 1])
+    rounds = some_rounds([FEW, MANY])
+    rounds._believe = lambda: _Fixed(replace(prior, paths=raised))  # type: ignore[assignment, return-value]
+    bench = Bench({FEW: 100.0, MANY: 103.0, BASELINE: 50.0}, noise=0.03)
+    bench.run(rounds)
+    assert (rounds.ended, rounds.number) == (RoundsEnd.SAFE, 2)
+
+
+class _Fixed:
+    def __init__(self, draws: Draws) -> None:
+        self.draws = draws
+
+
+def test_two_sides_are_each_first_as_often_and_more_are_shuffled() -> None:
+    assert [in_turns("AB", number)[0] for number in range(4)] == ["A", "B", "A", "B"]
+    firsts = [in_turns("ABC", number)[0] for number in range(60)]
+    assert all(firsts.count(side) >= 10 for side in "ABC")
+
+
+# Failures
+
+
+def test_a_side_that_keeps_failing_is_dropped_and_told_but_one_failure_is_forgiven() -> None:
+    bench = Bench({BASELINE: 50.0, FEW: 90.0, SOME: BROKEN}, noise=0.01)
+    outcome = outcome_of(bench.run(some_rounds([SOME, FEW])))
+    assert bench.asked.count(SOME) <= MAX_FAILURES
+    assert outcome.winner == FEW
+    assert set(outcome.failures) == {SOME}
+    once = itertools.chain([BROKEN], itertools.repeat(100.0))
+    assert outcome_of(Bench({BASELINE: 50.0, SOME: once.__next__}).run(some_rounds([SOME]))).winner == SOME
+
+
+def test_a_baseline_that_fails_leaves_the_speed_up_unknown_and_where_all_fail_there_is_no_outcome() -> None:
+    outcome = outcome_of(Bench({BASELINE: BROKEN, FEW: 100.0, SOME: 90.0}, noise=0.01).run(some_rounds([FEW, SOME])))
+    assert (outcome.winner, outcome.speedup) == (FEW, None)
+    bench = Bench({BASELINE: BROKEN, FEW: BROKEN})
+    rounds = bench.run(some_rounds([FEW]))
+    assert (rounds.outcome(), rounds.ended) == (None, RoundsEnd.ALL_FAILED)
+    assert len(bench.asked) <= 2 * MAX_FAILURES
+
+
+def test_a_side_off_the_grid_beside_neighbours_does_not_end_rounds_by_an_error() -> None:
+    """Script B7 of the review: 17 workers by the rule, never searched, in rounds that neighbours disturbed."""
+    space, context = Space(max_workers=24), Context(usable_cores=16)
+    rule, trials = LoaderConfig(num_workers=17), list[Trial]()
+    rounds = some_rounds([SOME, rule], believe=lambda: Belief(space, context, trials) if trials else None)
+    for number, (sides, busy) in enumerate(
+        [((BASELINE, SOME, rule), 0.5), ((BASELINE, SOME), 0.0), ((BASELINE, SOME), 0.5)]
+    ):
+        outcomes = [(side, replace(measured(100.0 + side.num_workers), foreign_cpu_share=busy)) for side in sides]
+        rounds.record(outcomes, 1.0)
+        trials += [Trial.of(10 * number + i, side, each, round=number) for i, (side, each) in enumerate(outcomes)]
+        assert rounds.incumbent() is not None
+        rounds.entrants()
+    assert outcome_of(rounds).rounds[0].foreign_cpu_share == 0.5

@@ -1,0 +1,208 @@
+"""The sampler in studies as users run them: with records and without, stopped, failed, interrupted, gone on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from autotune_loader.search.context import Context
+from autotune_loader.search.sampler import RECORD, StopReason, TwinSampler, quiet_optuna, read_record
+from autotune_loader.search.space import Space
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.trial import Trial
+from tests.support.clock import FakeClock
+from tests.support.machine import SimulatedMachine
+from tests.support.simulation import SimulatedProbe
+
+MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.002, noise_sd=0.02)
+CONTEXT = Context(usable_cores=4, step_s=0.002)
+Objective = Callable[[optuna.trial.Trial], float]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with quiet_optuna():
+        yield
+
+
+def study_with(sampler: Any, storage: str | None = None) -> optuna.Study:
+    return optuna.create_study(
+        direction="maximize", sampler=sampler, storage=storage, study_name="s", load_if_exists=True
+    )
+
+
+def recording(sampler: TwinSampler, machine: SimulatedMachine = MACHINE) -> Objective:
+    """An objective that bursts on a machine and tells the sampler all of it."""
+    probe = SimulatedProbe(machine, FakeClock())
+
+    def objective(trial: optuna.trial.Trial) -> float:
+        config = sampler.space.suggest(trial)
+        outcome = probe.burst(config, BurstPlan(max_s=0.6, min_s=0.3, seed=trial.number))
+        sampler.record(trial, Trial.of(trial.number, config, outcome))
+        if isinstance(outcome, Failure):
+            raise optuna.TrialPruned(outcome.message)
+        return outcome.samples_per_s.value
+
+    return objective
+
+
+def saturating(trial: optuna.trial.Trial) -> float:
+    """A user's own objective: six workers are enough, and deep queues help by a hair."""
+    workers = trial.suggest_int("num_workers", 0, 64)
+    prefetch = trial.suggest_int("prefetch_factor", 1, 8, log=True) if workers else 0
+    return 1000.0 * min(max(workers, 0.5), 6) * (1 + 0.0005 * prefetch)
+
+
+def test_a_users_own_objective_is_led_near_its_best_with_few_workers_and_stopped() -> None:
+    sampler = TwinSampler(context=Context(usable_cores=8))
+    study = study_with(sampler)
+    study.optimize(saturating, n_trials=40, callbacks=[sampler.stop_when_safe])
+    assert study.best_value >= 0.98 * 6000
+    choice = sampler.belief(study).choice
+    assert choice is not None
+    assert 6 <= choice.num_workers <= 12
+    # THEN every trial is one of its own: what ran is what the study says
+    assert len({tuple(trial.params.items()) for trial in study.trials}) == len(study.trials)
+
+
+def test_bursts_that_are_recorded_lead_to_a_safe_choice_in_few_trials() -> None:
+    sampler = TwinSampler(Space(), CONTEXT)
+    study = study_with(sampler)
+    assert sampler.wants_more(study)  # asked before optimize()
+    study.optimize(recording(sampler), n_trials=12, callbacks=[sampler.stop_when_safe])
+    assert len(study.trials) < 12
+    assert sampler.stop_reason is StopReason.SAFE
+    assert not sampler.wants_more(study)
+    choice, probe = sampler.belief(study).choice, SimulatedProbe(MACHINE, FakeClock())
+    assert choice is not None
+    assert probe.truth(choice) >= 0.95 * max(probe.truth(LoaderConfig(num_workers=n)) for n in (4, 6, 8))
+
+
+def test_the_step_alone_ends_a_search_once_two_trials_are_as_fast() -> None:
+    sampler = TwinSampler(Space(), CONTEXT, ceiling=6000.0, first=[LoaderConfig(num_workers=n) for n in (6, 8)])
+    study = study_with(sampler)
+    study.optimize(saturating, n_trials=9, callbacks=[sampler.stop_when_safe])
+    assert (len(study.trials), sampler.stop_reason) == (2, StopReason.CEILING)
+
+
+def test_what_is_enqueued_runs_before_a_study_is_stopped() -> None:
+    sampler = TwinSampler(Space(), CONTEXT, ceiling=1.0, first=[])
+    study = study_with(sampler)
+    for workers in (1, 2, 3):
+        study.enqueue_trial(sampler.space.params(LoaderConfig(num_workers=workers)))
+    study.optimize(recording(sampler), callbacks=[sampler.stop_when_safe])
+    assert [trial.params["num_workers"] for trial in study.trials] == [1, 2, 3]
+
+
+# Failures
+
+
+def test_what_failed_is_pruned_with_its_reason_and_proposed_no_more() -> None:
+    # GIVEN a machine that kills whatever has more than two workers (B8)
+    def fails(config: LoaderConfig) -> Failure | None:
+        too_many = Failure(kind="oom_killed", phase="batches", message="killed")
+        return too_many if config.num_workers > 2 else None
+
+    machine = SimulatedMachine(cores=8, cpu_s=0.02, step_s=0.002, fails=fails)
+    sampler = TwinSampler(Space(), Context(usable_cores=8))
+    study = study_with(sampler)
+    study.optimize(recording(sampler, machine), n_trials=15, callbacks=[sampler.stop_when_safe])
+    failed = [trial for trial in study.trials if trial.state is TrialState.PRUNED]
+    assert 1 <= len(failed) <= 3
+    assert len({tuple(trial.params.items()) for trial in study.trials}) == len(study.trials) < 15
+    record = read_record(failed[0])
+    assert record is not None
+    assert (record.failure is not None and record.failure.message) == "killed"
+    choice = sampler.belief(study).choice
+    assert choice is not None
+    assert choice.num_workers == 2
+
+
+def test_a_user_who_interrupts_gets_the_exception_and_goes_on_later() -> None:
+    sampler = TwinSampler(Space(), CONTEXT)
+    study, objective = study_with(sampler), recording(sampler)
+
+    def interrupted(trial: optuna.trial.Trial) -> float:
+        if trial.number == 1:
+            raise KeyboardInterrupt
+        return objective(trial)
+
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(interrupted, callbacks=[sampler.stop_when_safe])
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE, TrialState.FAIL]
+    study.optimize(objective, n_trials=12, callbacks=[sampler.stop_when_safe])
+    assert sampler.stop_reason is StopReason.SAFE
+
+
+# Other processes
+
+
+@pytest.mark.parametrize("storage", ["sqlite:///{}/study.db", None])
+def test_another_process_goes_on_from_the_means_that_the_study_keeps(storage: str | None, tmp_path: Path) -> None:
+    url = storage and storage.format(tmp_path)
+    first = TwinSampler(Space(), CONTEXT)
+    study = study_with(first, url)
+    study.optimize(recording(first), n_trials=2)
+    known = study.trials[0].user_attrs[RECORD]
+    assert json.loads(known)["measurement"]["traces"] == []
+    assert first.trials(study)[0].measurement.traces  # type: ignore[union-attr]
+    # WHEN a sampler of another process opens the study
+    again = TwinSampler(Space(), CONTEXT)
+    later = study if url is None else study_with(again, url)
+    # THEN it knows rates and stages, and measures nothing twice
+    ours, theirs = first.trials(study), again.trials(later)
+    assert [t.samples_per_s for t in theirs] == pytest.approx([t.samples_per_s for t in ours])
+    assert again.belief(later).twin is not None
+    proposed = again.proposal(later)
+    assert proposed is None or proposed.key() not in {trial.config.key() for trial in ours}
+
+
+def test_what_runs_elsewhere_is_passed_over() -> None:
+    sampler = TwinSampler(Space(), CONTEXT)
+    study = study_with(sampler)
+    # GIVEN another process that has begun with what would be proposed
+    expected = sampler.proposal(study)
+    other = study.ask()
+    assert sampler.space.suggest(other) == expected
+    mine = study.ask()
+    assert sampler.space.suggest(mine) != expected
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [{RECORD: "{}"}, {RECORD: "no JSON"}, {RECORD: 3}, {}],
+    ids=["of another release", "no text of ours", "no text", "nothing recorded"],
+)
+def test_a_record_that_cannot_be_read_leaves_the_value(attributes: dict[str, Any]) -> None:
+    study = study_with(sampler := TwinSampler(Space(), CONTEXT))
+    distributions = sampler.space.distributions()
+    params = {"num_workers": 3, "prefetch_factor": 2}
+    done = optuna.trial.create_trial(params=params, distributions=distributions, value=500.0, user_attrs=attributes)
+    study.add_trial(done)
+    assert [(t.config.num_workers, t.samples_per_s) for t in sampler.trials(study)] == [(3, 500.0)]
+
+
+def test_another_sampler_can_be_stopped_too_and_a_knob_of_the_users_is_drawn() -> None:
+    # GIVEN a study of Optuna's own sampler, which the twin only watches
+    watching = TwinSampler(Space(max_workers=8), CONTEXT)
+    study = study_with(optuna.samplers.TPESampler(seed=0))
+    study.optimize(recording(watching), n_trials=40, callbacks=[watching.stop_when_safe])
+    assert len(study.trials) < 40
+
+    # AND an objective that asks for more than a loader has, and for a prefetch also without workers
+    def own(trial: optuna.trial.Trial) -> float:
+        prefetch = trial.suggest_int("prefetch_factor", 1, 8, log=True)
+        return trial.suggest_int("num_workers", 0, 64) + prefetch + trial.suggest_float("learning_rate", 0.0, 1.0)
+
+    sampler = TwinSampler(Space(), CONTEXT)
+    study = study_with(sampler)
+    study.optimize(own, n_trials=4)
+    assert LoaderConfig() in [trial.config for trial in sampler.trials(study)]

@@ -1,0 +1,142 @@
+"""Whole runs of `tune()` and `compare()` on simulated machines: no process, no waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from autotune_loader.bursts.parent import OpenProbe
+from autotune_loader.bursts.protocol import Probe, WarmupReport
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.report.progress import make_progress
+from autotune_loader.results.result import TuningResult
+from autotune_loader.search.context import Context
+from autotune_loader.search.space import BatchCost, Limits, Space
+from autotune_loader.tuning import compare as comparer
+from autotune_loader.tuning import tune as tuner
+from autotune_loader.tuning.assemble import assembled
+from autotune_loader.tuning.bursting import Budget
+from autotune_loader.tuning.run import Run
+from autotune_loader.tuning.study import Search
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.errors import WorkloadError
+from tests.support.clock import FakeClock
+from tests.support.machine import SimulatedMachine
+from tests.support.simulation import SimulatedProbe
+
+START_S = 3.5
+"""What starting a probe takes of a budget."""
+
+
+class Endless(IterableDataset[Any]):
+    """A stream, whose epochs have no length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.count()
+
+
+def simulated_warmup(machine: SimulatedMachine, **changes: Any) -> WarmupReport:
+    """What a probe knows of a simulated machine once it is warm."""
+    seen: dict[str, Any] = {
+        "step": "simulated",
+        "samples": machine.batch_size,
+        "batch_bytes": machine.batch_bytes,
+        "batch_tensors": 2,
+        "on_accelerator": False,
+        "first_fetch_s": machine.cpu_s + machine.wait_s,
+        "first_fetch_cpu_s": machine.cpu_s,
+        "default_threads": machine.cores,
+    }
+    return WarmupReport(**{**seen, **changes})
+
+
+def simulated_run(
+    machine: SimulatedMachine,
+    space: Space | None = None,
+    *,
+    own: LoaderConfig | None = None,
+    epoch_batches: int | None = None,
+    has_step: bool = True,
+    **warmup: Any,
+) -> Run:
+    """What `tune()` knows of a simulated machine before its search begins; an epoch without length never ends.
+
+    `own` is the user's configuration, `warmup` other fields of the `WarmupReport`.
+    """
+    dataset = Endless() if epoch_batches is None else range(epoch_batches * machine.batch_size)
+    space = space or Space(limits=Limits(memory_bytes=16 << 30), batch=BatchCost(bytes=machine.batch_bytes, tensors=2))
+    return Run(
+        workload=Workload(
+            data=DataSide(dataset=dataset, batch_size=machine.batch_size),
+            training=TrainingSide(
+                device="cpu" if machine.step_cores else "cuda",
+                train_step=(lambda model, batch: None) if has_step else None,
+            ),
+            own_config=own,
+        ),
+        space=space if own is None else space.including(own),
+        context=Context(
+            usable_cores=machine.cores,
+            step_cores=float(machine.cores) if machine.step_cores else 1.0,
+            epoch_batches=epoch_batches,
+        ),
+        warmup=simulated_warmup(machine, **warmup),
+        machine=inspect_machine(),
+    )
+
+
+def simulated_search(
+    probe: Probe,
+    run: Run,
+    clock: FakeClock,
+    study: Any = None,
+    sampler: Any = None,
+    *,
+    budget_s: float = 60.0,
+    **given: Any,
+) -> Search:
+    """The search of `tune()` with this probe, up to the end of its rounds."""
+    budget = Budget(seconds=budget_s, started=given.pop("started", clock()), clock=clock)
+    search = Search(run, probe, study, sampler, budget=budget, **{"progress": make_progress(False), **given})
+    search.decide()
+    return search
+
+
+def simulated_result(
+    machine: SimulatedMachine, *, seed: int = 0, budget_s: float = 60.0, epoch_batches: int = 10_000, **given: Any
+) -> TuningResult:
+    """What `tune()` would return on this machine."""
+    clock = FakeClock()
+    probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
+    clock.advance(START_S)
+    run = simulated_run(machine, epoch_batches=epoch_batches, **given)
+    return assembled(simulated_search(probe, run, clock, budget_s=budget_s, started=0.0), clock())
+
+
+def on_simulated_machines(
+    monkeypatch: pytest.MonkeyPatch,
+    machine_of: Callable[[Workload], SimulatedMachine | str],
+    probe_on: Callable[..., Probe] = SimulatedProbe,
+) -> None:
+    """From now on `tune()` and `compare()` burst on the machine of a workload; a text is what its first batch raises."""
+    clock = FakeClock()
+
+    @contextlib.contextmanager
+    def opened(workload: Workload, *_: Any, **__: Any) -> Iterator[OpenProbe]:
+        machine = machine_of(workload)
+        if isinstance(machine, str):
+            raise WorkloadError(machine, "the traceback")
+        batches = None if workload.data.is_iterable else workload.data.batches_per_epoch()
+        probe: Any = probe_on(machine, clock, epoch_batches=batches)
+        yield OpenProbe(probe=probe, warmup=simulated_warmup(machine))
+
+    for module in (tuner, comparer):
+        monkeypatch.setattr(module, "open_probe", opened)
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))

@@ -1,0 +1,185 @@
+"""What is chosen, when a choice is called a guess, and what has to be known of it: on simulated machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from autotune_loader.diagnosis import Caution, Ended, Undecided
+from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.search.rounds import RoundsEnd
+from autotune_loader.tuning.assemble import _of_training, assembled, choice_of, why_undecided
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure
+from autotune_loader.values.statistics import Interval, Round
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support.tuned import simulated_result, simulated_run, simulated_search
+
+ONE, TWO = LoaderConfig(), LoaderConfig(num_workers=2)
+
+
+def a_search(
+    rates: list[tuple[float | None, float]],
+    *,
+    ended: RoundsEnd = RoundsEnd.NO_TIME,
+    tried: int = 2,
+    loss: float = 0.0,
+    foreign: float = 0.0,
+    at_ceiling: bool = False,
+    search_ended: Ended = Ended.SAFE,
+) -> Any:
+    """A search whose rounds gave the user's own configuration and the winner these rates."""
+    rounds = tuple(
+        Round(rates={side: rate for side, rate in ((ONE, a), (TWO, b)) if rate is not None}, foreign_cpu_share=foreign)
+        for a, b in rates
+    )
+    rate = Interval(value=1.0, low=0.5, high=2.0, count=len(rounds))
+    outcome = SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=at_ceiling, rate=rate, speedup=rate, as_fast=())
+    trials = [
+        SimpleNamespace(config=config, measurement=object(), round=None, samples_per_s=1.0)
+        for config in (ONE, TWO)[:tried]
+    ]
+    belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
+    return SimpleNamespace(
+        outcome=outcome if rounds else None,
+        rounds=SimpleNamespace(ended=ended) if rounds else None,
+        trials=trials,
+        fastest=lambda: trials[-1],
+        run=SimpleNamespace(tolerance=0.02, baseline=ONE),
+        twin=SimpleNamespace(belief=lambda study: belief),
+        study=None,
+        ended=search_ended,
+    )
+
+
+AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.0)]
+
+
+@pytest.mark.parametrize(
+    ("search", "why", "best"),
+    [
+        (a_search(AGREE, ended=RoundsEnd.SAFE), None, TWO),
+        (a_search(AGREE, ended=RoundsEnd.SAFE, foreign=0.9), None, TWO),
+        (a_search(DISAGREE, ended=RoundsEnd.NOT_WORTH_IT), None, TWO),
+        (a_search([(100.0, 110.0)], at_ceiling=True), None, TWO),
+        # undecided, and two rounds agree that something is faster
+        (a_search(AGREE, loss=0.05), Undecided.CLOSE, TWO),
+        (a_search(AGREE, foreign=0.5), Undecided.BUSY, TWO),
+        # undecided, and they do not: the user's own
+        (a_search(DISAGREE, loss=0.05), Undecided.CLOSE, ONE),
+        (a_search(DISAGREE, foreign=0.5), Undecided.BUSY, ONE),
+        (a_search([(100.0, 900.0)]), Undecided.FEW_ROUNDS, ONE),
+        (a_search([]), Undecided.NO_ROUNDS, ONE),
+        (a_search([], tried=1), Undecided.ONE_TRIED, ONE),
+        (a_search([(None, 900.0), (100.0, 900.0)], loss=0.05), Undecided.CLOSE, ONE),
+        # interrupted: the best so far
+        (a_search([], search_ended=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
+    ],
+)  # fmt: skip
+def test_a_guess_is_the_users_own_unless_two_rounds_agree(
+    search: Any, why: Undecided | None, best: LoaderConfig
+) -> None:
+    found = why_undecided(search)
+    assert (None if found is None else found.kind) == (None if why is None else why.kind)
+    assert choice_of(search, is_decided=found is None) == best
+
+
+def test_where_the_users_own_does_not_run_it_is_not_proposed() -> None:
+    search = a_search([(None, 900.0)])
+    search.trials[0].measurement = None
+    assert choice_of(search, is_decided=False) == TWO
+
+
+def test_a_budget_for_one_configuration_gives_the_users_own_and_says_why() -> None:
+    waiting = SimulatedMachine(cores=4, cpu_s=0.001, wait_s=0.1, step_s=0.001, noise_sd=0.0)
+    found = simulated_result(waiting, budget_s=4.5, own=LoaderConfig(num_workers=1))
+    assert (found.status, found.best) == ("undecided", LoaderConfig(num_workers=1))
+    assert Undecided.ONE_TRIED.said_by(found.undecided)
+
+
+def test_what_is_told_of_the_best_is_of_its_rounds_alone() -> None:
+    found = simulated_result(SimulatedMachine(step_s=0.005), own=LoaderConfig(num_workers=1))
+    assert found.status == "complete"
+    rates = found.rates_of(found.best)
+    assert len(rates) >= 2
+    assert found.rate is not None
+    assert min(rates.values()) <= found.rate.value <= max(rates.values())
+    assert found.speedup is not None
+    assert found.speedup.low < found.rate.value / found.baseline_rate.value < found.speedup.high  # type: ignore[union-attr]
+    assert found.ceiling is not None
+    assert found.tuned_at is not None
+    assert found.job is not None
+    assert found.job.step_s == pytest.approx(0.005, rel=0.2)
+
+
+def test_when_every_burst_fails_the_defaults_are_given_with_the_distinct_errors() -> None:
+    def fails(config: LoaderConfig) -> Failure:
+        place = "a worker" if config.num_workers else "the main process"
+        return Failure(kind="user_exception", phase="batches", message=f"broken in {place}")
+
+    found = simulated_result(SimulatedMachine(fails=fails))
+    assert (found.status, found.best, found.rate) == ("fallback", LoaderConfig(), None)
+    assert Ended.FALLBACK.said_by(found.ended)
+    assert any(Caution.FAILED.said_by(each) for each in found.warnings)
+
+
+class PerBatch(SimulatedProbe):
+    """A step of which all is the same for every batch."""
+
+    def burst(self, config: LoaderConfig, plan: Any) -> Any:
+        size = config.batch_size or 32
+        machine, self.machine = self.machine, replace(self.machine, batch_size=size, cpu_s=0.005 * size / 32)
+        try:
+            return super().burst(replace(config, batch_size=None), plan)
+        finally:
+            self.machine = machine
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [((None, 64, 128, 16), {64, 128}), ((None,), {None})])
+def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed(sizes: Any, chosen: Any) -> None:
+    machine, clock = SimulatedMachine(batch_size=32, cpu_s=0.005, step_s=0.01), FakeClock()
+    run = simulated_run(machine, epoch_batches=10_000)
+    allowed = replace(run, space=replace(run.space, max_workers=4, batch_sizes=sizes))
+    found = assembled(simulated_search(PerBatch(machine, clock), allowed, clock), 1.0)
+    assert found.best.batch_size in chosen
+    assert found.batch_size == found.best.batch_size or chosen == {None}
+    assert any(Caution.BATCH_SIZE.said_by(each) for each in found.warnings) is (chosen != {None})
+
+
+class ToldItsEpoch(TensorDataset):
+    epoch = 0
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(100))
+
+
+ROWS = DataSide.from_dataset(ToldItsEpoch(torch.zeros(100, 3)), batch_size=8)
+DROPPING = DataSide.from_dataset(Stream(), batch_size=8, drop_last=True)
+
+
+@pytest.mark.parametrize(
+    ("best", "data", "row", "words"),
+    [
+        ({"batch_size": 32}, ROWS, Caution.BATCH_SIZE, "from 8 to 32: the learning rate and its schedule belong to it"),
+        ({"batch_size": 32}, ROWS, Caution.BATCH_SIZE, "(4 times the learning rate is a common start for SGD"),
+        ({"num_workers": 1, "in_order": False}, ROWS, Caution.OUT_OF_ORDER, "order differs from run to run"),
+        ({"num_workers": 1, "persistent_workers": True}, ROWS, Caution.EPOCH_NOT_SEEN, "set_epoch()"),
+        ({"num_workers": 3}, DROPPING, Caution.FEWER_SAMPLES, "an epoch has fewer samples"),
+        ({"num_workers": 1}, DROPPING, None, ""),
+        ({"num_workers": 1, "prefetch_factor": 4}, ROWS, None, ""),
+    ],
+    ids=lambda value: None if isinstance(value, DataSide) else str(value),
+)
+def test_what_a_choice_changes_in_training_is_said(
+    best: dict[str, Any], data: DataSide, row: Caution | None, words: str
+) -> None:
+    found = list(_of_training(LoaderConfig(**best), data))
+    assert [each.kind for each in found] == ([] if row is None else [row.kind])
+    assert all(words in each.sentence for each in found)
