@@ -306,11 +306,13 @@ class Workers:
             self._pinner.shutdown(wait=False)
 
     def forget(self) -> None:
-        """In a fork of the user's: they are its parent's."""
+        """In a fork of the user's: they are its parent's, and what they have is fetched here."""
         for worker in self._all:
             worker.end.close()
             multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
-        self._all, self._where, self._ready, self._order, self.active = [], {}, {}, None, 0
+        if self._order is not None:
+            self._order.put_back([*self._where, *self._ready])
+        self._all, self._where, self._ready, self.active = [], {}, {}, 0
 
 
 _living: weakref.WeakSet[Workers] = weakref.WeakSet()
