@@ -7,6 +7,7 @@ next ── the last step is noted ── tuner, if it is time ── the next n
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -33,10 +34,12 @@ from autotune_loader.values.trace import MAIN_PROCESS
 
 PATIENCE_S, PATIENCE_FETCHES = 10.0, 20.0
 """Workers that nobody asked for are given up after the longer of these."""
-
-
+MOST_TRAINING_CHANGES = 3
+"""Epochs in whose midst the training changes the data; then workers are given up for good."""
 UNWATCHED = GATE_BATCHES // 2 - WATCHED
 """Batches of the loop before some are watched: short loops are left alone."""
+
+log = logging.getLogger("autotune_loader.autoloader")
 
 
 class EpochIterator(_BaseDataLoaderIter):
@@ -100,12 +103,9 @@ class EpochIterator(_BaseDataLoaderIter):
         return self._from_workers()
 
     def _think(self) -> None:
-        tuner = self._tuner
-        if tuner is None:
-            return
-        tuner.look(time.monotonic())
-        if tuner.wanted != self._config:
-            self._apply()
+        if self._tuner is not None:
+            self._tuner.look(time.monotonic())
+        self._follow()
 
     def _guarded(self, ours: Callable[[], None]) -> None:
         """Whatever goes wrong there, the epoch goes on; what it takes is tuning's own time."""
@@ -113,9 +113,12 @@ class EpochIterator(_BaseDataLoaderIter):
         try:
             ours()
         except Exception as error:
-            self._state.give_up(error)
-            self._tuner = None
-            if self._config != self._state.found.asked:
+            log.warning("AutoLoader no longer tunes this loader: %s: %s", type(error).__name__, error, exc_info=True)
+            self._tuner, found = None, self._state.found
+            if tuner is not None:
+                tuner.freeze()
+                tuner.wanted = found.asked
+            if self._config != found.asked:
                 self._apply()
         if tuner is not None:
             tuner.ledger.own_s += time.monotonic() - begun
@@ -169,7 +172,6 @@ class EpochIterator(_BaseDataLoaderIter):
         return self.order.seed if self._state.found.is_asked else torch.initial_seed()
 
     def _fetched(self) -> Any:
-        """A batch that is fetched here."""
         order = self.order
         try:
             item = next(order) if self._ahead is None else self._ahead.next(order.__next__)
@@ -310,7 +312,9 @@ class EpochIterator(_BaseDataLoaderIter):
         """The training has changed what workers have copies of: until the epoch ends batches are fetched here."""
         self._end_workers()
         self._is_parked = True
-        self._state.training_changed(what)
+        self._state.training_changes += 1
+        if self._state.training_changes >= MOST_TRAINING_CHANGES:
+            self._state.found.refuse(Kept.TRAINING_CHANGES(what=what))
         if what.partition(".")[0] in self._state.samplers:
             self.order.batch_anew()
 
@@ -321,7 +325,6 @@ class EpochIterator(_BaseDataLoaderIter):
         self._pool, self._config = None, LoaderConfig()
 
     def _end(self) -> None:
-        """The loop is told that the epoch is over."""
         if self.order.is_over:
             return
         self.order.is_over = True

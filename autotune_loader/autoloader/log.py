@@ -43,7 +43,6 @@ class Totals:
 
     @property
     def active_s(self) -> float:
-        """Seconds of training with this loader."""
         return self.waited_s + self.stepped_s
 
     @property
@@ -73,7 +72,6 @@ class Log:
 
     @property
     def end(self) -> int:
-        """Number of the batch that will be noted next."""
         return self.forgotten + len(self.rows)
 
     def since(self, batch: int) -> list[BatchTrace]:
@@ -90,8 +88,6 @@ class Log:
 
 
 class Loop:
-    """Whoever takes the batches of one epoch."""
-
     __slots__ = ("_asked", "_begun", "_fetch", "_log", "_received", "_rows", "_samples", "batches", "is_over")
 
     def __init__(self, log: Log, now: float) -> None:

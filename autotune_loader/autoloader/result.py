@@ -24,13 +24,10 @@ log = logging.getLogger("autotune_loader.autoloader")
 
 @dataclass(eq=False, kw_only=True)
 class Found:
-    """What one loader has shown so far."""
-
     site: Site
     asked: LoaderConfig
     log: Log
     has_batched_fetch: bool
-    """Whether its dataset can fetch batches."""
     refused: Finding | None = None
     """Why another number of workers is not tried; None where it is, or may be."""
     tuner: Tuner | None = None
@@ -52,12 +49,10 @@ class Found:
 
     @property
     def config(self) -> LoaderConfig:
-        """What is wanted now."""
         return self.asked if self.tuner is None else self.tuner.wanted
 
     @property
     def best(self) -> LoaderConfig:
-        """The best that is known."""
         return self.asked if self.tuner is None else self.tuner.best
 
     @property

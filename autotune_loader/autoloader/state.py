@@ -8,7 +8,6 @@ each batch    has the training changed what workers have a copy of?
 
 from __future__ import annotations
 
-import logging
 import random
 import weakref
 from collections.abc import Callable
@@ -26,11 +25,6 @@ from autotune_loader.autoloader.work import Sent
 from autotune_loader.autoloader.workers import Workers
 from autotune_loader.diagnosis import Kept
 from autotune_loader.results.record import Finding
-
-MOST_TRAINING_CHANGES = 3
-"""Epochs in whose midst the training changes the data; then workers are given up for good."""
-
-log = logging.getLogger("autotune_loader.autoloader")
 
 
 class Proof:
@@ -67,7 +61,6 @@ class Proof:
         return self.is_done if self._is_asked else self._found.refused is None and self.is_watched
 
     def first(self, make: Callable[[], Any]) -> Any:
-        """The loop's first fetch."""
         self.has_fetched, before = True, self._parts.noted()
         try:
             return make()
@@ -110,7 +103,6 @@ class Proof:
         return own
 
     def begin(self) -> None:
-        """Workers start now."""
         self._parts = Parts(self._named)
         self._seen, self._whole = self._parts.noted(), self._parts.noted(whole=True)
 
@@ -158,7 +150,6 @@ class LoaderState:
     sent: Sent
     samplers: dict[str, Any]
     context: Any
-    """Of `multiprocessing`, for workers."""
     timeout_s: float
     pins: bool
     keeps: bool
@@ -168,7 +159,6 @@ class LoaderState:
     workers: Workers | None = None
     """Those that no iterator has now."""
     fetched: int = 0
-    """Batches that the loop has fetched."""
     training_changes: int = 0
     current: weakref.ref[Any] | None = field(default=None, repr=False)
     """The iterator that was begun last, whose batches are noted."""
@@ -178,19 +168,6 @@ class LoaderState:
         if self.proof is None:
             self.proof = Proof({**self.sent.named(), **self.samplers}, self.found)
         return self.proof
-
-    def training_changed(self, what: str) -> None:
-        """The training has changed in mid-epoch what workers have copies of."""
-        self.training_changes += 1
-        if self.training_changes >= MOST_TRAINING_CHANGES:
-            self.found.refuse(Kept.TRAINING_CHANGES(what=what))
-
-    def give_up(self, error: BaseException) -> None:
-        """Ours went wrong: training goes on, untuned."""
-        log.warning("AutoLoader no longer tunes this loader: %s: %s", type(error).__name__, error, exc_info=True)
-        if self.found.tuner is not None:
-            self.found.tuner.freeze()
-            self.found.tuner.wanted = self.found.asked
 
     def take_workers(self, undo: Any) -> Workers:
         """Those that are there, fit for another epoch, or new ones."""
@@ -206,7 +183,6 @@ class LoaderState:
         return workers
 
     def give_workers(self, workers: Workers) -> None:
-        """An iterator needs them no longer."""
         workers.rest()
         self.found.lost, workers.lost = self.found.lost + workers.lost, 0
         if self.workers is None:

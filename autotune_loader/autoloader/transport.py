@@ -113,8 +113,6 @@ def receive(end: socket.socket, flags: int = 0) -> Any:
 
 
 class _Outgoing:
-    """What goes along with a pickle."""
-
     def __init__(self) -> None:
         self.files: list[int] = []
         self.own: list[int] = []

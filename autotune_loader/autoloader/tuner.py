@@ -147,7 +147,6 @@ class Tuner:
         return any(block.config == self.best for block in self.blocks) and self.wanted == self.best
 
     def freeze(self) -> None:
-        """Try nothing any more."""
         self._plan.close()
         self.wake = math.inf
 
@@ -179,7 +178,6 @@ class Tuner:
         self._applied_at = -math.inf if self.wanted == request.config else math.inf
 
     def applied(self, now: float) -> None:
-        """What is wanted runs from now on."""
         if self._applied_at == math.inf:
             self._since, self._applied_at = self._log.end, now
 
