@@ -83,7 +83,7 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     yield "threads", threads or "no variable is set", None
     gpus = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for gpu in machine.gpus)
     none = f"none: {machine.gpu_reason or 'CUDA sees none'}"
-    yield "GPUs", f"{gpus}; driver {machine.driver or 'unknown'}" if gpus else none, None
+    yield "GPUs", gpus or none, None
 
 
 def _versions() -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 from autotune_loader.diagnosis.bottleneck import (
     CORES_FULL_SHARE,
-    HAND_OVER_SHARE,
     LARGE_BATCH_BYTES,
     LARGE_STAGE,
     cores_words,
@@ -118,9 +117,7 @@ def _less_to_hand_over(evidence: Evidence) -> Iterator[Finding]:
     """Fewer bytes where they count, fewer batches where the fixed cost of each does; fewer tensors; less cost of each."""
     period_s, receiving_s = evidence.period_s, evidence.receive_s or 0.0
     if evidence.batch_bytes >= LARGE_BATCH_BYTES:
-        in_loop = receiving_s > HAND_OVER_SHARE * period_s
-        moved_s = receiving_s if in_loop else evidence.fetch_s or 0.0
-        gain = _gain_without(evidence, 0.75 * moved_s, period_s if in_loop else moved_s)
+        gain = _gain_without(evidence, 0.75 * receiving_s, period_s)
         found = Advice.SEND_LESS(size=evidence.batch_bytes)
     else:
         gain = _gain_without(evidence, receiving_s / 2, period_s)

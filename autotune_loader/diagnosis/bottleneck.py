@@ -6,7 +6,7 @@ two of them disagree, or nothing shows it, the answer is UNCLEAR, with both figu
 
 from __future__ import annotations
 
-from autotune_loader.diagnosis.evidence import Evidence, ready_s
+from autotune_loader.diagnosis.evidence import Evidence
 from autotune_loader.diagnosis.tables import Bottleneck, Fact, all_of
 from autotune_loader.diagnosis.units import counted
 from autotune_loader.results.record import Finding
@@ -76,7 +76,7 @@ def _row(evidence: Evidence) -> Bottleneck:
     if config.num_workers == 0:
         is_cheap = evidence.fetch_s < max(CHEAP_BATCH_S, CHEAP_SAMPLE_S * evidence.batch_size)
         return Bottleneck.IN_MEMORY if is_cheap else _cpu_or_storage(evidence)
-    if (evidence.receive_s or 0.0) > HAND_OVER_SHARE * evidence.period_s or only_moves_bytes(evidence):
+    if (evidence.receive_s or 0.0) > HAND_OVER_SHARE * evidence.period_s:
         return Bottleneck.HAND_OVER
     return _cpu_or_storage(evidence)
 
@@ -93,13 +93,6 @@ def _never_waiting(evidence: Evidence) -> Bottleneck:
     return Bottleneck.UNCLEAR if foreign > FOREIGN_CPU_LIMIT else Bottleneck.CPU
 
 
-def only_moves_bytes(evidence: Evidence) -> bool:
-    """Whether workers compute next to nothing and still take CPU: writing large batches into shared memory does."""
-    # What comes out faster than 1 GB for each CPU second is hardly computed, only moved.
-    moves = evidence.batch_bytes >= max(LARGE_BATCH_BYTES, 1e9 * (evidence.fetch_cpu_s or 0.0))
-    return moves and evidence.undisturbed.computing_share > COMPUTING_SHARE
-
-
 def _cpu_or_storage(evidence: Evidence) -> Bottleneck:
     waits, fetch = evidence.wait_share or 0.0, evidence.undisturbed
     is_full = (evidence.cpu_share or 0.0) > CORES_FULL_SHARE
@@ -111,8 +104,6 @@ def _cpu_or_storage(evidence: Evidence) -> Bottleneck:
         # Nine tenths of the loop are its step, or what slows that: fetches may sleep, and are in time.
         found, gain = _never_waiting(evidence), evidence.headroom or 0.0
         return Bottleneck.UNCLEAR if found is Bottleneck.STEP and gain > 2 * HARDLY_WAITS else found
-    if evidence.ready_burst is not None:
-        return Bottleneck.UNCLEAR
     # A fetch waits for something else than a core where cores were idle, or where it waits longer than others took these.
     own = 1 - (fetch.foreign_cpu_share or 0.0)
     has_core = fetch.idle_share is None or fetch.idle_share > IDLE_SHARE
@@ -131,11 +122,7 @@ def _facts(row: Bottleneck, evidence: Evidence) -> list[Finding | None]:
         case Bottleneck.STORAGE:
             return [_waited(evidence), _idle(evidence), _stage(evidence, is_waiting=True), waits, most]
         case Bottleneck.HAND_OVER:
-            if only_moves_bytes(evidence):
-                moved = Fact.WRITING(cpu=evidence.fetch_cpu_s, size=evidence.batch_bytes)
-            else:
-                moved = Fact.RECEIVING(size=evidence.batch_bytes, receive=evidence.receive_s)
-            return [moved, waits, most]
+            return [Fact.RECEIVING(size=evidence.batch_bytes, receive=evidence.receive_s), waits, most]
         case Bottleneck.MEMORY:
             trial = evidence.ran_out
             assert trial is not None
@@ -153,7 +140,7 @@ def _disagreement(evidence: Evidence) -> list[Finding | None]:
     """Two figures of which one must be wrong, or of which each would explain the other; and who else was busy."""
     foreign, fetch = evidence.foreign_cpu_share or 0.0, evidence.undisturbed
     busy = Fact.BUSY(share=foreign) if foreign > LITTLE_FOREIGN else None
-    waits, ready, ceiling = evidence.wait_share or 0.0, evidence.ready_burst, evidence.ceiling
+    waits, ceiling = evidence.wait_share or 0.0, evidence.ceiling
     is_near = ceiling is not None and evidence.samples_per_s >= NEAR_CEILING * ceiling.value
     if waits <= 2 * HARDLY_WAITS or is_near:
         return [_of_ceiling(evidence) or Fact.NO_CEILING(), busy]
@@ -161,9 +148,6 @@ def _disagreement(evidence: Evidence) -> list[Finding | None]:
         return [_at_most(evidence), busy]
     if evidence.fetching_share < RARELY_FETCHES:
         return [Fact.FETCHES_LITTLE(share=evidence.fetching_share), busy]
-    if ready is not None:
-        received = Fact.RECEIVING(size=ready.batch_bytes, receive=ready_s(ready))
-        return [Fact.READY(rate=ready.samples_per_s.value), received, busy]
     return [_waited(evidence), Fact.NO_CORE_IDLE() if fetch.idle_share is not None else None, busy]
 
 

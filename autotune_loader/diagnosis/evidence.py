@@ -158,18 +158,6 @@ class Evidence:
         return max(0.0, 1 - self.cpu_share - self.foreign_cpu_share)
 
     @property
-    def ready_burst(self) -> Measurement | None:
-        """A burst with more workers, most of whose batches lay ready, and which was no faster: its loop waited for no fetch."""
-        more = [
-            burst
-            for config, burst in self.bursts
-            if config.num_workers > self.config.num_workers and config.batch_size == self.config.batch_size
-        ]
-        if any(burst.samples_per_s.value > (1 + SAME_RATE) * self.samples_per_s for burst in more):
-            return None
-        return max((burst for burst in more if ready_s(burst) > 0), key=ready_s, default=None)
-
-    @property
     def ran_out(self) -> Trial | None:
         """The smallest configuration with more batches in flight that ran out of memory, and was missed; None where none was.
 

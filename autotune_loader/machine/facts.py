@@ -13,8 +13,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from autotune_loader.machine.gpus import GpuDevice, Gpus
+from autotune_loader.machine.gpus import GpuDevice, visible_gpus
 from autotune_loader.machine.limits import (
     Cores,
     MemoryBudget,
@@ -51,7 +52,6 @@ class Machine:
     """What CUDA sees, in its order."""
     gpu_reason: str | None
     """Why nothing is known about GPUs."""
-    driver: str | None
     why_no_workers: str | None = None
     """Why this process cannot start workers; None where it can."""
 
@@ -115,27 +115,24 @@ class Fingerprint:
     platform: str | None = None
 
 
-def inspect_machine(
-    *, root: Path = Path("/"), environ: Mapping[str, str] = os.environ, gpus: Gpus | None = None
-) -> Machine:
+def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Machine:
     """What this process may use here and now.
 
     Args:
         root: Where `/proc`, `/sys` and `/dev` are looked up.
         environ: Where variables are looked up.
-        gpus: How to ask about GPUs; through NVML if None. CUDA is never initialised here: a process that forks workers
-            afterwards could not use it in them.
+        nvml: As `visible_gpus` takes it. CUDA is never initialised here: a process that forks workers afterwards could not
+            use it in them.
     """
-    gpus = gpus if gpus is not None else Gpus(environ=environ)
+    gpus, gpu_reason = visible_gpus(nvml, environ)
     return Machine(
         cores=usable_cores(root, environ),
         memory=memory_budget(root),
         shm=shared_memory(root),
         open_files=open_files_limit(),
         world_size=local_world_size(environ),
-        gpus=gpus.devices(),
-        gpu_reason=gpus.reason,
-        driver=gpus.driver,
+        gpus=gpus,
+        gpu_reason=gpu_reason,
         why_no_workers=DAEMONIC if multiprocessing.current_process().daemon else None,
     )
 

@@ -96,12 +96,3 @@ def tree_pss(members: Iterable[int], root: Path = PROC) -> int | None:
         except (OSError, ValueError, IndexError):
             return None
     return total or None
-
-
-def process_start(pid: int) -> str | None:
-    """When a process began, as a word that tells it from another one with the same ID; None when it has ended."""
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.2f}"
-    except psutil.Error:
-        return None

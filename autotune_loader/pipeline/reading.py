@@ -126,22 +126,28 @@ class Reading:
 
     def _endless(self, size: int | None) -> Iterator[Any]:
         """Each batch of the epoch once, however it was skipped through, and then all of them again."""
-        data, read, is_new = self._data, set[int](), True
-        while is_new or read:
-            if not is_new:
-                read.clear()
-            is_new = False
+        data, read = self._data, set[int]()
+        while True:
             seed_everything(self._seed, *_generators_of(data))
             batches: Iterable[Any] = data.batch_sampler if data.batch_sampler is not None else data.sampler
             if size is not None and data.batch_sampler is None:
                 batches = BatchSampler(data.sampler, size, data.drop_last)
-            for number, each in enumerate(batches):
-                if number not in read:
-                    is_new = True
-                    self._is_skipped = False
+            are_all_read = True
+            try:
+                for number, each in enumerate(batches):
+                    if number in read:
+                        continue
+                    are_all_read = self._is_skipped = False
                     yield each
                     if not self._is_skipped:
                         read.add(number)
+            except Exception:
+                self._own = None  # the next burst shall raise it, too
+                raise
+            if are_all_read and not read:  # an epoch without a batch
+                return
+            if are_all_read:
+                read.clear()
 
     def _skip(self, batches: int) -> None:
         until = time.monotonic() + MOST_SKIPPED_S

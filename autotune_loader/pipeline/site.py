@@ -1,7 +1,6 @@
 """Which loader it is: by the line of code that makes it and what it reads, however often a script makes it anew.
 
-People read a loader's name and contents, AutoLoader finds what an earlier loader of the same place has learnt, and the ranks of
-a job find each other's. None of them counts loaders: a rank that validates alone would be one ahead of the others.
+People read a loader's name and contents, and AutoLoader finds what an earlier loader of the same place has learnt.
 """
 
 from __future__ import annotations
@@ -45,11 +44,6 @@ class Site(NamedTuple):
         length = "" if self.samples is None else f"[{self.samples}]"
         size = "" if self.batch_size is None else f", batches of {self.batch_size}"
         return f"{self.dataset}{length}{size}{', shuffled' if self.is_shuffled else ''}"
-
-    @property
-    def key(self) -> str:
-        """The same on all ranks of a job, whose folders and shards of the data may differ."""
-        return f"{self.line.base}:{self.line.number}/{self.dataset}/{self.batch_size}/{'shuffled' if self.is_shuffled else ''}"
 
 
 def _is_shuffled(loader: Any, batches: Any) -> bool:

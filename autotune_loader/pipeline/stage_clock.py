@@ -55,7 +55,6 @@ class StageClock:
 
     def __init__(self, dataset: Any) -> None:
         self._thread = threading.get_ident()
-        self._schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._fetch = _base(dataset)
         self._stack: list[Line] = []
         self._wall = self._cpu = self._due = 0.0
@@ -130,19 +129,17 @@ class StageClock:
     def _begin_anew(self) -> None:
         self._seen: dict[Line, list[float]] = {}
         self._totals, self._all_s = [0.0, 0.0, 0.0], 0.0
-        self._outside = (_crowded_s(self._schedule), _queue_cpu_s())
+        self._queue_cpu_s = _queue_cpu_s()
 
     def _report(self) -> StageSamples:
         self._due = self._wall + REPORT_S
         # What is counted without a stop is taken for the batches that are clocked.
-        share, now = self._totals[1] / self._all_s, (_crowded_s(self._schedule), _queue_cpu_s())
-        crowded_s, queue_cpu_s = ((after - before) * share for after, before in zip(now, self._outside, strict=True))
+        queue_cpu_s = (_queue_cpu_s() - self._queue_cpu_s) * self._totals[1] / self._all_s
         told = StageSamples(
             seen=tuple(Seen(*line, *seconds) for line, seconds in self._seen.items()),
             samples=self._totals[0],
             wall_s=self._totals[1],
             cpu_s=self._totals[2],
-            crowded_s=crowded_s,
             queue_cpu_s=queue_cpu_s,
         )
         self._begin_anew()
@@ -283,14 +280,6 @@ def _base(dataset: Any) -> Line:
             if entry is not None and is_users(kind.__module__):
                 return f"{type(each).__name__}.{entry}", _where(vars(kind)[entry])
     return type(dataset).__name__, _where(type(dataset))
-
-
-def _crowded_s(schedule: Path) -> float:
-    """Seconds in which a thread was ready and had no core, by its schedstat; 0 from a kernel that does not tell."""
-    try:
-        return int(schedule.read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def _queue_cpu_s() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from autotune_loader.values.stages import HAND_OVER, Line, Seen, StageSamples, StageTime
 
@@ -14,7 +14,7 @@ OTHERS_SHARE = 0.05
 SMALL = 0.005
 """Stages below this share are told together."""
 OTHER_THREADS, REST = "other threads", "rest"  # stages as they are shown
-TOTALS = ("samples", "wall_s", "cpu_s", "crowded_s", "queue_cpu_s")
+TOTALS = ("samples", "wall_s", "cpu_s", "queue_cpu_s")
 """Fields of `StageSamples` that add up."""
 
 
@@ -35,26 +35,12 @@ def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
     """Where a sample's time in a worker goes, the longest stage first; empty where too little was seen to say."""
     if burst is None or burst.samples <= 0 or burst.wall_s < FEWEST_S:
         return ()
-    computed_s, waited = math.fsum(each.cpu_s for each in burst.seen), _without_crowding(burst.seen, burst.crowded_s)
-    rows = [each._replace(wall_s=each.cpu_s + waited_s) for each, waited_s in zip(burst.seen, waited, strict=True)]
+    computed_s, rows = math.fsum(each.cpu_s for each in burst.seen), list(burst.seen)
     rows.append(Seen(HAND_OVER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s))
     others_s = burst.cpu_s - computed_s - burst.queue_cpu_s
     if others_s > OTHERS_SHARE * burst.cpu_s:
         rows.append(Seen(OTHER_THREADS, "threads of the dataset or of its libraries", 0.0, others_s))
     return _by_stage(rows, burst.samples)
-
-
-def _without_crowding(seen: Sequence[Seen], crowded_s: float) -> list[float]:
-    """Seconds without the CPU of each stage, but for those of waiting for a core, which would say more of the burst than of it.
-
-    They are of stages that compute, as far as these were without the CPU, and otherwise of all.
-    """
-    idle = [max(each.wall_s - each.cpu_s, 0.0) for each in seen]
-    computed_s = math.fsum(each.cpu_s for each in seen) or 1.0
-    crowded = [min(crowded_s * each.cpu_s / computed_s, idle_s) for each, idle_s in zip(seen, idle, strict=True)]
-    left = [idle_s - part_s for idle_s, part_s in zip(idle, crowded, strict=True)]
-    share = max(0.0, 1 - (crowded_s - math.fsum(crowded)) / (math.fsum(left) or 1.0))
-    return [share * left_s for left_s in left]
 
 
 def _by_stage(rows: list[Seen], samples: float) -> tuple[StageTime, ...]:

@@ -63,19 +63,12 @@ class ScriptReport:
 
     verb: str
     seconds: float
-    peak_memory_bytes: int
-    """Of the process itself."""
-    peak_child_memory_bytes: int | None
-    """Of the largest process that it started and that has ended; None where no loader had workers."""
     loaders: tuple[LoaderReport, ...]
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        memory = f"peak memory {units.bytes_text(self.peak_memory_bytes)}"
-        if self.peak_child_memory_bytes:
-            memory += f", largest child process {units.bytes_text(self.peak_child_memory_bytes)}"
         loaders = units.counted(len(self.loaders), "loader")
-        head = f"autotune-loader {self.verb}: {loaders} in {units.seconds_text(self.seconds)}; {memory}"
+        head = f"autotune-loader {self.verb}: {loaders} in {units.seconds_text(self.seconds)}"
         return "\n\n".join([head, *map(str, self.loaders), *(["\n".join(self.notes)] if self.notes else [])])
 
     def save(self, path: str | os.PathLike[str]) -> None:

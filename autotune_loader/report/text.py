@@ -46,6 +46,12 @@ def summary_of(result: TuningResult) -> str:
     return wrapped(_sentences([*_choice(result), Choice.REPORT(name=name)]), indent="")
 
 
+def sentences_of(result: TuningResult) -> list[Finding]:
+    """Everything that is said of a result apart from its table."""
+    said = [*_choice(result), result.bottleneck, result.ended]
+    return [*(each for each in said if each is not None), *result.advice, *result.warnings]
+
+
 def report_of(result: TuningResult, width: int = WIDTH) -> str:
     """The whole result: choice, table, bottleneck, stages, advice, warnings, how it was found."""
     blocks = [

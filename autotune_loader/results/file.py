@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _Kind = TypeVar("_Kind")
 OnMismatch = Literal["fit", "strict", "ignore"]
 SCHEMA_VERSION = 1
-MAX_FILE_BYTES = 32 << 20
-"""No honest loader.json comes near this; a file that does is refused before it is parsed."""
 CONFIG_VARIABLE = "AUTOTUNE_LOADER_CONFIG"
 """Names the file for jobs that take no argument."""
 FILE_NAME = "loader.json"
@@ -90,16 +88,13 @@ def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Differenc
 
 
 def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _Kind:
-    """What `parse` makes of a JSON file of ours, after its size and version were checked.
+    """What `parse` makes of a JSON file of ours, after its version was checked.
 
     Raises:
-        ConfigFileError: missing, too large, not JSON, of a newer version, or nothing that `parse` takes.
+        ConfigFileError: missing, not JSON, of a newer version, or nothing that `parse` takes.
     """
     name = f"path={os.fspath(path)!r}"
     try:
-        size = Path(path).stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ConfigFileError(f"{name} has {size} bytes, more than any loader.json ({MAX_FILE_BYTES})")
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise ConfigFileError(f"{name} cannot be read ({getattr(error, 'strerror', error)}); {HOW_TO_WRITE}") from error

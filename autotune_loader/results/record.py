@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 RateUnit = Literal["samples/s", "batches/s"]
 Status = Literal["complete", "undecided", "partial", "fallback"]
 FoundBy = Literal["tune", "autoloader", "watch"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What can be said of a run. The tables in `diagnosis` make it; code decides by `kind`, people read `sentence`."""
+class Finding(str):
+    """What can be said of a run: its sentence, with a name. The tables in `diagnosis` make it; code decides by `kind`."""
 
     kind: str
     """Such as "cpu" or "larger_reads": the name of its row, in lower case."""
-    sentence: str
-    gain: float | None = None
+    gain: float | None
     """What it is worth at most, relative to the rate now: 0.5 is half as fast again. None where nothing bounds it."""
 
-    def __str__(self) -> str:
-        return self.sentence
+    def __new__(cls, *, kind: str, sentence: str, gain: float | None = None) -> Finding:
+        self = super().__new__(cls, sentence)
+        self.kind, self.gain = kind, gain
+        return self
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        return str(self)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        return (), {"kind": self.kind, "sentence": str(self), "gain": self.gain}
+
+    def to_plain(self) -> dict[str, Any]:
+        """As `loader.json` has it."""
+        gain = {} if self.gain is None else {"gain": self.gain}
+        return {"kind": self.kind, "sentence": str(self), **gain}
+
+    @classmethod
+    def from_plain(cls, raw: Any) -> Finding:
+        """The inverse of `to_plain`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if (
+            not isinstance(raw, dict)
+            or not isinstance(raw.get("kind"), str)
+            or not isinstance(raw.get("sentence"), str)
+        ):
+            raise ValueError(f"{raw!r:.60} is no finding with a kind and a sentence")
+        if not isinstance(gain := raw.get("gain"), (int, float, type(None))):
+            raise ValueError(f"gain={gain!r:.60} is no number")
+        return cls(kind=raw["kind"], sentence=raw["sentence"], gain=gain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

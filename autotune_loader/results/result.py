@@ -298,6 +298,13 @@ class TuningResult:
         ordered = sorted(found, key=lambda each: not each.matters)
         return [f"{'!' if each.matters else '~'} {each.sentence}" for each in ordered]
 
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """What to use, what it brings, what limits it, why the search ended, and what should be known: a sentence each."""
+        from autotune_loader.report.text import sentences_of
+
+        return tuple(sentences_of(self))
+
     def plot_workers(self) -> Figure:
         """Rates over workers with intervals, ceiling and predictions."""
         from autotune_loader.report.plots import plot_workers

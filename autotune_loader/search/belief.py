@@ -21,7 +21,7 @@ from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import Floats
 from autotune_loader.search.space import UNMODELLED, Space
 from autotune_loader.search.sufficiency import sufficient, with_sufficiency
-from autotune_loader.search.twin import Solved, Twin, fit_twin
+from autotune_loader.search.twin import Solved, Twin
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trial import Trial
 
@@ -77,7 +77,7 @@ class Belief:
         """The queueing model of all bursts whose stages were measured; None before there is any."""
         measured = [(t.config, t.measurement) for t in self._seen if t.measurement is not None]
         known = [(config, m) for config, m in measured if m.step_s + m.service_s > 0 and self.space.is_modelled(config)]
-        return fit_twin([Observation.of(config, m) for config, m in known], self.context)
+        return Twin.fit([Observation.of(config, m) for config, m in known], self.context) if known else None
 
     @cached_property
     def draws(self) -> Draws:
@@ -108,12 +108,6 @@ class Belief:
         """The same, of some configurations alone."""
         draws = self.draws.of([config.key() for config in configs])
         return self.space.as_kept(configs[choose(draws, [self.space.cost(c) for c in configs], self.tolerance)])
-
-    def as_fast(self, configs: Sequence[LoaderConfig] | None = None) -> list[LoaderConfig]:
-        """Those that count as equally fast."""
-        configs = self.configs if configs is None else configs
-        draws = self.draws.of([config.key() for config in configs])
-        return [configs[index] for index in equally_fast(draws, self.tolerance)]
 
     def probability(self, config: LoaderConfig) -> float:
         """Of losing no more than the tolerance against the best of all."""

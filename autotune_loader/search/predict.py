@@ -1,4 +1,4 @@
-"""What to expect of a configuration that did not run: its rate, what limits it, and its memory."""
+"""What to expect of a configuration that did not run: its rate and its memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from autotune_loader.search.context import Context
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import WORKER_BASE_BYTES, memory_bytes
-from autotune_loader.search.twin import Limit, Twin
+from autotune_loader.search.twin import Twin
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Z_95, Interval
@@ -20,12 +20,6 @@ from autotune_loader.values.trial import Trial
 
 UNTESTED_SD = 0.06
 """How far rates lie off a twin that was fitted to them alone (relative; its goal is a median error of 3 %)."""
-LIMITS = {
-    "workers": "the number of workers",
-    "cores": "the cores",
-    "step": "the training step",
-    "receiving": "receiving",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +29,12 @@ class Prediction:
     config: LoaderConfig
     samples_per_s: Interval
     """Sustained rate; its interval is as wide as the bursts' own rates lie off the twin. `count` is the number of bursts."""
-    limited_by: Limit
     memory_bytes: int | None
     """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
 
     def __str__(self) -> str:
         memory = "" if self.memory_bytes is None else f", {self.memory_bytes / 2**20:,.0f} MiB"
-        return f"{self.config}: {self.samples_per_s} samples/s expected, limited by {LIMITS[self.limited_by]}{memory}"
+        return f"{self.config}: {self.samples_per_s} samples/s expected{memory}"
 
 
 def predict(
@@ -85,10 +78,9 @@ def predict(
             samples_per_s=Interval(
                 value=rate, low=rate * np.exp(-Z_95 * sd).item(), high=rate * np.exp(Z_95 * sd).item(), count=len(seen)
             ),
-            limited_by=limit,
             memory_bytes=_peak_bytes(config, seen),
         )
-        for config, rate, limit in zip(configs, map(float, solved.samples_per_s), solved.limits, strict=True)
+        for config, rate in zip(configs, map(float, solved.samples_per_s), strict=True)
     ]
 
 

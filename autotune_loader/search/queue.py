@@ -35,16 +35,15 @@ def simulate(
     """When each step was done, in seconds from the moment the workers could begin, shape (batches, columns).
 
     Args:
-        service_s: fetch and collate, shape (batches, columns) or (batches,) for one column.
-        receive_s: in which the training loop takes a ready batch over; broadcast, as is the next.
+        service_s: fetch and collate, shape (batches, columns).
+        receive_s: in which the training loop takes a ready batch over; broadcast to that shape, as is the next.
         step_s: of the training step.
         workers: worker processes per column; 0 fetches in the training loop.
         prefetch: batches handed out ahead per worker, at least 1; ignored without workers.
     """
     service = np.asarray(service_s, dtype=np.float64)
-    service = service[:, None] if service.ndim == 1 else service
     batches, columns = service.shape
-    receive, step = (_column_shaped(values, service.shape) for values in (receive_s, step_s))
+    receive, step = (np.broadcast_to(np.asarray(each, dtype=np.float64), service.shape) for each in (receive_s, step_s))
     workers, prefetch = (np.broadcast_to(np.asarray(each, dtype=np.int64), (columns,)) for each in (workers, prefetch))
     serial = workers == 0
     lag = np.where(serial, 1, workers * prefetch)
@@ -65,13 +64,6 @@ def simulate(
         np.add(np.maximum(ready, done[row - 1]), receive[i], out=delivered[row])
         np.add(delivered[row], step[i], out=done[row])
     return done[pad:]
-
-
-def _column_shaped(values: ArrayLike, shape: tuple[int, ...]) -> Floats:
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim == 1 and shape[1] == 1:
-        array = array[:, None]
-    return np.broadcast_to(array, shape)
 
 
 def batches_needed(workers: ArrayLike, batches: int) -> int:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
@@ -29,12 +28,8 @@ LEVEL_SD, SLOPE_SD = 0.3, 0.3
 STEADY_BATCHES, MOST_STEADY_BATCHES = 256, 1500
 """Batches in the window of a steady rate; more where batches differ much: which worker the slow ones fall to is luck that a
 longer run evens out."""
-LIGHT_VARIATION, HEAVY_ORDERS = 0.4, 3
-"""Standard deviation over mean of service times up to which `STEADY_BATCHES` are enough; beyond it, orders of the batches."""
-FULL = 0.9
-"""A stage that is busy for this share of the time of the busiest limits the rate."""
-
-Limit = Literal["workers", "cores", "step", "receiving"]
+LIGHT_VARIATION = 0.4
+"""Standard deviation over mean of service times up to which `STEADY_BATCHES` are enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +82,6 @@ class Solved:
     samples_per_s: Floats
     loop_use: Floats
     """Share of the time in which the training loop receives or steps."""
-    limits: tuple[Limit, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,34 +153,22 @@ class Twin:
         )
         rng, count = np.random.default_rng(0), batches_needed(workers, batches)
         steps = np.concatenate([relative(o.step_s) for o in self.observations])
-        orders = [
-            (quantile_order(self.services, count, rng)[:, None], quantile_order(steps, count, rng)[:, None])
-            for _ in range(1 if variation < LIGHT_VARIATION else HEAVY_ORDERS)
-        ]
+        service = quantile_order(self.services, count, rng)[:, None]
+        step = quantile_order(steps, count, rng)[:, None]
         efficiency = np.ones(len(workers))
         for _ in range(2):
-            stages, wanted = self._settled(workers, efficiency, cores)
+            stages = self._settled(workers, efficiency, cores)
             # Workers that keep up with the loop have long filled their queues. From empty ones those with 4 % to spare take
             # 25 rounds for each batch ahead. With heavy tails they fall behind again before the queues are full.
             full = workers * prefetch * (variation < LIGHT_VARIATION) * (stages.headroom >= 1.0)
             made = np.arange(count)[:, None] < full
-            runs = [
-                simulate(
-                    np.where(made, 0.0, service * stages.service_s),
-                    stages.receive_s,
-                    step * stages.step_s,
-                    workers=workers,
-                    prefetch=prefetch,
-                )
-                for service, step in orders
-            ]
-            rate = np.mean([steady_rate(done, workers, batches) for done in runs], axis=0)
+            times = np.where(made, 0.0, service * stages.service_s), stages.receive_s, step * stages.step_s
+            rate = steady_rate(simulate(*times, workers=workers, prefetch=prefetch), workers, batches)
             efficiency = np.minimum(rate / stages.bound, 1.0)
         rate = np.minimum(rate, self._roof(cores))
         return Solved(
             samples_per_s=rate * self.batch_size,
             loop_use=np.minimum(rate * stages.loop_s, 1.0),
-            limits=tuple(self._limit(i, stages, rate, wanted, cores) for i in range(len(configs))),
         )
 
     @property
@@ -211,8 +193,8 @@ class Twin:
         with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
         return np.concatenate([relative(o.service_s) for o in with_workers])
 
-    def _settled(self, workers: Ints, efficiency: Floats, cores: float) -> tuple[Stages, Floats]:
-        """The fixed point of load -> stage times -> rate -> load, and the cores that are wanted then.
+    def _settled(self, workers: Ints, efficiency: Floats, cores: float) -> Stages:
+        """Stage times at the fixed point of load -> stage times -> rate -> load.
 
         Each round goes half of the way: full steps oscillate where the cores are just full.
         """
@@ -225,8 +207,7 @@ class Twin:
             at_work = 0.5 * (at_work + busy)
             wanting = 0.5 * (wanting + np.maximum(busy, 1.0) * stages.cpu_share)
             step_busy = 0.5 * (step_busy + np.minimum(rate * stages.loop_s, 1.0))
-        wanted: Floats = wanting + self.contention.step_cores * self.context.step_cores * step_busy
-        return self._stages(workers, at_work, wanting, step_busy, cores), wanted
+        return self._stages(workers, at_work, wanting, step_busy, cores)
 
     def _stages(self, workers: Ints, at_work: Floats, wanting: Floats, step_busy: Floats, cores: float) -> Stages:
         """Stage times under a load."""
@@ -252,22 +233,6 @@ class Twin:
         serial = self.serial_service_s + self.serial_receive_s + step_s
         cpu_s = min([self.contention.cpu_s, *(float(o.cpu_s.mean()) for o in seen)])
         return min(1.0 / max(min(receive_s + step_s, serial), 1e-9), cores / max(cpu_s, 1e-9))
-
-    def _limit(self, i: int, stages: Stages, rate: Floats, wanted: Floats, cores: float) -> Limit:
-        """The stage that is busy for the largest share of its time."""
-        workers, receive_s, step_s = int(stages.workers[i]), float(stages.receive_s[i]), float(stages.step_s[i])
-        loop: Limit = "receiving" if receive_s > step_s else "step"
-        loop_use = float(rate[i]) * (receive_s + step_s)
-        worker_use = float(rate[i]) * float(stages.service_s[i]) / max(workers, 1)
-        if loop_use >= worker_use:
-            return loop
-        is_crowded = float(stages.cpu_share[i]) >= 0.5 and float(wanted[i]) >= FULL * cores
-        return "cores" if workers and is_crowded else "workers"
-
-
-def fit_twin(observed: Sequence[Observation], context: Context) -> Twin | None:
-    """The twin of these bursts; None where there are none."""
-    return Twin.fit(observed, context) if observed else None
 
 
 def _step_line(fitted: Sequence[Observation], contention: Contention, context: Context, alone_s: float) -> Line:

@@ -181,8 +181,12 @@ class Search:
         if self.run.workload.has_step:
             measured = self.bursts.step_alone()
             self.ceiling = measured if isinstance(measured, Measurement) else None
-            self.twin.ceiling = self.ceiling.samples_per_s.value if self.ceiling is not None else None
-        self.twin.context = self.bursts.context
+        self.twin.ceiling, self.twin.context = self._ceiling_rate(), self.bursts.context
+
+    def _ceiling_rate(self) -> float | None:
+        """Samples/s of the step alone; None where batches of another size, with another ceiling, are searched as well."""
+        has_one_size = len(self.run.space.batch_sizes) == 1
+        return self.ceiling.samples_per_s.value if self.ceiling is not None and has_one_size else None
 
     def _explore(self) -> None:
         run, warmup = self.run, self.run.warmup
@@ -267,7 +271,7 @@ class Search:
             tolerance=run.tolerance,
             cost=run.space.cost,
             believe=lambda: self.twin.belief(self.study),
-            ceiling=None if self.ceiling is None else self.ceiling.samples_per_s.value,
+            ceiling=self._ceiling_rate(),
         )
         run_rounds(self.rounds, self._in_round, self.budget, self._after_round)
 

@@ -66,8 +66,9 @@ def tune(  # noqa: PLR0913 - all that a user may say
         model: what the step trains; None tunes the loader alone.
         batch_size: samples per batch, where a dataset is given.
         collate_fn: as in `DataLoader`, where a dataset is given.
-        train_step: `train_step(model, batch)`, the whole step, which is run as it is; without it the step is inferred. A number
-            is the seconds of a step: the loader is tuned against a wait as long, without the model.
+        train_step: `train_step(model, batch)`, run as it is; where it returns a loss that requires gradients, backward and the
+            optimizer's step follow. Without it the step is inferred. A number is the seconds of a step: the loader is tuned
+            against a wait as long, without the model.
         loss_fn: `loss_fn(model(x), y)`, or its class; inferred from output and y where it is not given.
         optimizer: an optimizer over the model's parameters, or a callable (such as its class) that makes one from them.
         device: where the step runs; "auto" is where the model is, else CUDA where there is one, else the CPU.

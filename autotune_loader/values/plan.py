@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstPlan:
-    """How one burst is to be run. Bursts with the same seed read the same samples in the same order."""
+    """How one burst is to be run."""
 
     max_s: float = 2.0
     """Longest time the timed window may last, in seconds."""
@@ -16,7 +16,7 @@ class BurstPlan:
     relative_error: float = 0.02
     """The window closes early once the rate's 95 % half-width, relative to the rate, is below this."""
     seed: int = 0
-    """Chooses the samples and their order."""
+    """Where a probe that is started for this burst begins to read; every burst reads on where the one before it stopped."""
     deadline_s: float = 60.0
     """The burst fails when it has not answered after this many seconds, start-up included."""
     batch_size: int | None = None

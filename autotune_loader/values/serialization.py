@@ -71,7 +71,7 @@ def to_plain(value: Any) -> Any:
     """Plain JSON values of a dataclass. What JSON cannot say is replaced: an interval's infinite bound becomes null."""
     import msgspec
 
-    return _sayable(msgspec.to_builtins(value))
+    return _sayable(msgspec.to_builtins(value, enc_hook=_plain_of))
 
 
 def from_plain(raw: Any, kind: type[_Kind]) -> _Kind:
@@ -82,7 +82,16 @@ def from_plain(raw: Any, kind: type[_Kind]) -> _Kind:
     """
     import msgspec
 
-    return msgspec.convert(_with_infinities(raw), kind)
+    return msgspec.convert(_with_infinities(raw), kind, dec_hook=_made_of)
+
+
+def _plain_of(value: Any) -> Any:
+    """Of what is no dataclass, but says itself how it is written."""
+    return value.to_plain()
+
+
+def _made_of(kind: Any, raw: Any) -> Any:
+    return kind.from_plain(raw)
 
 
 def _sayable(value: Any) -> Any:

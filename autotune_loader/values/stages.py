@@ -25,7 +25,7 @@ class StageTime:
     cpu_share: float
     """Share of a sample's CPU seconds in a worker."""
     wall_s: float
-    """Wall seconds for each sample, without those in which it was ready and there was no core for it."""
+    """Wall seconds for each sample; where workers are more than cores, those of waiting for one are among them."""
     cpu_s: float
     """CPU seconds for each sample."""
 
@@ -54,7 +54,5 @@ class StageSamples:
     """Seconds from fetch to collated batch."""
     cpu_s: float
     """CPU seconds of the process meanwhile, all its threads together."""
-    crowded_s: float
-    """Seconds in which the thread that makes the batches was ready and had no core."""
     queue_cpu_s: float
     """CPU seconds of the thread that writes batches to the queue."""

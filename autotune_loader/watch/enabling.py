@@ -8,42 +8,8 @@ from typing import Any
 
 from autotune_loader.watch.hook import Hook, active
 from autotune_loader.watch.plan import Plan, Verb
-from autotune_loader.watch.stderr import tell_nothing
 
 VERBS = ("watch", "run")
-
-
-class Enabled:
-    """Loaders are looked at until `close`, the end of a `with` block, or the end of the process; then comes the report.
-
-    Args:
-        hook: that finds them.
-        is_ours: whether `close` ends it; one of the command line goes on.
-    """
-
-    def __init__(self, hook: Hook, *, is_ours: bool) -> None:
-        self._hook, self._is_ours = hook, is_ours
-
-    def report(self) -> str:
-        """What is known now."""
-        from autotune_loader.watch.report import report_of
-
-        return str(report_of(self._hook.session))
-
-    def close(self) -> None:
-        """Leave loaders alone from now on, and print the report on stderr. What is iterated already goes on."""
-        if self._is_ours and self._hook in active:
-            self._hook.remove()
-            if self._hook.has_batches:
-                self._hook.tell()
-            else:
-                tell_nothing(self._hook.plan)
-
-    def __enter__(self) -> Enabled:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def enable(
@@ -53,7 +19,7 @@ def enable(
     max_workers: int | None = None,
     start_with: str | os.PathLike[str] | None = None,
     output: str | os.PathLike[str] | None = None,
-) -> Enabled:
+) -> Hook:
     """Look at every DataLoader that this process iterates from now on, whoever makes it: Lightning, a Trainer, Accelerate.
 
     Under `autotune-loader watch` and `run`, which do so already, it changes nothing.
@@ -78,7 +44,7 @@ def enable(
         hook = active[-1]
         if hook.plan.script is None and hook.plan.verb != verb:
             raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already; its close() would end it")
-        return Enabled(hook, is_ours=False)
+        return Hook(hook.plan, hook.session)
     if start_with is not None:
         from autotune_loader import TuningResult
 
@@ -92,7 +58,7 @@ def enable(
     )
     hook = Hook(plan)
     hook.install()
-    return Enabled(hook, is_ours=True)
+    return hook
 
 
 def _absolute(path: Any) -> str | None:

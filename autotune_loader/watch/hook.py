@@ -20,8 +20,10 @@ from importlib.abc import MetaPathFinder
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.values.lines import is_ours, users_line
 from autotune_loader.watch.plan import LINE, Plan
+from autotune_loader.watch.stderr import say
 
 if TYPE_CHECKING:
     from autotune_loader.watch.session import Session
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 active: list[Hook] = []
 """The hook that is installed in this process, if any; the last one counts."""
 TORCH_MODULE = "torch.utils.data.dataloader"
+NOTHING = "Nothing can be told: no PyTorch DataLoader gave a batch in this process."
 HOOKED = "_autotune_loader_hooked"
 
 log = logging.getLogger(__name__)
@@ -37,11 +40,15 @@ _told_at_end_of: list[int] = []
 
 
 class Hook:
-    """Finds the loaders of this process, until it is removed."""
+    """Finds the loaders of this process, until `close`, the end of a `with` block, or the end of the process.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._session: Session | None = None
+    Args:
+        plan: what is to be done with them.
+        session: of another hook, which goes on when this one is closed.
+    """
+
+    def __init__(self, plan: Plan, session: Session | None = None) -> None:
+        self.plan, self._session = plan, session
 
     @property
     def session(self) -> Session:
@@ -58,11 +65,6 @@ class Hook:
         """Whether a loader gave any."""
         return self._session is not None and any(each.log.totals.batches for each in self._session.loaders)
 
-    @property
-    def is_waiting_too_long(self) -> bool:
-        """Whether the training loader was waited for longer than was allowed."""
-        return self._session is not None and self._session.is_waiting_too_long
-
     def install(self) -> None:
         """Find loaders from now on."""
         active.append(self)
@@ -71,9 +73,11 @@ class Hook:
         elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
             sys.meta_path.insert(0, _WhenImported())
 
-    def remove(self) -> None:
-        """Leave loaders alone; what is iterated already goes on."""
-        active.remove(self)
+    def report(self) -> str:
+        """What is known now."""
+        from autotune_loader.watch.report import report_of
+
+        return str(report_of(self.session))
 
     def tell(self) -> None:
         """Print the report of what was seen, and write it where it was asked for."""
@@ -85,6 +89,25 @@ class Hook:
     def forget(self) -> None:
         """A forked process has loaders of its own."""
         self._session = None
+
+    def close(self) -> None:
+        """Leave loaders alone from now on, and print the report on stderr. What is iterated already goes on."""
+        if self in active:
+            active.remove(self)
+            self.tell()
+            tell_nothing(self)
+
+    def __enter__(self) -> Hook:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def tell_nothing(hook: Hook) -> None:
+    """Say so where no loader was seen; ranks other than 0, for which rank 0 may load, are silent."""
+    if not hook.has_batches and not rank_of_environment()[0]:
+        say(f"\nautotune-loader {hook.plan.verb}: {NOTHING}")
 
 
 def begin_as_handed_on() -> None:

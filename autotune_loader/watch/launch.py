@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from autotune_loader.watch.hook import Hook, active
+from autotune_loader.watch.hook import Hook, active, tell_nothing
 from autotune_loader.watch.plan import Plan
 
 WAITS_TOO_LONG = 4
@@ -44,8 +44,15 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     """
     main, code = (_module if is_module else _script)(target, arguments)
     hook = Hook(plan)
-    end = _End(hook)
-    atexit.register(end)  # first, so that it is the last that happens
+    pid, is_by_sigint = os.getpid(), False
+
+    @atexit.register  # first, so that it is the last that happens
+    def end() -> None:
+        if os.getpid() == pid:
+            tell_nothing(hook)
+            if is_by_sigint:
+                _end_by_sigint()
+
     plan.hand_on()
     active.clear()  # a run within a run reports for itself
     hook.install()
@@ -54,12 +61,12 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     try:
         exec(code, vars(main))  # noqa: S102 - the script
     except KeyboardInterrupt:
-        end.is_by_sigint = not is_module
+        is_by_sigint = not is_module  # which Python ends otherwise
         raise
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
-    if hook.is_waiting_too_long:
+    if hook.has_batches and hook.session.is_waiting_too_long:
         raise SystemExit(WAITS_TOO_LONG)
 
 
@@ -116,22 +123,8 @@ def _new_main(loader: Any, file: str) -> ModuleType:
     return main
 
 
-class _End:
-    """The last that happens in the script's own process."""
-
-    def __init__(self, hook: Hook) -> None:
-        self._hook, self._pid, self.is_by_sigint = hook, os.getpid(), False
-
-    def __call__(self) -> None:
-        """Say that no loader was seen, where that is so, and end by SIGINT where Python does: of scripts, not of modules."""
-        if os.getpid() != self._pid:
-            return
-        if not self._hook.has_batches:
-            from autotune_loader.watch.stderr import tell_nothing
-
-            tell_nothing(self._hook.plan)
-        if self.is_by_sigint:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
+def _end_by_sigint() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)

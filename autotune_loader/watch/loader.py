@@ -14,8 +14,6 @@ FEWEST_BATCHES = 3
 """Of fewer nothing can be said: the first one waits for workers, and the last has no step after it."""
 FIRST_LOOK_S, FIRST_LOOK_BATCHES = 10.0, 50
 """After so much training, the sooner of both, something can be said."""
-LEAST_START = 0.05
-"""Share of the time in the starts of epochs from which on it is told."""
 
 
 class CpuTimes(NamedTuple):
@@ -64,8 +62,6 @@ class ScriptLoader:
         """Of its first batch."""
         self.found: Any = None
         """What the latest AutoLoader in its place has found, without its data; None where there was none."""
-        self.gains: dict[LoaderConfig, Any] = {}
-        """What those before it have measured, by what they have found best."""
         self.kept: Any = None
         """Why no AutoLoader takes its place under `run`, a `Finding`; None where one does."""
         self.settings: tuple[Any, ...] = ()
@@ -75,25 +71,8 @@ class ScriptLoader:
 
     def __str__(self) -> str:
         """What its loops wait."""
-        totals = self.log.totals
-        if totals.wait_share is None:
-            return "no step could be timed"
-        starts = totals.starting_share
-        of_it = f", {starts * 100:.0f} % for epochs to start" if starts >= LEAST_START else ""
-        return f"the loop waits {totals.wait_share * 100:.0f} % of its time{of_it}"
-
-    def serve(self, found: Any) -> None:
-        """An AutoLoader serves an epoch; `found` is what it knows. Gains that others have measured at this place count on."""
-        if self.found is not None and self.found is not found and self.found.gain is not None:
-            self.gains[self.found.best] = self.found.gain
-        self.found = found
-
-    @property
-    def gain(self) -> Any:
-        """How many times as fast what runs now was measured to be, in turns with what the script asks for: an `Interval`."""
-        if self.found is None or self.found.config == self.own:
-            return None
-        return self.found.gain or self.gains.get(self.found.config)
+        share = self.log.totals.wait_share
+        return "no step could be timed" if share is None else f"the loop waits {share * 100:.0f} % of its time"
 
     def is_free_for(self, loader: Any) -> bool:
         """Whether it is this loader, or one that is gone, with all of its iterators, and whose place this one takes."""

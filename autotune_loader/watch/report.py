@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +25,6 @@ OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.HAND_OVER,
 
 def report_of(session: Session) -> ScriptReport:
     """What is known now."""
-    own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     seen = [each for each in session.loaders if each.log.totals.batches]
     script_s = sum(each.log.totals.active_s for each in seen)
     loaders = [
@@ -35,8 +33,6 @@ def report_of(session: Session) -> ScriptReport:
     return ScriptReport(
         verb=session.plan.verb,
         seconds=time.monotonic() - session.begun,
-        peak_memory_bytes=own << 10,
-        peak_child_memory_bytes=children << 10 if any(_has_workers(each) for each in loaders) else None,
         loaders=tuple(loaders),
         notes=tuple(_notes(session)),
     )
@@ -84,7 +80,7 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
         starting_share=totals.starting_share,
         settings=loader.own.to_kwargs(),
         settings_now=(loader.own if found is None else found.config).to_kwargs(),
-        speedup=loader.gain,
+        speedup=None if found is None or found.config == loader.own else found.gain,
         kept=kept,
         bottleneck=bottleneck,
         advice=(*_to_try(bottleneck, evidence, kept, plan), *advice),
@@ -146,7 +142,7 @@ def _result_of(session: Session) -> TuningResult:
         loaders[each.name] = (each.own if each.found is None else each.found.best).to_kwargs()
     if main.found is not None:
         found: TuningResult = main.found.result
-        return replace(found, speedup=main.gain, loaders=loaders)
+        return replace(found, loaders=loaders)
     return TuningResult(
         best=main.own,
         status="partial",
@@ -165,7 +161,3 @@ def _written(path: str, write: Callable[[str], None]) -> str:
     except Exception as error:
         return f"{path} was not written: {error}"
     return f"Written to {path}."
-
-
-def _has_workers(loader: LoaderReport) -> bool:
-    return bool(loader.settings["num_workers"] or loader.settings_now["num_workers"])

@@ -78,7 +78,7 @@ class Session:
         if auto is None:
             return plain(loader)
         iterator = plain(auto)
-        known.serve(auto.found)
+        known.found = auto.found
         watch_iterator(iterator, known, loader, begun).started()
         return iterator
 
@@ -101,12 +101,10 @@ class Session:
         return known
 
     def _name_of(self, site: Site) -> str:
-        """By its line; others that the same line makes by their data, too, and the next ones by a number."""
-        for name in (str(site.line), f"{site.line} {site.dataset}"):
-            self._names[name] += 1
-            if self._names[name] == 1:
-                return name
-        return f"{name} {self._names[name]}"
+        """By its line; others that the same line makes by their data and a number, too."""
+        self._names[str(site.line)] += 1
+        number = self._names[str(site.line)]
+        return str(site.line) if number == 1 else f"{site.line} {site.dataset} {number}"
 
     def _look_at(self, known: ScriptLoader) -> None:
         """Tell the first that can be said of a loader."""

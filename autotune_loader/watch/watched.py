@@ -39,15 +39,7 @@ def process_times(pid: int) -> CpuTimes:
 
 
 class Watch:
-    """Whoever takes batches from one iterator, epoch after epoch.
-
-    Args:
-        known: the loader's record.
-        loader: of the iterator; it is not kept.
-        begun: when the iterator began to be made.
-        clock: monotonic, in seconds.
-        cpu_clock: CPU times of the calling thread.
-    """
+    """Whoever takes batches from one iterator of a loader, epoch after epoch; `begun` is when it began to be made."""
 
     workers: Sequence[Any] = ()
     """Processes of torch's that make the batches."""

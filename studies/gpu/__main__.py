@@ -182,7 +182,7 @@ def machine(device: str) -> str:
     name = torch.cuda.get_device_name(device) if device != "cpu" else "cpu"
     memory = round((facts.memory.total_bytes or 0) / 2**30)
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
-    return f"`{facts.usable_cores}c-{memory}g-{name.lower().replace(' ', '-')}`, driver {facts.driver}, {versions}"
+    return f"`{facts.usable_cores}c-{memory}g-{name.lower().replace(' ', '-')}`, {versions}"
 
 
 def check_device(parser: argparse.ArgumentParser, device: str) -> None:

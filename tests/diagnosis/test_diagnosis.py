@@ -44,7 +44,6 @@ DECODE = StageTime(stage="decode", where="a.py:2, convert", wall_share=0.4, cpu_
 CROP = StageTime(stage="crop", where="a.py:3", wall_share=0.1, cpu_share=0.3, wall_s=0.9e-3, cpu_s=0.9e-3)
 SLEEPS = {"wait_share": 0.08, "fetch_cpu_s": 0.01, "cpu_share": 0.3}
 READS = {"fetch_cpu_s": 0.01}
-READY = trial(SIX, 1010.0, receive_s=0.01, service_cpu_s=0.01)
 ALONE = trial(LoaderConfig(), 200.0, service_cpu_s=0.01)
 IN_MEMORY = {
     "config": LoaderConfig(), "batch_size": 64.0, "fetch_s": 0.001, "fetch_cpu_s": 0.001, "step_s": 0.0001,
@@ -84,8 +83,6 @@ CASES = {
         "", "max_workers=8: a fetch waits 91 %"),
     "handing over": ("hand_over", evidence(receive_s=0.02), "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
     "a toy": ("hand_over", evidence(**TOY), "The step takes next to no time", "Hand over less often"),
-    "workers that only write": ("hand_over", evidence(fetch_s=0.009, fetch_cpu_s=0.008, batch_bytes=32 << 20),
-        "8 ms of CPU for 32 MiB", "AutoLoader(dataset, num_workers=4, tune=False)"),
     "many tensors": ("hand_over", evidence(receive_s=0.02, batch_tensors=20), "", "a batch has 20 tensors"),
     "memory that ran out": ("memory", evidence(trials=(trial(SIX, kind="oom_killed"),)),
         "6 workers, prefetch 2 ran out of it (oom killed).", "Make a worker smaller"),
@@ -107,7 +104,6 @@ CASES = {
     "waits at the ceiling": ("unclear", evidence(ceiling=exactly(1020.0)), "50 % of the time. That is 1,000/s", None),
     "no core was idle": ("unclear", evidence(fetch_cpu_s=0.04, cpu_share=0.45, foreign_cpu_share=0.5),
         "computes for 40 ms. No core was idle meanwhile", None),
-    "more workers are no faster": ("unclear", evidence(**READS, trials=(READY,)), "the rate is no higher (1,010/s)", None),
 }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
@@ -37,10 +36,15 @@ def lane_noting(events: list[str]) -> Any:
     return SimpleNamespace(send=noted("send"), receive=noted("receive"))
 
 
-def test_copies_are_depth_batches_ahead_of_the_loop_and_batches_come_all_and_in_order() -> None:
+def test_copies_are_depth_batches_ahead_and_an_exception_comes_after_the_batches_before_it() -> None:
+    def loader(batches: int) -> Iterator[int]:
+        yield from range(batches)
+        raise KeyError("broken sample")
+
     events: list[str] = []
-    for batch in prefetched(range(4), lane_noting(events), 2):
-        events.append(f"step {batch}")
+    steps = (events.append(f"step {batch}") for batch in prefetched(loader(4), lane_noting(events), 2))
+    with pytest.raises(KeyError, match="broken sample"):
+        list(steps)
     # THEN two copies are under way during every step, until the loader ends
     assert events == [
         *("send 0", "send 1", "send 2", "receive 0", "step 0"),
@@ -49,20 +53,6 @@ def test_copies_are_depth_batches_ahead_of_the_loop_and_batches_come_all_and_in_
     ]
     for batches, depth in ((0, 1), (7, 1), (7, 50)):
         assert list(prefetched(range(batches), lane_noting([]), depth)) == list(range(batches))
-
-
-def test_an_exception_comes_after_the_batches_before_it_and_holds_none() -> None:
-    def failing() -> Iterator[int]:
-        yield from range(5)
-        raise KeyError("broken sample")
-
-    batches = prefetched(failing(), lane_noting([]), 3)
-    assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(KeyError, match="broken sample") as caught:
-        next(batches)
-    # THEN the frame that its traceback keeps alive holds neither batches nor the loader
-    frame = next(entry.frame for entry in caught.traceback if entry.name == "prefetched").raw
-    assert (frame.f_locals["batches"], list(frame.f_locals["ahead"])) == (None, [])
 
 
 def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_ahead() -> None:
@@ -96,11 +86,10 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "batch",
     [
-        [torch.ones(2), "name", 3, None, b"raw"],
         {"x": torch.ones(2), "meta": {"id": 1, "more": (torch.ones(1), [torch.zeros(1)])}},
-        OrderedDict(b=torch.ones(1), a=torch.zeros(1)),
+        OrderedDict(b=torch.ones(1), a="name"),
         defaultdict(list, x=torch.ones(1)),
-        Pair(torch.ones(1), {"y": torch.ones(1)}),
+        Pair(torch.ones(1), {"y": None}),
     ],
     ids=lambda batch: type(batch).__name__,
 )
@@ -108,48 +97,30 @@ def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(
     before, structure = tree_flatten(batch)
     moved, same_structure = tree_flatten(move(batch, torch.device("meta")))
     assert same_structure == structure
-    for value, own in zip(moved, before, strict=True):
-        if isinstance(own, torch.Tensor):
-            assert (value.shape, value.device.type, own.device.type) == (own.shape, "meta", "cpu")
-        else:
-            assert value is own
+    assert [getattr(value, "device", value) for value in moved] == [
+        torch.device("meta") if isinstance(own, torch.Tensor) else own for own in before
+    ]
     assert all(value is own for value, own in zip(tree_flatten(batch)[0], before, strict=True))
 
 
 def test_what_moves_in_its_own_way_is_moved_so() -> None:
-    batch = Frozen(x=torch.ones(2))
-    moved = move(batch, "meta")
-    assert (moved.x.device.type, moved.total, batch.x.device.type) == ("meta", 7, "cpu")
-    # an immutable mapping becomes a dict
+    moved = move(Frozen(x=torch.ones(2)), "meta")
+    assert (moved.x.device.type, moved.total) == ("meta", 7)
     assert move(MappingProxyType({"x": torch.ones(1)}), "meta")["x"].device.type == "meta"
     # `non_blocking` is given to who takes it
-    for to, moved_to in (
-        (str, "meta"),
-        (lambda device, **options: f"{device} {options}", "meta {'non_blocking': False}"),
-    ):
-        assert move(SimpleNamespace(to=to), "meta", non_blocking=False) == moved_to
-    packed = move(pack_sequence([torch.ones(3), torch.ones(2)]), "meta")
-    assert (packed.data.device.type, packed.batch_sizes.device.type) == ("meta", "cpu")  # lengths stay on the host
-
-
-class Hidden:
-    """The allocator cannot be told of its tensors."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._hidden = (x,)
-
-    def to(self, device: Any, non_blocking: bool = False) -> Hidden:
-        return Hidden(self._hidden[0].to(device, non_blocking=non_blocking))
-
-    def sum(self) -> torch.Tensor:
-        return self._hidden[0].sum()
+    for to, told in ((str, "meta"), (lambda device, **options: f"{device} {options}", "meta {'non_blocking': False}")):
+        assert move(SimpleNamespace(to=to), "meta", non_blocking=False) == told
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize(
     "made",
-    [lambda x: x, torch.Tensor.pin_memory, lambda x: Hidden(x.pin_memory())],
+    [
+        lambda x: x,
+        torch.Tensor.pin_memory,
+        lambda x: SimpleNamespace(to=lambda *a, **named: x.pin_memory().to(*a, **named)),
+    ],
     ids=["pageable", "pinned", "hidden"],
 )
 def test_batches_on_the_gpu_are_whole_while_steps_overlap(made: Any, depth: int) -> None:

@@ -126,6 +126,12 @@ def test_a_probe_that_had_to_be_started_anew_begins_elsewhere() -> None:
         assert not set(itertools.chain(*first)) & set(itertools.chain(*second))
 
 
+class Broken:
+    def __iter__(self) -> Iterator[int]:
+        yield from range(16)
+        raise LookupError("no more")
+
+
 class Drawing:
     """A sampler that draws from every generator a sampler might draw from."""
 
@@ -142,7 +148,11 @@ def test_a_sampler_that_draws_gives_a_run_the_same_samples_in_each_process_and_e
     drawing = DataSide.from_loader(DataLoader(ROWS, batch_size=8, sampler=Drawing()))
     assert burst(drawing, Reading(drawing), 2) == burst(drawing, Reading(drawing), 2)
     assert burst(drawing, Reading(drawing), 2) != burst(drawing, Reading(drawing, 1), 2)
-    empty = DataSide.from_loader(DataLoader(ROWS, batch_size=8, sampler=[]))
+    empty, broken = (loader(sampler=sampler) for sampler in ([], Broken()))
+    reading = Reading(broken)
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no more"):
+            burst(broken, reading)
     assert burst(empty, Reading(empty)) == []
     replaced = WeightedRandomSampler([1.0] * 4000, 4000)
     for sampler in (replaced, RandomSampler(ROWS, replacement=True)):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.values.config import LoaderConfig
@@ -67,12 +67,3 @@ def test_a_class_of_a_library_keeps_its_own_arguments_and_the_users_loader_its_s
     assert (made.num_workers, made.prefetch_factor, made.persistent_workers, made.batch_size) == (MORE, 3, True, 4)
     assert (own.num_workers, own.prefetch_factor, own.persistent_workers) == (0, None, False)
     assert list(rebuild(own, LoaderConfig())) == list(own) == [(5, 4), (5, 4), (5, 2)]
-
-
-def test_a_tuned_batch_size_and_a_batch_sampler_go_where_they_belong() -> None:
-    own = NeighborLoader(ROWS, 5, batch_sampler=BatchSampler(SequentialSampler(ROWS), 5, False))
-    assert rebuild(own, LoaderConfig()).batch_sampler is own.batch_sampler
-    with pytest.raises(ValueError, match="a batch_sampler decides it"):
-        rebuild(own, LoaderConfig(batch_size=2))
-    sized = rebuild(NeighborLoader(ROWS, 5, batch_size=4), LoaderConfig(batch_size=2))
-    assert list(sized) == [(5, 2)] * 5

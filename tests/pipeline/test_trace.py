@@ -139,31 +139,23 @@ def test_intervals_cover_the_long_run_rate(loader: dict[str, Any]) -> None:
     assert fmean(interval.low <= truth <= interval.high for interval in intervals) >= 0.90
 
 
-def test_means_are_those_of_the_window() -> None:
+def test_means_are_those_of_the_window_and_start_up_is_no_part_of_them() -> None:
+    # GIVEN a worker, and one whose first batch takes 2 s longer than the others
     traces = simulate(41, workers=1, service_s=0.03, step_s=0.004, variation=0.0)
-    summary = summarise(traces, workers=1, started=-0.5)
-    assert summary.service_s == pytest.approx(0.03)
-    assert summary.service_cpu_s == pytest.approx(0.015)
-    assert summary.step_s == pytest.approx(0.004, rel=0.02)
-    assert summary.receive_s == pytest.approx(0.0005, rel=0.1)
-    assert summary.batch_size == SAMPLES
-    assert summary.samples == 40 * SAMPLES == summary.samples_per_s.count * SAMPLES
-    assert summary.window_s == pytest.approx(traces[-1].step_end - traces[0].step_end)
-    assert summary.first_batch_s == pytest.approx(traces[0].received + 0.5)
-    assert summary.wait_share == pytest.approx(1 - 0.004 / 0.0301, abs=0.01)
-
-
-def test_start_up_is_no_part_of_the_rate_and_a_pause_before_it_none_of_start_up() -> None:
-    # GIVEN a worker whose first batch takes 2 s longer than the others
-    traces = simulate(40, workers=1, variation=0.0)
     moments = ("fetch_start", "fetch_end", "collate_end", "requested", "received", "step_end")
     late = [trace._replace(**{name: getattr(trace, name) + 2.0 for name in moments}) for trace in traces]
     late[0] = late[0]._replace(fetch_start=traces[0].fetch_start, requested=traces[0].requested)
-    prompt, delayed = (summarise(each, workers=1, started=0.0) for each in (traces, late))
+    summary, delayed = (summarise(each, workers=1, started=-0.5) for each in (traces, late))
+    means = (summary.service_s, summary.service_cpu_s, summary.step_s, summary.receive_s, summary.batch_size)
+    assert means == pytest.approx((0.03, 0.015, 0.004, 0.0005, SAMPLES), rel=0.1)
+    assert summary.samples == 40 * SAMPLES == summary.samples_per_s.count * SAMPLES
+    assert summary.window_s == pytest.approx(traces[-1].step_end - traces[0].step_end)
+    assert summary.wait_share == pytest.approx(1 - 0.004 / 0.0301, abs=0.01)
     # THEN only the time to the first batch differs
-    assert delayed.samples_per_s.value == pytest.approx(prompt.samples_per_s.value)
-    assert delayed.first_batch_s == pytest.approx(prompt.first_batch_s + 2.0)
-    # THEN a loop that asks late makes it no longer
+    assert delayed.samples_per_s.value == pytest.approx(summary.samples_per_s.value)
+    assert summary.first_batch_s == pytest.approx(traces[0].received + 0.5)
+    assert delayed.first_batch_s == pytest.approx(summary.first_batch_s + 2.0)
+    # AND a loop that asks late makes it no longer
     at_once, paused = (summary_of(40, workers=2, pause_s=pause_s) for pause_s in (0.0, 1.0))
     assert paused.first_batch_s == pytest.approx(at_once.first_batch_s, abs=0.001)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import pickle
 import re
 import stat
 import subprocess
@@ -20,7 +21,8 @@ from report.example import synthetic_result
 from torch.utils.data import DataLoader
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.file import MAX_FILE_BYTES, load_config
+from autotune_loader.results.file import load_config
+from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
@@ -88,6 +90,18 @@ def test_what_is_saved_comes_back_without_single_batches(tmp_path, changes):
     assert DataLoader([1, 2, 3], **strict["dataloader_kwargs"]).num_workers == 3
     assert loaded.trials[2].failure.message == "cannot open 'bad-\\udcff.jpg'"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_finding_is_its_sentence_with_a_name_and_survives_pickle_and_file():
+    found = Finding(kind="cpu", sentence="Bottleneck: CPU.", gain=0.5)
+    assert "CPU" in found
+    for again in (pickle.loads(pickle.dumps(found)), Finding.from_plain(found.to_plain())):
+        assert (again, again.kind, again.sentence, again.gain) == (found, "cpu", "Bottleneck: CPU.", 0.5)
+    result = finished_run(warnings=(found,), bottleneck=found)
+    loaded = TuningResult.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert [each.kind for each in loaded.warnings] == ["cpu"]
+    assert loaded.summary == result.summary
+    assert result.summary.count("Bottleneck: CPU.") == 2
 
 
 def key_paths(value, path=""):
@@ -175,15 +189,6 @@ def test_what_is_wrong_is_named_with_a_way_out(tmp_path, content, told):
 def test_what_is_no_file_is_answered_with_how_to_make_one(tmp_path, name):
     with pytest.raises(ConfigFileError, match=r"cannot be read .*output='loader\.json'"):
         load_config(tmp_path / name)
-
-
-def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
-    path = tmp_path / "loader.json"
-    with path.open("wb") as stream:
-        stream.truncate(MAX_FILE_BYTES + 1)
-    never = mock.patch.object(Path, "read_bytes", side_effect=AssertionError)
-    with never, pytest.raises(ConfigFileError, match="bytes"):
-        load_config(path)
 
 
 def places(value, path=()):

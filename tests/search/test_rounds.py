@@ -15,7 +15,7 @@ import pytest
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.context import Context
 from autotune_loader.search.draws import PATHS, Draws, Observed, draw
-from autotune_loader.search.rounds import MAX_FAILURES, MOST_ROUNDS, Rounds, RoundsEnd, RoundsOutcome, in_turns
+from autotune_loader.search.rounds import MAX_FAILURES, MOST_ROUNDS, Rounds, RoundsEnd, RoundsOutcome
 from autotune_loader.search.space import Space
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -172,14 +172,6 @@ def test_rounds_that_both_ran_in_decide(
     assert outcome_of(opened).winner == winner
 
 
-def test_a_belief_stands_against_scattered_rounds_but_not_against_all_of_them() -> None:
-    prior = known({MANY: 99.0, SOME: 103.0, BASELINE: 50.0}, 0.03)
-    always, sometimes = itertools.repeat(120.0), itertools.cycle([120.0, 90.0, 90.0])
-    for rates, winner in ((always, MANY), (sometimes, SOME)):
-        bench = Bench({BASELINE: 50.0, MANY: rates.__next__, SOME: 100.0}, noise=0.01)
-        assert outcome_of(bench.run(some_rounds([SOME, MANY], prior=prior), budget_s=60.0)).winner == winner
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_who_the_rounds_suggest_is_let_in_but_does_not_win_by_one_burst(is_late: bool) -> None:
     bench = Bench({BASELINE: 50.0, FEW: 80.0, SOME: 100.0}, noise=0.01)
@@ -192,17 +184,6 @@ def test_who_the_rounds_suggest_is_let_in_but_does_not_win_by_one_burst(is_late:
     assert (bench.asked.count(SOME) == 1) is is_late
     assert MANY not in rounds.sides
     assert outcome.winner == (FEW if is_late else SOME)
-
-
-def test_any_names_can_be_compared() -> None:
-    rounds = Bench({"now": 100.0, "cached": 130.0, "slow": 60.0}, noise=0.01).run(
-        Rounds(["cached", "slow"], "now", least_rounds=5)
-    )
-    outcome = outcome_of(rounds)
-    assert rounds.number == 5
-    assert outcome.winner == "cached"
-    assert outcome.speedup is not None
-    assert 1.2 < outcome.speedup.low < 1.3 < outcome.speedup.high < 1.45
 
 
 # How long it takes
@@ -226,32 +207,11 @@ def test_a_clear_answer_takes_two_rounds_and_one_round_claims_nothing_narrow() -
 EQUAL = {BASELINE: 100.0, FEW: 100.0, SOME: 100.0}
 
 
-@pytest.mark.parametrize("budget_s", [4, 7, 20])
-def test_no_round_begins_that_would_not_fit(budget_s: int) -> None:
-    bench = Bench(EQUAL, noise=0.05)
-    rounds = bench.run(some_rounds([FEW, SOME]), budget_s=budget_s)
-    assert bench.seconds <= budget_s
-    assert rounds.ended in (RoundsEnd.NO_TIME, RoundsEnd.NOT_WORTH_IT)
-
-
 @pytest.mark.parametrize(("noise", "most"), [(0.01, 8), (0.05, 25), (0.2, MOST_ROUNDS)])
 def test_a_tie_ends_when_no_pair_is_worth_its_seconds(noise: float, most: int) -> None:
     rounds = Bench(EQUAL, noise=noise).run(some_rounds([FEW, SOME]))
     assert 2 <= rounds.number <= most
     assert rounds.ended in (RoundsEnd.SAFE, RoundsEnd.NOT_WORTH_IT)
-
-
-def test_dear_pairs_end_sooner_than_cheap_ones() -> None:
-    def number_of(burst_s: float) -> int:
-        numbers = []
-        for seed in range(8):
-            bench, rounds = Bench(EQUAL, noise=0.03, seed=seed), some_rounds([FEW, SOME])
-            while sides := rounds.entrants():
-                rounds.record([(side, bench.burst(side)) for side in sides], burst_s * len(sides))
-            numbers.append(rounds.number)
-        return sum(numbers)
-
-    assert number_of(8.0) < number_of(0.2)
 
 
 @pytest.mark.parametrize(
@@ -284,12 +244,6 @@ def test_a_rival_that_cannot_be_faster_is_not_run_again() -> None:
 class _Fixed:
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
-
-
-def test_two_sides_are_each_first_as_often_and_more_are_shuffled() -> None:
-    assert [in_turns("AB", number)[0] for number in range(4)] == ["A", "B", "A", "B"]
-    firsts = [in_turns("ABC", number)[0] for number in range(60)]
-    assert all(firsts.count(side) >= 10 for side in "ABC")
 
 
 # Failures

@@ -93,15 +93,6 @@ def test_the_step_alone_ends_a_search_once_two_trials_are_as_fast() -> None:
     assert (len(study.trials), sampler.stop_reason) == (2, StopReason.CEILING)
 
 
-def test_what_is_enqueued_runs_before_a_study_is_stopped() -> None:
-    sampler = TwinSampler(Space(), CONTEXT, ceiling=1.0, first=[])
-    study = study_with(sampler)
-    for workers in (1, 2, 3):
-        study.enqueue_trial(sampler.space.params(LoaderConfig(num_workers=workers)))
-    study.optimize(recording(sampler), callbacks=[sampler.stop_when_safe])
-    assert [trial.params["num_workers"] for trial in study.trials] == [1, 2, 3]
-
-
 # Failures
 
 

@@ -43,7 +43,6 @@ def _init(nvml: FakeGpus) -> None:
 
 ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlInit": _init,
-    "nvmlSystemGetDriverVersion": lambda nvml: "570.00",
     "nvmlDeviceGetCount": lambda nvml: len(nvml.gpus),
     "nvmlDeviceGetHandleByIndex": lambda nvml, index: nvml.gpus[index],
     "nvmlDeviceGetUUID": lambda nvml, gpu: gpu.uuid,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,20 +140,10 @@ def test_tune_has_the_arguments_that_are_promised() -> None:
     assert parse_options(**given) == TuneOptions()
 
 
-@pytest.mark.parametrize(
-    ("given", "field", "value"),
-    [
-        *(({"budget": text}, "budget_s", 60) for text in (60, "60", "60s", " 60 s ", "1m")),
-        ({"budget": "1.5min"}, "budget_s", 90),
-        ({"budget": "5m"}, "budget_s", 300),
-        ({"max_workers": 0}, "max_workers", 0),
-        ({"output": Path("a/loader.json")}, "output", "a/loader.json"),
-        *(({"allow": names}, "allow", frozenset({"in_order"})) for names in ("in_order", ["in_order"], {"in_order"})),
-    ],
-    ids=str,
-)
-def test_every_way_to_write_an_option_is_read(given: dict[str, Any], field: str, value: Any) -> None:
-    assert getattr(parse_options(**given), field) == value
+@pytest.mark.parametrize(("budget", "seconds"), [(60, 60), (" 60 s ", 60), ("1.5min", 90), ("5m", 300)])
+def test_every_way_to_write_a_budget_is_read(budget: Any, seconds: float) -> None:
+    assert parse_options(budget=budget).budget_s == seconds
+    assert parse_options(allow="in_order") == parse_options(allow={"in_order"})
 
 
 class ThreadLoader(DataLoader[Any]):
@@ -237,8 +226,7 @@ def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(m
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", opened, raising=False)
-    found = [make_workload(SAMPLES, batch_size=2, device=device).training.device for device in ("auto", "cuda:1")]
-    assert found == ["cuda", "cuda:1"]
+    assert make_workload(SAMPLES, batch_size=2).training.device == "cuda"
 
 
 def test_a_spawned_process_that_imports_the_script_does_not_tune_again(monkeypatch: pytest.MonkeyPatch) -> None:

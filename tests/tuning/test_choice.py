@@ -89,12 +89,6 @@ def test_a_guess_is_the_users_own_unless_two_rounds_agree(
     assert choice_of(search, is_decided=found is None) == best
 
 
-def test_where_the_users_own_does_not_run_it_is_not_proposed() -> None:
-    search = a_search([(None, 900.0)])
-    search.trials[0].measurement = None
-    assert choice_of(search, is_decided=False) == TWO
-
-
 def test_a_budget_for_one_configuration_gives_the_users_own_and_says_why() -> None:
     waiting = SimulatedMachine(cores=4, cpu_s=0.001, wait_s=0.1, step_s=0.001, noise_sd=0.0)
     found = simulated_result(waiting, budget_s=4.5, own=LoaderConfig(num_workers=1))

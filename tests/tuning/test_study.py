@@ -25,27 +25,6 @@ from tests.support.tuned import simulated_run, simulated_search
 
 OWN = LoaderConfig(num_workers=2)
 FAST_STEP = SimulatedMachine(step_s=0.001)
-TPE = optuna.samplers.TPESampler
-
-
-class Interrupting:
-    """A probe that is interrupted at its n-th call, of either kind."""
-
-    def __init__(self, probe: SimulatedProbe, at: int) -> None:
-        self.probe, self.left = probe, at
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-
-    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        self._count()
-        return self.probe.burst(config, plan)
-
-    def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
-        self._count()
-        return self.probe.step_ceiling(plan)
 
 
 def run_on(
@@ -146,22 +125,12 @@ def test_a_storage_that_cannot_be_opened_is_named_without_its_password(storage: 
 # Who proposes
 
 
-@pytest.mark.parametrize("sampler", [TPE(seed=0), optuna.samplers.RandomSampler(seed=0)], ids=["tpe", "random"])
-def test_any_sampler_of_optuna_proposes_and_time_is_left_for_the_rounds(sampler: Any) -> None:
-    found, _, clock = run_on(SimulatedMachine(step_s=0.005, noise_sd=0.03), sampler=sampler, budget_s=30.0)
-    assert found.study.sampler is sampler
-    assert searched(found)[0].config == OWN
-    assert found.ended in (Ended.BUDGET, Ended.SAMPLER)
-    assert found.outcome is not None
-    assert found.outcome.rounds
-    assert clock() < 35
-
-
-def test_a_sampler_that_repeats_itself_ends() -> None:
+def test_another_sampler_proposes_until_it_repeats_itself() -> None:
     # GIVEN a space of three configurations
-    space = Space(max_workers=1, prefetch_factors=(1, 2))
-    found, _, _ = run_on(FAST_STEP, sampler=TPE(seed=0), own=None, space=space, budget_s=1000.0)
+    space, sampler = Space(max_workers=1, prefetch_factors=(1, 2)), optuna.samplers.TPESampler(seed=0)
+    found, _, _ = run_on(FAST_STEP, sampler=sampler, own=None, space=space, budget_s=1000.0)
     trials = searched(found)
+    assert found.study.sampler is sampler
     assert found.ended is Ended.SAMPLER
     assert len({each.config for each in trials[-MOST_REPEATS - 1 :]}) <= 3
     assert len(trials) < 60
@@ -185,20 +154,6 @@ def test_the_budget_holds_and_leaves_time_for_rounds(budget_s: float) -> None:
     assert clock() < budget_s + 5
     assert found.outcome is not None
     assert found.outcome.rounds
-
-
-def test_the_step_alone_is_timed_once_and_none_without_a_step() -> None:
-    calls = list[BurstPlan]()
-
-    class Counting(SimulatedProbe):
-        def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
-            calls.append(plan)
-            return super().step_ceiling(plan)
-
-    run_on(FAST_STEP, probe=Counting(FAST_STEP, FakeClock()))
-    assert len(calls) == 1
-    found, _, _ = run_on(FAST_STEP, probe=Counting(FAST_STEP, FakeClock()), job={"has_step": False})
-    assert (len(calls), found.ceiling) == (1, None)
 
 
 # Failures
@@ -263,34 +218,3 @@ def test_a_failure_that_may_pass_is_tried_once_more() -> None:
     found, _, _ = run_on(machine)
     assert not answers
     assert all(trial.measurement for trial in found.trials)
-
-
-# Interruptions
-
-
-def test_an_interruption_at_any_moment_keeps_the_trials_and_the_rounds() -> None:
-    # GIVEN how many calls a whole search makes, and its trials
-    machine = SimulatedMachine(step_s=0.005)
-    whole = Interrupting(SimulatedProbe(machine, FakeClock()), at=10_000)
-    complete, _, _ = run_on(machine, probe=whole)
-    calls, kept = 10_000 - whole.left, 0
-    assert complete.outcome is not None
-    # WHEN it is interrupted at each of them
-    for at in range(calls):
-        study = optuna.create_study(direction="maximize")
-        probe = Interrupting(SimulatedProbe(machine, FakeClock()), at=at)
-        try:
-            found, _, _ = run_on(machine, probe=probe, study=study)
-        except KeyboardInterrupt:  # there is nothing to keep
-            assert kept == 0
-            continue
-        # THEN every trial before it is kept, none is left running, and the result is that of an interrupted search
-        assert found.ended is Ended.INTERRUPTED
-        assert kept <= len(found.trials)
-        kept = len(found.trials)
-        assert [trial.config for trial in found.trials] == [trial.config for trial in complete.trials[:kept]]
-        assert all(frozen.state.is_finished() for frozen in study.trials)
-        result = assembled(found, 1.0)
-        assert (result.status, result.undecided) == ("partial", None)
-        assert len(result.trials) == kept
-    assert kept >= len(complete.trials) - 3

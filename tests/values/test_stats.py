@@ -86,21 +86,6 @@ def test_slow_rounds_cancel_and_those_that_miss_a_side_count_for_others_only() -
         Effects.of(rounds).ratio("a", "d")
 
 
-def test_noise_is_pooled_over_all_sides_and_what_was_believed_of_it() -> None:
-    rng = random.Random(3)
-
-    def rounds(noise: float, count: int) -> list[Round]:
-        levels = [rng.gauss(0.0, 0.3) for _ in range(count)]
-        return [Round(rates={k: math.exp(level + rng.gauss(0.0, noise)) for k in "abcd"}) for level in levels]
-
-    assert Effects.of(rounds(0.08, 30)).noise_sd == pytest.approx(0.08, rel=0.2)
-    assert Effects.of(rounds(0.005, 2)).noise_sd == pytest.approx(0.03 * math.sqrt(4 / 7), rel=0.2)
-    # THEN another side narrows the ratio of two by what it tells of the noise
-    few = rounds(0.03, 4)
-    two = [Round(rates={key: each.rates[key] for key in "ab"}) for each in few]
-    assert Effects.of(few).freedom > Effects.of(two).freedom
-
-
 def test_a_ratio_holds_at_whatever_round_one_stops() -> None:
     # GIVEN two equal sides, and somebody who stops as soon as one looks faster, after 2 to 12 rounds
     rng, missed = random.Random(0), 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from typing import Any
@@ -23,7 +22,6 @@ from autotune_loader.watch import report
 from autotune_loader.watch.loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.plan import Plan
 from autotune_loader.watch.session import Session
-from autotune_loader.watch.stderr import say, tell_nothing
 
 SITE = Site(line=Line("/x/train.py", 15), dataset="Images", samples=4000, batch_size=8, is_shuffled=True)
 
@@ -127,11 +125,11 @@ def test_a_report_says_what_was_changed_and_what_it_brought() -> None:
         bottleneck=Bottleneck.UNCLEAR(),
     )  # fmt: skip
     found = ScriptReport(
-        verb="run", seconds=61.0, peak_memory_bytes=300 << 20, peak_child_memory_bytes=200 << 20,
+        verb="run", seconds=61.0,
         loaders=(REPORT, kept), notes=("Written to loader.json.",),
     )  # fmt: skip
     assert str(found) == (
-        "autotune-loader run: 2 loaders in 61 s; peak memory 300 MiB, largest child process 200 MiB\n"
+        "autotune-loader run: 2 loaders in 61 s\n"
         "\n"
         "train.py:41  Images[1200], batches of 32, shuffled\n"
         "  190 batches in 5 epochs, 212 samples/s, the loop waits 12 % of its time\n"
@@ -166,23 +164,6 @@ def test_a_report_says_what_was_changed_and_what_it_brought() -> None:
 def test_what_cannot_be_done_is_said_before_the_script_runs(command: click.Command, typed: str, told: str) -> None:
     with pytest.raises((ValueError, TunerError, click.UsageError), match=told):
         command.main(typed.split(), standalone_mode=False)
-
-
-def test_only_rank_0_says_that_there_is_nothing_to_tell(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rank, count in (("", 1), ("0", 1), ("1", 0)):
-        monkeypatch.setenv("RANK", rank)
-        tell_nothing(Plan(verb="watch"))
-        assert capsys.readouterr().err.count("Nothing can be told") == count
-
-
-def test_a_closed_stream_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream in (None, io.StringIO()):
-        monkeypatch.setattr("sys.stderr", stream)
-        if stream is not None:
-            stream.close()
-        say("a word")
 
 
 def test_the_environment_hands_the_plan_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,7 @@ from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import Line
-from autotune_loader.watch.enabling import Enabled
-from autotune_loader.watch.hook import active
+from autotune_loader.watch.hook import Hook, active
 from autotune_loader.watch.loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.watched import Watch, process_times, thread_times
 
@@ -32,14 +31,14 @@ NUMBERS = TensorDataset(torch.arange(48))
 
 
 @pytest.fixture
-def watching(capsys: pytest.CaptureFixture[str]) -> Iterator[Enabled]:
+def watching(capsys: pytest.CaptureFixture[str]) -> Iterator[Hook]:
     with enable("watch") as enabled:
         yield enabled
 
 
-def seen(enabled: Enabled) -> list[tuple[str, int, int]]:
+def seen(enabled: Hook) -> list[tuple[str, int, int]]:
     """Name, epochs and batches of each loader."""
-    return [(each.name, each.log.totals.epochs, each.log.totals.batches) for each in enabled._hook.session.loaders]
+    return [(each.name, each.log.totals.epochs, each.log.totals.batches) for each in enabled.session.loaders]
 
 
 def make(batch_size: int = 4) -> DataLoader[Any]:
@@ -49,7 +48,7 @@ def make(batch_size: int = 4) -> DataLoader[Any]:
 LINE = f"tests/watch/test_watched.py:{make.__code__.co_firstlineno + 1}"
 
 
-def test_loaders_of_one_line_are_one_unless_both_are_there(watching: Enabled) -> None:
+def test_loaders_of_one_line_are_one_unless_both_are_there(watching: Hook) -> None:
     for _ in range(2):  # made anew for each epoch
         list(make())
         for _ in make():
@@ -64,13 +63,13 @@ def test_loaders_of_one_line_are_one_unless_both_are_there(watching: Enabled) ->
 
     assert seen(watching) == [
         (LINE, 4 + 1, 26 + 1),
-        (f"{LINE} TensorDataset", 1 + 2, 1 + 24),
-        (f"{LINE} TensorDataset 2", 2, 24),
-        (f"{LINE} TensorDataset 3", 1, 6),
+        (f"{LINE} TensorDataset 2", 1 + 2, 1 + 24),
+        (f"{LINE} TensorDataset 3", 2, 24),
+        (f"{LINE} TensorDataset 4", 1, 6),
     ]
 
 
-def test_an_iterator_that_is_kept_leaves_its_loader_one(watching: Enabled) -> None:
+def test_an_iterator_that_is_kept_leaves_its_loader_one(watching: Hook) -> None:
     loader = make()
     kept = iter(loader)
     next(kept)
@@ -90,7 +89,7 @@ def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_
             assert len(list(loader)) == 5
         assert next(iter(DataLoader(NUMBERS, sampler=itertools.repeat(7))))[0].item() == 7
         assert list(DataLoader(TensorDataset(torch.empty(0)), batch_size=4)) == []
-        totals = enabled._hook.session.loaders[0].log.totals
+        totals = enabled.session.loaders[0].log.totals
     assert (totals.batches, totals.samples, totals.epochs) == (10, 36, 2)
 
 
@@ -117,7 +116,7 @@ def test_enabling_again_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]
     assert type(iter(DataLoader(NUMBERS))) is _SingleProcessDataLoaderIter
 
 
-def test_another_verb_is_refused_while_one_is_enabled(watching: Enabled, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_verb_is_refused_while_one_is_enabled(watching: Hook, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="'watch' is enabled already"):
         enable("run")
     with pytest.raises(ValueError, match="verb='look' is not"):
@@ -210,7 +209,7 @@ def test_waiting_pauses_and_starts_of_epochs_are_told_apart() -> None:
 
 
 @pytest.mark.process
-def test_workers_tell_what_cpu_they_take(watching: Enabled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_tell_what_cpu_they_take(watching: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune_loader.watch.watched.READ_EVERY_S", 0.0)
     monkeypatch.setattr("autotune_loader.watch.watched.LOOK_EVERY_S", 0.0)
     taken = {os.getpid(): itertools.count(0, 0.25)}  # a quarter of a second between two readings, of a worker a half
@@ -220,7 +219,7 @@ def test_workers_tell_what_cpu_they_take(watching: Enabled, monkeypatch: pytest.
     )
     list(DataLoader(NUMBERS, batch_size=8, num_workers=1))
 
-    (known,) = watching._hook.session.loaders
+    (known,) = watching.session.loaders
     assert (known.in_workers.batches, known.in_workers.cpu_s) == (5, 2.5)  # from the first batch to the last
     assert known.busy_s == 2.5 + 5 * 0.25
 
