@@ -6,9 +6,11 @@ import copy
 import gc
 import itertools
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,7 +20,7 @@ from autotune_loader.autoloader.learnt import Registry
 from autotune_loader.autoloader.log import Log, Totals
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.lines import Line
-from tests.support.schedules import Numbers, Stream
+from tests.support.schedules import Noise, Numbers, Stream
 
 TWO = LoaderConfig(num_workers=2)
 
@@ -104,6 +106,15 @@ def test_who_wraps_a_loader_that_asked_for_none_gets_none() -> None:
     assert AutoLoader(DataLoader(Numbers(8)), workers=True).kept.kind == "too_short"  # type: ignore[union-attr]
 
 
+def test_where_no_worker_may_be_used_random_numbers_are_those_of_a_dataloader() -> None:
+    seen = []
+    for make in (DataLoader, AutoLoader):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        seen.append([batch.tolist() for batch in make(Noise(12), batch_size=4, shuffle=True, num_workers=0)])
+
+    assert seen[0] == seen[1]
+
+
 def test_a_stream_is_read_by_torchs_own_iterator() -> None:
     loader = AutoLoader(Stream(9), batch_size=2)
 
@@ -178,6 +189,7 @@ def test_what_was_found_lives_on_without_the_loader_and_is_saved(tmp_path: Path)
 
     assert load_config(tmp_path / "loader.json") == LoaderConfig()
     assert "num_workers=0 was asked for" in loader.report()
+    assert "`run --workers`" in loader.report().replace("\n  ", " ")
     del loader
     gc.collect()
     assert not any(data in gc.get_referents(each) for each in (found, found.log, found.__dict__))
