@@ -55,9 +55,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
     worker's batches are used, its first ones are compared with the loop's own. `num_workers=0`, written out, means none.
 
     Where the loop waits for data, other numbers of workers are tried for parts of a second. What is not shown to be faster
-    than what was asked for is not kept. Where workers may be used, random numbers of a batch come from (seed of the epoch,
-    number of the batch), so that augmentations do not depend on the number of workers. Workers that are lost are replaced
-    and their batches fetched again. An IterableDataset, whose samples depend on its workers, is read by torch's own iterator.
+    than what was asked for is not kept. Random numbers of a batch come from (seed of the epoch, number of the batch), so
+    that augmentations do not depend on the number of workers. Workers that are lost are replaced and their batches fetched
+    again. An IterableDataset, whose samples depend on its workers, is read by torch's own iterator.
 
     Args:
         dataset: as for DataLoader, or a DataLoader, which is only read.
@@ -207,7 +207,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
             pins=self.pin_memory and torch.accelerator.is_available(),
             keeps=self.persistent_workers or bool(how.get("persistent_workers")),
         )
-        if self.workers and not draws_nothing(self.dataset, self.collate_fn):
+        if not draws_nothing(self.dataset, self.collate_fn):
             state.seeds = Seeds(Parts(state.sent.named()).generators)
         return state
 

@@ -6,11 +6,9 @@ import copy
 import gc
 import itertools
 import pickle
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,7 +18,7 @@ from autotune_loader.autoloader.learnt import Registry
 from autotune_loader.autoloader.log import Log, Totals
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.lines import Line
-from tests.support.schedules import Noise, Numbers, Stream
+from tests.support.schedules import Numbers, Stream
 
 TWO = LoaderConfig(num_workers=2)
 
@@ -104,15 +102,6 @@ def test_when_workers_may_be_used(arguments: dict[str, Any], kept: str) -> None:
 def test_who_wraps_a_loader_that_asked_for_none_gets_none() -> None:
     assert AutoLoader(DataLoader(Numbers(8))).kept.kind == "no_consent"  # type: ignore[union-attr]
     assert AutoLoader(DataLoader(Numbers(8)), workers=True).kept.kind == "too_short"  # type: ignore[union-attr]
-
-
-def test_where_no_worker_may_be_used_random_numbers_are_those_of_a_dataloader() -> None:
-    seen = []
-    for make in (DataLoader, AutoLoader):
-        torch.manual_seed(0), random.seed(0), np.random.seed(0)
-        seen.append([batch.tolist() for batch in make(Noise(12), batch_size=4, shuffle=True, num_workers=0)])
-
-    assert seen[0] == seen[1]
 
 
 def test_a_stream_is_read_by_torchs_own_iterator() -> None:
