@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from autotune_loader.bursts.checks import REPEATED_SAMPLES, positions, why_no_wo
 from autotune_loader.bursts.device import Timeline
 from autotune_loader.bursts.failures import failure_of, user_traceback
 from autotune_loader.bursts.files import STEP_WRITES, refused_path
-from autotune_loader.bursts.loop import Burst, Cached, run_burst
+from autotune_loader.bursts.loop import Cached, run_burst
 from autotune_loader.bursts.protocol import Announce, Request, WarmupReport
 from autotune_loader.bursts.samples import Raised, good, named_samples
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
@@ -36,10 +36,6 @@ WARM_UP_STEPS, WARM_UP_S = 3, 1.0
 MOST_WARM_UP_STEPS, SETTLED = 10, 1.2
 """On a device torch.compile compiles in the first step, may do so again in the second and records graphs in the third: it is
 warm when two steps in a row take the same time, and not before the second."""
-READS_BY_ITSELF = (
-    "The dataset reads by a DataLoader of its own, which other workers cannot share, so none are tried (num_workers=0). The "
-    "num_workers to try is the dataset's own."
-)
 BATCHES_COUNTED = (
     "How many samples a batch has cannot be told: it is made by the dataset, and holds no tensor with a first dimension. "
     "Every batch counts as one sample, so rates are batches/s."
@@ -50,16 +46,10 @@ SLOW_BATCHES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstBatch:
-    """What is known once one or two batches have been fetched."""
+class Took(NamedTuple):
+    """What a batch took to fetch in this process."""
 
-    batch: Any
-    samples: int
-    first_s: float
-    """Wall seconds that the very first took."""
     wall_s: float
-    """Wall seconds that one takes, and CPU seconds."""
     cpu_s: float
 
 
@@ -82,7 +72,7 @@ class Bench:
     ) -> None:
         self._data, self._read_private, self._training = data, read_private, training
         self._seed, self._reading = seed, Reading(data, seed)
-        self._first: FirstBatch | None = None
+        self._first: Cached | None = None
         self._step: TrainingStep | None = None
         self._timeline: Timeline | None = None
 
@@ -96,7 +86,8 @@ class Bench:
         try:
             announce(phase)
             private, before = self._read_private(), positions()
-            first = self._first = self._fetch_first(private)
+            first, *took = self._fetch_first(private)
+            self._first = first
             why_none = why_no_workers(private, first.batch, before)
             phase = "step"
             announce(phase)
@@ -114,7 +105,7 @@ class Bench:
             return failure_of(error, phase)
         finally:
             forget_open_batch()
-        return self._report(step, first, private, step_s, why_none)
+        return self._report(step, first, took, step_s, why_none)
 
     def run(self, request: Request, announce: Announce = lambda phase: None) -> Measurement | Failure:
         """A burst with workers or without, or the step on the first batch again and again.
@@ -122,20 +113,13 @@ class Bench:
         Raises:
             WorkloadError: a sample, or the step, raised, by no fault of the configuration.
         """
-        config, step, has_workers = request.config, self._step, request.config.num_workers > 0
+        step, has_workers = self._step, request.config.num_workers > 0
         assert step is not None, "prepare() comes first"
         try:
             data = self._data if has_workers or request.what == "step_ceiling" else self._read_private()
-            burst = Burst(
-                loader=lambda: self._loader(request, named_samples(data)),
-                step=step,
-                plan=request.plan,
-                workers=config.num_workers,
-                device_prefetch=config.device_prefetch,
-                timeline=self._timeline,
-                reads_pss=request.reads_pss,
+            return run_burst(
+                request, step, lambda: self._loader(request, named_samples(data)), self._timeline, announce
             )
-            return run_burst(burst, announce)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
                 message = f"{error.failure.message}, in a worker, and not when it is read again alone"
@@ -156,13 +140,8 @@ class Bench:
     def _loader(self, request: Request, data: DataSide) -> Any:
         if request.what == "burst":
             return make_traced_loader(data, request.config, self._reading, stages=request.plan.stages)
-        first, size = self._first, request.plan.batch_size
-        assert first is not None, "prepare() comes first"
-        if size in (None, first.samples):
-            return Cached(first.batch, first.samples)
-        private = named_samples(self._read_private())
-        batch, fetch = next(iter(make_traced_loader(private, LoaderConfig(batch_size=size), self._reading)))
-        return Cached(good(batch), fetch[5])
+        assert self._first is not None, "prepare() comes first"
+        return self._first
 
     def _ends_run(self, error: Raised | StepError) -> WorkloadError:
         """What no other configuration would be without."""
@@ -176,41 +155,34 @@ class Bench:
         name = "train_step" if step is not None and step.is_own else "the step"
         return EverywhereError(STEP_WRITES.format(step=name, path=path), user_traceback(cause))
 
-    def _fetch_first(self, data: DataSide) -> FirstBatch:
-        """Fetch the batch that the step is warmed up on, and another where that takes no time.
+    def _fetch_first(self, data: DataSide) -> tuple[Cached, Took, Took]:
+        """The batch that the step is warmed up on, what it took, and what one takes by the better of two looks.
 
         Raises:
             StopIteration: there is none.
             Raised: a sample raised.
         """
         batches = iter(make_traced_loader(named_samples(data), LoaderConfig(), self._reading))
-        first, seen = None, list[tuple[float, float, int]]()
-        while not seen or (len(seen) < 2 and seen[0][0] <= SECOND_LOOK_S):
+        begun = time.monotonic()
+        batch, fetch = next(batches)
+        first, took = Cached(good(batch), fetch[5]), [Took(time.monotonic() - begun, fetch[4])]
+        if took[0].wall_s <= SECOND_LOOK_S:
             begun = time.monotonic()
-            try:
-                batch, fetch = next(batches)
-            except StopIteration:
-                if not seen:
-                    raise
-                break  # the first batch was all there is
-            first = good(batch) if not seen else first
-            seen.append((time.monotonic() - begun, fetch[4], fetch[5]))
-        wall_s, cpu_s, _ = max(seen, key=lambda each: each[1] / max(each[0], 1e-9))
-        return FirstBatch(batch=first, samples=seen[0][2], first_s=seen[0][0], wall_s=wall_s, cpu_s=cpu_s)
+            for _, fetch in itertools.islice(batches, 1):  # none where the first was all there is
+                took.append(Took(time.monotonic() - begun, fetch[4]))
+        return first, took[0], max(took, key=lambda each: each.cpu_s / max(each.wall_s, 1e-9))
 
     def _report(
-        self, step: TrainingStep, first: FirstBatch, private: DataSide, step_s: float, why_none: list[str]
+        self, step: TrainingStep, first: Cached, took: Sequence[Took], step_s: float, why_none: list[str]
     ) -> WarmupReport:
         """What the first batches tell of the workload, and what workers make of it."""
-        shape, data = BatchShape.of(first.batch), self._data
+        shape, data, (first_took, one_takes) = BatchShape.of(first.batch), self._data, took
         counts_batches = not data.is_batched and first.samples == 1 and samples_in(first.batch) is None
-        reads_by_itself = not shape.on_accelerator and (data.reads_by_itself or private.reads_by_itself)
-        alone = shape.on_accelerator or reads_by_itself
-        repeats = data.is_iterable and not alone and workers_repeat_each_other(data, first.first_s)
+        alone = shape.on_accelerator
+        repeats = data.is_iterable and not alone and workers_repeat_each_other(data, first_took.wall_s)
         told = {
             BATCHES_COUNTED: counts_batches,
-            READS_BY_ITSELF: reads_by_itself,
-            SLOW_BATCHES.format(seconds=first.wall_s): first.wall_s > SLOW_FETCH_S,
+            SLOW_BATCHES.format(seconds=one_takes.wall_s): one_takes.wall_s > SLOW_FETCH_S,
             REPEATED_SAMPLES: repeats,
             self._reading.note or "": self._reading.note is not None,
         }
@@ -220,12 +192,11 @@ class Bench:
             batch_bytes=shape.bytes,
             batch_tensors=shape.tensors,
             on_accelerator=shape.on_accelerator,
-            first_fetch_s=first.wall_s,
-            first_fetch_cpu_s=first.cpu_s,
+            first_fetch_s=one_takes.wall_s,
+            first_fetch_cpu_s=one_takes.cpu_s,
             step_s=step_s,
-            first_batch_s=first.first_s,
+            first_batch_s=first_took.wall_s,
             counts_batches=counts_batches,
-            reads_by_itself=reads_by_itself,
             shardable=not repeats,
             same_in_workers=alone or not why_none,
             default_threads=torch.get_num_threads(),

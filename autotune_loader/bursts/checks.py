@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -58,13 +58,11 @@ REPEATED_SAMPLES = (
     "Every worker of this IterableDataset delivers the same samples if it is seeded alike, so at most 1 worker is used. Share "
     "them out in __iter__ by torch.utils.data.get_worker_info().id."
 )
-Positions: TypeAlias = "dict[int, tuple[int, int, int]]"
-"""Device, inode and position of open regular files, by their numbers."""
 
 
-def positions() -> Positions:
-    """Those of this process."""
-    found: Positions = {}
+def positions() -> dict[int, tuple[int, int, int]]:
+    """Device, inode and position of the open regular files of this process, by their numbers."""
+    found: dict[int, tuple[int, int, int]] = {}
     for fd in descriptors(FIRST_OWN_FD):
         with suppress(OSError):
             status = os.fstat(fd)
@@ -73,7 +71,7 @@ def positions() -> Positions:
     return found
 
 
-def why_no_workers(data: DataSide, batch: Any, before: Positions) -> list[str]:
+def why_no_workers(data: DataSide, batch: Any, before: dict[int, tuple[int, int, int]]) -> list[str]:
     """Why workers would get other samples, or none; empty where nothing is known against them.
 
     Args:
@@ -89,9 +87,9 @@ def why_no_workers(data: DataSide, batch: Any, before: Positions) -> list[str]:
                 return [SHARED_FILE.format(dataset=type(data.dataset).__qualname__, file=name)]
         for dataset in wrapped_datasets(data.dataset):
             for name, value in list(getattr(dataset, "__dict__", {}).items()):
-                for kind in type(value).__mro__:
-                    if (words := HANDLES.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
-                        return [HANDLE.format(name=name, words=words)]
+                kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__)
+                if (words := next((HANDLES[kind] for kind in kinds if kind in HANDLES), None)) is not None:
+                    return [HANDLE.format(name=name, words=words)]
     fault = why_not_pickled(batch)
     return [] if fault is None else [UNPICKLABLE_BATCH.format(fault=fault)]
 
@@ -121,13 +119,9 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two batches hold equal tensors; without any, whether they are written alike."""
     ours, theirs = list(tensors_in(one)), list(tensors_in(other))
-    if not ours:
-        return repr(one) == repr(other)
-    return len(ours) == len(theirs) and all(map(_is_equal, ours, theirs))
-
-
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+    if not ours or len(ours) != len(theirs):
+        return not theirs and repr(one) == repr(other)
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 class _SeededAlike:

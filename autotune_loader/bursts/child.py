@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 
 from autotune_loader.bursts.bench import Bench, EverywhereError
-from autotune_loader.bursts.failures import failure_of_reading
+from autotune_loader.bursts.failures import failure_of
 from autotune_loader.bursts.files import confine, environment
 from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, receive, send
@@ -66,11 +66,11 @@ def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[s
     try:
         with Connection(connection_fd) as connection, contextlib.suppress(*PARENT_IS_GONE):
             settings: Settings = read_archive(settings_fd)
-            settings.set_process()
+            notes += settings.set_process()
 
             def make_bench() -> Bench:
                 workload = Workload(data=read_archive(data_fd), training=read_archive(training_fd))
-                notes.extend([*settings.note(), *settings.set_modules()])
+                notes.extend(settings.set_modules())
                 return _bench_of(workload, lambda: read_archive(data_fd), seed)
 
             serve(connection, make_bench, notes, answer=_answer)
@@ -91,26 +91,31 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
         scratch: its temporary folder.
         seed: of the reading.
     """
+
+    def live() -> None:
+        _become_own_process(caller, connection, output, scratch)
+        notes = confine()
+        with contextlib.suppress(*PARENT_IS_GONE):
+            bench = _bench_of(workload, lambda: workload.data, seed)
+            serve(Connection(connection), lambda: bench, notes, _fork_answer)
+
     caller = os.getpid()
     with warnings.catch_warnings():
         # Python 3.12 warns of threads, whose locks may stay held: everything has a deadline.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid:
-        with contextlib.suppress(OSError):  # it has done so, or has ended
-            os.setpgid(pid, pid)
+        pid = _forked(live)
+    with contextlib.suppress(OSError):  # it has done so, or has ended
+        os.setpgid(pid, pid)
+    return pid
+
+
+def _forked(run: Callable[[], None]) -> int:
+    """Run this in a fork, which then ends; the ID of that process."""
+    if pid := os.fork():
         return pid
     code = 1
     try:
-        _become_own_process(caller, connection, output, scratch)
-        notes = confine()
-        with contextlib.suppress(*PARENT_IS_GONE):
-            serve(
-                Connection(connection),
-                lambda: _bench_of(workload, lambda: workload.data, seed),
-                notes,
-                _fork_answer,
-            )
+        run()
         code = 0
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -162,7 +167,7 @@ def serve(
     try:
         bench = make_bench()
     except Exception as error:
-        send(connection, Message(failure=failure_of_reading(error)))
+        send(connection, Message(failure=failure_of(error, "start")))
         return
     try:
         warmup = bench.prepare(announce)
@@ -186,21 +191,15 @@ def _answer(bench: Bench, request: Request, connection: Connection) -> None:
 
 
 def _fork_answer(bench: Bench, request: Request, connection: Connection) -> None:
-    """The answer of a fork, which is gone with all that the burst has cached; it dies as that fork does."""
+    """The answer of a fork, which is gone with all that the burst has cached; this process dies as that fork does."""
+
+    def live() -> None:
+        die_with_parent(caller)
+        _answer(bench, request, connection)
+
     bench.begin_elsewhere()
     caller = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            die_with_parent(caller)
-            _answer(bench, request, connection)
-            code = 0
-        except BaseException as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-        finally:
-            leave(code)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(_forked(live), 0)[1])
     if status < 0:
         os.kill(os.getpid(), -status)
     elif status:

@@ -26,37 +26,40 @@ PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 """Where this package lies: its frames are left out of tracebacks, but for those of the demo's own job."""
 # What C++ prints of an exception that nobody catches, as torch's where memory is freed after a kernel has failed.
 CPP_EXCEPTION = re.compile(r"^ *what\(\): *(.+)", re.MULTILINE)
-# What torch, Python and the kernel print, most specific first. The first text found decides.
-_TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
-    ("out of shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
-    ("bus error", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
-    ("unable to write to file </torch_", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
-    ("unable to open shared memory", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
-    ("no space left on device: '/dev/shm", "shared_memory", "raise /dev/shm (docker run --shm-size=8g)"),
-    ("no space left on device: '", "user_exception", "a disk is full, such as that of the temporary folder"),
-    ("no space left on device", "shared_memory", "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"),
-    ("too many open files", "descriptors", DESCRIPTORS_ADVICE),
-    ("received 0 items of ancdata", "descriptors", DESCRIPTORS_ADVICE),
-    ("outofmemoryerror", "device_memory", DEVICE_MEMORY_ADVICE),  # torch's, of whatever device and allocator
-    ("cuda out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
-    ("cuda error: out of memory", "device_memory", DEVICE_MEMORY_ADVICE),
-    ("status_alloc_failed", "device_memory", DEVICE_MEMORY_ADVICE),  # cuBLAS and cuDNN
-    ("busy or unavailable", "user_exception", DEVICE_TAKEN_ADVICE),
-    ("out of memory", "out_of_memory", "use a smaller batch or fewer workers"),
-    ("can't allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
-    ("cannot allocate memory", "out_of_memory", "use a smaller batch or fewer workers"),
-    ("killed by signal: killed", "oom_killed", "a worker was killed, most likely by the OOM killer: use fewer workers"),
-    (IN_FORKED, "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
-    ("can't pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
-    ("cannot pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
-    ("can't get attribute", "pickling", "define the class in a module instead of a notebook cell or __main__"),
-    ("exited unexpectedly", "crashed", "a worker died; run with 0 workers to see where"),
-    ("expected all tensors to be on the same device", "user_exception", NOT_MOVED_ADVICE),
-    ("default_collate: batch must contain", "user_exception", COLLATE_ADVICE),
-    ("stack expects each tensor to be equal size", "user_exception", COLLATE_ADVICE),
-    ("each element in list of batch should be of equal size", "user_exception", COLLATE_ADVICE),
-    ("killed by signal", "crashed", "a worker died; run with 0 workers to see where"),
+SHM_ADVICE = "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"
+MEMORY_ADVICE = "use a smaller batch or fewer workers"
+_SHM = (
+    "out of shared memory", "bus error", "unable to write to file </torch_", "unable to open shared memory",
+    "no space left on device: '/dev/shm",
+)  # fmt: skip
+_DEVICE = ("outofmemoryerror", "cuda out of memory", "cuda error: out of memory", "status_alloc_failed")
+"""The first is torch's, of whatever device; the last cuBLAS's and cuDNN's."""
+_COLLATE = (
+    "default_collate: batch must",
+    "stack expects each tensor to be equal",
+    "each element in list of batch should",
 )
+_TEXTS: tuple[tuple[tuple[str, ...], FailureKind, str], ...] = (
+    (_SHM, "shared_memory", SHM_ADVICE),
+    (("no space left on device: '",), "user_exception", "a disk is full, such as that of the temporary folder"),
+    (("no space left on device",), "shared_memory", SHM_ADVICE),
+    (("too many open files", "received 0 items of ancdata"), "descriptors", DESCRIPTORS_ADVICE),
+    (_DEVICE, "device_memory", DEVICE_MEMORY_ADVICE),
+    (("busy or unavailable",), "user_exception", DEVICE_TAKEN_ADVICE),
+    (("out of memory", "can't allocate memory", "cannot allocate memory"), "out_of_memory", MEMORY_ADVICE),
+    (
+        ("killed by signal: killed",),
+        "oom_killed",
+        "a worker was killed, most likely by the OOM killer: use fewer workers",
+    ),
+    ((IN_FORKED,), "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
+    (("can't pickle", "cannot pickle"), "pickling", "make the named object picklable or use the 'fork' start method"),
+    (("can't get attribute",), "pickling", "define the class in a module instead of a notebook cell or __main__"),
+    (("expected all tensors to be on the same device",), "user_exception", NOT_MOVED_ADVICE),
+    (_COLLATE, "user_exception", COLLATE_ADVICE),
+    (("exited unexpectedly", "killed by signal"), "crashed", "a worker died; run with 0 workers to see where"),
+)
+"""What torch, Python and the kernel print, most specific first. The first text that is found decides."""
 
 
 def is_of_user(error: Exception) -> bool:
@@ -66,7 +69,7 @@ def is_of_user(error: Exception) -> bool:
 
 
 def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] = ()) -> Failure:
-    """The failure that an exception in the probe process means.
+    """The failure that an exception means.
 
     Args:
         error: what was raised.
@@ -81,12 +84,6 @@ def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] 
         retryable=kind in ("crashed", "descriptors"),
         traceback=user_traceback(error),
     )
-
-
-def failure_of_reading(error: BaseException) -> Failure:
-    """The failure of a workload that was pickled, and cannot be unpickled in the probe process."""
-    text = _first_sentence(f"{type(error).__name__}: {error}")
-    return Failure(kind="pickling", phase="start", message=text, traceback=user_traceback(error))
 
 
 def needs_new_process(failure: Failure) -> bool:
@@ -112,10 +109,10 @@ def _diagnosis(error: BaseException, deaths: Iterable[str] = ()) -> tuple[Failur
     """Kind, text and advice. Torch reports a dead worker as "exited unexpectedly" and gives the signal as the cause."""
     texts = [*(f"{type(each).__name__}: {each}" for each in _with_causes(error)), *deaths]
     if isinstance(error, MemoryError):
-        return "out_of_memory", texts[0], "use a smaller batch or fewer workers"
-    for needle, kind, advice in _TEXTS:
+        return "out_of_memory", texts[0], MEMORY_ADVICE
+    for needles, kind, advice in _TEXTS:
         for text in texts:
-            if needle in text.lower():
+            if any(needle in text.lower() for needle in needles):
                 return kind, text, advice
     return "user_exception", texts[0], ""
 
@@ -157,35 +154,33 @@ def _is_ours(file: str) -> bool:
     return file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}demo")
 
 
-def failure_of_death(exit_code: int | None, phase: FailurePhase, stderr_tail: str) -> Failure:
-    """The failure that the death of the probe process itself means, from its exit status and its last words.
+def failure_of_death(exit_code: int | None, phase: FailurePhase, last_words: str) -> Failure:
+    """The failure that the death of the process of the bursts means.
 
     Args:
         exit_code: as `subprocess.Popen.returncode`: negative for a signal; None when it is not known.
         phase: what the process had last said it was doing.
-        stderr_tail: the last lines it wrote.
+        last_words: the end of what it wrote.
     """
+    kind: FailureKind = "crashed"
+    message = f"the process of the bursts exited with status {exit_code}"
     if exit_code == -signal.SIGKILL:
-        kind: FailureKind = "oom_killed"
-        message = "the probe process was killed (SIGKILL), most likely by the OOM killer: use fewer workers"
+        kind, message = (
+            "oom_killed",
+            "the process of the bursts was killed, most likely by the OOM killer: use fewer workers",
+        )
     elif exit_code == -signal.SIGBUS:
-        kind, message = "shared_memory", "bus error: /dev/shm is full (docker run --shm-size=8g)"
+        kind, message = "shared_memory", f"bus error: {SHM_ADVICE}"
     elif exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        said = CPP_EXCEPTION.search(stderr_tail)
-        why = f": {said[1]}" if said else ""
-        kind, message = "crashed", f"the probe process died of {name} in user code or a native library{why}"
-    else:
-        kind, message = "crashed", f"the probe process exited with status {exit_code}"
-    tail = stderr_tail.strip()
-    return Failure(kind=kind, phase=phase, message=message, retryable=kind == "crashed", traceback=tail or None)
+        said = CPP_EXCEPTION.search(last_words)
+        name, why = signal.Signals(-exit_code).name, f": {said[1]}" if said else ""
+        message = f"the process of the bursts died of {name} in user code or a native library{why}"
+    traceback = last_words.strip() or None
+    return Failure(kind=kind, phase=phase, message=message, retryable=kind == "crashed", traceback=traceback)
 
 
 def failure_of_memory_guard(config: LoaderConfig, budget_bytes: int | None) -> Failure:
     """The failure of a burst that was stopped because it took too much memory."""
-    return Failure(
-        kind="memory_guard",
-        phase="batches",
-        message=f"{config} took more than 90 % of the memory budget of {(budget_bytes or 0) / 2**20:.0f} MiB "
-        "and was stopped; use fewer workers or smaller batches",
-    )
+    limit = f"90 % of the memory budget of {(budget_bytes or 0) / 2**20:.0f} MiB"
+    message = f"{config} took more than {limit} and was stopped; {MEMORY_ADVICE}"
+    return Failure(kind="memory_guard", phase="batches", message=message)

@@ -55,6 +55,10 @@ IN_TEXT = re.compile(
     r"permission denied|can(?:no|')t be opened|(?:unable|failed) to (?:open|create|write)", re.IGNORECASE
 )
 """How libraries in C and C++ say that they could not open a file: torch.save, h5py, OpenCV, and workers' tracebacks."""
+REFUSED = (errno.EACCES, errno.EXDEV)
+"""The second is what renames between folders get."""
+READ_ONLY = "readonly database"
+"""How SQLite, which then goes on reading, says so of a file that it does not name."""
 PATHS = re.compile(r"'([^'\n]+)'|\"([^\"\n]+)\"|path: (\S+)|[Ff]ile (\S*[./]\S*)")
 STEP_WRITES = "{step} writes {path}, and bursts change no file of yours: leave saving and logging out of the step"
 SAMPLE_WRITES = "{sample} writes {path}, and bursts change no file of yours: fill the cache first"
@@ -143,6 +147,8 @@ def refused_path(error: BaseException | None, allowed: Sequence[str] | None = No
     """
     roots = [os.path.realpath(each) for each in (places() if allowed is None else allowed)]
     while error is not None:
+        if READ_ONLY in str(error):
+            return "to a database"
         for path in _paths_in(error):
             folder, real = os.path.dirname(path) or ".", os.path.realpath(path)  # noqa: PTH120
             looks_writable = os.access(path if os.path.exists(path) else folder, os.W_OK)  # noqa: PTH110
@@ -154,10 +160,7 @@ def refused_path(error: BaseException | None, allowed: Sequence[str] | None = No
 
 def _paths_in(error: BaseException) -> Iterator[str]:
     names = [getattr(error, name, None) for name in ("filename", "filename2")]
-    if isinstance(error, OSError) and error.errno in (
-        errno.EACCES,
-        errno.EXDEV,
-    ):  # the second of a rename between folders
+    if isinstance(error, OSError) and error.errno in REFUSED:
         yield from (os.fsdecode(name) for name in names if isinstance(name, (str, bytes)))
     for line in str(error).splitlines():
         if IN_TEXT.search(line):

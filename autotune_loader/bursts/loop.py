@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from autotune_loader.bursts.device import Passage, Passages, TimedLane, Timeline
+from autotune_loader.bursts.device import Passage, Passages, Timeline
 from autotune_loader.bursts.failures import deaths_of, failure_of
-from autotune_loader.bursts.protocol import Announce
+from autotune_loader.bursts.protocol import Announce, Request
 from autotune_loader.bursts.samples import Raised, good
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.machine.window import Window
@@ -31,7 +31,6 @@ from autotune_loader.pipeline.stages import pooled
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import REPORTED, Fetch, forget_open_batch
 from autotune_loader.values.measurement import Failure, FailurePhase, GpuUse, Measurement
-from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
@@ -61,27 +60,23 @@ class Cached:
             yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Burst:
-    """What is run: a loader, a step, and for how long."""
-
-    loader: Callable[[], Any]
-    """Makes it: a traced loader, or a batch that lies ready."""
-    step: TrainingStep
-    plan: BurstPlan
-    workers: int = 0
-    device_prefetch: int = 0
-    """Batches that are copied ahead of the step."""
-    timeline: Timeline | None = None
-    """Of the device that the step runs on; None for a CPU."""
-    reads_pss: bool = True
-    """Whether memory is read."""
-
-
-def run_burst(burst: Burst, announce: Announce = lambda phase: None) -> Measurement | Failure:
+def run_burst(
+    request: Request,
+    step: TrainingStep,
+    make_loader: Callable[[], Any],
+    timeline: Timeline | None = None,
+    announce: Announce = lambda phase: None,
+) -> Measurement | Failure:
     """Train for a moment and measure it; whatever goes wrong comes back as a `Failure`.
 
     The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
+
+    Args:
+        request: how long, and with how many workers.
+        step: what is done with a batch.
+        make_loader: makes a traced loader, or a batch that lies ready.
+        timeline: of the device that the step runs on; None for a CPU.
+        announce: told which phase begins.
 
     Raises:
         Raised: a sample of the dataset raised.
@@ -99,78 +94,76 @@ def run_burst(burst: Burst, announce: Announce = lambda phase: None) -> Measurem
         with open_loader:
             try:
                 enter("start")
-                measured = _measured(burst, open_loader, enter)
+                run = Run(request, step, timeline, enter)
+                measured = _measured(run, make_loader(), open_loader)
                 enter("shutdown")
                 return measured
             except (Raised, StepError):
                 raise
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-                if burst.workers and isinstance(error, (OSError, EOFError)):
+                if request.config.num_workers and isinstance(error, (OSError, EOFError)):
                     time.sleep(NEWS_OF_DEATH_S)
                 return failure_of(error, phase, deaths_of(open_loader.workers))
     except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
         return failure_of(error, phase, deaths_of(open_loader.workers))
 
 
-def _measured(burst: Burst, open_loader: OpenLoader, enter: Announce) -> Measurement | Failure:
-    window, lane, timeline = Window(reads_pss=burst.reads_pss), None, burst.timeline
-    loader = burst.loader()
-    if timeline is not None:
-        timeline.open()
-        if burst.device_prefetch:
-            lane = timeline.make_lane()
-            open_loader.ahead = lambda batches: prefetched(batches, lane, burst.device_prefetch)
-        if isinstance(
-            loader, Cached
-        ):  # on the device beforehand: a loader that copies ahead of the step can hide the copy
-            loader = replace(loader, batch=burst.step.ready(loader.batch))
-    run = Run(burst, time.monotonic(), enter, lane)
-    open_loader.open(loader)
+def _measured(run: Run, loader: Any, open_loader: OpenLoader) -> Measurement | Failure:
+    window = Window(reads_pss=run.request.reads_pss)
+    if run.timeline is not None and isinstance(loader, Cached):
+        # On the device beforehand: a loader that copies ahead of the step can hide the copy.
+        loader = replace(loader, batch=run.step.ready(loader.batch))
+    run.begin(open_loader, loader)
     del loader
     window.watch()
-    if burst.plan.prefill_s:
-        time.sleep(burst.plan.prefill_s)
-    enter("first_batch")
+    if run.request.plan.prefill_s:
+        time.sleep(run.request.plan.prefill_s)
+    run.enter("first_batch")
     if not run.deliver(open_loader.iterator, on_arrival=window.open):
         return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
-    enter("batches")
+    run.enter("batches")
     while not run.knows_enough() and run.deliver(open_loader.iterator):
         pass
     return window.closed(run.measurement())
 
 
 class Run:
-    """The state of one running burst: the batches so far and when to stop.
-
-    Args:
-        burst: what is run.
-        started: when the iterator was created, in seconds.
-        enter: told which phase begins.
-        lane: where batches are copied ahead of the step.
-    """
+    """The state of one running burst: the batches so far and when to stop."""
 
     def __init__(
-        self, burst: Burst, started: float, enter: Announce = lambda phase: None, lane: TimedLane | None = None
+        self,
+        request: Request,
+        step: TrainingStep,
+        timeline: Timeline | None = None,
+        enter: Announce = lambda phase: None,
     ) -> None:
-        self._burst, self._started, self._enter = burst, started, enter
-        self._timeline = burst.timeline
-        self._passages = None
-        if burst.timeline is not None:
-            self._passages = Passages(burst.timeline, lane, are_copied=burst.step.moves)
+        self.request, self.step, self.timeline, self.enter = request, step, timeline, enter
+        self._workers = request.config.num_workers
+        self._passages: Passages | None = None
         self._traces: list[BatchTrace] = []
         self._stages: list[StageSamples] = []
         self._shape: BatchShape | None = None
         self._batch: Any = None
         """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
         memory back, and the next fetch in this process has to write to fresh pages."""
-        self._next_check = 0.0
-        self.now = time.monotonic if burst.timeline is None else burst.timeline.now
+        self._started = self._next_check = 0.0
+        self.now = time.monotonic if timeline is None else timeline.now
         """Seconds of the clock that the traces are on."""
+
+    def begin(self, open_loader: OpenLoader, loader: Any) -> None:
+        """Begin an epoch of the loader; its batches are copied ahead of the step where the configuration says so."""
+        timeline, depth = self.timeline, self.request.config.device_prefetch
+        lane = None if timeline is None or not depth else timeline.make_lane()
+        if timeline is not None:
+            timeline.open()
+            self._passages = Passages(timeline, lane, are_copied=self.step.moves)
+        self._started = self.now()
+        open_loader.open(loader, lambda batches: batches if lane is None else prefetched(batches, lane, depth))
 
     def deliver(self, iterator: Iterator[Any], on_arrival: Callable[[], None] = lambda: None) -> bool:
         """Take one batch and train on it, or hand it to the device; False when the loader has ended."""
-        step, timeline, now = self._burst.step, self._timeline, self.now
+        step, timeline, now = self.step, self.timeline, self.now
         fetch: Fetch
         requested = now()
         try:
@@ -204,17 +197,17 @@ class Run:
         self._settle()
         if len(self._traces) < FEWEST_BATCHES:  # there is no window to judge by, be its steps as long as they may
             return False
-        enough = is_enough(self._traces, self._burst.plan, workers=self._burst.workers, now=now)
+        enough = is_enough(self._traces, self.request.plan, workers=self._workers, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
         return enough
 
     def measurement(self) -> Measurement:
         """What the run amounts to, once the device has finished what it was given."""
-        if self._timeline is not None:
-            self._timeline.synchronize()
+        if self.timeline is not None:
+            self.timeline.synchronize()
             self._settle()
         traces, shape = self._traces, self._shape or BatchShape()
-        measured, end = summarise(traces, workers=self._burst.workers, started=self._started), traces[-1].step_end
+        measured, end = summarise(traces, workers=self._workers, started=self._started), traces[-1].step_end
         use = None if self._passages is None else self._passages.use(end - measured.window_s, end)
         few = len(traces) <= KEPT_FIRST + KEPT_LAST
         return replace(
@@ -240,8 +233,6 @@ class OpenLoader:
 
     def __init__(self) -> None:
         self.iterator: Any = None
-        self.ahead: Callable[[Any], Any] = lambda batches: batches
-        """Takes batches to the device ahead of the step."""
         self.workers: list[Any] = []
         self._own: Any = None
 
@@ -257,8 +248,13 @@ class OpenLoader:
             self.close()
         forget_open_batch()
 
-    def open(self, loader: Any) -> None:
-        """Begin an epoch; its workers are known from then on, also where not all of them could be started."""
+    def open(self, loader: Any, ahead: Callable[[Any], Any] = lambda batches: batches) -> None:
+        """Begin an epoch; its workers are known from then on, also where not all of them could be started.
+
+        Args:
+            loader: of the epoch.
+            ahead: what stands between its iterator and the loop.
+        """
         before = set(multiprocessing.active_children())
         try:
             self._own = iter(loader)
@@ -267,7 +263,7 @@ class OpenLoader:
                 started = set(multiprocessing.active_children()) - before
                 # Torch's iterator knows its workers; where there is none, because one failed to start, all count.
                 self.workers += started.intersection(getattr(self._own, "_workers", started))
-        self.iterator = self.ahead(self._own)
+        self.iterator = ahead(self._own)
 
     def close(self) -> None:
         """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone."""

@@ -34,6 +34,7 @@ from autotune_loader.bursts.failures import failure_of_death, failure_of_memory_
 from autotune_loader.bursts.files import environment
 from autotune_loader.bursts.packing import NotSentError, Payload, part_at_fault
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
+from autotune_loader.bursts.samples import ENDS_TRAINING
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us
 from autotune_loader.machine.facts import Machine
@@ -69,7 +70,7 @@ RUN = (
 )
 """The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. Torch, and all that is the
 user's, is imported once the process is confined."""
-FORKED = "{reason}, so the bursts run in forks of this process, where a step on the CPU has one thread."
+FORKED = "The bursts run in forks of this process, where a step on the CPU has one thread: {reason}."
 NEITHER = (
     "{part} cannot be taken to another process ({reason}), and a fork of this one cannot read it either ({fork}): make it on "
     "first use in each process"
@@ -129,12 +130,12 @@ def _opened(
         exits.callback(payload.close)
         return started(ProcessProbe(payload, memory_budget_bytes, start_s=start_s))
     except (NotSentError, FreshProcessError) as error:
-        reason, fresh = str(error).splitlines()[0], error
+        reason, fresh = str(error).splitlines()[0].removesuffix(ENDS_TRAINING), error
     try:
         if torch.cuda.is_initialized():
             raise WorkloadError("this process uses CUDA, which no fork of it can")
-        note = FORKED.format(reason=reason[:1].upper() + reason[1:])
-        return started(ProcessProbe(workload, memory_budget_bytes, start_s=FORK_DEADLINE_S), note)
+        probe = ProcessProbe(workload, memory_budget_bytes, start_s=FORK_DEADLINE_S)
+        return started(probe, FORKED.format(reason=reason))
     except EverywhereError:
         raise
     except WorkloadError as fork:
@@ -180,11 +181,8 @@ def _check_device(workload: Workload) -> None:
 
 def _largest_payload(machine: Machine) -> int:
     available = machine.memory.available_bytes
-    return (
-        LARGEST_PAYLOAD_BYTES
-        if available is None
-        else min(LARGEST_PAYLOAD_BYTES, int(available * PAYLOAD_MEMORY_SHARE))
-    )
+    share = LARGEST_PAYLOAD_BYTES if available is None else int(available * PAYLOAD_MEMORY_SHARE)
+    return min(LARGEST_PAYLOAD_BYTES, share)
 
 
 class ProcessProbe:

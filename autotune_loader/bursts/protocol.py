@@ -54,8 +54,6 @@ class WarmupReport:
     """Wall seconds that the very first batch took."""
     counts_batches: bool = False
     """Whether a batch counts as one sample, because nothing tells how many it has."""
-    reads_by_itself: bool = False
-    """Whether the dataset reads by a loader of its own, which the workers of another cannot share."""
     shardable: bool = True
     """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
     same_in_workers: bool = True

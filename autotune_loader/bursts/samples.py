@@ -94,9 +94,8 @@ class NamedDataset(Wrapped):
         try:
             return fetch_many(keys) if fetch_many else [inner[key := each] for each in keys]
         except Exception as error:
-            alone = [key] if not fetch_many else [each for each in keys if _raises(inner, each)]
-            name = f"sample {_written(alone[0])}" if alone else f"__getitems__{_several(keys)}"
-            return Raised.of(error, name, alone[:1] or keys)
+            name = _several(keys) if fetch_many else f"sample {_written(key)}"
+            return Raised.of(error, name, keys if fetch_many else [key])
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -131,7 +130,7 @@ class NamedCollate:
         try:
             return self._collate_fn(samples)
         except Exception as error:
-            return Raised.of(error, f"collate_fn{_several(_keys) if _keys else ''}", _keys)
+            return Raised.of(error, f"collate_fn of {_several(_keys)}" if _keys else "collate_fn", _keys)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return loads, (dumps((type(self), self._collate_fn)),)
@@ -146,14 +145,6 @@ def _written(key: Any) -> str:
     return repr(key.item() if getattr(key, "ndim", None) == 0 else key)
 
 
-def _raises(dataset: Any, key: Any) -> bool:
-    try:
-        dataset.__getitems__([key])
-    except Exception:
-        return True
-    return False
-
-
 def _several(keys: Sequence[Any]) -> str:
     names = [_written(key) for key in keys[:MOST_NAMED]]
-    return f" of samples {', '.join(names)}" + (", ..." if len(keys) > MOST_NAMED else "")
+    return f"the batch of samples {', '.join(names)}" + (", ..." if len(keys) > MOST_NAMED else "")

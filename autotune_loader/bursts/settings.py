@@ -1,6 +1,6 @@
 """What a script has set in its process: read there, and set in the process of the bursts, so that they train as it would.
 
-    before anything of the user's is imported     arguments, path, folder, start method, what is set in torch
+    before anything of the user's is imported     arguments, start method, threads, what is set in torch
     once the workload is unpickled                plain values of modules that differ from those of a fresh import
 
 A fork has all of it anyway. What differs from a fresh process is told.
@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import math
 import multiprocessing
-import os
+import reprlib
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -27,19 +27,16 @@ MODES = ("off", "warn", "on")
 MOST_ITEMS = 100_000
 """A table of a module with more items is not carried: comparing it takes longer than a burst."""
 MOST_TOLD = 6
-LONGEST_TOLD = 40
-"""Modules' values that a note names, and characters of each."""
+"""Modules' values that a note names."""
 OURS = ("autotune_loader", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__")
 """Modules whose values are not looked at: torch's have a table, and functions of `__main__` bring theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Those of one process."""
+    """Those of one process. Folder and environment are inherited; the path comes with the command."""
 
     argv: list[str]
-    path: list[str]
-    folder: str
     start_method: str | None
     threads: int
     torch: dict[str, Value]
@@ -49,28 +46,23 @@ class Settings:
     @classmethod
     def read(cls) -> Settings:
         """The settings of this process."""
-        try:
-            folder = os.getcwd()  # noqa: PTH109
-        except OSError:  # it was removed
-            folder = os.sep
         return cls(
             argv=list(sys.argv),
-            path=[each for each in sys.path if isinstance(each, str)],
-            folder=folder,
             start_method=multiprocessing.get_start_method(allow_none=True),
             threads=torch.get_num_threads(),
             torch=read_torch(),
             modules=read_modules(),
         )
 
-    def set_process(self) -> None:
-        """Make this process as that one was, before anything of the user's is imported."""
-        sys.argv[:], sys.path[:] = self.argv, self.path
-        with contextlib.suppress(OSError):
-            os.chdir(self.folder)
+    def set_process(self) -> list[str]:
+        """Make this process as that one was, before anything of the user's is imported; a note of what is set in torch."""
+        sys.argv[:] = self.argv
         multiprocessing.set_start_method(self.start_method, force=True)
         torch.set_num_threads(self.threads)
         set_torch(self.torch)
+        table = _table()
+        changed = [f"{name}={value}" for name, value in self.torch.items() if value != table[name].default]
+        return [f"The bursts train with what this process has set: {', '.join(changed)}."] if changed else []
 
     def set_modules(self) -> list[str]:
         """Set what differs in the modules that were imported meanwhile; a note of it, if there is any."""
@@ -78,21 +70,13 @@ class Settings:
         for name, values in self.modules.items():
             module = sys.modules.get(name)
             for key, value in {} if module is None else values.items():
-                if not _is_same(vars(module).get(key, self), value):
+                present = vars(module).get(key)
+                if type(present) is not type(value) or present != value:
                     _put(module, key, value)
-                    shown = repr(value)
-                    changed.append(
-                        f"{name}.{key}={shown if len(shown) <= LONGEST_TOLD else shown[:LONGEST_TOLD] + '...'}"
-                    )
+                    changed.append(f"{name}.{key}={reprlib.repr(value)}")
         more = f" and {len(changed) - MOST_TOLD} more" if len(changed) > MOST_TOLD else ""
         told = ", ".join(changed[:MOST_TOLD])
         return [f"The bursts run with what this process has set in modules: {told}{more}."] if changed else []
-
-    def note(self) -> list[str]:
-        """What is set in torch and differs from a fresh process, as a note; nothing where nothing does."""
-        known = _table()
-        changed = [f"{name}={value}" for name, value in self.torch.items() if value != known[name].default]
-        return [f"The bursts train with what this process has set: {', '.join(changed)}."] if changed else []
 
 
 # Modules
@@ -130,10 +114,6 @@ def _is_plain(value: Any, left: int) -> tuple[bool, int]:
         if not is_plain:
             return False, left
     return True, left
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)
 
 
 def _put(module: Any, key: str, value: Any) -> None:

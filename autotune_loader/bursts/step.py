@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -257,14 +256,13 @@ class Form:
 
 def _form_of(side: TrainingSide, batch: Any) -> Form:
     model, train_step, loss_fn, words = side.model, side.train_step, side.loss_fn, described(batch)
+    unused = [] if loss_fn is None else [UNUSED_LOSS.format(by="train_step" if train_step else "training_step")]
     if train_step is not None:
-        notes = [] if loss_fn is None else [UNUSED_LOSS.format(by="train_step")]
         name = "train_step(model, batch)"
-        return Form(run=lambda batch: train_step(model, batch), name=name, is_own=True, notes=notes)
+        return Form(run=lambda batch: train_step(model, batch), name=name, is_own=True, notes=unused)
     if is_lightning_module(model):
-        notes = [] if loss_fn is None else [UNUSED_LOSS.format(by="training_step")]
-        run, whole = functools.partial(StandInTrainer.training_step, model), not model.automatic_optimization
-        return Form(run=run, name="LightningModule.training_step", is_whole=whole, batch=words, notes=notes)
+        steps, whole = functools.partial(StandInTrainer.training_step, model), not model.automatic_optimization
+        return Form(run=steps, name="LightningModule.training_step", is_whole=whole, batch=words, notes=unused)
     is_group = isinstance(batch, (tuple, list))
     if loss_fn is None and isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         return Form(run=lambda batch: _own_loss(model(**batch)), name="model(**batch).loss", batch=words)
@@ -279,7 +277,20 @@ def _form_of(side: TrainingSide, batch: Any) -> Form:
         return Form(run=lambda batch: _own_loss(model(*batch)), name="model(x, y)", batch=words)
     if required > 1:
         raise StepInferenceError(f"The model takes {required} arguments, and a batch is {words}: {ASKS}")
-    return _Pair(model, loss_fn, words).form
+    given = getattr(loss_fn, "func", loss_fn)  # functools.partial
+    is_of_torch = str(getattr(given, "__module__", "")).startswith("torch.")
+    form = Form(run=lambda batch: None, name=getattr(given, "__name__", type(given).__name__), batch=words)
+
+    def run(batch: Any) -> Any:
+        output = model(batch[0])
+        if loss_fn is not None:  # one of the user's own takes whatever the model gives; torch's take tensors
+            return loss_fn(_answer_in(output) if is_of_torch else output, batch[1])
+        name, loss = customary_loss(_answer_in(output), batch[1])
+        form.name = f"{name}(model(x), y)"
+        return loss
+
+    form.run, form.name = run, f"{'a loss' if loss_fn is None else form.name}(model(x), y)"
+    return form
 
 
 def _own_loss(output: Any) -> Any:
@@ -292,77 +303,38 @@ def _own_loss(output: Any) -> Any:
     return loss
 
 
-class _Pair:
-    """The form of `(x, y)`: a loss of model(x) and y, which is found out at the first output."""
-
-    def __init__(self, model: Any, loss_fn: Callable[..., Any] | None, words: str) -> None:
-        self._model, self._loss_fn = model, loss_fn
-        self.form = Form(run=self._learn, name=f"{_name_of(loss_fn)}(model(x), y)", batch=words)
-
-    def _learn(self, batch: Any) -> Any:
-        model, given = self._model, self._loss_fn
-        x, y = batch
-        output = model(x)
-        # A loss of the user's own takes whatever the model gives; torch's take tensors.
-        part: Callable[[Any], Any] = _itself
-        answer = ""
-        if given is None or _is_of_torch(given):
-            part, answer = _answer_in(output)
-        loss_fn, name = (given, _name_of(given)) if given is not None else customary_loss(part(output), y)
-        self.form.name = f"{name}(model(x){answer}, y)"
-        self.form.run = lambda batch: loss_fn(part(model(batch[0])), batch[1])
-        return loss_fn(part(output), y)
-
-
-def _itself(output: Any) -> Any:
-    return output
-
-
-def _answer_in(output: Any) -> tuple[Callable[[Any], Any], str]:
-    """How the answer is taken from an output with several parts, and as code."""
-    if isinstance(output, torch.Tensor):
-        return _itself, ""
-    if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
-        return operator.itemgetter(0), "[0]"
-    for name in ANSWERS:
-        if isinstance(output, Mapping) and isinstance(output.get(name), torch.Tensor):
-            return operator.itemgetter(name), f"[{name!r}]"
-        if isinstance(getattr(output, name, None), torch.Tensor):
-            return operator.attrgetter(name), f".{name}"
+def _answer_in(output: Any) -> torch.Tensor:
+    """The answer of a model whose output may have several parts."""
+    several = isinstance(output, (tuple, list)) and output
+    named = (output.get(name) if isinstance(output, Mapping) else getattr(output, name, None) for name in ANSWERS)
+    for answer in (output, output[0] if several else None, *named):
+        if isinstance(answer, torch.Tensor):
+            return answer
     raise StepInferenceError(f"Which part of the model's output the loss is of cannot be told: {ASKS}")
 
 
-def customary_loss(answer: torch.Tensor, target: Any) -> tuple[Callable[..., Any], str]:
+def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor]:
     """The loss that goes with an answer and a target, by their types and shapes, and its name.
 
     Raises:
         StepInferenceError: there is none.
     """
     if isinstance(target, torch.Tensor):
-        same, shape = answer.numel() == target.numel(), target.shape
-        if target.is_floating_point() and same:
-            return lambda answer, y: functional.mse_loss(answer, y.reshape(answer.shape).to(answer.dtype)), "mse_loss"
-        if not target.is_floating_point() and same:
-            return _of_one_logit, "binary_cross_entropy_with_logits"
+        if answer.numel() == target.numel():
+            of_one = functional.mse_loss if target.is_floating_point() else functional.binary_cross_entropy_with_logits
+            return of_one.__name__, of_one(answer, target.reshape(answer.shape).to(answer.dtype))
         if not target.is_floating_point() and answer.ndim > 1:
-            if target.ndim == answer.ndim and shape[1] == 1:  # (N, 1) and (N, 1, H, W), whose answers are (N, C, ...)
-                shape = target.squeeze(1).shape
-            if answer.shape[:1] + answer.shape[2:] == shape:
-                return _of_classes, "cross_entropy"
-            if answer.shape[:-1] == shape:  # (N, T, C), as language models have it
-                return lambda answer, y: _of_classes(answer.flatten(0, -2), y.flatten()), "cross_entropy"
+            if (
+                target.ndim == answer.ndim and target.shape[1] == 1
+            ):  # (N, 1) and (N, 1, H, W), whose answers are (N, C, ...)
+                target = target.squeeze(1)
+            if answer.shape[:1] + answer.shape[2:] != target.shape and answer.shape[:-1] == target.shape:
+                answer, target = answer.flatten(0, -2), target.flatten()  # (N, T, C), as language models have it
+            if answer.shape[:1] + answer.shape[2:] == target.shape:
+                nothing = MASK_OF_NOTHING if target.ndim > 2 and answer.shape[1] <= MASK_OF_NOTHING else -100
+                return "cross_entropy", functional.cross_entropy(answer, target.long(), ignore_index=nothing)
     words = f"a tensor of shape {list(target.shape)}" if isinstance(target, torch.Tensor) else type(target).__name__
     raise StepInferenceError(f"The loss of an answer of shape {list(answer.shape)} and {words} cannot be told: {ASKS}")
-
-
-def _of_one_logit(answer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return functional.binary_cross_entropy_with_logits(answer, target.reshape(answer.shape).to(answer.dtype))
-
-
-def _of_classes(answer: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    target = target.squeeze(1) if target.ndim == answer.ndim else target
-    ignored = MASK_OF_NOTHING if target.ndim > 2 and answer.shape[1] <= MASK_OF_NOTHING else -100
-    return functional.cross_entropy(answer, target.long(), ignore_index=ignored)
 
 
 def _parameters_of(model: Any) -> tuple[int, list[str]]:
@@ -375,13 +347,3 @@ def _parameters_of(model: Any) -> tuple[int, list[str]]:
         positional = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         return sum(each.default is each.empty for each in positional), [each.name for each in positional]
     return 1, []
-
-
-def _is_of_torch(loss_fn: Any) -> bool:
-    loss_fn = getattr(loss_fn, "func", loss_fn)  # functools.partial
-    return str(getattr(loss_fn, "__module__", "")).startswith("torch.")
-
-
-def _name_of(loss_fn: Any) -> str:
-    loss_fn = getattr(loss_fn, "func", loss_fn)  # functools.partial
-    return "loss" if loss_fn is None else str(getattr(loss_fn, "__name__", type(loss_fn).__name__))

@@ -107,13 +107,6 @@ class DataSide:
         return any(_has_any(each, EPOCH_NAMES) for each in wrapped_datasets(self.dataset))
 
     @property
-    def reads_by_itself(self) -> bool:
-        """Whether the dataset, once it has been read from, holds a running loader of its own (as torchio's Queue does)."""
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-        return any(isinstance(value, _BaseDataLoaderIter) for value in getattr(self.dataset, "__dict__", {}).values())
-
-    @property
     def shards(self) -> int | None:
         """How many workers an IterableDataset can feed, where it says so (Hugging Face datasets do)."""
         for name in ("num_shards", "n_shards"):

@@ -28,8 +28,8 @@ LEVEL_SD, SLOPE_SD = 0.3, 0.3
 STEADY_BATCHES, MOST_STEADY_BATCHES = 256, 1500
 """Batches in the window of a steady rate; more where batches differ much: which worker the slow ones fall to is luck that a
 longer run evens out."""
-LIGHT_VARIATION = 0.4
-"""Standard deviation over mean of service times up to which `STEADY_BATCHES` are enough."""
+LIGHT_VARIATION, HEAVY_ORDERS = 0.4, 3
+"""Standard deviation over mean of service times up to which `STEADY_BATCHES` are enough; beyond it, orders of the batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +153,10 @@ class Twin:
         )
         rng, count = np.random.default_rng(0), batches_needed(workers, batches)
         steps = np.concatenate([relative(o.step_s) for o in self.observations])
-        service = quantile_order(self.services, count, rng)[:, None]
-        step = quantile_order(steps, count, rng)[:, None]
+        orders = [
+            (quantile_order(self.services, count, rng)[:, None], quantile_order(steps, count, rng)[:, None])
+            for _ in range(1 if variation < LIGHT_VARIATION else HEAVY_ORDERS)
+        ]
         efficiency = np.ones(len(workers))
         for _ in range(2):
             stages = self._settled(workers, efficiency, cores)
@@ -162,8 +164,11 @@ class Twin:
             # 25 rounds for each batch ahead. With heavy tails they fall behind again before the queues are full.
             full = workers * prefetch * (variation < LIGHT_VARIATION) * (stages.headroom >= 1.0)
             made = np.arange(count)[:, None] < full
-            times = np.where(made, 0.0, service * stages.service_s), stages.receive_s, step * stages.step_s
-            rate = steady_rate(simulate(*times, workers=workers, prefetch=prefetch), workers, batches)
+            rates = []
+            for service, step in orders:
+                times = np.where(made, 0.0, service * stages.service_s), stages.receive_s, step * stages.step_s
+                rates.append(steady_rate(simulate(*times, workers=workers, prefetch=prefetch), workers, batches))
+            rate = np.mean(rates, axis=0)
             efficiency = np.minimum(rate / stages.bound, 1.0)
         rate = np.minimum(rate, self._roof(cores))
         return Solved(

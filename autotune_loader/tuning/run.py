@@ -128,7 +128,7 @@ def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: 
     caps, why = [MAX_WORKERS, asked, data.shards, data.batches_per_epoch()], list[str]()
     if machine.why_no_workers is not None:
         caps, why = [0], [machine.why_no_workers]
-    caps += [0] if warmup.on_accelerator or warmup.reads_by_itself or not warmup.same_in_workers else []
+    caps += [0] if warmup.on_accelerator or not warmup.same_in_workers else []
     caps += [] if warmup.shardable else [1]
     return min(each for each in caps if each is not None), why
 

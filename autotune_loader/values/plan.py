@@ -19,8 +19,6 @@ class BurstPlan:
     """Where a probe that is started for this burst begins to read; every burst reads on where the one before it stopped."""
     deadline_s: float = 60.0
     """The burst fails when it has not answered after this many seconds, start-up included."""
-    batch_size: int | None = None
-    """Samples of the cached batch on which a step's ceiling is measured; None for the workload's own."""
     stages: bool = False
     """Watch in the workers where the time of a sample goes."""
     prefill_s: float = 0.0

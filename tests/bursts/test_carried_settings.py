@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import types
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 from autotune_loader.bursts.settings import Settings, read_modules, read_torch, set_torch
-from autotune_loader.bursts.step import build_step
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
@@ -59,11 +59,11 @@ NEWER_NAME = [("cuda.matmul.fp32_precision", "tf32")] if hasattr(torch.backends.
 )
 def test_each_setting_of_torch_is_read_set_and_listed(name: str, value: Any) -> None:
     before = read_torch()
-    assert Settings.read().note() == []
+    assert Settings.read().set_process() == []
     assert before[name] != value
     set_torch({name: value})
     assert read_torch()[name] == value
-    assert f"{name}={value}" in Settings.read().note()[0]
+    assert f"{name}={value}" in Settings.read().set_process()[0]
 
 
 MODULE = """
@@ -150,24 +150,5 @@ def test_what_a_fresh_process_lacks_is_run_in_a_fork(module: Any) -> None:
         for config in (ALONE, ONE_WORKER):
             measured(probe.probe, config)
     # THEN it works there, that is said, and the run has the rows that it had
-    assert "has no attribute 'run', so the bursts run in forks of this process" in " ".join(probe.notes)
+    assert re.search("in forks of this process.*has no attribute 'run'", " ".join(probe.notes))
     assert module.run.rows == []
-
-
-def test_under_a_callers_autocast_each_step_sees_the_weights_of_the_one_before() -> None:
-    # GIVEN autocast that is on for good, as the process of the bursts has it, and keeps cast copies of weights until it ends
-    set_torch({"autocast.cpu": "bfloat16"})
-    model, losses = torch.nn.Linear(4, 2), list[float]()
-    batch = torch.rand(8, 4), torch.randint(0, 2, (8,))
-
-    def train_step(model: Any, batch: Any) -> Any:
-        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-        losses.append(loss.item())
-        return loss
-
-    side = TrainingSide(model=model, train_step=train_step, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
-    step = build_step(side, batch)
-    for _ in range(4):
-        step.run(batch)
-    assert losses == sorted(set(losses), reverse=True)
-    assert len(losses) == 4

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autotune_loader.bursts.bench import warm_up
-from autotune_loader.bursts.failures import needs_new_process
-from autotune_loader.bursts.loop import Burst, Cached, Run, run_burst
+from autotune_loader.bursts.loop import Cached, OpenLoader, Run, run_burst
+from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
-from autotune_loader.pipeline.prefetch import prefetched
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.trace import MAIN_PROCESS
 from tests.support import FakeClock
@@ -103,18 +103,28 @@ def batches_of(clock, fetch_s, workers=1):
         yield "batch", (0 if workers else MAIN_PROCESS, begun, whole, whole, fetch_s, 4)
 
 
+class IterableLoader:
+    """A loader of batches that are made when they are asked for."""
+
+    num_workers = 0
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return self.batches
+
+
 def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1):
     clock = FakeClock()
     timeline = FakeTimeline(clock, clock.sleep, copy_s)
     step = step_on(timeline, step_s, 0.0 if ahead else copy_s, host_s)
-    lane = FakeLane(timeline) if ahead else None
-    timeline.open()
-    run = Run(Burst(loader=None, step=step, plan=PLAN, workers=workers, timeline=timeline), clock(), lane=lane)
-    batches = batches_of(clock, fetch_s, workers)
-    batches = prefetched(batches, lane, ahead) if ahead else batches
-    run.deliver(batches)
+    config = LoaderConfig(num_workers=workers, device_prefetch=ahead)
+    run, open_loader = Run(Request(what="burst", plan=PLAN, config=config), step, timeline), OpenLoader()
+    run.begin(open_loader, IterableLoader(batches_of(clock, fetch_s, workers)))
+    run.deliver(open_loader.iterator)
     while not run.knows_enough():
-        run.deliver(batches)
+        run.deliver(open_loader.iterator)
     return run.measurement(), timeline
 
 
@@ -161,29 +171,10 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
         assert times.get("workers", 1) or trace.requested <= trace.fetch_start
 
 
-def burst_of(train, timeline, *, copies_ahead=0, moves=False, device="cpu", batch=None):
+def burst(train, timeline, *, copies_ahead=0, moves=False, device="cpu"):
     step = TrainingStep(train, "a step", torch.device(device), moves)
-    batch = torch.ones(4) if batch is None else batch
-    return Burst(
-        loader=lambda: Cached(batch, 4), step=step, plan=QUICK, device_prefetch=copies_ahead, timeline=timeline
-    )
-
-
-def out_of_memory(*_):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("copies_ahead", [0, 1])
-def test_what_runs_out_of_device_memory_is_a_failure_of_its_own_kind_and_needs_a_new_process(copies_ahead):
-    timeline = FakeTimeline()
-    lane = FakeLane(timeline)
-    lane.send, timeline.make_lane = out_of_memory, lambda: lane
-    train = (lambda batch: None) if copies_ahead else out_of_memory
-    failure = run_burst(burst_of(train, timeline, copies_ahead=copies_ahead))
-    assert failure.kind == "device_memory"
-    assert "smaller batch" in failure.message
-    assert needs_new_process(failure)
+    request = Request(what="burst", plan=QUICK, config=LoaderConfig(device_prefetch=copies_ahead))
+    return run_burst(request, step, lambda: Cached(torch.ones(4), 4), timeline)
 
 
 @pytest.mark.parametrize("copies", [True, False])
@@ -193,7 +184,7 @@ def test_a_copy_that_the_step_makes_itself_is_not_measured(copies):
     def train(batch):
         timeline.launch(0.002)
 
-    measured = run_burst(burst_of(train, timeline, moves=copies))
+    measured = burst(train, timeline, moves=copies)
     assert (measured.gpu.copy_s is not None) is copies
 
 
@@ -216,7 +207,7 @@ def test_the_ceilings_batch_lies_on_the_device_beforehand_where_the_step_takes_i
         seen.append(batch)
         timeline.launch(0.002)
 
-    run_burst(burst_of(train, timeline, moves=moves, device="meta"))
+    burst(train, timeline, moves=moves, device="meta")
     # THEN every step had the very same tensor: it was copied once, outside the window
     assert {id(batch) for batch in seen} == {id(seen[0])}
     assert seen[0].device.type == lies

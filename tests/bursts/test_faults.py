@@ -162,7 +162,7 @@ def test_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble_file):
     slow = BurstPlan(max_s=20.0, min_s=20.0, relative_error=0.0001, deadline_s=60.0)
     probe = probe_of(Trouble(trouble_file, nap_s=0.01), memory_budget_bytes=1500 << 20)
     try:
-        assert "use fewer workers" in failed(probe, "memory_guard", ONE_WORKER, slow).message
+        assert "fewer workers" in failed(probe, "memory_guard", ONE_WORKER, slow).message
     finally:
         probe.close()
 

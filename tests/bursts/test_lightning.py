@@ -38,24 +38,6 @@ def test_a_module_trains_without_its_trainer(modules, module, says):
     assert [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)] == [False, False]
 
 
-def test_what_the_stand_in_does_not_have_is_named_with_the_way_around_it(modules):
-    class Deep(modules.Module):
-        def training_step(self, batch, batch_idx):
-            return self.loss(batch) * self.trainer.fit_loop.epoch_loop.batch_idx
-
-    with pytest.raises(TypeError, match=r"training_step.*self\.trainer\.fit_loop.*pass train_step="):
-        build_step(TrainingSide(model=Deep()), BATCH).run(BATCH)
-
-
-def test_an_optimizer_that_was_given_takes_the_place_of_the_modules_own(modules):
-    model = modules.Module()
-    given = torch.optim.Adam(model.parameters())
-
-    build_step(TrainingSide(model=model, optimizer=given), BATCH).run(BATCH)
-
-    assert len(given.state) == 2
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "64-true"])
 def test_the_precision_of_the_users_trainer_is_trained_in(modules, precision):
     import lightning.pytorch as lightning

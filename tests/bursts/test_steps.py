@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
-from autotune_loader.pipeline.workload import StepTime, TrainingSide
+from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from tests.support.bursts import measured, opened, workload
 
@@ -150,15 +150,15 @@ FORMS: list[tuple[str, Any, Any, Any, str]] = [
     ("masks", CONV, (IMAGES, MASKS), None, "cross_entropy(model(x), y)"),
     ("one-logit masks", nn.Conv2d(2, 1, 1), (IMAGES, MASKS > 0), None, ONE_LOGIT),
     ("tokens", linear(), (torch.rand(N, 7, IN), torch.zeros(N, 7).long()), None, "cross_entropy(model(x), y)"),
-    ("first of a tuple", Parts(lambda o: (o, o)), (X, Y), None, "cross_entropy(model(x)[0], y)"),
+    ("first of a tuple", Parts(lambda o: (o, o)), (X, Y), None, "cross_entropy(model(x), y)"),
     ("logits in a dict", Parts(lambda o: {"out": o, "aux": o}, CONV), (IMAGES, MASKS), None,
-     "cross_entropy(model(x)['out'], y)"),
+     "cross_entropy(model(x), y)"),
     ("a loss with options", linear(), (X, Y), SMOOTHED, "cross_entropy(model(x), y)"),
-    ("a loss of torch's", Parts(lambda o: (o, o)), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x)[0], y)"),
+    ("a loss of torch's", Parts(lambda o: (o, o)), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x), y)"),
     ("an own loss", Parts(lambda o: (o, o)), (X, Y), lambda o, y: functional.cross_entropy(o[0], y),
      "<lambda>(model(x), y)"),
     ("model(x, y)", WithTargets(), (X, Y), None, "model(x, y)"),
-    ("model(x, y), own loss", WithTargets(), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x)[0], y)"),
+    ("model(x, y), own loss", WithTargets(), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x), y)"),
     ("detection", Detector(), BOXES, None, "model(x, y)"),
     ("dict with .loss", WithLoss(), {"inputs": X, "labels": Y}, None, "model(**batch).loss"),
     ("model(batch)", Parts(lambda o: o.square().mean()), X, None, "model(batch)"),
@@ -202,11 +202,6 @@ def test_what_is_not_customary_is_asked_for_in_one_sentence(model: Any, loss_fn:
     assert "\n" not in told
 
 
-def test_a_loss_that_is_not_one_number_is_named() -> None:
-    with pytest.raises(StepInferenceError, match=rf"a loss of shape \[{N}\]"):
-        trained((X, Y), model=linear(), loss_fn=nn.CrossEntropyLoss(reduction="none"))
-
-
 def test_a_step_without_a_gradient_and_a_loss_that_has_no_part_are_said() -> None:
     frozen = trained((X, Y), model=linear().requires_grad_(False))
     assert "nothing is trained" in frozen.notes[0]
@@ -224,13 +219,6 @@ def test_an_error_of_the_users_own_step_is_its_cause_and_memory_is_no_fault_of_i
 
     with pytest.raises(torch.OutOfMemoryError):
         trained((X, Y), model=linear(), train_step=out_of_memory)
-
-
-def test_no_model_and_seconds_in_place_of_a_step() -> None:
-    assert trained((X, Y)).description == "no model: the loader alone"
-    waits = trained((X, Y), train_step=StepTime(0.001))
-    assert "a wait of 1 ms" in waits.description
-    assert "what pin_memory and device_prefetch bring is unknown" in waits.notes[0]
 
 
 def test_a_train_step_gets_the_batch_as_the_loader_gives_it() -> None:

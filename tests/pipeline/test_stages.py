@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from autotune_loader.bursts.loop import Burst, run_burst
+from autotune_loader.bursts.loop import run_burst
+from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import build_step
 from autotune_loader.pipeline import stage_clock
 from autotune_loader.pipeline.build import make_traced_loader
@@ -285,9 +286,9 @@ def test_waiting_and_computing_are_told_apart_in_workers() -> None:
         plan = BurstPlan(max_s=max_s, min_s=0.8 * max_s, relative_error=0.0, stages=True)
         step = build_step(TrainingSide(model=None, train_step=lambda model, batch: None), torch.zeros(4, 1))
         data = DataSide.from_loader(DataLoader(Known(), batch_size=4, shuffle=True))
-        config = LoaderConfig(num_workers=workers)
-        make = partial(make_traced_loader, data, config, Reading(data), stages=True)
-        outcome = run_burst(Burst(loader=make, step=step, plan=plan, workers=workers))
+        request = Request(what="burst", plan=plan, config=LoaderConfig(num_workers=workers))
+        make = partial(make_traced_loader, data, request.config, Reading(data), stages=True)
+        outcome = run_burst(request, step, make)
         assert isinstance(outcome, Measurement), outcome
         return outcome.stages
 
