@@ -23,6 +23,7 @@ HEAD = """
 import gc, multiprocessing, os, signal, time, torch, warnings, weakref
 from torch.utils.data import DataLoader, Dataset
 from autotune_loader import AutoLoader, tune
+from autotune_loader.tuning.study import open_study
 
 class Squares(Dataset):
     def __len__(self):
@@ -31,7 +32,7 @@ class Squares(Dataset):
         time.sleep(0.001)
         return torch.tensor([float(index)]), torch.tensor([index ** 2.0])
 
-SHORT = dict(max_workers=1, budget=float(os.environ.get("BUDGET", 2)), max_trials=int(os.environ.get("TRIALS", 2)))
+SHORT = dict(max_workers=1, budget=float(os.environ.get("BUDGET", 2)))
 
 def outcomes(result):
     return [trial.failure.kind if trial.failure else "ok" for trial in result.trials]
@@ -40,7 +41,8 @@ def outcomes(result):
 SCRIPT = f"""{HEAD}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=os.environ.get("METHOD"))
-result = tune(loader, torch.nn.Linear(1, 1), output="loader.json", progress=True, **SHORT)
+study = open_study("study.journal")
+result = tune(loader, torch.nn.Linear(1, 1), study=study, output="loader.json", progress=True, **SHORT)
 print("STATUS", result.status, outcomes(result))
 dataset = weakref.ref(loader.dataset)
 del loader
@@ -111,13 +113,14 @@ def test_a_script_tunes_and_trains_with(
 def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(
     tmp_path: Path, preloaded: PreloadedPython, orphaned_segments: Callable[[], set[str]]
 ) -> None:
-    # GIVEN a long run that has written its first trial
+    # GIVEN a run that has told its first trial
     before = orphaned_segments()
     (tmp_path / "train.py").write_text(SCRIPT)
-    run = preloaded.start("train.py", folder=tmp_path, environ=environment(BUDGET="600", TRIALS="100000"))
+    run = preloaded.start("train.py", folder=tmp_path, environ=environment(BUDGET="600"))
     deadline = time.monotonic() + DEADLINE_S
-    while not (tmp_path / "loader.json").exists() and time.monotonic() < deadline and run.poll() is None:
-        time.sleep(0.05)
+    journal = tmp_path / "study.journal"
+    while time.monotonic() < deadline and not (journal.exists() and "samples_per_s" in journal.read_text()):
+        time.sleep(0.02)
     assert run.poll() is None, run.output
     members = psutil.Process(run.pid).children(recursive=True)
     assert members, "the probe process runs"
