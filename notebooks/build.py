@@ -157,15 +157,12 @@ INSPECT = (
     ),
     CODE(
         "from optuna.visualization import matplotlib as visualization\n\n"
-        "if study is not None:\n"
-        '    visualization.plot_slice(study, params=["num_workers", "prefetch_factor"], target_name="samples/s")'
+        "tried = [] if study is None else [name for trial in study.trials for name in trial.params]\n"
+        'params = [name for name in ("num_workers", "prefetch_factor") if name in tried]\n'
+        "if params:\n"
+        '    visualization.plot_slice(study, params=params, target_name="samples/s")'
     ),
-    CODE(
-        "if study is not None:\n"
-        "    visualization.plot_parallel_coordinate(\n"
-        '        study, params=["num_workers", "prefetch_factor"], target_name="samples/s"\n'
-        "    )"
-    ),
+    CODE('if params:\n    visualization.plot_parallel_coordinate(study, params=params, target_name="samples/s")'),
     CODE("if study is not None:\n    visualization.plot_timeline(study)"),
     MARKDOWN(
         "## The sampler in a study of your own\n\n`TwinSampler` proposes in any `study.optimize()` whose value is samples/s. This one "

@@ -24,17 +24,7 @@ WATCHED = 4
 MOST_DEPTH = 32
 ULPS = 64
 """Units in the last place by which floats may differ, relative to the largest: threads add up in another order."""
-WRITES = (
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.truncate",
-    "os.link",
-    "os.symlink",
-    "os.chmod",
-    "tempfile.mkstemp",
-)
+WRITES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
 """Audit events that change files; their first argument is the file."""
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -68,7 +58,7 @@ def difference(own: Any, other: Any, path: str = "batch", depth: int = MOST_DEPT
         mine, others = _inside(own), _inside(other)
         if mine.keys() != others.keys():
             return path
-        pairs = [(f"{path}.{name}", mine[name], others[name]) for name in mine]
+        pairs = [(path + name, mine[name], others[name]) for name in mine]
     for where, a, b in pairs:
         if a is not b and (found := difference(a, b, where, depth - 1)) is not None:
             return found
@@ -76,21 +66,14 @@ def difference(own: Any, other: Any, path: str = "batch", depth: int = MOST_DEPT
 
 
 def _inside(value: Any) -> dict[str, Any]:
-    """What an object consists of: its bytes, its attributes, or else what pickle would keep of it."""
-    if callable(getattr(value, "tobytes", None)):  # PIL, memoryview, array
-        told = {name: getattr(value, name) for name in ("mode", "size", "format", "typecode") if hasattr(value, name)}
-        return {"tobytes()": value.tobytes(), **told}
-    names = [name for kind in type(value).__mro__ for name in _slots(kind)]
-    found = {**{name: getattr(value, name) for name in names if hasattr(value, name)}, **getattr(value, "__dict__", {})}
-    if found or all(getattr(type(value), name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__")):
-        return found
-    state = value.__reduce_ex__(4)
-    return {"__reduce__()": state[1:3] if isinstance(state, tuple) else state}
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    """What an object consists of, as pickle sees it."""
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):  # a global's name
+        return {"": reduced}
+    made_with, state = (*reduced, None)[1:3]
+    if isinstance(state, dict):
+        return {" as it was made": made_with, **{f".{name}": inner for name, inner in state.items()}}
+    return {" as it was made": made_with, "": state}
 
 
 def _are_same_tensors(own: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ next ── the last step is noted ── tuner, if it is time ── the next n
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import threading
 import time
 import weakref
@@ -22,9 +22,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from autotune_loader.autoloader.comparison import WATCHED
 from autotune_loader.autoloader.log import Loop
 from autotune_loader.autoloader.order import Order
-from autotune_loader.autoloader.proof import DrawnAhead, Proof
 from autotune_loader.autoloader.seeds import mixed
-from autotune_loader.autoloader.state import LoaderState
+from autotune_loader.autoloader.state import DrawnAhead, LoaderState
 from autotune_loader.autoloader.tuner import GATE_BATCHES
 from autotune_loader.autoloader.workers import LostError, Made, SilentError, Workers
 from autotune_loader.diagnosis import Kept
@@ -35,10 +34,12 @@ from autotune_loader.values.trace import MAIN_PROCESS
 
 PATIENCE_S, PATIENCE_FETCHES = 10.0, 20.0
 """Workers that nobody asked for are given up after the longer of these."""
-
-
+MOST_TRAINING_CHANGES = 3
+"""Epochs in whose midst the training changes the data; then workers are given up for good."""
 UNWATCHED = GATE_BATCHES // 2 - WATCHED
 """Batches of the loop before some are watched: short loops are left alone."""
+
+log = logging.getLogger("autotune_loader.autoloader")
 
 
 class EpochIterator(_BaseDataLoaderIter):
@@ -73,22 +74,21 @@ class EpochIterator(_BaseDataLoaderIter):
         self._state, self.order, self._in_order = state, order, loader.in_order
         self._base_seed, self._num_yielded, self._next = order.seed, 0, order.delivered
         self._config, self._is_parked = LoaderConfig(), False
-        self._patience_s = self._slowest_s = 0.0
-        self._loop: Loop = state.log.begin(begun)
-        self._begun_with = state.log.totals.active_s, state.log.totals.samples
+        self._slowest_s = 0.0
+        self._loop: Loop = state.found.log.begin(begun)
+        self._begun_with = state.found.log.totals.active_s, state.found.log.totals.samples
         self._is_pure = True
         if (previous := None if state.current is None else state.current()) is not None and previous is not self:
             previous._tuner = None
         state.current = weakref.ref(self)
-        self._tuner = state.tuner
+        self._tuner = state.found.tuner
         self._ahead = None
-        state.log.change(self._config if not state.is_asked else state.asked)
         if self._tuner is not None and self._tuner.wanted != self._config:
             self._tuner.wake = 0.0  # it is taken up with the first batch
-        if self._tuner is not None and not state.is_asked:
+        if self._tuner is not None and not state.found.is_asked:
             state.known()
             self._ahead = None if order.source.is_torchs else DrawnAhead(self._refuse)
-        if state.is_asked:
+        if state.found.is_asked:
             self._guarded(self._apply) if self._tuner is not None else self._apply()
         self._loop.started(time.monotonic())
 
@@ -103,12 +103,9 @@ class EpochIterator(_BaseDataLoaderIter):
         return self._from_workers()
 
     def _think(self) -> None:
-        tuner = self._tuner
-        if tuner is None:
-            return
-        tuner.look(time.monotonic())
-        if tuner.wanted != self._config:
-            self._apply()
+        if self._tuner is not None:
+            self._tuner.look(time.monotonic())
+        self._follow()
 
     def _guarded(self, ours: Callable[[], None]) -> None:
         """Whatever goes wrong there, the epoch goes on; what it takes is tuning's own time."""
@@ -116,19 +113,21 @@ class EpochIterator(_BaseDataLoaderIter):
         try:
             ours()
         except Exception as error:
-            self._state.give_up(error)
-            self._tuner = None
-            if self._config != self._state.asked:
+            log.warning("AutoLoader no longer tunes this loader: %s: %s", type(error).__name__, error, exc_info=True)
+            self._tuner, found = None, self._state.found
+            if tuner is not None:
+                tuner.freeze()
+                tuner.wanted = found.asked
+            if self._config != found.asked:
                 self._apply()
         if tuner is not None:
             tuner.ledger.own_s += time.monotonic() - begun
 
     def _apply(self) -> None:
         """Run what is wanted, as soon as it may."""
-        state, wanted = self._state, self._state.config
-        proof = state.known() if wanted.num_workers or state.is_asked else None
-        if wanted != state.asked and not (proof is None or self._may(proof)):
-            return
+        state, wanted = self._state, self._state.found.config
+        if wanted != state.found.asked and not state.known().allows_another:
+            return  # as long as not, batches are watched or compared
         if wanted.num_workers:
             if self._pool is None and (self._is_parked or self._is_held_elsewhere()):
                 return
@@ -137,20 +136,13 @@ class EpochIterator(_BaseDataLoaderIter):
             self._pool.resize(0, 1)
         self._is_pure = self._is_pure and (self._num_yielded == 0 or wanted == self._config)
         self._config = wanted
-        state.log.change(wanted)
         if self._tuner is not None:
             self._tuner.applied(time.monotonic())
-
-    def _may(self, proof: Proof) -> bool:
-        """Whether another number than the one asked for may run already; as long as not, batches are watched or compared."""
-        if proof.kept is not None:
-            return False
-        return proof.is_done if self._state.is_asked else proof.is_watched
 
     def _is_held_elsewhere(self) -> bool:
         """Whether another iterator of a script that asked for no workers has them."""
         mine = self._state
-        return not mine.is_asked and any(
+        return not mine.found.is_asked and any(
             other is not self and other._state is mine and other._pool is not None for other in list(_running)
         )
 
@@ -163,26 +155,23 @@ class EpochIterator(_BaseDataLoaderIter):
         try:
             self._pool.resize(wanted.num_workers, wanted.prefetch_factor or 1)
         except Exception as error:
-            if state.is_asked and wanted == state.asked:
+            if state.found.is_asked and wanted == state.found.asked:
                 raise
             self._refuse(Kept.CANNOT_START(why=f"{type(error).__name__}: {error}"))
             return
         if self._tuner is not None and self._pool.start_s is not None:
             self._tuner.start_s = self._pool.start_s
-        self._wait_no_longer()
+        self._pool.wait_at_most(state.timeout_s if state.found.is_asked else self._patience_s)
 
-    def _wait_no_longer(self) -> None:
-        if self._pool is not None:
-            state = self._state
-            patience_s = max(PATIENCE_S, PATIENCE_FETCHES * self._slowest_s)
-            self._pool.wait_at_most(state.timeout_s if state.is_asked else patience_s)
+    @property
+    def _patience_s(self) -> float:
+        return max(PATIENCE_S, PATIENCE_FETCHES * self._slowest_s)
 
     def _initial_seed(self) -> int:
         """What `torch.initial_seed()` tells in a fetch: the training's own, or with asked workers the epoch's."""
-        return self.order.seed if self._state.is_asked else torch.initial_seed()
+        return self.order.seed if self._state.found.is_asked else torch.initial_seed()
 
     def _fetched(self) -> Any:
-        """A batch that is fetched here."""
         order = self.order
         try:
             item = next(order) if self._ahead is None else self._ahead.next(order.__next__)
@@ -195,31 +184,24 @@ class EpochIterator(_BaseDataLoaderIter):
         finally:
             order.had(number)
             self._next = number + 1
-        if self._state.pins and not self._state.is_asked:
+        if self._state.pins and not self._state.found.is_asked:
             batch = pin_memory(batch)
         return self._delivered(batch, indices, (MAIN_PROCESS, *times))
 
     def _made(self, number: int, indices: Any) -> Any:
         """The batch and its times; the first one and those before workers start are watched."""
         tuner, proof = self._tuner, self._state.proof
-        if tuner is None or proof is None or self._state.is_asked:
+        if tuner is None or proof is None or self._state.found.is_asked:
             return self._make(number, indices)
         if not proof.has_fetched:
             return proof.first(lambda: self._make(number, indices))
         self._state.fetched += 1
-        if self._state.fetched < UNWATCHED or proof.kept is not None or proof.is_watched:
+        if self._state.fetched < UNWATCHED or self._state.found.refused is not None or proof.is_watched:
             return self._make(number, indices)
         made = proof.watch(lambda: self._make(number, indices))
-        if tuner.wanted.num_workers or proof.kept is not None:
-            self._guarded(self._watched)
+        if tuner.wanted.num_workers or self._state.found.refused is not None:
+            self._guarded(self._follow)
         return made
-
-    def _watched(self) -> None:
-        proof = self._state.known()
-        if proof.kept is not None:
-            self._refuse(proof.kept)
-        elif proof.is_watched:
-            self._apply()
 
     def _make(self, number: int, indices: Any) -> Any:
         seeds, order = self._state.seeds, self.order
@@ -237,7 +219,7 @@ class EpochIterator(_BaseDataLoaderIter):
     def _from_workers(self) -> Any:
         pool, state = self._pool, self._state
         assert pool is not None
-        if not state.is_asked and (what := state.known().changed()) is not None:
+        if not state.found.is_asked and (what := state.known().changed()) is not None:
             self._park(what)
             return self._fetched()
         if not pool.makes(self._next, in_order=self._in_order):
@@ -245,18 +227,18 @@ class EpochIterator(_BaseDataLoaderIter):
         try:
             number, made = pool.get(self._next, in_order=self._in_order)
         except SilentError as error:
-            if state.timeout_s and state.is_asked:
+            if state.timeout_s and state.found.is_asked:
                 raise RuntimeError(f"DataLoader timed out after {state.timeout_s} seconds") from error
-            return self._without(Kept.WORKER_SILENT(silent=max(PATIENCE_S, PATIENCE_FETCHES * self._slowest_s)))
+            return self._without(Kept.WORKER_SILENT(silent=self._patience_s))
         except LostError as error:
-            if state.is_asked and (self._config == state.asked or state.tuner is None):
+            if state.found.is_asked and (self._config == state.found.asked or state.found.tuner is None):
                 self._shutdown_workers()
                 raise RuntimeError(str(error)) from None
             return self._without(Kept.WORKERS_LOST(error=error))
         except KeyError:  # it was put back
             return self._fetched()
         except Exception as error:  # what a worker sent cannot be made into a batch here
-            if state.is_asked:
+            if state.found.is_asked:
                 raise
             return self._without(Kept.WORKER_ERROR(error=error))
         return self._taken(number, made)
@@ -264,26 +246,22 @@ class EpochIterator(_BaseDataLoaderIter):
     def _taken(self, number: int, made: Made) -> Any:
         state, indices, batch = self._state, self.order.in_hand[number][1], made.batch
         proof = state.known()
-        if made.changed is not None and not state.is_asked:
+        if made.changed is not None and not state.found.is_asked:
             self.order.put_back([number])
             return self._without(Kept.DATASET_CHANGES(what=made.changed))
         fetch: tuple[int, float, float, float, float] = (made.worker, *made.times)
-        is_compared = self._is_compared() and proof.is_due()
+        tuner, found = self._tuner, state.found
+        may_change = tuner is not None and found.refused is None and (tuner.wanted != found.asked or proof.compared > 0)
+        is_compared = (may_change or not found.is_asked) and proof.is_due()
         self._next = number + 1
         try:
-            if isinstance(batch, ExceptionWrapper) and state.is_asked:
+            if isinstance(batch, ExceptionWrapper) and state.found.is_asked:
                 batch.reraise()
             elif is_compared or isinstance(batch, ExceptionWrapper):
                 batch, fetch = self._compared(number, indices, batch)
         finally:
             self.order.had(number)
         return self._delivered(batch, indices, fetch)
-
-    def _is_compared(self) -> bool:
-        state, tuner = self._state, self._tuner
-        if not state.is_asked:
-            return True
-        return tuner is not None and state.kept is None and (tuner.wanted != state.asked or state.known().compared > 0)
 
     def _compared(self, number: int, indices: Any, other: Any) -> tuple[Any, tuple[int, float, float, float, float]]:
         """The loop's own batch; that of a worker which was asked for."""
@@ -295,67 +273,64 @@ class EpochIterator(_BaseDataLoaderIter):
 
         if isinstance(other, ExceptionWrapper):
             chosen = make()  # raises, where it is the data's own
-            state.refuse(Kept.WORKER_ERROR(error=str(other.exc_msg).strip().splitlines()[-1]))
-        elif not state.is_asked:
+            state.found.refuse(Kept.WORKER_ERROR(error=str(other.exc_msg).strip().splitlines()[-1]))
+        elif not state.found.is_asked:
             chosen = state.known().compare(make, other, number)
         else:  # what was asked for is the worker's
             chosen = other
             try:
                 state.known().compare(make, other, number)
             except Exception as error:
-                state.known().refuse(
-                    Kept.SAMPLES_DIFFER(batch=number, what=f"the loop's raises {type(error).__name__}")
-                )
-        self._guarded(self._judged)
+                state.found.refuse(Kept.SAMPLES_DIFFER(batch=number, what=f"the loop's raises {type(error).__name__}"))
+        self._guarded(self._follow)
         return chosen, (MAIN_PROCESS, *times[0])
 
-    def _judged(self) -> None:
-        proof = self._state.known()
-        if proof.kept is not None:
-            self._refuse(proof.kept)
-        elif proof.is_done and self._state.config != self._config:
+    def _follow(self) -> None:
+        """What is known of the data decides what may run."""
+        found = self._state.found
+        if found.refused is not None:
+            self._refuse(found.refused)
+        elif found.config != self._config:
             self._apply()
 
     def _refuse(self, why: Finding) -> None:
         """Only what was asked for may run from now on; what workers have in hand is fetched here."""
         state = self._state
-        state.refuse(why)
-        if self._pool is not None and not state.is_asked:
+        state.found.refuse(why)
+        if self._pool is not None and not state.found.is_asked:
             self._end_workers()
-        elif self._config != state.asked:
+        elif self._config != state.found.asked:
             self._apply()
 
     def _without(self, why: Finding) -> Any:
         """The next batch, from now on without those workers."""
         self._end_workers()
         self._refuse(why)
-        return self._take()
-
-    def _take(self) -> Any:
         return self._fetched() if self._pool is None else self._from_workers()
 
     def _park(self, what: str) -> None:
         """The training has changed what workers have copies of: until the epoch ends batches are fetched here."""
         self._end_workers()
         self._is_parked = True
-        self._state.training_changed(what)
+        self._state.training_changes += 1
+        if self._state.training_changes >= MOST_TRAINING_CHANGES:
+            self._state.found.refuse(Kept.TRAINING_CHANGES(what=what))
         if what.partition(".")[0] in self._state.samplers:
             self.order.batch_anew()
 
     def _end_workers(self) -> None:
         if self._pool is not None:
             self._pool.close()
-            self._state.lost += self._pool.lost
+            self._state.found.lost += self._pool.lost
         self._pool, self._config = None, LoaderConfig()
 
     def _end(self) -> None:
-        """The loop is told that the epoch is over."""
         if self.order.is_over:
             return
         self.order.is_over = True
         self._give_workers()
         self._loop.end(time.monotonic())
-        tuner, totals = self._tuner, self._state.log.totals
+        tuner, totals = self._tuner, self._state.found.log.totals
         if tuner is not None and self._is_pure:
             active_s, samples = self._begun_with
             tuner.epoch(self._config, totals.active_s - active_s, totals.samples - samples, self._num_yielded)
@@ -385,18 +360,5 @@ class EpochIterator(_BaseDataLoaderIter):
             self._state.workers.close()
             self._state.workers = None
 
-    def leave_to_parent(self) -> None:
-        """In a process that the user has forked: the workers are not its own; what they have is fetched here."""
-        self._pool = self._state.workers = self._tuner = None
-        self.order.put_back(self.order.in_hand)
-
 
 _running: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
-
-
-def _in_fork() -> None:
-    for iterator in list(_running):
-        iterator.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_in_fork)

@@ -23,7 +23,7 @@ from autotune_loader.autoloader.parts import Parts
 from autotune_loader.autoloader.result import Found
 from autotune_loader.autoloader.seeds import Seeds, draws_nothing, mixed
 from autotune_loader.autoloader.state import LoaderState
-from autotune_loader.autoloader.tuner import MOST_WORKERS, Event, Tuner
+from autotune_loader.autoloader.tuner import MOST_WORKERS, Tuner
 from autotune_loader.autoloader.work import Sent
 from autotune_loader.diagnosis import Kept
 from autotune_loader.machine.host import require_linux
@@ -66,8 +66,6 @@ class AutoLoader(DataLoader[T], Generic[T]):
             `persistent_workers` and start method.
         tune: False changes nothing: with `num_workers=4` it is a DataLoader that hands batches over faster and outlives lost
             workers.
-        on_change: called with an `Event` when the loader has settled on a configuration, for a logger. A line says so in the
-            log at INFO.
         max_workers: most worker processes at any time.
         workers: whether workers may be used. None: unless `num_workers=0` is written out.
         **arguments: as for DataLoader. `prefetch_factor`, `persistent_workers`, `timeout` and `multiprocessing_context` may be
@@ -84,7 +82,6 @@ class AutoLoader(DataLoader[T], Generic[T]):
         *args: Any,
         config: LoaderConfig | str | os.PathLike[str] | None = None,
         tune: bool = True,
-        on_change: Callable[[Event], None] | None = None,
         max_workers: int | None = None,
         workers: bool | None = None,
         **arguments: Any,
@@ -96,7 +93,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         asked = asked_for(dataset, args, arguments, config, workers=workers, own=names)
         super().__init__(**asked.arguments)
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
-        self.tune, self.on_change, self.max_workers, self.workers = tune, on_change, max_workers, asked.may_use_workers
+        self.tune, self.max_workers, self.workers = tune, max_workers, asked.may_use_workers
         self._how = asked.how
         self._seed: int | None = None
         self._epochs = 0
@@ -106,9 +103,14 @@ class AutoLoader(DataLoader[T], Generic[T]):
         self._state = self._fresh_state()
 
     @property
+    def found(self) -> Found:
+        """What is known of the loader, which lives on without it and its data."""
+        return self._state.found
+
+    @property
     def config(self) -> LoaderConfig:
         """The configuration that is wanted now; a running epoch takes it up at the next batch that allows it."""
-        return self._state.config
+        return self.found.config
 
     @property
     def best(self) -> LoaderConfig:
@@ -116,28 +118,14 @@ class AutoLoader(DataLoader[T], Generic[T]):
         return self.found.best
 
     @property
-    def log(self) -> Log:
-        """Every batch's history, and when the configuration changed."""
-        return self._state.log
-
-    traces = log
-
-    @property
-    def losses(self) -> int:
-        """How often workers were lost and replaced."""
-        return self.found.lost
-
-    @property
     def kept(self) -> Finding | None:
         """Why the number of workers stays as it was asked for; None where another one runs, or may yet."""
         return self.found.kept
 
     @property
-    def found(self) -> Found:
-        """What is known of the loader, which lives on without it and its data."""
-        self._found.lost = self._state.lost
-        self._found.refused = self._state.kept
-        return self._found
+    def log(self) -> Log:
+        """Every batch's history."""
+        return self.found.log
 
     @property
     def result(self) -> TuningResult:
@@ -158,8 +146,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
     def freeze(self) -> None:
         """Try and change nothing any more."""
         self.tune = False
-        if self._state.tuner is not None:
-            self._state.tuner.freeze()
+        if self.found.tuner is not None:
+            self.found.tuner.freeze()
 
     def _get_iterator(self) -> Any:
         """As torch's, which `iter(loader)` calls for each epoch; with persistent workers once."""
@@ -172,60 +160,53 @@ class AutoLoader(DataLoader[T], Generic[T]):
         return EpochIterator(self, *self._next_epoch(), begun)
 
     def _next_epoch(self) -> tuple[LoaderState, Order]:
-        if not self._is_as_before():
+        if self._of != self._settings():
             self._state = self._fresh_state()
-        order = self._next_order()
+        self._order = self._next_order()
         self._epochs += 1
-        self._order = order
-        return self._state, order
-
-    def _is_as_before(self) -> bool:
-        """Torch lets everybody set `num_workers`, `collate_fn` and others, and by a trick the dataset: another loader, then."""
-        sent = self._state.sent
-        is_same = (
-            sent.dataset is self.dataset and sent.collate_fn is self.collate_fn and sent.init_fn is self.worker_init_fn
-        )
-        return is_same and self._of == self._settings()
+        return self._state, self._order
 
     def _settings(self) -> tuple[Any, ...]:
-        return (
-            id(self._index_sampler),
-            self.num_workers,
-            self.prefetch_factor,
-            self.pin_memory,
-            self.timeout,
-            self.in_order,
-        )
+        """Torch lets everybody set `num_workers`, `collate_fn` and others, and by a trick the dataset: another loader, then."""
+        parts = self.dataset, self.collate_fn, self.worker_init_fn, self._index_sampler
+        numbers = self.num_workers, self.prefetch_factor, self.pin_memory, self.timeout, self.in_order
+        return *map(id, parts), *numbers
 
     def _fresh_state(self) -> LoaderState:
         """Nothing is known of what the loader reads, and how: it is new, or attributes of it were set."""
         self._of, self._site = self._settings(), Site.of(self, self._line)
-        asked, log, how = LoaderConfig.from_loader(self), Log(), self._how
-        state = LoaderState(
-            sent=Sent(self.dataset, self.collate_fn, self.worker_init_fn, self.batch_sampler is not None),
-            samplers={"batch_sampler" if self.batch_sampler is not None else "sampler": self._index_sampler},
-            asked=asked,
-            context=self.multiprocessing_context or how.get("multiprocessing_context") or _start_method(asked),
-            timeout_s=self.timeout or how.get("timeout", 0.0),
-            pins=self.pin_memory and torch.accelerator.is_available(),
-            keeps=self.persistent_workers or bool(how.get("persistent_workers")),
-            log=log,
-            kept=self._kept_as_asked(),
+        how = self._how
+        found = Found(
+            site=self._site,
+            asked=LoaderConfig.from_loader(self),
+            log=Log(),
+            has_batched_fetch=hasattr(self.dataset, "__getitems__"),
+            refused=self._kept_as_asked(),
         )
-        self._found = Found(self._site, asked, log, has_batched_fetch=hasattr(self.dataset, "__getitems__"))
-        self._found.refused = state.kept
-        if state.kept is None:
-            state.tuner = self._found.tuner = Tuner(
-                log,
-                asked,
+        if found.refused is None:
+            found.tuner = Tuner(
+                found.log,
+                found.asked,
                 cores=usable_cores().usable,
                 fits=_fits,
                 epoch_batches=length_of(self),
                 max_workers=self.max_workers,
                 depth=how.get("prefetch_factor"),
                 first=_learnt.find(self._site, self),
-                on_change=self._tell(),
+                on_found=self._learn(),
             )
+        state = LoaderState(
+            found=found,
+            sent=Sent(self.dataset, self.collate_fn, self.worker_init_fn, self.batch_sampler is not None),
+            samplers={"batch_sampler" if self.batch_sampler is not None else "sampler": self._index_sampler},
+            # Workers that nobody asked for are forked: started anew they would run a script that has no `__main__` guard.
+            context=self.multiprocessing_context
+            or how.get("multiprocessing_context")
+            or (None if found.is_asked else "fork"),
+            timeout_s=self.timeout or how.get("timeout", 0.0),
+            pins=self.pin_memory and torch.accelerator.is_available(),
+            keeps=self.persistent_workers or bool(how.get("persistent_workers")),
+        )
         if not draws_nothing(self.dataset, self.collate_fn):
             state.seeds = Seeds(Parts(state.sent.named()).generators)
         return state
@@ -243,21 +224,19 @@ class AutoLoader(DataLoader[T], Generic[T]):
             return Kept.CANNOT_START(why="this process is daemonic, which may have no children.")
         return None
 
-    def _tell(self) -> Callable[[Event], None]:
+    def _learn(self) -> Callable[[LoaderConfig], None]:
         """What the tuner calls, without a reference to the loader."""
-        site, own, this = self._site, self.on_change, weakref.ref(self)
+        site, this = self._site, weakref.ref(self)
 
-        def settled(event: Event) -> None:
-            if (loader := this()) is not None and event.kind != "refused":
-                _learnt.keep(site, loader, event.config)
-            if own is not None and event.kind == "settled":
-                own(event)
+        def learn(config: LoaderConfig) -> None:
+            if (loader := this()) is not None:
+                _learnt.keep(site, loader, config)
 
-        return settled
+        return learn
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a loader that is sent to another process, has no epoch running and has learnt nothing."""
-        fresh = dict.fromkeys(("_iterator", "_order", "_state", "_found", "_of"))
+        fresh = dict.fromkeys(("_iterator", "_order", "_state", "_of"))
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -320,11 +299,6 @@ class AutoLoader(DataLoader[T], Generic[T]):
     def _source(self) -> Source:
         ahead = self.num_workers * (self.prefetch_factor or 0)
         return Source(sampler=self._index_sampler, generator=self.generator, ahead=ahead)
-
-
-def _start_method(asked: LoaderConfig) -> str | None:
-    """Workers that nobody asked for are forked: started anew they would run a script that has no `__main__` guard."""
-    return None if asked.num_workers else "fork"
 
 
 def _fits(prefetch: int) -> int:

@@ -9,11 +9,8 @@ notebook left alone) is no step. Torch is not needed here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
 
-from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trace import BatchTrace
 
 MOST_ROWS = 20_000
@@ -46,7 +43,6 @@ class Totals:
 
     @property
     def active_s(self) -> float:
-        """Seconds of training with this loader."""
         return self.waited_s + self.stepped_s
 
     @property
@@ -64,13 +60,6 @@ class Totals:
         return max(0.0, self.started_s - self.epochs * typical_s) / self.active_s
 
 
-class Change(NamedTuple):
-    """From this batch on, numbered over the log's life, another configuration serves."""
-
-    batch: int
-    config: LoaderConfig
-
-
 class Log:
     """One loader's, over all its epochs. Rows are those of the loop that was begun last."""
 
@@ -79,12 +68,10 @@ class Log:
         self.rows: list[BatchTrace] = []
         """The latest batches; `forgotten` older ones were dropped."""
         self.forgotten = 0
-        self.changes: list[Change] = []
         self.current: Loop | None = None
 
     @property
     def end(self) -> int:
-        """Number of the batch that will be noted next."""
         return self.forgotten + len(self.rows)
 
     def since(self, batch: int) -> list[BatchTrace]:
@@ -99,15 +86,8 @@ class Log:
             self.forgotten += MOST_ROWS
         return self.current
 
-    def change(self, config: LoaderConfig) -> None:
-        """Another configuration serves from the next batch on."""
-        if not self.changes or self.changes[-1].config != config:
-            self.changes.append(Change(self.end, config))
-
 
 class Loop:
-    """Whoever takes the batches of one epoch."""
-
     __slots__ = ("_asked", "_begun", "_fetch", "_log", "_received", "_rows", "_samples", "batches", "is_over")
 
     def __init__(self, log: Log, now: float) -> None:
@@ -153,37 +133,3 @@ class Loop:
         if not self.is_over:
             self.is_over = True
             self._log.totals.waited_s += now - self._asked
-
-
-def pauses(traces: Sequence[BatchTrace]) -> list[int]:
-    """Positions of the batches after which nobody asked for a while, which is no slow step."""
-    mean_s = sum(trace.step_s for trace in traces) / max(1, len(traces))
-    longest_s = max(PAUSE_S, PAUSE_STEPS * mean_s)
-    return [position for position, trace in enumerate(traces) if trace.step_s > longest_s]
-
-
-def continuous(traces: Sequence[BatchTrace]) -> list[BatchTrace]:
-    """The same batches as if nobody had paused: ends of epochs and pauses are taken out, so that a rate can be read."""
-    joined, gone_s, before = list[BatchTrace](), 0.0, None
-    paused = set(pauses(traces))
-    steps = [trace.step_s for position, trace in enumerate(traces) if position not in paused]
-    typical_s = sum(steps) / len(steps) if steps else 0.0
-    for position, trace in enumerate(traces):
-        if before is not None:
-            gone_s += max(0.0, trace.requested - before.step_end)
-        before = trace
-        cut_s = trace.step_s - typical_s if position in paused else 0.0
-        joined.append(_earlier(trace, gone_s, cut_s))
-        gone_s += cut_s
-    return joined
-
-
-def _earlier(trace: BatchTrace, by_s: float, cut_s: float) -> BatchTrace:
-    return trace._replace(
-        fetch_start=trace.fetch_start - by_s,
-        fetch_end=trace.fetch_end - by_s,
-        collate_end=trace.collate_end - by_s,
-        requested=trace.requested - by_s,
-        received=trace.received - by_s,
-        step_end=trace.step_end - by_s - cut_s,
-    )

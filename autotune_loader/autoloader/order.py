@@ -123,7 +123,6 @@ class Order(Iterator[Item]):
         return item
 
     def had(self, number: int) -> None:
-        """The loop has this batch."""
         del self.in_hand[number]
         self.delivered += 1
         while self._before and self._before[0][0] < self.delivered + self.source.ahead:
@@ -142,20 +141,6 @@ class Order(Iterator[Item]):
             self._number -= len(self._again)
             self._again, self._expected = deque(), None
             self._batches = iter(lambda: [*itertools.islice(indices, sampler.batch_size)], [])
-
-    def pass_over(self, count: int) -> None:
-        """Take up an epoch again: so many index batches are drawn, nothing is fetched.
-
-        Raises:
-            ValueError: the sampler ends before, so it is not the one that was saved.
-        """
-        for number in range(count):
-            if next(self, None) is None:
-                raise ValueError(
-                    f"the saved epoch was at batch {count}, but this sampler ends after {number}: it is not the one that was "
-                    "saved; load the state into a loader of the same dataset and batch size"
-                )
-            self.had(number)
 
     def leave(self) -> None:
         """The epoch is left early: the loader's own generators as a plain loader would have left them.
@@ -194,14 +179,20 @@ def drawn_again(source: Source, saved: Mapping[str, Any]) -> Order:
     """The order of a saved epoch, where it was left; the process' own random state is left as it is.
 
     Raises:
-        ValueError: as `Order.pass_over`.
+        ValueError: the sampler ends before, so it is not the one that was saved.
     """
     ours = torch.get_rng_state(), random.getstate(), np.random.get_state()
     restore_own(source, saved["begun_with"])
     try:
         _set_global(*(saved["begun_with"].get(name) for name in ("torch", "python", "numpy")))
         order = Order(source, seed=None if saved["drew_seed"] else saved["seed"])
-        order.pass_over(saved["delivered"])
+        for number in range(saved["delivered"]):
+            if next(order, None) is None:
+                raise ValueError(
+                    f"the saved epoch was at batch {saved['delivered']}, but this sampler ends after {number}: it is not the "
+                    "one that was saved; load the state into a loader of the same dataset and batch size"
+                )
+            order.had(number)
     finally:
         _set_global(*ours)
     return order

@@ -21,7 +21,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,13 +42,6 @@ SIMPLE = (bool, int, float, complex, str, bytes, tuple, frozenset, torch.Size, t
 MISSING: Any = object()
 
 
-class Found(NamedTuple):
-    """Something that the parts hold, and how it is reached."""
-
-    path: str
-    value: Any
-
-
 class Parts:
     """One walk over the objects.
 
@@ -57,10 +50,10 @@ class Parts:
     """
 
     def __init__(self, named: Mapping[str, Any]) -> None:
-        self.objects: list[Found] = []
-        """Those whose attributes count."""
-        self.containers: list[Found] = []
-        self.arrays: list[Found] = []
+        self.objects: list[tuple[str, Any]] = []
+        """How they are reached, and those whose attributes count."""
+        self.containers: list[tuple[str, Any]] = []
+        self.arrays: list[tuple[str, Any]] = []
         self.generators: list[Any] = []
         self.channels: list[int] = []
         """Descriptors of pipes and sockets."""
@@ -80,10 +73,10 @@ class Parts:
             self.generators.append(value)
         elif isinstance(value, (np.ndarray, torch.Tensor)):
             if counts and not isinstance(value, np.memmap):  # whose places may lie on a disk
-                self.arrays.append(Found(path, value))
+                self.arrays.append((path, value))
         elif isinstance(value, (list, dict, set, deque)):
             if counts:
-                self.containers.append(Found(path, value))
+                self.containers.append((path, value))
             yield from _items(value)
         elif isinstance(value, (tuple, frozenset)):
             yield from _items(value)
@@ -102,11 +95,10 @@ class Parts:
                 draws = any(isinstance(each, GENERATORS) for each in own.values())  # it keeps what it has drawn
                 is_users_own = is_users(type(value).__module__) and not draws
                 if is_root or isinstance(value, (Dataset, Sampler, SimpleNamespace)) or is_users_own:
-                    self.objects.append(Found(path, value))
+                    self.objects.append((path, value))
                 yield from ((f".{name}", inner) for name, inner in list(own.items()))
 
     def noted(self, *, whole: bool = False) -> Noted:
-        """What all of it is now."""
         return Noted(self, whole=whole)
 
 

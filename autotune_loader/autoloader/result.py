@@ -2,46 +2,57 @@
 
 from __future__ import annotations
 
-from autotune_loader.autoloader.log import Log, continuous
-from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner
+import logging
+import math
+from dataclasses import dataclass
+
+from autotune_loader.autoloader.log import Log
+from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Block, Tuner, block_of
 from autotune_loader.diagnosis import Kept, judged
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.pipeline.site import Site
-from autotune_loader.pipeline.throughput import summarise
 from autotune_loader.results.record import Finding, Job
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement, averaged
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 from autotune_loader.values.trial import Trial
 
+log = logging.getLogger("autotune_loader.autoloader")
 
+
+@dataclass(eq=False, kw_only=True)
 class Found:
-    """What one loader has shown so far.
+    site: Site
+    asked: LoaderConfig
+    log: Log
+    has_batched_fetch: bool
+    refused: Finding | None = None
+    """Why another number of workers is not tried; None where it is, or may be."""
+    tuner: Tuner | None = None
+    lost: int = 0
+    """Workers that were lost and replaced."""
 
-    Args:
-        site: of the loader.
-        asked: what it was asked for.
-        log: of its batches.
-        has_batched_fetch: whether its dataset can fetch batches.
-    """
+    @property
+    def is_asked(self) -> bool:
+        """Whether the script asked for workers."""
+        return self.asked.num_workers > 0
 
-    def __init__(self, site: Site, asked: LoaderConfig, log: Log, *, has_batched_fetch: bool) -> None:
-        self.site, self.asked, self.log, self.lost = site, asked, log, 0
-        self.refused: Finding | None = None
-        """Why another number of workers is not tried; None where it is, or may be."""
-        self.tuner: Tuner | None = None
-        self._has_batched_fetch = has_batched_fetch
+    def refuse(self, why: Finding) -> None:
+        """Only what was asked for may run from now on, for good; the first reason counts."""
+        if self.refused is None:
+            self.refused = why
+            log.info("the number of workers stays: %s", why.sentence)
+            if self.tuner is not None:
+                self.tuner.refuse()
 
     @property
     def config(self) -> LoaderConfig:
-        """What is wanted now."""
         return self.asked if self.tuner is None else self.tuner.wanted
 
     @property
     def best(self) -> LoaderConfig:
-        """The best that is known."""
         return self.asked if self.tuner is None else self.tuner.best
 
     @property
@@ -63,38 +74,55 @@ class Found:
 
     @property
     def result(self) -> TuningResult:
-        """As `tune()` returns it: the stretches of training that one configuration has made are its trials."""
+        """As `tune()` returns it: what was measured of a configuration, all in all, is its trial."""
         trials = self._trials()
-        own = [trial.measurement for trial in trials if trial.config == self.best and trial.measurement is not None]
+        own = next((trial.measurement for trial in trials if trial.config == self.best), None)
         found = TuningResult(
             best=self.best,
             status="complete" if self.tuner is not None and self.tuner.is_settled else "partial",
             found_by="autoloader",
             baseline=self.asked,
             batch_size=self.site.batch_size,
-            rate=own[-1].samples_per_s if own else None,
+            rate=None if own is None else own.samples_per_s,
             speedup=self.gain,
-            wait_share=own[-1].wait_share if own else None,
+            wait_share=None if own is None else own.wait_share,
             warnings=() if self.kept is None else (self.kept,),
-            trials=tuple(trials),
+            trials=trials,
             seconds=round(self.log.totals.active_s, 3),
             job=Job(usable_cores=usable_cores().usable),
             machine=inspect_machine().fingerprint(dataset=self.site.dataset),
         )
-        return judged(found, has_batched_fetch=self._has_batched_fetch)
+        return judged(found, has_batched_fetch=self.has_batched_fetch)
 
-    def _trials(self) -> list[Trial]:
-        trials: list[Trial] = []
-        if not self.log.changes:
-            return trials
-        ends = [change.batch for change in self.log.changes[1:]] + [self.log.end]
-        for change, end in zip(self.log.changes, ends, strict=True):
-            rows = self.log.since(change.batch)[: max(0, end - max(change.batch, self.log.forgotten))]
-            made = [row for row in rows if (row.worker != MAIN_PROCESS) == (change.config.num_workers > 0)]
-            if len(made) >= GATE_BATCHES:
-                trials.append(self._trial(len(trials), change.config, made))
-        return trials
+    def _trials(self) -> tuple[Trial, ...]:
+        blocks = [] if self.tuner is None else self.tuner.blocks
+        if not blocks and len(self.log.rows) >= GATE_BATCHES:
+            blocks = [each for each in [block_of(self.asked, self.log.rows)] if each is not None]
+        by_config: dict[LoaderConfig, list[Measurement]] = {}
+        for block in blocks:
+            by_config.setdefault(block.config, []).append(_measured(block))
+        return tuple(
+            Trial(
+                number=number,
+                config=config,
+                measurement=averaged(measured),
+                seconds=sum(each.window_s for each in measured),
+            )
+            for number, (config, measured) in enumerate(by_config.items())
+        )
 
-    def _trial(self, number: int, config: LoaderConfig, rows: list[BatchTrace]) -> Trial:
-        measured = summarise(continuous(rows), workers=config.num_workers, started=rows[0].requested)
-        return Trial(number=number, config=config, measurement=measured, seconds=measured.window_s)
+
+def _measured(block: Block) -> Measurement:
+    samples = round(block.samples_per_s * block.seconds)
+    return Measurement(
+        samples_per_s=Interval(value=block.samples_per_s, low=-math.inf, high=math.inf, count=block.batches),
+        samples=samples,
+        window_s=block.seconds,
+        batch_size=samples / block.batches,
+        first_batch_s=block.fetch_s + block.receive_s,
+        wait_share=min(max(0.0, block.waiting), 1.0),
+        service_s=block.fetch_s,
+        service_cpu_s=block.fetch_cpu_s,
+        receive_s=block.receive_s,
+        step_s=block.step_s,
+    )

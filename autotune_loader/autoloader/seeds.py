@@ -8,7 +8,6 @@ Saving and restoring them by copying their words takes 5 us, by their own method
 from __future__ import annotations
 
 import ctypes
-import functools
 import random
 import struct
 from collections.abc import Callable, Sequence
@@ -19,8 +18,6 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate, default_convert
 
 MASK = (1 << 64) - 1
-ROW = 256
-"""Batches whose seeds are worked out at once."""
 STATE_BYTES = 4 * 625
 """Of a Mersenne Twister: 624 words and a position."""
 PLAIN_DATA = (TensorDataset, torch.Tensor, np.ndarray, list, tuple)
@@ -29,17 +26,10 @@ PLAIN_DATA = (TensorDataset, torch.Tensor, np.ndarray, list, tuple)
 
 def mixed(seed: int, number: int) -> int:
     """64 bits from a seed and a number, neighbours far apart (splitmix64, Steele et al. 2014)."""
-    return _mixed_row(seed, number // ROW)[number % ROW]
-
-
-@functools.lru_cache(maxsize=16)
-def _mixed_row(seed: int, row: int) -> list[int]:
-    numbers = np.arange(row * ROW + 1, (row + 1) * ROW + 1, dtype=np.uint64)
-    values = np.uint64(seed & MASK) + numbers * np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed_row: list[int] = (values ^ (values >> np.uint64(31))).tolist()
-    return mixed_row
+    value = (seed + (number + 1) * 0x9E3779B97F4A7C15) & MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
+    return value ^ (value >> 31)
 
 
 def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
@@ -75,13 +65,13 @@ class Seeds:
 
     def fetch(self, make: Callable[[Any], Any], indices: Any, seed: int, initial_seed: int) -> Any:
         """The same in the loop, around making a batch: the training's own state is put back, also after an exception."""
-        states = TORCH.save(), PYTHON.save(), NUMPY.save()
+        states = torch.default_generator.get_state(), PYTHON.save(), NUMPY.save()
         try:
             self.begin(seed, initial_seed)
             NUMPY.noted()
             return make(indices)
         finally:
-            TORCH.restore(states[0])
+            torch.default_generator.set_state(states[0])
             PYTHON.restore(states[1])
             NUMPY.restore(states[2])
 
@@ -105,18 +95,6 @@ def _seed_torch(seed: int, initial_seed: int) -> None:
     state = generator.get_state()
     ctypes.c_uint64.from_address(state.data_ptr()).value = initial_seed & MASK
     generator.set_state(state)
-
-
-class _Torch:
-    """The process' CPU generator."""
-
-    @staticmethod
-    def save() -> torch.Tensor:
-        return torch.default_generator.get_state()
-
-    @staticmethod
-    def restore(state: torch.Tensor) -> None:
-        torch.default_generator.set_state(state)
 
 
 class _Python:
@@ -175,4 +153,4 @@ class _Numpy:
         self._words.raw = self._left = state
 
 
-TORCH, PYTHON, NUMPY = _Torch(), _Python(), _Numpy()
+PYTHON, NUMPY = _Python(), _Numpy()

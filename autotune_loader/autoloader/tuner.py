@@ -17,7 +17,7 @@ import math
 import statistics
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from autotune_loader.autoloader.log import PAUSE_S, PAUSE_STEPS, Log
 from autotune_loader.values.config import LoaderConfig
@@ -57,20 +57,6 @@ FEW_WORKERS, DEEP, USUAL = 4, 4, 2
 log = logging.getLogger("autotune_loader.autoloader")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """What happened, for a logger."""
-
-    kind: Literal["tried", "settled", "refused"]
-    """Found faster at first sight; chosen by pairs; given up."""
-    seconds: float
-    """Of training before."""
-    batch: int
-    config: LoaderConfig
-    gain: Interval | None = None
-    """How many times as fast as what was asked for, where pairs have shown that."""
-
-
 class Block(NamedTuple):
     """Some batches in a row that one configuration made."""
 
@@ -82,6 +68,7 @@ class Block(NamedTuple):
     """Share of the time in which the loop waited."""
     fetch_s: float
     fetch_cpu_s: float
+    receive_s: float
     step_s: float
 
 
@@ -118,7 +105,7 @@ class Tuner:
         max_workers: at most.
         depth: `prefetch_factor` of workers, where the script says so.
         first: what an earlier loader of the same place had found; tried first.
-        on_change: told what was settled on.
+        on_found: told what is faster, at first sight and when it was shown.
     """
 
     def __init__(  # noqa: PLR0913 - what a decision rests on
@@ -132,11 +119,11 @@ class Tuner:
         max_workers: int | None = None,
         depth: int | None = None,
         first: LoaderConfig | None = None,
-        on_change: Callable[[Event], None] = lambda event: None,
+        on_found: Callable[[LoaderConfig], None] = lambda config: None,
     ) -> None:
         self._log, self.asked, self.wanted, self.best = log, asked, asked, asked
         self._cores, self._fits, self._epoch_batches = cores, fits, epoch_batches
-        self._most, self._first, self._on_change = max_workers, first, on_change
+        self._most, self._first, self._on_found = max_workers, first, on_found
         self._given = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
         self.ledger = Ledger()
         self.blocks: list[Block] = []
@@ -160,7 +147,6 @@ class Tuner:
         return any(block.config == self.best for block in self.blocks) and self.wanted == self.best
 
     def freeze(self) -> None:
-        """Try nothing any more."""
         self._plan.close()
         self.wake = math.inf
 
@@ -169,7 +155,6 @@ class Tuner:
         self.freeze()
         self.wanted = self.best = self.asked
         self.gain = None
-        self._tell("refused")
 
     def look(self, now: float) -> None:
         """Think, if there is something new; afterwards `wanted` says what is to run."""
@@ -193,7 +178,6 @@ class Tuner:
         self._applied_at = -math.inf if self.wanted == request.config else math.inf
 
     def applied(self, now: float) -> None:
-        """What is wanted runs from now on."""
         if self._applied_at == math.inf:
             self._since, self._applied_at = self._log.end, now
 
@@ -201,7 +185,7 @@ class Tuner:
         """An epoch is over that one configuration has made, `iter()` and end included."""
         if self._request.whole and config == self._request.config and batches and seconds > 0:
             rows = [row for row in self._log.since(self._log.end - batches) if _is_of(row, config)]
-            block = _block(config, rows)
+            block = block_of(config, rows)
             if block is not None:
                 block = block._replace(seconds=seconds, samples_per_s=samples / seconds, batches=batches)
                 self._epochs.append(block)
@@ -214,7 +198,7 @@ class Tuner:
             rows = begun[max(1, request.config.num_workers) :]
         if len(rows) < max(request.batches, request.config.num_workers):
             return None
-        block = _block(request.config, rows)
+        block = block_of(request.config, rows)
         return None if block is None or block.seconds < request.seconds else block
 
     def _may(self, price_s: float) -> bool:
@@ -252,12 +236,12 @@ class Tuner:
                 break
         if candidate is None or candidate.samples_per_s <= asked.samples_per_s:
             return False
-        self._tell("tried", candidate.config)
+        self._on_found(candidate.config)
         gain = yield from self._paired(candidate, asked)
         if gain is None or gain.low <= 1:
             return False
         self.best, self.gain = candidate.config, gain
-        self._tell("settled")
+        self._settled()
         return True
 
     def _tried(self, config: LoaderConfig, asked: Block) -> Generator[Run, Block, Block]:
@@ -300,7 +284,7 @@ class Tuner:
                 gain = yield from self._paired(block, asked)
                 if gain is None or gain.low <= 1:
                     self.best, self.gain = self.asked, None
-                    self._tell("settled")
+                    self._settled()
                     return
                 self.gain = gain
                 continue
@@ -312,7 +296,7 @@ class Tuner:
             fewer = other.num_workers < block.config.num_workers
             if tried.waiting < 2 * IDLE if fewer else tried.waiting < block.waiting - LEAST_FALL:
                 self.best = other
-                self._tell("settled")
+                self._settled()
             else:
                 pause_s = min(2 * pause_s, PAIR_EVERY_S)
 
@@ -362,22 +346,18 @@ class Tuner:
     def _with(self, workers: int) -> LoaderConfig:
         return self.asked.with_workers(workers, self._depth(workers) if workers else None)
 
-    def _tell(self, kind: Literal["tried", "settled", "refused"], config: LoaderConfig | None = None) -> None:
-        seconds = self._log.totals.active_s
-        if kind == "settled":
-            log.info("settled on %s after %.0f s of training", self.best, seconds)
-        self._on_change(
-            Event(kind=kind, seconds=seconds, batch=self._log.end, config=config or self.best, gain=self.gain)
-        )
+    def _settled(self) -> None:
+        log.info("settled on %s after %.0f s of training", self.best, self._log.totals.active_s)
+        self._on_found(self.best)
 
 
 def _is_of(row: BatchTrace, config: LoaderConfig) -> bool:
     return (row.worker != MAIN_PROCESS) == bool(config.num_workers)
 
 
-def _block(config: LoaderConfig, rows: list[BatchTrace]) -> Block | None:
-    steps = [row.step_s for row in rows]
-    longest_s = max(PAUSE_S, PAUSE_STEPS * sum(steps) / max(1, len(steps)))
+def block_of(config: LoaderConfig, rows: list[BatchTrace]) -> Block | None:
+    """What these batches of a configuration say, pauses apart; None of none."""
+    longest_s = max(PAUSE_S, PAUSE_STEPS * sum(row.step_s for row in rows) / max(1, len(rows)))
     rows = [row for row in rows if row.step_s <= longest_s]
     if not rows:
         return None
@@ -390,6 +370,7 @@ def _block(config: LoaderConfig, rows: list[BatchTrace]) -> Block | None:
         waiting=sum(row.wait_s for row in rows) / max(seconds, 1e-9),
         fetch_s=sum(row.service_s for row in rows) / count,
         fetch_cpu_s=sum(row.cpu_s for row in rows) / count,
+        receive_s=sum(row.receive_s for row in rows) / count,
         step_s=sum(row.step_s for row in rows) / count,
     )
 

@@ -44,12 +44,10 @@ logger = logging.getLogger("autotune_loader.autoloader")
 _tickets = itertools.count()
 
 
-class LostError(RuntimeError):
-    """Workers have ended again and again."""
+class LostError(RuntimeError): ...
 
 
-class SilentError(RuntimeError):
-    """A worker delivers nothing."""
+class SilentError(RuntimeError): ...
 
 
 @dataclass(slots=True)
@@ -122,12 +120,10 @@ class Workers:
 
     @property
     def processes(self) -> list[Any]:
-        """Of `multiprocessing`."""
         return [worker.process for worker in self._all]
 
     @property
     def in_hand(self) -> int:
-        """Batches that they have to deliver."""
         return len(self._where) + len(self._ready)
 
     def makes(self, number: int, *, in_order: bool = True) -> bool:
@@ -148,10 +144,8 @@ class Workers:
 
     def rest(self) -> None:
         """Nothing of what they have is wanted any more; it is put back."""
-        order, self._order = self._order, None
-        numbers = self._taken_back(self._all)
-        if order is not None:
-            order.put_back(numbers)
+        self._take_back(self._all)
+        self._order = None
 
     def resize(self, count: int, prefetch: int) -> None:
         """So many are given work from now on; others are parked, and deliver what they have."""
@@ -226,7 +220,6 @@ class Workers:
             self._receive(self._where[number], 0)
 
     def _receive(self, worker: Worker, flags: int) -> None:
-        """Take one message."""
         try:
             ticket, times, changed, batch = transport.receive(worker.end, flags)
             worker.fetched += 1
@@ -247,7 +240,7 @@ class Workers:
         except (EOFError, ConnectionError):
             self._replace(worker)
         except BaseException:  # a signal's handler may raise in the midst
-            self._put_back([worker])
+            self._take_back([worker])
             raise
 
     def _receive_ahead(self) -> None:
@@ -267,7 +260,7 @@ class Workers:
     def _replace(self, worker: Worker) -> None:
         self.lost += 1
         self._losses += 1
-        self._put_back([worker])
+        self._take_back([worker])
         worker.end.close()
         _wait_for([worker])
         if self._losses >= MOST_LOSSES:
@@ -276,12 +269,7 @@ class Workers:
         self._all[worker.number] = self._started(worker.number)
         self._give_all()
 
-    def _put_back(self, workers: list[Worker]) -> None:
-        order, numbers = self._order, self._taken_back(workers)
-        if order is not None:
-            order.put_back(numbers)
-
-    def _taken_back(self, workers: list[Worker]) -> list[int]:
+    def _take_back(self, workers: list[Worker]) -> None:
         numbers = []
         if workers is self._all:
             numbers, self._ready = list(self._ready), {}
@@ -293,10 +281,10 @@ class Workers:
                     transport.send_plain(worker.end, (CANCELLED,))
         for number in numbers:
             self._where.pop(number, None)
-        return numbers
+        if self._order is not None:
+            self._order.put_back(numbers)
 
     def close(self) -> None:
-        """End all of them."""
         self.rest()
         ending, self._all, self.active = self._all, [], 0
         for worker in ending:
@@ -306,11 +294,13 @@ class Workers:
             self._pinner.shutdown(wait=False)
 
     def forget(self) -> None:
-        """In a fork of the user's: they are its parent's."""
+        """In a fork of the user's: they are its parent's, and what they have is fetched here."""
         for worker in self._all:
             worker.end.close()
             multiprocessing.process._children.discard(worker.process)  # type: ignore[attr-defined]
-        self._all, self._where, self._ready, self._order, self.active = [], {}, {}, None, 0
+        if self._order is not None:
+            self._order.put_back([*self._where, *self._ready])
+        self._all, self._where, self._ready, self.active = [], {}, {}, 0
 
 
 _living: weakref.WeakSet[Workers] = weakref.WeakSet()

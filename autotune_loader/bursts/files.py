@@ -38,7 +38,7 @@ DEVICES = ("/dev", "/proc")
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
     "NEPTUNE_MODE": "debug",
-    "COMET_MODE": "disabled",
+    "COMET_AUTO_LOG_DISABLE": "1",
     "CLEARML_OFFLINE_MODE": "1",
     "SWANLAB_MODE": "disabled",
 }

@@ -180,7 +180,7 @@ class Ended(Table):
 class Kept(Table):
     """Why an AutoLoader keeps the number of workers that was asked for."""
 
-    NO_CONSENT = "num_workers=0 was asked for, so no worker is used; without num_workers they may be."
+    NO_CONSENT = "num_workers=0 was asked for, so no worker is used; without it, or with `run --workers`, they may be."
     FROZEN = "tune=False was asked for."
     OWN_ITERATOR = "{kind} makes iterators of its own."
     ITERABLE = "An IterableDataset reads by itself: its workers are as asked."

@@ -28,11 +28,11 @@ def write_page() -> None:
 
 
 def summary() -> str:
-    """A row for each library: what is tuned as it is, and what is answered with what to pass instead."""
+    """A row for each library, with two calls at most that are tuned as they are, and that are answered with what would work."""
     lines = ["| library | tuned | refused, with what would work |", "|---|---|---|"]
     for rows in rows_by_library().values():
         cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows]
-        found = {outcome: [cell[1] for cell in cells if cell[2] == outcome] for outcome in ("tuned", "refused")}
+        found = {outcome: [cell[1] for cell in cells if cell[2] == outcome][:2] for outcome in ("tuned", "refused")}
         lines.append(f"| {cells[0][0]} | {'; '.join(found['tuned'])} | {'; '.join(found['refused'])} |")
     return "\n".join(lines)
 

@@ -193,7 +193,7 @@ def kills(count: int, seed: int) -> str:
         else:
             expected_now = expected
         bad += seen != expected_now
-        losses, epochs = losses + loader.losses, epochs + 1
+        losses, epochs = losses + loader.found.lost, epochs + 1
         del loader
     faulthandler.cancel_dump_traceback_later()
     gc.collect()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
 from autotune_loader.autoloader.learnt import Registry
-from autotune_loader.autoloader.log import PAUSE_S, Log, Totals, continuous, pauses
+from autotune_loader.autoloader.log import Log, Totals
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.lines import Line
 from tests.support.schedules import Numbers, Stream
@@ -178,6 +178,7 @@ def test_what_was_found_lives_on_without_the_loader_and_is_saved(tmp_path: Path)
 
     assert load_config(tmp_path / "loader.json") == LoaderConfig()
     assert "num_workers=0 was asked for" in loader.report()
+    assert "`run --workers`" in loader.report().replace("\n  ", " ")
     del loader
     gc.collect()
     assert not any(data in gc.get_referents(each) for each in (found, found.log, found.__dict__))
@@ -205,7 +206,7 @@ def test_what_ours_raises_ends_tuning_and_the_epoch_goes_on(caplog: pytest.LogCa
     def broken(now: float) -> None:
         raise RuntimeError("ours")
 
-    loader._state.tuner.look = broken  # type: ignore[union-attr, method-assign]
+    loader.found.tuner.look = broken  # type: ignore[union-attr, method-assign]
 
     assert len(list(loader)) == 10
     assert "no longer tunes" in caplog.text
@@ -234,22 +235,6 @@ def test_totals_and_rows_of_a_loop_that_pauses() -> None:
     assert Totals().wait_share is None
     assert len(log.rows) == 4  # of the first epoch: the others have no history
     assert log.rows[0].step_s == pytest.approx(0.02)
-
-
-def test_pauses_are_taken_out_before_a_rate_is_read() -> None:
-    log = Log()
-    loop = log.begin(0.0)
-    now = 0.0
-    for number in range(100):
-        loop.ask(now)
-        loop.receive(now + 0.01, 8, (-1, now, now + 0.01, now + 0.01, 0.01))
-        now += 0.03 + (60.0 if number == 50 else 0.0)
-    loop.ask(now)
-
-    assert pauses(log.rows) == [50]
-    joined = continuous(log.rows)
-    assert joined[-1].step_end - joined[0].requested == pytest.approx(100 * 0.03, rel=0.01)
-    assert PAUSE_S < 60
 
 
 class Owner:

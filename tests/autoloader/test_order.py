@@ -96,7 +96,7 @@ def test_a_saved_epoch_is_taken_up_again_and_leaves_the_random_state_alone(sampl
     assert states() == before
     assert list(again) == rest
     with pytest.raises(ValueError, match="ends after"):
-        Order(source).pass_over(99)
+        drawn_again(source, {**state, "delivered": 99})
 
 
 def test_the_loops_own_random_state_is_put_back_and_the_initial_seed_stays() -> None:

@@ -65,7 +65,7 @@ def trained(make: Callable[[], Any], **arguments: Any) -> tuple[Any, Any]:
     """Epochs until workers deliver or are refused, and two more; the loader, and by what they differ from a plain loop's."""
     arguments = {"batch_size": BATCH, "collate_fn": list, **arguments}
     loader = AutoLoader(make(), max_workers=3, **arguments)
-    plain = AutoLoader(make(), num_workers=0, tune=False, **arguments)
+    plain = AutoLoader(make(), tune=False, **arguments)
     until, left = time.monotonic() + MOST_S, 2
     while left and time.monotonic() < until:
         epochs = []
@@ -77,7 +77,7 @@ def trained(make: Callable[[], Any], **arguments: Any) -> tuple[Any, Any]:
         if found is not None:
             return loader, found
         proof = loader._state.known()
-        left -= proof.kept is not None or (proof.is_done and any(row.worker >= 0 for row in loader.log.rows))
+        left -= loader.found.refused is not None or (proof.is_done and any(row.worker >= 0 for row in loader.log.rows))
     return loader, None
 
 
@@ -152,7 +152,7 @@ def test_common_data_get_workers_and_the_batches_of_the_loop(kind: str, data: Pa
     loader, found = trained(lambda: GOOD[kind](data))
 
     assert found is None
-    assert loader._state.kept is None
+    assert loader.found.refused is None
     assert {trace.worker for trace in loader.log.rows} > {-1}
 
 
@@ -170,7 +170,7 @@ def test_images_of_hugging_face_with_set_transform_get_workers(data: Path) -> No
 
     loader, found = trained(make, collate_fn=None)
 
-    assert (found, loader._state.kept) == (None, None)
+    assert (found, loader.found.refused) == (None, None)
 
 
 def bumped(values: Any, key: Any, index: int) -> int:
@@ -229,7 +229,7 @@ def test_what_workers_cannot_make_the_loop_makes_and_why_is_told(
 def trained_alone(dataset: Any) -> Any:
     Items.wait_s = 0.002
     loader, until = AutoLoader(dataset, batch_size=BATCH, collate_fn=list, max_workers=3), time.monotonic() + MOST_S
-    while loader._state.kept is None and time.monotonic() < until:
+    while loader.found.refused is None and time.monotonic() < until:
         assert len(list(loader)) == SIZE // BATCH
     return loader
 
@@ -268,8 +268,8 @@ def test_what_the_training_changes_in_mid_epoch_the_loop_sees_at_once() -> None:
 
     assert all(labels == {wanted} for wanted, labels in seen)
     assert any(row.worker >= 0 for row in loader.log.rows)
-    assert loader._state.kept is not None
-    assert loader._state.kept.kind == "training_changes"
+    assert loader.found.refused is not None
+    assert loader.found.refused.kind == "training_changes"
 
 
 class Listening:

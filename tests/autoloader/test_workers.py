@@ -189,7 +189,7 @@ def test_killed_workers_are_replaced_and_nothing_is_lost_or_doubled(
         time.sleep(step_s)
 
     assert indices(seen) == FOURS
-    assert loader.losses >= 2
+    assert loader.found.lost >= 2
     assert len(indices(loader)) == 40
 
 
@@ -316,7 +316,7 @@ def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None
         if number == 10:
             child = os.fork()
     gc.collect()
-    good = seen == [[index, index + 1] for index in range(0, 80, 2)] and loader.losses == 0
+    good = seen == [[index, index + 1] for index in range(0, 80, 2)] and loader.found.lost == 0
     if not child:
         os._exit(0 if good else 1)
 

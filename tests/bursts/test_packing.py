@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
@@ -59,19 +57,6 @@ def test_unusual_tensors_travel(held):
     assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
     for name in ("dtype", "requires_grad", "layout", "__class__"):
         assert getattr(back, name) == getattr(held, name)
-
-
-@hypothesis.given(
-    st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000), st.booleans()), min_size=1, max_size=20)
-)
-def test_any_slices_come_back_as_they_were(slices):
-    memory = np.arange(6000, dtype=np.int16)
-    values = [
-        torch.from_numpy(memory)[begin : begin + size] if is_tensor else memory[begin : begin + size]
-        for begin, size, is_tensor in slices
-    ]
-
-    assert all(np.array_equal(a, b) for a, b in zip(values, travelled(values), strict=True))
 
 
 def test_what_is_a_map_of_a_file_is_named_and_the_file_is_safe(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import queue
 import resource
 import signal
 import time
@@ -46,21 +45,12 @@ def _allocate_too_much() -> None:
     torch.empty(64 << 30, dtype=torch.uint8)
 
 
-def _poll_for_nobody() -> None:
-    begun = time.monotonic()
-    while time.monotonic() - begun < HANG_S:
-        time.sleep(0.01)
-
-
-HANG_S = 60.0
 CUDA_FORK = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use 'spawn'"
 TROUBLES = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda: os._exit(3),
     "segfault": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(3600),
-    "wait": lambda: queue.Queue[None]().get(timeout=HANG_S),  # as for workers that are gone
-    "poll": _poll_for_nobody,
     "cuda": lambda: _raise(RuntimeError(CUDA_FORK)),
     "oom": lambda: _raise(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
     "allocate": _allocate_too_much,

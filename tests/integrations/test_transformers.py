@@ -92,7 +92,7 @@ def test_the_fields_of_a_file_make_training_arguments(trainer_of: Callable[..., 
 
 class Live(transformers.Trainer):
     def get_train_dataloader(self) -> Any:
-        return tune_live(super().get_train_dataloader())
+        return tune_live(super().get_train_dataloader(), workers=True)
 
 
 def test_what_accelerate_has_prepared_changes_in_the_midst_of_training(trainer_of: Callable[..., Any]) -> None:

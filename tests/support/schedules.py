@@ -66,16 +66,16 @@ class FixedLoader(AutoLoader[Any]):
 
     def _fresh_state(self) -> Any:
         state = super()._fresh_state()
-        if state.tuner is not None:
-            script: Any = Script(state.asked)
-            state.tuner = self._found.tuner = script
+        if state.found.tuner is not None:
+            script: Any = Script(state.found.asked)
+            state.found.tuner = script
             proof = state.known()
             proof.watched = proof.compared = proof._delivered = FIRST
         return state
 
     def change_to(self, config: LoaderConfig) -> None:
         """From the next batch on that allows it."""
-        tuner: Any = self._state.tuner
+        tuner: Any = self.found.tuner
         if tuner is not None:
             tuner.wanted, tuner.wake = config, 0.0
 

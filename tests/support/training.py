@@ -139,7 +139,6 @@ class Training:
         self.started, self.most = self.started + more, max(self.most, workers)
         self._free = (self._free + [self.now] * workers)[:workers]
         self._config = tuner.wanted
-        self.log.change(self._config)
         tuner.applied(self.now)
 
     def _fill(self) -> None:

@@ -23,6 +23,7 @@ HEAD = """
 import gc, multiprocessing, os, signal, time, torch, warnings, weakref
 from torch.utils.data import DataLoader, Dataset
 from autotune_loader import AutoLoader, tune
+from autotune_loader.tuning.study import open_study
 
 class Squares(Dataset):
     def __len__(self):
@@ -40,7 +41,8 @@ def outcomes(result):
 SCRIPT = f"""{HEAD}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=os.environ.get("METHOD"))
-result = tune(loader, torch.nn.Linear(1, 1), output="loader.json", progress=True, **SHORT)
+study = open_study("study.journal")
+result = tune(loader, torch.nn.Linear(1, 1), study=study, output="loader.json", progress=True, **SHORT)
 print("STATUS", result.status, outcomes(result))
 dataset = weakref.ref(loader.dataset)
 del loader
@@ -111,13 +113,23 @@ def test_a_script_tunes_and_trains_with(
 def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(
     tmp_path: Path, preloaded: PreloadedPython, orphaned_segments: Callable[[], set[str]]
 ) -> None:
+<<<<<<< HEAD
     # GIVEN a long run that has told of its first trial
+=======
+    # GIVEN a run that has told its first trial
+>>>>>>> main
     before = orphaned_segments()
     (tmp_path / "train.py").write_text(SCRIPT)
     run = preloaded.start("train.py", folder=tmp_path, environ=environment(BUDGET="600"))
     deadline = time.monotonic() + DEADLINE_S
+<<<<<<< HEAD
     while "samples/s" not in run.output_so_far() and time.monotonic() < deadline:
         time.sleep(0.05)
+=======
+    journal = tmp_path / "study.journal"
+    while time.monotonic() < deadline and not (journal.exists() and "samples_per_s" in journal.read_text()):
+        time.sleep(0.02)
+>>>>>>> main
     assert run.poll() is None, run.output
     members = psutil.Process(run.pid).children(recursive=True)
     assert members, "the probe process runs"
