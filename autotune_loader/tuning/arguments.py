@@ -85,6 +85,7 @@ def make_workload(
     *,
     batch_size: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
+    worker_init_fn: Callable[[int], Any] | None = None,
     train_step: Any = None,
     loss_fn: Any = None,
     optimizer: Any = None,
@@ -97,6 +98,7 @@ def make_workload(
         model: what the step trains.
         batch_size: samples per batch.
         collate_fn: of the DataLoader.
+        worker_init_fn: of the DataLoader.
         train_step: the whole step, or its seconds.
         loss_fn: of the inferred step.
         optimizer: of the inferred step.
@@ -117,7 +119,8 @@ def make_workload(
         batch_size = int(batch_size)  # numpy's
     require_count("batch_size", batch_size, minimum=1)
     train_step = _as_step_time(train_step)
-    for name, value in (("loss_fn", loss_fn), ("train_step", train_step), ("collate_fn", collate_fn)):
+    functions = {"loss_fn": loss_fn, "train_step": train_step, "collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
+    for name, value in functions.items():
         instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
         refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")
     training = _training(model, train_step, loss_fn, optimizer, device)
@@ -125,14 +128,14 @@ def make_workload(
     own_config = None
     if _kind(found) == "loader":
         own_config = LoaderConfig.from_loader(found)
-        given = {"batch_size": batch_size, "collate_fn": collate_fn}
+        given = {"batch_size": batch_size, "collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
         side, notes = _data_of_loader(found, given), [*_own_iteration(found), *notes]
     else:
         _check_dataset(found)
         if batch_size is None:
             batch_size = ASSUMED_BATCH_SIZE
             notes.append(f"batch_size was not given: measured with {batch_size}; pass the one you train with")
-        side = DataSide.from_dataset(found, batch_size=batch_size, collate_fn=collate_fn)
+        side = DataSide.from_dataset(found, batch_size=batch_size, collate_fn=collate_fn, worker_init_fn=worker_init_fn)
     notes += _check_epoch(side)
     if training.compiled:
         notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
