@@ -76,10 +76,6 @@ class Run:
             self._stream.close()
         return self.returncode is not None
 
-    def output_so_far(self) -> str:
-        """Read at a position of its own: the script shares the stream's."""
-        return os.pread(self._stream.fileno(), 1 << 20, 0).decode(errors="replace")
-
     def _read(self) -> None:
         self._stream.seek(0)
         self.output = self._stream.read()

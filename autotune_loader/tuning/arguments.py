@@ -79,7 +79,7 @@ def _loader_arguments() -> Mapping[str, inspect.Parameter]:
     return inspect.signature(DataLoader).parameters
 
 
-def make_workload(
+def make_workload(  # noqa: PLR0913 - what tune() is given
     data: Any,
     model: Any = None,
     *,

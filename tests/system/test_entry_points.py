@@ -113,23 +113,14 @@ def test_a_script_tunes_and_trains_with(
 def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(
     tmp_path: Path, preloaded: PreloadedPython, orphaned_segments: Callable[[], set[str]]
 ) -> None:
-<<<<<<< HEAD
-    # GIVEN a long run that has told of its first trial
-=======
     # GIVEN a run that has told its first trial
->>>>>>> main
     before = orphaned_segments()
     (tmp_path / "train.py").write_text(SCRIPT)
     run = preloaded.start("train.py", folder=tmp_path, environ=environment(BUDGET="600"))
     deadline = time.monotonic() + DEADLINE_S
-<<<<<<< HEAD
-    while "samples/s" not in run.output_so_far() and time.monotonic() < deadline:
-        time.sleep(0.05)
-=======
     journal = tmp_path / "study.journal"
     while time.monotonic() < deadline and not (journal.exists() and "samples_per_s" in journal.read_text()):
         time.sleep(0.02)
->>>>>>> main
     assert run.poll() is None, run.output
     members = psutil.Process(run.pid).children(recursive=True)
     assert members, "the probe process runs"

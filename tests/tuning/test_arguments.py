@@ -117,7 +117,7 @@ def loader(**parts: Any) -> Any:
         (SAMPLES, None, {"sampler": [0, 1]}, TypeError, r"no sampler of Optuna's; tune\(DataLoader\(dataset, sampler=..., ..."),
         # arguments that tune() does not have: a DataLoader says them
         (SAMPLES, None, {"num_workers": 4}, TypeError, r"=4 is not.*DataLoader\(dataset, num_workers=..., ...\), model\)"),
-        (SAMPLES, None, {"worker_init_fn": 4}, TypeError, r"DataLoader\(dataset, worker_init_fn=..., ...\), model\) would"),
+        (SAMPLES, None, {"generator": 4}, TypeError, r"DataLoader\(dataset, generator=..., ...\), model\) would"),
         (SAMPLES, None, {"bugdet": "60s"}, TypeError, r"bugdet='60s' is not an argument of tune\(\); budget=... would work"),
         (SAMPLES, None, {"reuse": True}, TypeError, r"reuse=True is not an argument of tune\(\); one of data, .* would work"),
     ],
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_named_with_what_would_work(
 
 def test_tune_has_the_arguments_that_are_promised() -> None:
     assert [*inspect.signature(tune).parameters] == [
-        *("data", "model", "batch_size", "collate_fn", "train_step", "loss_fn", "optimizer", "device"),
+        *("data", "model", "batch_size", "collate_fn", "worker_init_fn", "train_step", "loss_fn", "optimizer", "device"),
         *("budget", "max_workers", "allow", "tolerance", "study", "sampler", "output", "progress"),
     ]
     names = ("budget", "max_workers", "allow", "tolerance", "output", "progress")
