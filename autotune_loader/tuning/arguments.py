@@ -119,7 +119,12 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
         batch_size = int(batch_size)  # numpy's
     require_count("batch_size", batch_size, minimum=1)
     train_step = _as_step_time(train_step)
-    functions = {"loss_fn": loss_fn, "train_step": train_step, "collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
+    functions = {
+        "loss_fn": loss_fn,
+        "train_step": train_step,
+        "collate_fn": collate_fn,
+        "worker_init_fn": worker_init_fn,
+    }
     for name, value in functions.items():
         instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
         refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")

@@ -132,7 +132,17 @@ def test_what_is_wrong_is_named_with_what_would_work(
 
 def test_tune_has_the_arguments_that_are_promised() -> None:
     assert [*inspect.signature(tune).parameters] == [
-        *("data", "model", "batch_size", "collate_fn", "worker_init_fn", "train_step", "loss_fn", "optimizer", "device"),
+        *(
+            "data",
+            "model",
+            "batch_size",
+            "collate_fn",
+            "worker_init_fn",
+            "train_step",
+            "loss_fn",
+            "optimizer",
+            "device",
+        ),
         *("budget", "max_workers", "allow", "tolerance", "study", "sampler", "output", "progress"),
     ]
     names = ("budget", "max_workers", "allow", "tolerance", "output", "progress")
