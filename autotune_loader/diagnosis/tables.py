@@ -160,6 +160,10 @@ class Undecided(Table):
     NO_ROUNDS = "No paired round fitted into the budget; a larger budget would decide it."
     FEW_ROUNDS = "Only {rounds:# paired round} fitted into the budget; a larger budget would decide it."
     CLOSE = "After {rounds:# paired round} something else may be faster by {tolerance:share}; a larger budget would decide it."
+    TOO_NOISY = (
+        "After {rounds:# paired round} something else may be faster by {tolerance:share}; the rates vary too much for another "
+        "round to tell."
+    )
     BUSY = "Other processes kept the cores busy in {busy} of {rounds:# paired round}; a quiet machine would decide it."
     ONE_TRIED = "The budget ended before a second configuration was measured; a larger budget would decide it."
 

@@ -117,11 +117,12 @@ def why_undecided(search: Search) -> Finding | None:
     busy = _disturbed(search)
     if busy > MUCH_DISTURBED * count:
         return Undecided.BUSY(busy=busy, rounds=count)
-    if count < FEW_ROUNDS:
+    had_time = rounds.ended is RoundsEnd.NOT_WORTH_IT
+    if count < FEW_ROUNDS and not had_time:
         return Undecided.FEW_ROUNDS(rounds=count)
-    loss = search.twin.belief(search.study).loss(outcome.winner)
-    if loss > search.run.tolerance:
-        return Undecided.CLOSE(rounds=count, tolerance=search.run.tolerance)
+    if search.twin.belief(search.study).loss(outcome.winner) > search.run.tolerance:
+        why = Undecided.TOO_NOISY if had_time else Undecided.CLOSE
+        return why(rounds=count, tolerance=search.run.tolerance)
     return None
 
 

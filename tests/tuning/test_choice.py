@@ -72,6 +72,7 @@ AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.
         (a_search(AGREE, foreign=0.5), Undecided.BUSY, TWO),
         # undecided, and they do not: the user's own
         (a_search(DISAGREE, loss=0.05), Undecided.CLOSE, ONE),
+        (a_search(DISAGREE, loss=0.05, ended=RoundsEnd.NOT_WORTH_IT), Undecided.TOO_NOISY, ONE),
         (a_search(DISAGREE, foreign=0.5), Undecided.BUSY, ONE),
         (a_search([(100.0, 900.0)]), Undecided.FEW_ROUNDS, ONE),
         (a_search([]), Undecided.NO_ROUNDS, ONE),
