@@ -78,16 +78,18 @@ def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
 
 def rate_of(config: LoaderConfig, result: TuningResult) -> Interval | None:
     """The rate of a configuration; of the best and the baseline as the result has it, which allows for the choice."""
-    if config == result.best and result.rate is not None:
-        return result.rate
-    if config == result.baseline and result.baseline_rate is not None:
-        return result.baseline_rate
     rates, measurement = result.rates_of(config), result.measurement_of(config)
-    if len(rates) > 1:
-        return mean_interval(list(rates.values()))
-    if measurement is None:
+    if config == result.best and result.rate is not None:
+        rate = result.rate
+    elif config == result.baseline and result.baseline_rate is not None:
+        rate = result.baseline_rate
+    elif len(rates) > 1:
+        rate = mean_interval(list(rates.values()))
+    elif measurement is not None:
+        rate = measurement.samples_per_s
+    else:
         return None
-    return replace(measurement.samples_per_s, count=1) if rates else measurement.samples_per_s
+    return replace(rate, count=len(rates)) if rates else rate
 
 
 def ceiling_doubt(result: TuningResult) -> Finding | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from autotune_loader.diagnosis import Evidence, diagnose
+from autotune_loader.diagnosis import Evidence, diagnose, ranking
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.stages import StageTime
@@ -144,6 +147,17 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
 def test_a_ceiling_that_was_passed_is_none():
     found = diagnose(evidence(ceiling=exactly(800.0))).bottleneck
     assert found == diagnose(evidence(ceiling=None)).bottleneck
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_row_counts_the_rounds_that_its_side_ran_in(rounds):
+    # GIVEN rates whose intervals rest on 20 batches each
+    own, best = trial(LoaderConfig(), 200.0), trial(FOUR, 1000.0)
+    trials = [replace(each, number=i, round=i) for i in range(rounds) for each in (own, best)]
+    found = TuningResult(
+        best=FOUR, status="undecided", rate=exactly(1000.0), baseline_rate=exactly(200.0), trials=tuple(trials)
+    )
+    assert [row.rate.count for row in ranking(found) if row.rate] == [rounds, rounds]
 
 
 @pytest.mark.parametrize("config", [LoaderConfig(), LoaderConfig(num_workers=2), FOUR], ids=str)
