@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autotune_loader.diagnosis import Evidence, diagnose, ranking
+from autotune_loader.diagnosis import Evidence, diagnose
+from autotune_loader.diagnosis.ranking import ranking
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
