@@ -12,6 +12,9 @@ from autotune_loader.results.record import Finding
 from autotune_loader.values.serialization import write_json
 from autotune_loader.values.statistics import Interval
 
+MOST_SHOWN = 12
+"""Loaders whose blocks are printed; a script that makes one for each client or fold has hundreds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderReport:
@@ -64,12 +67,16 @@ class ScriptReport:
     verb: str
     seconds: float
     loaders: tuple[LoaderReport, ...]
+    """The one with most time first."""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         loaders = units.counted(len(self.loaders), "loader")
         head = f"autotune-loader {self.verb}: {loaders} in {units.seconds_text(self.seconds)}"
-        return "\n\n".join([head, *map(str, self.loaders), *(["\n".join(self.notes)] if self.notes else [])])
+        blocks = [head, *map(str, self.loaders[:MOST_SHOWN])]
+        if (more := len(self.loaders) - MOST_SHOWN) > 0:
+            blocks.append(f"{units.counted(more, 'loader')} more, each with less time; --json FILE has all of them.")
+        return "\n\n".join([*blocks, *(["\n".join(self.notes)] if self.notes else [])])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""

@@ -118,6 +118,12 @@ REPORT = LoaderReport(
 )  # fmt: skip
 
 
+def test_a_script_with_hundreds_of_loaders_can_be_read() -> None:
+    text = str(ScriptReport(verb="watch", seconds=61.0, loaders=(REPORT,) * 100))
+    assert len(text.splitlines()) < 120
+    assert text.endswith("88 loaders more, each with less time; --json FILE has all of them.")
+
+
 def test_a_report_says_what_was_changed_and_what_it_brought() -> None:
     kept = LoaderReport(
         name="train.py:47", contents="Images[200], batches of 32", epochs=1, batches=7, samples_per_s=None, wait_share=None,
