@@ -66,6 +66,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
             `persistent_workers` and start method.
         tune: False changes nothing: with `num_workers=4` it is a DataLoader that hands batches over faster and outlives lost
             workers.
+        on_change: called with `loader.found` each time the loader has settled on a configuration, such as for a logger.
         max_workers: most worker processes at any time.
         workers: whether workers may be used. None: unless `num_workers=0` is written out.
         **arguments: as for DataLoader. `prefetch_factor`, `persistent_workers`, `timeout` and `multiprocessing_context` may be
@@ -82,6 +83,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         *args: Any,
         config: LoaderConfig | str | os.PathLike[str] | None = None,
         tune: bool = True,
+        on_change: Callable[[Found], None] | None = None,
         max_workers: int | None = None,
         workers: bool | None = None,
         **arguments: Any,
@@ -93,7 +95,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         asked = asked_for(dataset, args, arguments, config, workers=workers, own=names)
         super().__init__(**asked.arguments)
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
-        self.tune, self.max_workers, self.workers = tune, max_workers, asked.may_use_workers
+        self.tune, self.on_change, self.max_workers, self.workers = tune, on_change, max_workers, asked.may_use_workers
         self._how = asked.how
         self._seed: int | None = None
         self._epochs = 0
@@ -184,6 +186,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
             refused=self._kept_as_asked(),
         )
         if found.refused is None:
+            on_change = self.on_change
             found.tuner = Tuner(
                 found.log,
                 found.asked,
@@ -194,6 +197,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
                 depth=how.get("prefetch_factor"),
                 first=_learnt.find(self._site, self),
                 on_found=self._learn(),
+                on_settled=(lambda: None) if on_change is None else (lambda: on_change(found)),
             )
         state = LoaderState(
             found=found,

@@ -106,6 +106,7 @@ class Tuner:
         depth: `prefetch_factor` of workers, where the script says so.
         first: what an earlier loader of the same place had found; tried first.
         on_found: told what is faster, at first sight and when it was shown.
+        on_settled: called when a choice is made, after `best` is set.
     """
 
     def __init__(  # noqa: PLR0913 - what a decision rests on
@@ -120,10 +121,11 @@ class Tuner:
         depth: int | None = None,
         first: LoaderConfig | None = None,
         on_found: Callable[[LoaderConfig], None] = lambda config: None,
+        on_settled: Callable[[], None] = lambda: None,
     ) -> None:
         self._log, self.asked, self.wanted, self.best = log, asked, asked, asked
         self._cores, self._fits, self._epoch_batches = cores, fits, epoch_batches
-        self._most, self._first, self._on_found = max_workers, first, on_found
+        self._most, self._first, self._on_found, self._on_settled = max_workers, first, on_found, on_settled
         self._given = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
         self.ledger = Ledger()
         self.blocks: list[Block] = []
@@ -349,6 +351,7 @@ class Tuner:
     def _settled(self) -> None:
         log.info("settled on %s after %.0f s of training", self.best, self._log.totals.active_s)
         self._on_found(self.best)
+        self._on_settled()
 
 
 def _is_of(row: BatchTrace, config: LoaderConfig) -> bool:

@@ -97,6 +97,15 @@ def test_what_an_earlier_loader_found_is_tried_first_and_sooner() -> None:
     assert seconds[1] < seconds[0]
 
 
+def test_who_asked_is_told_of_what_was_settled_on() -> None:
+    told: list[int] = []
+    training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
+    tuner = training.tuner(NONE, on_settled=lambda: told.append(tuner.best.num_workers))
+    training.run(tuner, 60.0)
+    assert told[0] > 0
+    assert tuner.is_settled
+
+
 def test_a_rate_that_shifts_later_is_answered() -> None:
     training = Training(fetch_s=0.01, cpu=0.05, step_s=0.01)
     tuner = training.tuner(NONE)
