@@ -6,6 +6,7 @@ What limits the rate, and what to do about it, is said by `diagnosis`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -25,6 +26,7 @@ from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval, mean_
 log = logging.getLogger(__name__)
 
 FEW_ROUNDS = 2
+MUCH_FASTER = 1.5  # the luck of single bursts is far below it
 """An interval of fewer rounds says nothing, and two that agree on who is faster are believed."""
 MUCH_DISTURBED = 1 / 3
 """With others on the cores in more than this share of the rounds, what they say is the neighbours' as well."""
@@ -127,7 +129,10 @@ def why_undecided(search: Search) -> Finding | None:
 
 
 def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
-    """What to use: the winner of the rounds; undecided the user's own, unless two rounds agree that the winner is faster."""
+    """What to use: the winner of the rounds; undecided the user's own, unless two rounds agree that the winner is faster.
+
+    One round is enough where the search has shown much faster ones, too.
+    """
     outcome, baseline, fastest = search.outcome, search.run.baseline, search.fastest()
     if fastest is None:
         return LoaderConfig()
@@ -137,6 +142,9 @@ def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
         return best
     rounds = () if outcome is None else outcome.rounds
     faster = [each.rates[best] > each.rates[baseline] for each in rounds if {best, baseline} <= each.rates.keys()]
+    searched = [each for each in search.trials if each.round is None and each.samples_per_s]
+    own = max((each.samples_per_s or 0.0 for each in searched if each.config == baseline), default=math.inf)
+    faster += [True] if faster and any((each.samples_per_s or 0.0) > MUCH_FASTER * own for each in searched) else []
     return best if len(faster) >= FEW_ROUNDS and all(faster) else baseline
 
 

@@ -30,6 +30,7 @@ def a_search(
     tried: int = 2,
     loss: float = 0.0,
     foreign: float = 0.0,
+    searched: float = 1.0,
     at_ceiling: bool = False,
     search_ended: Ended = Ended.SAFE,
 ) -> Any:
@@ -38,11 +39,13 @@ def a_search(
         Round(rates={side: rate for side, rate in ((ONE, a), (TWO, b)) if rate is not None}, foreign_cpu_share=foreign)
         for a, b in rates
     )
-    rate = Interval(value=1.0, low=0.5, high=2.0, count=len(rounds))
-    outcome = SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=at_ceiling, rate=rate, speedup=rate, as_fast=())
+    interval = Interval(value=1.0, low=0.5, high=2.0, count=len(rounds))
+    outcome = SimpleNamespace(
+        winner=TWO, rounds=rounds, at_ceiling=at_ceiling, rate=interval, speedup=interval, as_fast=()
+    )
     trials = [
-        SimpleNamespace(config=config, measurement=object(), round=None, samples_per_s=1.0)
-        for config in (ONE, TWO)[:tried]
+        SimpleNamespace(config=config, measurement=object(), round=None, samples_per_s=rate)
+        for config, rate in ((ONE, 1.0), (TWO, searched))[:tried]
     ]
     belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
     return SimpleNamespace(
@@ -75,6 +78,9 @@ AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.
         (a_search(DISAGREE, loss=0.05, ended=RoundsEnd.NOT_WORTH_IT), Undecided.TOO_NOISY, ONE),
         (a_search(DISAGREE, foreign=0.5), Undecided.BUSY, ONE),
         (a_search([(100.0, 900.0)]), Undecided.FEW_ROUNDS, ONE),
+        (a_search([(100.0, 900.0)], searched=4.0), Undecided.FEW_ROUNDS, TWO),
+        (a_search([(100.0, 90.0)], searched=4.0), Undecided.FEW_ROUNDS, ONE),
+        (a_search([], searched=4.0), Undecided.NO_ROUNDS, ONE),
         (a_search([]), Undecided.NO_ROUNDS, ONE),
         (a_search([], tried=1), Undecided.ONE_TRIED, ONE),
         (a_search([(None, 900.0), (100.0, 900.0)], loss=0.05), Undecided.CLOSE, ONE),
