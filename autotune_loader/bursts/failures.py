@@ -62,7 +62,7 @@ _TEXTS: tuple[tuple[tuple[str, ...], FailureKind, str], ...] = (
 """What torch, Python and the kernel print, most specific first. The first text that is found decides."""
 
 
-def is_of_user(error: Exception) -> bool:
+def is_of_user(error: BaseException) -> bool:
     """Whether a sample or the step may be at fault: not a lack of memory, say, which depends on the workers."""
     kind, text, _ = _diagnosis(error)
     return kind == "user_exception" and IN_FORKED not in text.lower()

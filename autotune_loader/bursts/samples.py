@@ -30,7 +30,7 @@ class Raised(Exception):  # noqa: N818 - it stands for an error of the user's, a
         """Whether it was a file that bursts do not change."""
 
     @classmethod
-    def of(cls, error: Exception, name: str, keys: Sequence[Any] = ()) -> Raised:
+    def of(cls, error: BaseException, name: str, keys: Sequence[Any] = ()) -> Raised:
         """What takes the place of a batch; the error itself is raised where it is no fault of a sample."""
         if not is_of_user(error):
             raise error
