@@ -207,8 +207,7 @@ class TuningResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The plain JSON values of `loader.json`. Below the first level what has its default value is left out."""
-        trials = tuple(replace(trial, measurement=_without_raw(trial.measurement)) for trial in self.trials)
-        own = replace(self, trials=trials)
+        own = replace(self, trials=tuple(map(_told, self.trials)))
         kept = {each.name: _sparse(getattr(own, each.name)) for each in fields(self) if each.name not in NOT_IN_FILE}
         kept["tuned_at"] = self.tuned_at or datetime.now(timezone.utc).isoformat(timespec="seconds")
         extras = {**self.best.to_extras(), "batch_size": self.best.batch_size}
@@ -343,8 +342,14 @@ class TuningResult:
         return f"<TuningResult {self.status}: {self.best}>"
 
 
-def _without_raw(measurement: Measurement | None) -> Measurement | None:
-    return None if measurement is None else replace(measurement, traces=(), stages=None)
+def _told(trial: Trial) -> Trial:
+    """A burst as the file has it: without single batches, and without what only the search asks."""
+    if trial.failure is not None:
+        return replace(trial, failure=replace(trial.failure, retryable=False))
+    assert trial.measurement is not None
+    gpu = replace(trial.measurement.gpu, util=None, copy_s=None)
+    asked: dict[str, Any] = {"samples": 0, "window_s": 0.0, "read_bytes": None, "batch_tensors": 0}
+    return replace(trial, measurement=replace(trial.measurement, traces=(), stages=None, gpu=gpu, **asked))
 
 
 def _sparse(value: Any) -> Any:
