@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,7 +88,6 @@ class Machine:
             gpus=tuple(gpu.name for gpu in self.gpus),
             dataset=dataset,
             torch=torch_version(),
-            platform=f"{platform.system()}-{platform.machine()}",
         )
 
 

@@ -32,8 +32,7 @@ class Fingerprint:
     dataset: str = ""
     """Class and length."""
     torch: str | None = None
-    """Its version, which is told and not compared; so is the platform."""
-    platform: str | None = None
+    """Its version, which is told and not compared."""
 
 
 class Difference(NamedTuple):
