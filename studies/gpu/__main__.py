@@ -162,9 +162,9 @@ def _twin_errors(result: TuningResult, grid: dict[LoaderConfig, float]) -> list[
 
 
 def _working_share(result: TuningResult) -> str:
-    """Of a burst of the tuned configuration, by the device's events and by NVML for the same window."""
+    """Of a burst of the tuned configuration, by the device's events."""
     found = [t.measurement for t in result.trials if t.config == result.best and t.measurement is not None]
-    return f"{_share(found[-1].gpu.busy_share)}, {_share(found[-1].gpu.util)}" if found else "-"
+    return _share(found[-1].gpu.busy_share) if found else "-"
 
 
 def _util(rates: Sequence[Rate]) -> float | None:
