@@ -12,11 +12,10 @@ import torch
 
 from autotune_loader.bursts.checks import REPEATED_SAMPLES, positions, why_no_workers, workers_repeat_each_other
 from autotune_loader.bursts.device import Timeline
-from autotune_loader.bursts.failures import failure_of, user_traceback
+from autotune_loader.bursts.failures import Raised, checked, failure_of, user_traceback
 from autotune_loader.bursts.files import STEP_WRITES, refused_path
 from autotune_loader.bursts.loop import Cached, run_burst
 from autotune_loader.bursts.protocol import Announce, Message, Request, WarmupReport
-from autotune_loader.bursts.samples import Raised, good, named_samples
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
 from autotune_loader.pipeline.batches import BatchShape, samples_in
 from autotune_loader.pipeline.build import make_traced_loader
@@ -98,9 +97,7 @@ class Bench:
         assert step is not None, "prepare() comes first"
         try:
             data = self._data if has_workers or request.what == "step_ceiling" else self._read_private()
-            return Message.of(
-                run_burst(request, step, lambda: self._loader(request, named_samples(data)), self._timeline, announce)
-            )
+            return Message.of(run_burst(request, step, lambda: self._loader(request, data), self._timeline, announce))
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
                 alone = f"{error.failure.message}, in a worker, and not when it is read again alone"
@@ -125,7 +122,8 @@ class Bench:
 
     def _loader(self, request: Request, data: DataSide) -> Any:
         if request.what == "burst":
-            return make_traced_loader(data, request.config, self._reading, stages=request.plan.stages)
+            stages = request.plan.stages
+            return make_traced_loader(data, request.config, self._reading, stages=stages, on_error=Raised.of)
         assert self._first is not None, "prepare() comes first"
         return self._first
 
@@ -145,11 +143,8 @@ class Bench:
             StopIteration: there is none.
             Raised: a sample raised.
         """
-        batches, took = (
-            iter(make_traced_loader(named_samples(data), LoaderConfig(), self._reading)),
-            list[tuple[float, float]](),
-        )
-        first: Cached | None = None
+        batches = iter(make_traced_loader(data, LoaderConfig(), self._reading, on_error=Raised.of))
+        first, took = None, list[tuple[float, float]]()
         while first is None or (len(took) == 1 and took[0][0] <= SECOND_LOOK_S):
             begun = time.monotonic()
             try:
@@ -159,7 +154,7 @@ class Bench:
                     raise
                 break
             took.append((time.monotonic() - begun, fetch[4]))
-            first = first or Cached(good(batch), fetch[5])
+            first = first or Cached(checked(batch), fetch[5])
         return first, took
 
     def _report(

@@ -6,10 +6,14 @@ import os
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
+from autotune_loader.bursts.files import SAMPLE_WRITES, refused_path
+from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
 
@@ -17,6 +21,7 @@ AGAINST_SECONDS = "train_step=0.05, the seconds of one step, tunes the loader ag
 SHM_ADVICE = "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"
 MEMORY_ADVICE = "use a smaller batch or fewer workers"
 KILLED = "was killed, most likely by the OOM killer: use fewer workers"
+ENDS_TRAINING = "; training would end there too: mend that sample, or leave it out of the dataset"
 IN_FORKED = "re-initialize cuda in forked"
 _TEXTS: tuple[tuple[tuple[str, ...], FailureKind, str], ...] = (
     (
@@ -69,6 +74,55 @@ _TEXTS: tuple[tuple[tuple[str, ...], FailureKind, str], ...] = (
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 OUR_FRAMES = re.compile(rf'^ *File "{re.escape(PACKAGE)}(?!demo)[^\n]*\n(?: {{4,}}[^\n]*\n)*', re.MULTILINE)
 """Frames of this package, but for those of the demo's own job; a worker's traceback comes as a text, too."""
+
+
+class Raised(Exception):  # noqa: N818 - it stands for an error of the user's, and is none
+    """What the samples of a batch raised, in the place of that batch, from a worker too; it ends the run.
+
+    What depends on the workers (a lack of memory or descriptors, CUDA after a fork) is no fault of a sample; nor is what
+    raises in a worker alone.
+    """
+
+    def __init__(self, failure: Failure, keys: tuple[Any, ...], writes: bool) -> None:
+        super().__init__(failure, keys, writes)
+        self.failure = failure
+        self.keys = keys
+        """Of the samples that raise, alone or together; none in a stream."""
+        self.writes = writes
+        """Whether it was a file that bursts do not change."""
+
+    @classmethod
+    def of(cls, error: BaseException, name: str, keys: Sequence[Any] = ()) -> Raised:
+        """What takes the place of a batch; the error itself is raised where it is no fault of a sample."""
+        if not is_of_user(error):
+            raise error
+        failure, path = failure_of(error, "batches"), refused_path(error)
+        message = f"{name} raises {failure.message}" if path is None else SAMPLE_WRITES.format(sample=name, path=path)
+        return cls(replace(failure, message=message), tuple(keys), path is not None)
+
+    @property
+    def ends_run(self) -> Failure:
+        """The failure of a run that no configuration would help."""
+        return self.failure if self.writes else replace(self.failure, message=self.failure.message + ENDS_TRAINING)
+
+    def raises_in(self, data: DataSide) -> bool:
+        """Whether the samples raise where this process reads them from `data`, too; False for a stream."""
+        dataset, keys = data.dataset, list(self.keys)
+        try:
+            if keys and data.is_batched:
+                data.collate(dataset.__getitems__(keys) if data.has_batched_fetch else [dataset[key] for key in keys])
+            elif keys:
+                data.collate(dataset[keys[0]])
+        except (Exception, SystemExit):
+            return True
+        return False
+
+
+def checked(batch: Any) -> Any:
+    """The batch; raises what came in its place."""
+    if isinstance(batch, Raised):
+        raise batch
+    return batch
 
 
 def is_of_user(error: BaseException) -> bool:

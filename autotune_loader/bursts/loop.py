@@ -20,18 +20,16 @@ from typing import Any, ClassVar
 import torch
 
 from autotune_loader.bursts.device import Passage, Passages, Timeline
-from autotune_loader.bursts.failures import deaths_of, failure_of
+from autotune_loader.bursts.failures import Raised, checked, deaths_of, failure_of
 from autotune_loader.bursts.protocol import Announce, Request
-from autotune_loader.bursts.samples import Raised, good
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.machine.window import Window
 from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.prefetch import prefetched
-from autotune_loader.pipeline.stages import pooled
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.pipeline.tracing import REPORTED, Fetch, forget_open_batch
+from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
 from autotune_loader.values.measurement import Failure, FailurePhase, GpuUse, Measurement
-from autotune_loader.values.stages import StageSamples
+from autotune_loader.values.stages import StageSamples, pooled
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 NEWS_OF_DEATH_S = 0.3
@@ -57,7 +55,7 @@ class Cached:
     def __iter__(self) -> Iterator[Any]:
         while True:
             now = time.monotonic()
-            yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples)
+            yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples, None)
 
 
 def run_burst(
@@ -168,13 +166,13 @@ class Run:
             self._batch, fetch = next(iterator)
         except StopIteration:
             return False
-        good(self._batch)
+        checked(self._batch)
         received = now()
         on_arrival()
         if self._shape is None:
             self._shape = BatchShape.of(self._batch)
-        if len(fetch) == REPORTED:
-            self._stages.append(fetch[-1])
+        if fetch[6] is not None:
+            self._stages.append(fetch[6])
         if timeline is None:
             step.run(self._batch)
             self._traces.append(BatchTrace(*fetch[:6], requested, received, now()))

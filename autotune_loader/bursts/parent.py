@@ -29,11 +29,10 @@ import psutil
 import torch
 
 from autotune_loader.bursts import child
-from autotune_loader.bursts.failures import failure_of_death, failure_of_memory_guard, needs_new_process
+from autotune_loader.bursts.failures import ENDS_TRAINING, failure_of_death, failure_of_memory_guard, needs_new_process
 from autotune_loader.bursts.files import environment
 from autotune_loader.bursts.packing import NotSentError, Payload, part_at_fault
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
-from autotune_loader.bursts.samples import ENDS_TRAINING
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us
 from autotune_loader.machine.facts import Machine

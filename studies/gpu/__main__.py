@@ -43,7 +43,7 @@ VERDICT_WORKERS = 4
 BINDS_SHARE = 0.95
 COLUMNS = (
     "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95 %)",
-    "regret against the grid (p90 goal 2 %)", "NVML default, tuned", "working share of a tuned burst: events, NVML",
+    "regret against the grid (p90 goal 2 %)", "NVML default, tuned", "working share of a tuned burst: events",
     "twin's error: median (goal 3 %), worst", "known after (goal 3 s where the step binds)",
     "tuned with",
 )  # fmt: skip
