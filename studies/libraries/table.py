@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from studies.libraries.attempt import BATCH, CLASSES, WIDTH, Job, net
+from studies.workloads import Items
 
 ROWS, PICTURES, SIDE, SHARDS = 512, 128, 32, 8
 Attempts = dict[str, Callable[[], Job]]
@@ -338,19 +339,6 @@ def timm() -> Attempts:
     }  # fmt: skip
 
 
-class Items(Dataset[Any]):
-    """A function of the index."""
-
-    def __init__(self, get: Callable[[int], Any], samples: int = PICTURES) -> None:
-        self.get, self.samples = get, samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self.get(index)
-
-
 @library("albumentations")
 def albumentations() -> Attempts:
     import albumentations as A  # noqa: N812 - as everybody calls it
@@ -362,7 +350,9 @@ def albumentations() -> Attempts:
         pixels = np.full((SIDE, SIDE, 3), index % 255, dtype=np.uint8)
         return transform(image=pixels)["image"], index % CLASSES
 
-    return {"a dataset with `A.Compose([..., ToTensorV2()])`": lambda: dataset(Items(picture), convolutions())}
+    return {
+        "a dataset with `A.Compose([..., ToTensorV2()])`": lambda: dataset(Items(picture, PICTURES), convolutions())
+    }
 
 
 @library("fastai")

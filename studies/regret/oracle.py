@@ -13,7 +13,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.config import LoaderConfig
@@ -66,11 +66,16 @@ def counts_of(workload: str) -> tuple[int, ...]:
     return tuple(sorted(counts | (set() if on_cpu else {24, 3 * cores, 4 * cores})))
 
 
+def keeping(config: LoaderConfig) -> LoaderConfig:
+    """A person who tunes keeps workers between epochs."""
+    return replace(config, persistent_workers=config.num_workers > 0)
+
+
 def survey(bench: Bench, counts: Sequence[int]) -> dict[str, float]:
     """Samples/s of each configuration worth a burst, in a random order."""
     known: dict[str, float] = {}
     shallow, *deep = PREFETCH_FACTORS
-    plain = [LoaderConfig(persistent_workers=workers > 0).with_workers(workers, shallow) for workers in counts]
+    plain = [keeping(LoaderConfig().with_workers(workers, shallow)) for workers in counts]
     random.Random(0).shuffle(plain)
     _burst_each(bench, plain, known)
     best = sorted(plain, key=lambda config: -known[key(config)])[:ENTRANTS]

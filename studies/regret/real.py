@@ -60,7 +60,7 @@ class RealField:
         self.asked += 1
         timing = Timing(clock="start", seconds=NAIVE_S, seed=self.asked, epochs=False)
         try:
-            return self._bench.time(keeping(config), timing).samples_per_s
+            return self._bench.time(oracle.keeping(config), timing).samples_per_s
         except BenchError:
             return 0.0
 
@@ -77,18 +77,13 @@ class RealField:
         return False
 
 
-def keeping(config: LoaderConfig) -> LoaderConfig:
-    """A person who tunes keeps workers between epochs."""
-    return replace(config, persistent_workers=config.num_workers > 0)
-
-
 def chosen_by(strategy: str, workload: str, bench: Bench, seed: int) -> tuple[LoaderConfig, float]:
     """A configuration, and after how many seconds."""
     if strategy in IN_CHILD:
         return choice_in_child(strategy, workload, seed)
     field = RealField(workload, bench, oracle.counts_of(workload))
     config = STRATEGIES[strategy](field, seed)
-    return (keeping(config), time.perf_counter() - field.begun) if field.asked else (config, 0.0)
+    return (oracle.keeping(config), time.perf_counter() - field.begun) if field.asked else (config, 0.0)
 
 
 def study(workload: str, strategies: Sequence[str], seeds: int) -> list[Outcome]:
