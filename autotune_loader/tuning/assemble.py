@@ -13,7 +13,6 @@ from datetime import datetime, timezone
 from typing import Any
 
 from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
-from autotune_loader.pipeline.stages import pooled, stage_times
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.results.record import Finding, Job, Status
 from autotune_loader.results.result import TuningResult
@@ -21,6 +20,7 @@ from autotune_loader.search.rounds import RoundsEnd
 from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.stages import pooled, stage_times
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval, mean_interval
 
 log = logging.getLogger(__name__)
