@@ -168,7 +168,7 @@ def _fitted(
     noise = seen.variances + noise_sds[:, None] ** 2
     weights = np.ones_like(noise)
     for _ in range(REWEIGHTINGS):
-        explained = np.linalg.inv(within + _diagonal(noise / weights))
+        explained: Floats = np.linalg.inv(within + _diagonal(noise / weights))
         left = off - within @ explained @ off
         weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + left**2 / noise)
     spread = within + _diagonal(noise / weights)
