@@ -347,9 +347,8 @@ def _told(trial: Trial) -> Trial:
     if trial.failure is not None:
         return replace(trial, failure=replace(trial.failure, retryable=False))
     assert trial.measurement is not None
-    gpu = replace(trial.measurement.gpu, util=None, copy_s=None)
     asked: dict[str, Any] = {"samples": 0, "window_s": 0.0, "read_bytes": None, "batch_tensors": 0}
-    return replace(trial, measurement=replace(trial.measurement, traces=(), stages=None, gpu=gpu, **asked))
+    return replace(trial, measurement=replace(trial.measurement, traces=(), stages=None, **asked))
 
 
 def _sparse(value: Any) -> Any:
