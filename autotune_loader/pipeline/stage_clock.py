@@ -248,7 +248,7 @@ def _where(function: Any) -> str:
     code = getattr(function, "__code__", None)
     if code is None or not is_users(function.__module__):
         return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}".strip(".")
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return f"{'cell' if 'ipykernel' in code.co_filename else Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _of_class(kind: type, method: Any) -> Line:
