@@ -50,14 +50,11 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long the study of one job takes."""
+    """How long the study of one job takes: seconds of `tune()`, of one run, and rounds in which the last few take turns."""
 
     budget_s: float = 30.0
-    """Of `tune()`."""
     run_s: float = 2.0
-    """Of one run of the grid, of each limit and in the turns."""
     rounds: int = 5
-    """In which the last few take turns."""
     workers: tuple[int, ...] = ()
     """Of the grid; from the cores where it is empty."""
 
