@@ -33,7 +33,7 @@ QUICKSTART = (
     MARKDOWN("## Tune\n\nOne call; interrupting the cell keeps the best so far."),
     CODE('result = tune(loader, model, budget="40s", output="loader.json", progress=False)\nprint(result)'),
     MARKDOWN(
-        "Where a gain is *probable, not certain*, a larger budget tells; where workers cost more memory than they are worth to "
+        "Where a gain is *not shown*, a larger budget tells; where workers cost more memory than they are worth to "
         "you, keep what you have.\n\nThe whole story: what was tried, what the bottleneck is, what to do next."
     ),
     CODE("print(result.report())"),
@@ -109,7 +109,8 @@ INSPECT = (
         "import optuna\n"
         "import torch\n"
         "from torch.utils.data import DataLoader, Dataset, get_worker_info\n\n"
-        "from autotune_loader import TuningResult, TwinSampler, compare, tune\n\n\n"
+        "from autotune_loader import TuningResult, TwinSampler, compare, tune\n\n"
+        "optuna.logging.set_verbosity(optuna.logging.WARNING)\n\n\n"
         "class Photos(Dataset):\n"
         '    """Samples on a server that takes a while to answer, and no more than six connections."""\n\n'
         "    def __len__(self):\n"
@@ -174,7 +175,6 @@ INSPECT = (
         "    if workers:\n"
         '        trial.suggest_int("prefetch_factor", 1, 8, log=True)\n'
         "    return 1000 * min(1 + workers, 9)\n\n\n"
-        "optuna.logging.set_verbosity(optuna.logging.WARNING)\n"
         "sampler = TwinSampler()\n"
         'own = optuna.create_study(direction="maximize", sampler=sampler)\n'
         "own.optimize(objective, n_trials=20, callbacks=[sampler.stop_when_safe])\n"

@@ -9,9 +9,8 @@ from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Block, Tuner, block_of
 from autotune_loader.diagnosis import Kept, judged
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.limits import usable_cores
 from autotune_loader.pipeline.site import Site
-from autotune_loader.results.record import Finding, Job
+from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement, averaged
@@ -73,7 +72,6 @@ class Found:
             warnings=() if self.kept is None else (self.kept,),
             trials=trials,
             seconds=round(self.log.totals.active_s, 3),
-            job=Job(usable_cores=usable_cores().usable),
             machine=inspect_machine().fingerprint(dataset=self.site.dataset),
         )
         return judged(found, has_batched_fetch=self.has_batched_fetch)

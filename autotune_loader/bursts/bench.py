@@ -16,7 +16,7 @@ from autotune_loader.bursts.failures import failure_of, user_traceback
 from autotune_loader.bursts.files import STEP_WRITES, refused_path
 from autotune_loader.bursts.loop import Cached, run_burst
 from autotune_loader.bursts.protocol import Announce, Request, WarmupReport
-from autotune_loader.bursts.samples import Raised, good, named_samples
+from autotune_loader.bursts.samples import Raised, good
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
 from autotune_loader.pipeline.batches import BatchShape, samples_in
 from autotune_loader.pipeline.build import make_traced_loader
@@ -117,9 +117,7 @@ class Bench:
         assert step is not None, "prepare() comes first"
         try:
             data = self._data if has_workers or request.what == "step_ceiling" else self._read_private()
-            return run_burst(
-                request, step, lambda: self._loader(request, named_samples(data)), self._timeline, announce
-            )
+            return run_burst(request, step, lambda: self._loader(request, data), self._timeline, announce)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
                 message = f"{error.failure.message}, in a worker, and not when it is read again alone"
@@ -139,7 +137,8 @@ class Bench:
 
     def _loader(self, request: Request, data: DataSide) -> Any:
         if request.what == "burst":
-            return make_traced_loader(data, request.config, self._reading, stages=request.plan.stages)
+            stages = request.plan.stages
+            return make_traced_loader(data, request.config, self._reading, stages=stages, on_error=Raised.of)
         assert self._first is not None, "prepare() comes first"
         return self._first
 
@@ -162,7 +161,7 @@ class Bench:
             StopIteration: there is none.
             Raised: a sample raised.
         """
-        batches = iter(make_traced_loader(named_samples(data), LoaderConfig(), self._reading))
+        batches = iter(make_traced_loader(data, LoaderConfig(), self._reading, on_error=Raised.of))
         begun = time.monotonic()
         batch, fetch = next(batches)
         first, took = Cached(good(batch), fetch[5]), [Took(time.monotonic() - begun, fetch[4])]

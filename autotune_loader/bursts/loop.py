@@ -27,11 +27,10 @@ from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.machine.window import Window
 from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.prefetch import prefetched
-from autotune_loader.pipeline.stages import pooled
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.pipeline.tracing import REPORTED, Fetch, forget_open_batch
+from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
 from autotune_loader.values.measurement import Failure, FailurePhase, GpuUse, Measurement
-from autotune_loader.values.stages import StageSamples
+from autotune_loader.values.stages import StageSamples, pooled
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 NEWS_OF_DEATH_S = 0.3
@@ -57,7 +56,7 @@ class Cached:
     def __iter__(self) -> Iterator[Any]:
         while True:
             now = time.monotonic()
-            yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples)
+            yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples, None)
 
 
 def run_burst(
@@ -175,8 +174,8 @@ class Run:
         on_arrival()
         if self._shape is None:
             self._shape = BatchShape.of(self._batch)
-        if len(fetch) == REPORTED:
-            self._stages.append(fetch[-1])
+        if fetch[6] is not None:
+            self._stages.append(fetch[6])
         if timeline is None:
             step.run(self._batch)
             self._traces.append(BatchTrace(*fetch[:6], requested, received, now()))

@@ -8,16 +8,8 @@ tables       every sentence that can be said      units     numbers for people
 """
 
 from autotune_loader.diagnosis.evidence import Evidence
-from autotune_loader.diagnosis.judge import Diagnosis, diagnose, judged
-from autotune_loader.diagnosis.tables import (
-    Advice,
-    Answer,
-    Bottleneck,
-    Caution,
-    Ended,
-    Kept,
-    Undecided,
-)
+from autotune_loader.diagnosis.judge import diagnose, judged, source_of
+from autotune_loader.diagnosis.tables import Advice, Answer, Bottleneck, Caution, Ended, Kept, Undecided
 from autotune_loader.results.record import Finding
 
 __all__ = [
@@ -25,7 +17,6 @@ __all__ = [
     "Answer",
     "Bottleneck",
     "Caution",
-    "Diagnosis",
     "Ended",
     "Evidence",
     "Finding",
@@ -33,4 +24,5 @@ __all__ = [
     "Undecided",
     "diagnose",
     "judged",
+    "source_of",
 ]

@@ -34,20 +34,15 @@ class Evidence:
     """Those that the step and the workers share."""
     batch_size: float = 1.0
     """Samples of a batch; 1 where rates are of batches."""
+    batch_bytes: int = 0
     step_s: float | None = None
     fetch_s: float | None = None
     """What a worker, or the loop, takes to fetch and collate."""
     fetch_cpu_s: float | None = None
     receive_s: float | None = None
     """What the loop takes to receive a batch that lies ready; 0 where none did."""
-    collate_share: float | None = None
-    """Of `fetch_s`."""
-    slow_times: float | None = None
-    """How many times the median the slowest batches of a hundred take; None of fewer than twenty."""
-    first_batch_s: float | None = None
-    starting_share: float | None = None
-    """Share of the time in the starts of epochs; derived from `first_batch_s` where it was not measured."""
-    epoch_batches: int | None = None
+    starting_share: float = 0.0
+    """Share of the time in the starts of epochs."""
     batches: int | None = None
     """How many this rests on; None for enough."""
     loader_share: float = 1.0
@@ -55,44 +50,38 @@ class Evidence:
     cpu_share: float | None = None
     """CPU use of loop and workers, as a share of `cores`."""
     foreign_cpu_share: float | None = None
-    batch_bytes: int = 0
-    batch_tensors: int = 0
     ceiling: Interval | None = None
-    """Rate of the step alone; None also where something speaks against it."""
+    """Rate of the step alone."""
     on_accelerator: bool = False
     """Whether the step leaves the cores to the loader."""
     has_batched_fetch: bool = True
     """Whether the dataset can fetch batches, or that cannot be told."""
-    max_workers: int | None = None
-    """The most that could be tried, where somebody said so."""
     stages: Sequence[StageTime] = ()
     """Where the time of a sample goes in a worker."""
     trials: Sequence[Trial] = ()
     """What was measured of other configurations of the same job."""
 
     @classmethod
-    def of(cls, measured: Measurement, *, config: LoaderConfig, cores: float, **more: Any) -> Evidence:
+    def of(
+        cls, measured: Measurement, *, config: LoaderConfig, cores: float, epoch_batches: int | None = None, **more: Any
+    ) -> Evidence:
         """The evidence of a burst; `more` are other fields, and win over it."""
-        whole_s = sum(trace.service_s for trace in measured.traces)
-        times = sorted(trace.service_s for trace in measured.traces)
-        slow = times[int(len(times) * 0.99)] / times[len(times) // 2] if len(times) >= 20 and times[0] > 0 else None
-        collating_s = sum(trace.collate_end - trace.fetch_end for trace in measured.traces)
         known: dict[str, Any] = {
             "samples_per_s": measured.samples_per_s.value,
             "wait_share": measured.wait_share,
             "batch_size": measured.batch_size,
+            "batch_bytes": measured.batch_bytes,
             "step_s": measured.step_s,
             "fetch_s": measured.service_s,
             "fetch_cpu_s": measured.service_cpu_s,
             "receive_s": ready_s(measured),
-            "collate_share": collating_s / whole_s if whole_s > 0 else None,
-            "slow_times": slow,
-            "first_batch_s": measured.first_batch_s,
             "cpu_share": measured.cpu_share,
             "foreign_cpu_share": measured.foreign_cpu_share,
-            "batch_bytes": measured.batch_bytes,
-            "batch_tensors": measured.batch_tensors,
         }
+        if epoch_batches and config.num_workers and not config.persistent_workers:
+            starting_s = max(0.0, measured.first_batch_s - measured.service_s)
+            epoch_s = epoch_batches * measured.batch_size / measured.samples_per_s.value
+            known["starting_share"] = starting_s / (starting_s + epoch_s)
         return cls(config=config, cores=cores, **{**known, **more})
 
     @property
@@ -108,17 +97,6 @@ class Evidence:
         if self.wait_share is None or self.wait_share >= 1:
             return None
         return self.wait_share / (1 - self.wait_share)
-
-    @property
-    def start_share(self) -> float:
-        """Share of the time that starting epochs takes, where workers are not kept."""
-        if self.starting_share is not None:
-            return self.starting_share
-        is_kept = self.config.persistent_workers or self.config.num_workers == 0
-        if not self.epoch_batches or is_kept or self.first_batch_s is None:
-            return 0.0
-        starting_s = max(0.0, self.first_batch_s - (self.fetch_s or 0.0))
-        return starting_s / (starting_s + self.epoch_batches * self.period_s)
 
     @property
     def fetching_share(self) -> float:
@@ -165,22 +143,12 @@ class Evidence:
         """
         own, least = self.config, (1 + SAME_RATE) * self.samples_per_s
         more = [burst.samples_per_s.value for config, burst in self.bursts if config.num_workers > own.num_workers]
-        larger = [
-            each
-            for each in self.trials
-            if each.config.batches_in_flight > own.batches_in_flight
-            and each.failure is not None
-            and each.failure.kind in MEMORY_FAILURES
-            and (each.predicted_samples_per_s is None or each.predicted_samples_per_s > least)
-        ]
         if more and max(more) <= least:
             return None
-        return min(larger, key=lambda each: each.config.batches_in_flight, default=None)
-
-    def rate_of(self, num_workers: int) -> float | None:
-        """The highest rate that was measured with so many workers."""
-        rates = [burst.samples_per_s.value for config, burst in self.bursts if config.num_workers == num_workers]
-        return max(rates, default=None)
+        larger = [each for each in self.trials if each.config.batches_in_flight > own.batches_in_flight]
+        failed = [each for each in larger if each.failure is not None and each.failure.kind in MEMORY_FAILURES]
+        missed = [each for each in failed if (each.predicted_samples_per_s or 2 * least) > least]
+        return min(missed, key=lambda each: each.config.batches_in_flight, default=None)
 
 
 def ready_s(measured: Measurement) -> float:

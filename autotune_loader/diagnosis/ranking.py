@@ -1,4 +1,4 @@
-"""Every configuration that was tried, once, with the best evidence there is of it; and whether the ceiling is one.
+"""Every configuration that was tried, once, with the best evidence there is of it.
 
 Rates of the paired rounds stand apart from those of the search: the winner of a search looks better in it than it is, so the
 two are neither ranked against each other nor called a tie. Tables and pictures show these rows and compute nothing.
@@ -9,18 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune_loader.diagnosis.tables import Caution
-from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.statistics import Interval, mean_interval
 
-Source = Literal["rounds", "search", "failed"]
-MEANS_DIFFER, BURSTS_DIFFER = 0.08, 0.15
-"""Rates and the step alone may differ by so much, and nothing is wrong: means of rounds, and single bursts."""
-HARDLY_STEPS = 0.95
-"""A loop that waits for more than this tells nothing of its step."""
+ORDER = ("rounds", "search", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +24,7 @@ class Standing:
     config: LoaderConfig
     rate: Interval | None
     """Mean of the rounds, or else that of its last burst; None where every burst failed."""
-    source: Source
+    source: Literal["rounds", "search", "failed"]
     measurement: Measurement | None
     """Its last burst that worked, in the rounds where it ran in them."""
     failure: Failure | None
@@ -52,17 +46,13 @@ def ranking(result: TuningResult) -> tuple[Standing, ...]:
     # Whether workers live on shows in no rate: one row for both, unless the other is what one has or had.
     own = (result.best, result.baseline)
     kept = {trial.config.key(): trial.config for trial in result.trials if trial.measurement is not None}
-    rows: dict[LoaderConfig, Standing] = {}
-    for trial in result.trials:
-        config = trial.config if trial.config in own else kept.get(trial.config.key(), trial.config)
-        if config not in rows:
-            rows[config] = _standing(config, result)
-    order: tuple[Source, ...] = ("rounds", "search", "failed")
-    return tuple(sorted(rows.values(), key=lambda row: (order.index(row.source), -row.rate.value if row.rate else 0.0)))
+    configs = (t.config if t.config in own else kept.get(t.config.key(), t.config) for t in result.trials)
+    rows = [_standing(config, result) for config in dict.fromkeys(configs)]
+    return tuple(sorted(rows, key=lambda row: (ORDER.index(row.source), -row.rate.value if row.rate else 0.0)))
 
 
 def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
-    rate, in_rounds = rate_of(config, result), bool(result.rates_of(config))
+    rate, in_rounds = _rate_of(config, result), bool(result.rates_of(config))
     failures = (trial.failure for trial in result.trials if trial.config == config and trial.failure)
     return Standing(
         config=config,
@@ -76,39 +66,11 @@ def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
     )
 
 
-def rate_of(config: LoaderConfig, result: TuningResult) -> Interval | None:
+def _rate_of(config: LoaderConfig, result: TuningResult) -> Interval | None:
     """The rate of a configuration; of the best and the baseline as the result has it, which allows for the choice."""
     rates, measurement = result.rates_of(config), result.measurement_of(config)
-    if config == result.best and result.rate is not None:
-        rate = result.rate
-    elif config == result.baseline and result.baseline_rate is not None:
-        rate = result.baseline_rate
-    elif len(rates) > 1:
-        rate = mean_interval(list(rates.values()))
-    elif measurement is not None:
-        rate = measurement.samples_per_s
-    else:
-        return None
-    return replace(rate, count=len(rates)) if rates else rate
-
-
-def ceiling_doubt(result: TuningResult) -> Finding | None:
-    """Why the ceiling of a result is none; None where nothing speaks against it, or there is none.
-
-    No rate may lie above it, and the step cannot be faster in the loop than alone.
-    """
-    ceiling, rate, wait = result.ceiling, result.rate, result.wait_share
-    if ceiling is None:
-        return None
-    for row in ranking(result):
-        if row.config.batch_size != result.best.batch_size or row.rate is None:
-            continue
-        is_mean = row.source == "rounds" and row.rate.count > 1
-        if row.rate.value > (1 + (MEANS_DIFFER if is_mean else BURSTS_DIFFER)) * ceiling.value:
-            return Caution.CEILING_PASSED(alone=ceiling.value, config=row.config, rate=row.rate.value)
-    if rate is None or wait is None or wait > HARDLY_STEPS:
-        return None
-    in_loop = rate.value / (1 - wait)
-    if in_loop > (1 + BURSTS_DIFFER) * ceiling.value:
-        return Caution.STEP_FASTER_IN_LOOP(alone=ceiling.value, rate=in_loop)
-    return None
+    of_result = {result.baseline: result.baseline_rate, result.best: result.rate}.get(config)
+    if of_result is None and len(rates) > 1:
+        of_result = mean_interval(list(rates.values()))
+    rate = of_result or (None if measurement is None else measurement.samples_per_s)
+    return replace(rate, count=len(rates)) if rates and rate is not None else rate

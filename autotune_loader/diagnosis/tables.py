@@ -25,7 +25,7 @@ class Table(Enum):
         Raises:
             KeyError: the row needs a figure that was not given.
         """
-        return Finding(kind=self.kind, sentence=_UNITS.format(self.value, **figures), gain=figures.get("gain"))
+        return Finding(kind=self.kind, sentence=_UNITS.format(self.value, **figures))
 
     @property
     def kind(self) -> str:
@@ -39,8 +39,7 @@ class Table(Enum):
 
 def all_of(first: Finding, *facts: Finding | None, gain: float | None = None) -> Finding:
     """One finding of several sentences, of the first one's kind; what is None is not said."""
-    said = [first, *(fact for fact in facts if fact is not None)]
-    return Finding(kind=first.kind, sentence=" ".join(each.sentence for each in said), gain=gain)
+    return Finding(kind=first.kind, sentence=" ".join(filter(None, (first, *facts))), gain=gain)
 
 
 class Bottleneck(Table):
@@ -61,26 +60,20 @@ class Bottleneck(Table):
 
 
 class Fact(Table):
-    """The figures behind a bottleneck or an advice."""
+    """The figures behind a bottleneck."""
 
     WAITS = "The loop waits for data {wait:share} of the time."
     AT_MOST = "A loader without any cost would make training at most {gain:times} as fast."
-    LOADER_ALONE = "The step takes next to no time, so the loader alone sets the rate."
     OF_CEILING = "That is {rate:rate} of the {ceiling:rate} that the step alone can do."
-    NO_CEILING = "What the step alone can do is not known."
     CPU_OF_BATCH = "A batch takes {cpu:seconds} of CPU to fetch and {step:seconds} of step."
-    CORES = "There {cores}, {share:share} in use."
+    CORES = "{share:share} of {cores} are in use."
     WAITED = "Of {fetch:seconds} per batch, a fetch computes for {cpu:seconds}."
-    IDLE = "{share:share} of the cores are idle."
-    NO_CORE_IDLE = "No core was idle meanwhile, so a fetch may have waited for a core."
+    FETCHES = "A worker fetches for {share:share} of its time."
     STAGE_COMPUTES = "{stage} takes {share:share} of a worker's CPU ({where})."
     STAGE_WAITS = "{stage} takes {share:share} of a worker's waiting ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
     RAN_OUT = "{config} ran out of it ({kind})."
-    FETCHES_LITTLE = "A worker fetches for only {share:share} of its time."
     BUSY = "Other processes kept {share:share} of the cores busy."
-    HALF_OF_IT = "Half of that would make training at most {gain:times} as fast."
-    LESS_OF_IT = "That would make training at most {gain:times} as fast."
 
 
 class Advice(Table):
@@ -88,45 +81,21 @@ class Advice(Table):
 
     LEAVE_IT = "Leave the loader as it is."
     SPEED_UP_STEP = "Speed up the step (torch.compile, mixed precision, a larger batch), not the loader."
-    CHEAPER_STAGE = (
-        "Make {stage} cheaper ({where}){how}: it takes {share:share} of a worker's CPU, {cpu:seconds} per sample."
-    )
-    CHEAPER_TRANSFORMS = (
-        "Make the transforms cheaper (smaller images, a faster decoder): a sample takes {cpu:seconds} of CPU."
-    )
-    MORE_CORES = "Use a machine with more cores: all {cores} of this one are in use."
-    STEP_THREADS = (
-        "Try torch.set_num_threads({threads}) with compare(): step and workers share {cores} cores, and the step takes "
-        "{step:seconds} in the loop and {alone:seconds} alone."
-    )
-    MORE_WORKERS = "Allow more workers, such as max_workers={workers}: a fetch waits {wait:share} of its time."
+    CHEAPER_STAGE = "Make {stage} cheaper ({where}){how}: {share:share} of a worker's CPU, {cpu:seconds} per sample."
+    CHEAPER_TRANSFORMS = "Make transforms cheaper (smaller images, a faster decoder): {cpu:seconds} of CPU per sample."
     LARGER_READS = (
         "Read larger pieces (tar shards, Parquet), or from a local disk: a fetch waits {wait:share} of its time."
     )
-    SEND_LESS = "Send less per batch (uint8 instead of float32, cropped in the worker): a batch carries {size:bytes}."
-    HAND_OVER_LESS_OFTEN = (
-        "Hand over less often, in larger batches: it takes {receive:seconds} however little a batch carries."
-    )
-    AUTOLOADER_HANDS_OVER = (
-        "Try AutoLoader(dataset, num_workers={workers}, tune=False) with compare(): it hands over at less cost."
-    )
-    FEWER_TENSORS = "Collate into fewer, larger tensors: a batch has {tensors}, and each travels by itself."
+    SEND_LESS = "Send less per batch (uint8 instead of float32, cropped in the worker): it carries {size:bytes}."
+    HAND_OVER_LESS_OFTEN = "Hand over less often, in larger batches: even a small one takes {receive:seconds}."
+    AUTOLOADER_HANDS_OVER = "Try AutoLoader(dataset, num_workers={workers}, tune=False), which hands over at less cost."
     MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or make batches smaller."
     SMALLER_WORKERS = "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of objects."
-    KEEP_WORKERS = (
-        "Keep workers between epochs, persistent_workers=True, unless they have to see what training changes."
-    )
+    KEEP_WORKERS = "Keep workers (persistent_workers=True), unless they have to see what training changes."
     KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
-    BATCHED_FETCH = (
-        "Give the dataset a __getitems__(indices) that fetches a whole batch at once: {share:share} of a fetch goes into "
-        "single samples of {sample:seconds} each."
-    )
+    BATCHED_FETCH = "Fetch a whole batch at once, by __getitems__(indices): a sample takes only {sample:seconds}."
     ONE_THREAD_WORKERS = (
-        "Keep libraries in workers to one thread (OMP_NUM_THREADS=1, cv2.setNumThreads(0)): a worker keeps {busy:.1f} cores "
-        "busy, and there {cores}."
-    )
-    OUT_OF_ORDER = (
-        "Try tune(allow=('in_order',)), if order does not matter: slow batches take {times:.0f} times the median."
+        "Keep libraries to one thread in workers (OMP_NUM_THREADS=1): each keeps {busy:.1f} cores busy."
     )
     RUN = "`autotune-loader run {script}` tries other settings."
     RUN_WITH_WORKERS = (
@@ -141,15 +110,9 @@ class Choice(Table):
     USE = "Use {best}{rate}."
     KEEP = "Keep {best}, which you have{rate}."
     NOTHING_FASTER = "Nothing that was tried is faster by more than {tolerance:share}."
-    FASTER = "That is {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired round}."
-    PROBABLY_FASTER = (
-        "Probably faster, not certain: {ratio:ratio} as fast as {baseline} (before tuning), in {rounds:# paired round}. Keep "
-        "your settings if memory matters."
-    )
-    AS_FAST = (
-        "That is about as fast as {baseline} (before tuning), and costs less: {ratio:ratio} in {rounds:# paired round}."
-    )
-    NOT_COMPARED = "It was not timed in turns with {baseline} (before tuning)."
+    COSTS_LESS = "It costs less, and counts as equally fast."
+    IF_MEMORY = "Keep your settings if memory matters."
+    NOT_COMPARED = "It was not timed in turns with {baseline}."
     SO_FAR = "This is the best so far."
     REPORT = "{name}.report() has the table."
 
@@ -159,10 +122,11 @@ class Undecided(Table):
 
     NO_ROUNDS = "No paired round fitted into the budget; a larger budget would decide it."
     FEW_ROUNDS = "Only {rounds:# paired round} fitted into the budget; a larger budget would decide it."
-    CLOSE = "After {rounds:# paired round} something else may be faster by {tolerance:share}; a larger budget would decide it."
+    CLOSE = (
+        "After {rounds:# paired round} something else may be {tolerance:share} faster; a larger budget would decide it."
+    )
     TOO_NOISY = (
-        "After {rounds:# paired round} something else may be faster by {tolerance:share}; the rates vary too much for another "
-        "round to tell."
+        "After {rounds:# paired round} something else may be {tolerance:share} faster; rates vary too much to tell."
     )
     BUSY = "Other processes kept the cores busy in {busy} of {rounds:# paired round}; a quiet machine would decide it."
     ONE_TRIED = "The budget ended before a second configuration was measured; a larger budget would decide it."
@@ -174,7 +138,6 @@ class Ended(Table):
     SAFE = "Search ended: no untried setting was expected to be faster."
     CEILING = "Search ended: bursts were as fast as the step alone."
     BUDGET = "Search ended: the rest of the budget was kept for the rounds."
-    TRIALS = "Search ended: the study has as many trials as were asked for."
     SAMPLER = "Search ended: the sampler repeats itself."
     INTERRUPTED = "Search ended: it was interrupted."
     ASKED = "Search ended: the study was told to stop."
@@ -187,6 +150,7 @@ class Kept(Table):
     NO_CONSENT = "num_workers=0 was asked for, so no worker is used; without it, or with `run --workers`, they may be."
     FROZEN = "tune=False was asked for."
     OWN_ITERATOR = "{kind} makes iterators of its own."
+    NO_AUTOLOADER = "No AutoLoader could take its place: {error}"
     ITERABLE = "An IterableDataset reads by itself: its workers are as asked."
     OUT_OF_ORDER = "in_order=False leaves the order to the workers that were asked for."
     WORKER_INIT = "worker_init_fn is the script's own and may depend on the number of workers."
@@ -208,10 +172,7 @@ class Caution(Table):
     """What should be known before a configuration is used."""
 
     FAILED = "{trials:# trial} failed ({kind}): {message}"
-    BATCH_SIZE = (
-        "The batch size was tuned from {old} to {new}: the learning rate and its schedule belong to it, so tune them again "
-        "({ratio:g} times the learning rate is a common start for SGD, {root:.2g} times for Adam)."
-    )
+    BATCH_SIZE = "The batch size was tuned from {old} to {new}: tune the learning rate and its schedule again."
     OUT_OF_ORDER = (
         "in_order=False delivers batches as they come: their order differs from run to run, even with a seed."
     )
@@ -219,20 +180,17 @@ class Caution(Table):
     FEWER_SAMPLES = "drop_last=True: each of {workers} workers drops its own last batch, so an epoch has fewer samples."
     DISTURBED = "Other processes kept more than {limit:share} of the cores busy in {busy} of {rounds:# paired round}."
     NOT_WRITTEN = "{path} was not written ({why}). result.save() elsewhere keeps the result."
-    CEILING_PASSED = (
-        "The step alone had {alone:rate}, and {config} reached {rate:rate} with it: the ceiling is left out."
-    )
-    STEP_FASTER_IN_LOOP = "The step alone had {alone:rate}, and in the loop {rate:rate}: the ceiling is left out."
-    BATCH_SIZES_DIFFER = (
-        "Batch sizes differ ({sizes}): sides are compared by samples/s, which tells nothing of learning."
-    )
+    CEILING_PASSED = "The step alone had {alone:rate}, and in the loop {rate:rate}: the ceiling is left out."
+    BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): samples/s are compared, which tells nothing of learning."
     NOTE = "{text}"
 
 
 class Source(Table):
     """Where bursts had their samples from, and where training will have them from."""
 
-    STORAGE = (
+    MEMORY = "Bursts had their samples from memory. Training has, too, unless something else fills it first."
+    STORAGE = "Bursts read {sample:bytes} per sample from storage."
+    STORAGE_ALWAYS = (
         "Bursts read {sample:bytes} per sample from storage. Training will, too: the data, about {data:bytes}, do not fit "
         "into {memory:bytes} of memory."
     )
@@ -240,30 +198,25 @@ class Source(Table):
         "Bursts read {sample:bytes} per sample from storage. Training will in its first epoch: the data, about {data:bytes}, "
         "then fit into memory."
     )
-    STORAGE_UNKNOWN = "Bursts read {sample:bytes} per sample from storage."
-    MEMORY = "Bursts had their samples from memory. Training has, too, unless something else fills it first."
 
 
 class Answer(Table):
-    """Which of two is faster."""
+    """Which of two is faster: the one wording, wherever a gain is told."""
 
     FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# paired round}."
     SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# paired round}."
     NOT_SHOWN = "{name} is not shown to be faster than {other}: {ratio:ratio} as fast in {rounds:# paired round}."
-    UNSURE = (
-        "{name} was {ratio:ratio} as fast as {other} in {rounds:# paired round}, too few or too noisy for an interval."
-    )
+    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# paired round}: too few, or too noisy, to tell."
     FAILED = "{name} failed: {error}"
     ALONE = "{name} is the only side that worked."
     NONE = "No side worked."
 
 
 def answer(name: str, ratio: Interval, other: str) -> Finding:
-    """How many times as fast something was shown to be in paired rounds: the one wording, wherever a gain is told."""
+    """How many times as fast something was shown to be in paired rounds."""
+    row = Answer.SLOWER if ratio.high < 1 else Answer.NOT_SHOWN
     if not ratio.is_telling:
         row = Answer.UNSURE
     elif is_claimed(ratio):
         row = Answer.FASTER
-    else:
-        row = Answer.SLOWER if ratio.high < 1 else Answer.NOT_SHOWN
-    return row(name=name, ratio=ratio, other=other, rounds=ratio.count, gain=ratio.value - 1)
+    return row(name=name, ratio=ratio, other=other, rounds=ratio.count)

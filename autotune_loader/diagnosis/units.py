@@ -13,8 +13,6 @@ UNKNOWN = "-"
 """What stands where nothing was measured."""
 WORTH_CLAIMING = 1.005
 """Of a ratio; two digits show no less."""
-MOST_TIMES = 10.0
-"""A ratio above this says only that something else will limit long before."""
 
 
 def number_text(value: float) -> str:
@@ -40,13 +38,6 @@ def range_text(interval: Interval | None) -> str:
     return f"{number_text(interval.low)}–{number_text(interval.high)}"
 
 
-def relative_error_text(interval: Interval) -> str:
-    """Half the width relative to the value: "± 2.1 %"; "± ?" where the interval tells nothing."""
-    if not interval.is_telling:
-        return "± ?"
-    return f"± {(interval.high - interval.low) / 2 / interval.value * 100:.1f} %"
-
-
 def ratio_text(interval: Interval | None) -> str:
     """A ratio with its limits: "2.31x (2.20x to 2.42x)"."""
     if interval is None:
@@ -60,14 +51,9 @@ def is_claimed(ratio: Interval) -> bool:
     return ratio.is_telling and ratio.low > 1 and ratio.value > WORTH_CLAIMING
 
 
-def times_text(gain: float | None) -> str:
-    """How many times as fast a relative gain is: "1.25x", "3.2x", "more than 10x"."""
-    if gain is None:
-        return UNKNOWN
-    times = 1 + gain
-    if times > MOST_TIMES:
-        return f"more than {MOST_TIMES:.0f}x"
-    return f"{times:.2f}x" if times < 2 else f"{times:.1f}x"
+def times_text(gain: float) -> str:
+    """How many times as fast a relative gain is: "1.25x", "3.2x"."""
+    return f"{1 + gain:.2f}x" if gain < 1 else f"{1 + gain:.1f}x"
 
 
 def share_text(share: float | None) -> str:

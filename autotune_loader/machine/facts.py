@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,7 +91,6 @@ class Machine:
             gpus=tuple(gpu.name for gpu in self.gpus),
             dataset=dataset,
             torch=torch_version(),
-            platform=f"{platform.system()}-{platform.machine()}",
         )
 
 
@@ -111,8 +109,7 @@ class Fingerprint:
     dataset: str = ""
     """Class and length."""
     torch: str | None = None
-    """Its version, which is told and not compared; so is the platform."""
-    platform: str | None = None
+    """Its version, which is told and not compared."""
 
 
 def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Machine:

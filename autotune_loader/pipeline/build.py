@@ -12,11 +12,18 @@ from inspect import Parameter
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader.pipeline.reading import Reading, seed_everything
-from autotune_loader.pipeline.tracing import EndlessIterable, TracedCollate, TracedDataset, TracedWorkerInit
+from autotune_loader.pipeline.tracing import (
+    EndlessIterable,
+    OnError,
+    TracedCollate,
+    TracedDataset,
+    TracedWorkerInit,
+    reraise,
+)
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.config import LoaderConfig
 
@@ -105,7 +112,7 @@ def batching_of(loader: Any, config: LoaderConfig) -> dict[str, Any]:
 
 
 def make_traced_loader(
-    data: DataSide, config: LoaderConfig, reading: Reading, *, stages: bool = False
+    data: DataSide, config: LoaderConfig, reading: Reading, *, stages: bool = False, on_error: OnError = reraise
 ) -> DataLoader[Any]:
     """A DataLoader of the user's parts that never ends and whose batches carry their history.
 
@@ -114,21 +121,22 @@ def make_traced_loader(
         config: what to tune.
         reading: of the run; which samples are read is its business.
         stages: whether workers are watched for where the time of a sample goes.
+        on_error: what becomes of an exception of the dataset or of the collate function.
     """
     seed = reading.begin(data.dataset)
     seed_everything(seed)
     batched, size = data.is_batched, config.batch_size or data.batch_size
     parts: dict[str, Any] = {
-        "collate_fn": TracedCollate(data.collate_fn or (default_collate if batched else default_convert), batched),
+        "collate_fn": TracedCollate(data.collate, batched, on_error),
         "worker_init_fn": TracedWorkerInit(data.worker_init_fn, stages),
         # Torch draws a seed for the workers with it, on the default device.
         "generator": data.generator or torch.Generator(torch.get_default_device()).manual_seed(seed),
     }
     if data.is_iterable:
-        dataset: Any = EndlessIterable(data.dataset)
+        dataset: Any = EndlessIterable(data.dataset, on_error)
         parts |= {"batch_size": size, "drop_last": data.drop_last}
     else:
-        dataset, order = TracedDataset(data.dataset), reading.batches(size)
+        dataset, order = TracedDataset(data.dataset, on_error), reading.batches(size)
         parts |= {"batch_sampler": order} if batched else {"sampler": order, "batch_size": None}
     loader: DataLoader[Any] = build_loader(dataset, config, **parts)
     return loader

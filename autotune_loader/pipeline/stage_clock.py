@@ -23,16 +23,18 @@ from typing import Any
 import torch
 
 from autotune_loader.pipeline.workload import is_users, wrapped_datasets
-from autotune_loader.values.stages import Line, Seen, StageSamples
+from autotune_loader.values.stages import Seen, StageSamples
 
+Line = tuple[str, str]
+"""stage, where"""
 MOST_COST = 0.004
 """Of all batches' time, which clocks may take: so seldom is one clocked."""
 CLOCKED_S = 1e-5
 """What a reading takes, in seconds: 2 us in a tight loop, and five times as much between reads of new data."""
 TOO_OFTEN = 0.05
 """Of a batch's time: a function whose clocks would take more of it is clocked no more, and its time is its caller's."""
-REPORT_S = 0.1
-"""What was seen travels with a batch, this often."""
+READINGS_OF_REPORT = 5
+"""What was seen travels with its batch, which costs as much as so many readings."""
 MOST_DEPTH, MOST_MEMBERS = 4, 100
 """Containers of transforms within each other, and members of one."""
 ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
@@ -57,9 +59,10 @@ class StageClock:
         self._thread = threading.get_ident()
         self._fetch = _base(dataset)
         self._stack: list[Line] = []
-        self._wall = self._cpu = self._due = 0.0
-        self._readings = self._skip = 0
-        self._totals, self._all_s, self._is_first = [0.0, 0.0, 0.0], 0.0, True
+        self._seen: dict[Line, list[float]] = {}
+        self._wall = self._cpu = self._queue_cpu_s = 0.0
+        self._readings = self._skip = self._batches = 0
+        self._is_settled = False
         self._hooks: list[_Hook] = []
         known = set[tuple[int, Any]]()
         for owner, name, line in _places(dataset):
@@ -67,17 +70,17 @@ class StageClock:
                 if (id(owner), name) not in known:
                     known.add((id(owner), name))
                     self._hooks.append(_Hook(self, owner, name, line))
-        self._begin_anew()
 
     def fetch(self) -> None:
         """A batch begins."""
         self._stack = []
+        self._batches += 1
         if self._skip:
             self._skip -= 1
             return
         for hook in self._hooks:
             hook.put()
-        self._stack, self._readings = [self._fetch], 0
+        self._stack, self._seen, self._readings = [self._fetch], {}, READINGS_OF_REPORT
         self._wall, self._cpu = time.monotonic(), time.thread_time()
 
     def collate(self, collate_fn: Any) -> None:
@@ -87,23 +90,23 @@ class StageClock:
             self._stack = [("collate", _where(collate_fn))]
 
     def batch(self, wall_s: float, cpu_s: float, samples: int) -> StageSamples | None:
-        """It is whole; returns what was seen since the last report, now and then."""
-        is_clocked, is_new, self._is_first = bool(self._stack), self._is_first, False
-        if is_clocked:
-            self._turn()
-            self.end()
-            self._skip = 0 if is_new else int(self._readings * CLOCKED_S / MOST_COST / max(wall_s, 1e-6))
-            kept = [hook for hook in self._hooks if hook.calls * CLOCKED_S <= TOO_OFTEN * wall_s]
-            is_new |= len(kept) < len(self._hooks)
-            self._hooks = kept
-        if is_new:
-            self._begin_anew()
+        """It is whole; returns what was seen of it where it was clocked."""
+        if not self._stack:
             return None
-        self._all_s += wall_s
-        if not is_clocked:
+        self._turn()
+        self.end()
+        kept = [hook for hook in self._hooks if hook.calls * CLOCKED_S <= TOO_OFTEN * wall_s]
+        counts, self._is_settled = self._is_settled and len(kept) == len(self._hooks), True
+        self._hooks = kept
+        # Batches are written while others are made: what was written since the last clocked one is shared out.
+        before, self._queue_cpu_s = self._queue_cpu_s, _queue_cpu_s()
+        batches, self._batches = self._batches, 0
+        if not counts:
             return None
-        self._totals = [a + b for a, b in zip(self._totals, (samples, wall_s, cpu_s), strict=True)]
-        return self._report() if self._wall >= self._due else None
+        self._skip = int(self._readings * CLOCKED_S / MOST_COST / max(wall_s, 1e-6))
+        seen = tuple(Seen(*line, *seconds) for line, seconds in self._seen.items())
+        queue_cpu_s = (self._queue_cpu_s - before) / batches
+        return StageSamples(seen=seen, samples=samples, wall_s=wall_s, cpu_s=cpu_s, queue_cpu_s=queue_cpu_s)
 
     def end(self) -> None:
         """Put back what was there before."""
@@ -125,25 +128,6 @@ class StageClock:
         if len(self._stack) > 1:
             self._turn()
             self._stack.pop()
-
-    def _begin_anew(self) -> None:
-        self._seen: dict[Line, list[float]] = {}
-        self._totals, self._all_s = [0.0, 0.0, 0.0], 0.0
-        self._queue_cpu_s = _queue_cpu_s()
-
-    def _report(self) -> StageSamples:
-        self._due = self._wall + REPORT_S
-        # What is counted without a stop is taken for the batches that are clocked.
-        queue_cpu_s = (_queue_cpu_s() - self._queue_cpu_s) * self._totals[1] / self._all_s
-        told = StageSamples(
-            seen=tuple(Seen(*line, *seconds) for line, seconds in self._seen.items()),
-            samples=self._totals[0],
-            wall_s=self._totals[1],
-            cpu_s=self._totals[2],
-            queue_cpu_s=queue_cpu_s,
-        )
-        self._begin_anew()
-        return told
 
     def _turn(self) -> None:
         wall, cpu = time.monotonic(), time.thread_time()

@@ -79,6 +79,13 @@ class DataSide:
         return self.batch_size is not None or self.batch_sampler is not None
 
     @property
+    def collate(self) -> Callable[[Any], Any]:
+        """What makes a batch of samples, or of what the dataset gives as one: the user's, or torch's own."""
+        from torch.utils.data import default_collate, default_convert
+
+        return self.collate_fn or (default_collate if self.is_batched else default_convert)
+
+    @property
     def has_batched_fetch(self) -> bool:
         """Whether the dataset fetches the samples of a batch in one call."""
         return bool(getattr(self.dataset, "__getitems__", None))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from autotune_loader.diagnosis.units import rate_text, relative_error_text, seconds_text
+from autotune_loader.diagnosis.units import rate_text, seconds_text
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.trial import Trial
 
@@ -33,8 +33,11 @@ class Progress:
     def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
         """A burst is over: number, configuration, rate with its error or how it failed, best so far, time left."""
         rates = [each.samples_per_s for each in (trial, best) if each is not None and each.samples_per_s is not None]
-        rate = trial.measurement.samples_per_s if trial.measurement is not None else None
-        outcome = "" if rate is None else f"{rate_text(rate.value)} {relative_error_text(rate)}"
+        outcome = ""
+        if trial.measurement is not None:
+            rate = trial.measurement.samples_per_s
+            error = f" ± {(rate.high - rate.low) / 2 / rate.value * 100:.1f} %" if rate.is_telling else ""
+            outcome = f"{rate_text(rate.value)}{error}"
         if trial.failure is not None:
             outcome = f"failed: {trial.failure.kind.replace('_', ' ')}"
         best_text = f"best {rate_text(max(rates))}" if rates else "nothing works yet"

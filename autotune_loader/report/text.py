@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autotune_loader.diagnosis.judge import source_of
 from autotune_loader.diagnosis.ranking import Standing, ranking
-from autotune_loader.diagnosis.tables import Choice, Ended, Undecided
+from autotune_loader.diagnosis.tables import Choice, Ended, Undecided, answer
 from autotune_loader.diagnosis.units import (
     UNKNOWN,
     bytes_text,
@@ -77,13 +76,10 @@ def _choice(result: TuningResult) -> list[Finding]:
         said += [] if said[:-1] or result.status == "partial" else [Choice.NOTHING_FASTER(tolerance=result.tolerance)]
     else:
         said.append(Choice.USE(best=best, rate=rate))
-        figures = {"ratio": ratio, "baseline": result.baseline, "rounds": 0 if ratio is None else ratio.count}
-        if ratio is None:
-            said.append(Choice.NOT_COMPARED(**figures))
-        elif is_claimed(ratio):
-            said.append(Choice.FASTER(**figures))
-        else:
-            said.append((Choice.PROBABLY_FASTER if ratio.value > 1 else Choice.AS_FAST)(**figures))
+        before = f"{result.baseline} (before tuning)"
+        said.append(Choice.NOT_COMPARED(baseline=before) if ratio is None else answer("It", ratio, before))
+        if ratio is not None and not is_claimed(ratio):
+            said.append(Choice.IF_MEMORY() if ratio.value > 1 else Choice.COSTS_LESS())
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 
 
@@ -167,9 +163,8 @@ def _facts(result: TuningResult) -> Iterator[str]:
         yield f"Ceiling: {rate_text(result.ceiling.value)}, the step alone, data already in memory."
     if result.gpu_busy_share is not None:
         yield f"GPU: at work on a step for {share_text(result.gpu_busy_share)} of the time."
-    source = source_of(result.job, None if result.machine is None else result.machine.memory_bytes)
-    if source is not None:
-        yield source.sentence
+    if result.source is not None:
+        yield result.source.sentence
 
 
 def _how(result: TuningResult) -> Iterator[str]:

@@ -1,8 +1,7 @@
-"""What a result consists of besides its figures: these dataclasses define keys of `loader.json` below the first level."""
+"""What can be said of a run, as a value; and the words that a result is described with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 RateUnit = Literal["samples/s", "batches/s"]
@@ -52,25 +51,3 @@ class Finding(str):
         if not isinstance(gain := raw.get("gain"), (int, float, type(None))):
             raise ValueError(f"gain={gain!r:.60} is no number")
         return cls(kind=raw["kind"], sentence=raw["sentence"], gain=gain)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What was measured of the job besides its bursts: with it a loaded result can predict."""
-
-    usable_cores: int
-    """Cores that the step and the workers share."""
-    step_cores: float = 1.0
-    """Cores that the step keeps busy: its threads on a CPU, 1 where it only feeds an accelerator."""
-    step_s: float | None = None
-    """Seconds of the step alone, data already in memory."""
-    on_accelerator: bool = False
-    """Whether the step leaves the cores to the loader."""
-    epoch_batches: int | None = None
-    """Batches of an epoch; None where that is unknown."""
-    read_bytes_per_sample: float | None = None
-    """Bytes that bursts read from storage for a sample; 0 where they had them from memory. None where no kernel tells."""
-    data_bytes: int | None = None
-    """What all samples of an epoch take at this rate; None where that is not known."""
-    fits_in_memory: bool | None = None
-    """Whether the machine's memory can keep so much."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
-from autotune_loader.results.record import Finding, FoundBy, Job, RateUnit, Status
+from autotune_loader.results.record import Finding, FoundBy, RateUnit, Status
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement, averaged
 from autotune_loader.values.serialization import from_plain, to_plain, write_json
@@ -69,20 +69,15 @@ class TuningResult:
     """Of the best configuration, from the paired rounds where it ran in them."""
     baseline_rate: Interval | None = None
     speedup: Interval | None = None
-    """Rate of the best over that of the baseline, from paired rounds; None where none were run."""
+    """Rate of the best over that of the baseline, from paired rounds; None where none were run, or they are the same."""
     ceiling: Interval | None = None
     """Rate of the training step alone, data already in memory: no loader can exceed it."""
     wait_share: float | None = None
-    """Of the best configuration, like the five below: share of the time in which the loop waited for data."""
-    first_batch_s: float | None = None
-    """Seconds until an epoch's first batch is there."""
-    cpu_share: float | None = None
-    """CPU use of the loop and its workers, as a share of the usable cores."""
+    """Of the best configuration, like the two below: share of the time in which the loop waited for data."""
     memory_bytes: int | None = None
     """Of all processes together."""
     gpu_busy_share: float | None = None
     """Share of the time in which the GPU was at work on a step, by its own clock."""
-    gpu_memory_bytes: int | None = None
     as_fast: tuple[LoaderConfig, ...] = ()
     """Others that count as equally fast, by the rule that made the choice."""
     undecided: Finding | None = None
@@ -95,13 +90,18 @@ class TuningResult:
     warnings: tuple[Finding, ...] = ()
     step: str = ""
     """What bursts did with a batch, in words."""
+    step_s: float | None = None
+    """Seconds of the step alone, data already in memory."""
+    step_cores: float = 1.0
+    """Cores that the step keeps busy: its threads on a CPU, 1 where it only feeds an accelerator."""
+    source: Finding | None = None
+    """Where bursts had their samples from, storage or memory, and where training will."""
     stages: tuple[StageTime, ...] = ()
     """Where the time of a sample goes in a worker, the longest stage first."""
     tolerance: float = 0.02
     """Rates this close count as equally fast."""
     seconds: float = 0.0
     """Wall seconds from the call to the result."""
-    job: Job | None = None
     machine: Fingerprint | None = None
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
@@ -207,8 +207,7 @@ class TuningResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The plain JSON values of `loader.json`. Below the first level what has its default value is left out."""
-        trials = tuple(replace(trial, measurement=_without_raw(trial.measurement)) for trial in self.trials)
-        own = replace(self, trials=trials)
+        own = replace(self, trials=tuple(map(_told, self.trials)))
         kept = {each.name: _sparse(getattr(own, each.name)) for each in fields(self) if each.name not in NOT_IN_FILE}
         kept["tuned_at"] = self.tuned_at or datetime.now(timezone.utc).isoformat(timespec="seconds")
         extras = {**self.best.to_extras(), "batch_size": self.best.batch_size}
@@ -259,13 +258,12 @@ class TuningResult:
         """`predict()` for many whole configurations at once, which takes little longer than for one."""
         from autotune_loader.search.predict import predict
 
-        job = self.job
-        if job is None:
+        if self.machine is None:
             raise ValueError(
                 "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
             )
-        asked: dict[str, Any] = {"usable_cores": job.usable_cores, "step_s": job.step_s, "step_cores": job.step_cores}
-        return predict(self.trials, configs, cores=cores, **asked)
+        asked: dict[str, Any] = {"usable_cores": self.machine.usable_cores, "step_cores": self.step_cores}
+        return predict(self.trials, configs, cores=cores, step_s=self.step_s, **asked)
 
     def to_dataframe(self, of: Literal["trials", "stages"] = "trials") -> pd.DataFrame:
         """A row for each burst, or for each stage of a sample's way through a worker.
@@ -344,8 +342,14 @@ class TuningResult:
         return f"<TuningResult {self.status}: {self.best}>"
 
 
-def _without_raw(measurement: Measurement | None) -> Measurement | None:
-    return None if measurement is None else replace(measurement, traces=(), stages=None)
+def _told(trial: Trial) -> Trial:
+    """A burst as the file has it: without single batches, and without what only the search asks."""
+    if trial.failure is not None:
+        return replace(trial, failure=replace(trial.failure, retryable=False))
+    assert trial.measurement is not None
+    gpu = replace(trial.measurement.gpu, util=None, copy_s=None)
+    asked: dict[str, Any] = {"samples": 0, "window_s": 0.0, "read_bytes": None, "batch_tensors": 0}
+    return replace(trial, measurement=replace(trial.measurement, traces=(), stages=None, gpu=gpu, **asked))
 
 
 def _sparse(value: Any) -> Any:

@@ -12,15 +12,16 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
-from autotune_loader.pipeline.stages import pooled, stage_times
+from autotune_loader.diagnosis import Caution, Ended, Undecided, judged, source_of
+from autotune_loader.machine.facts import Machine
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.results.record import Finding, Job, Status
+from autotune_loader.results.record import Finding, Status
 from autotune_loader.results.result import TuningResult
 from autotune_loader.search.rounds import RoundsEnd
 from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
+from autotune_loader.values.stages import pooled, stage_times
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval, mean_interval
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         rate_unit="batches/s" if warmup.counts_batches else "samples/s",
         rate=_rate(search, best) if won is None else won.rate,
         baseline_rate=_rate(search, run.baseline),
-        speedup=won.speedup if won is not None and has_baseline else None,
+        speedup=won.speedup if won is not None and has_baseline and best != run.baseline else None,
         ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
         as_fast=() if won is None else won.as_fast,
         undecided=undecided,
@@ -67,44 +68,30 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         warnings=tuple(_cautions(search, best)),
         tolerance=run.tolerance,
         seconds=round(seconds, 3),
-        job=Job(
-            usable_cores=context.usable_cores,
-            step_cores=context.step_cores,
-            step_s=context.step_s,
-            on_accelerator=not run.workload.on_cpu,
-            epoch_batches=data.batches_per_epoch(best.batch_size),
-        ),
+        step_s=context.step_s,
+        step_cores=context.step_cores,
         machine=run.fingerprint,
         trials=tuple(search.trials),
         study=search.study,
     )
     measured = found.measurement_of(best)
-    return judged(found) if measured is None else _judged(found, measured, search)
-
-
-def _judged(found: TuningResult, measured: Measurement, search: Search) -> TuningResult:
-    """The result with the figures of the best, with what limits it and with what to do."""
-    gpu, memory = measured.gpu, measured.memory
-    figures: dict[str, Any] = {
-        "wait_share": measured.wait_share,
-        "first_batch_s": measured.first_batch_s,
-        "cpu_share": measured.cpu_share,
-        "gpu_busy_share": gpu.busy_share,
-        "gpu_memory_bytes": gpu.memory_bytes,
-        "memory_bytes": None if memory is None else memory.taken_bytes,
-    }
-    assert found.job is not None
-    data, machine = search.run.workload.data, search.run.machine
-    a_sample, samples = measured.read_bytes_per_sample, data.samples_per_epoch()
-    of_data = None if a_sample is None or samples is None else round(a_sample * samples)
-    job = replace(
-        found.job,
-        read_bytes_per_sample=a_sample,
-        data_bytes=of_data,
-        fits_in_memory=None if of_data is None else machine.holds(of_data),
+    if measured is not None:
+        memory = None if measured.memory is None else measured.memory.taken_bytes
+        gpu_busy_share, source = measured.gpu.busy_share, _source_of(measured, data, run.machine)
+        figures: dict[str, Any] = {"memory_bytes": memory, "gpu_busy_share": gpu_busy_share, "source": source}
+        found = replace(found, wait_share=measured.wait_share, **figures)
+    return judged(
+        found,
+        epoch_batches=data.batches_per_epoch(best.batch_size),
+        on_accelerator=not run.workload.on_cpu,
+        has_batched_fetch=data.has_batched_fetch,
     )
-    found = replace(found, job=job, **figures)
-    return judged(found, has_batched_fetch=data.has_batched_fetch, max_workers=search.run.space.max_workers)
+
+
+def _source_of(measured: Measurement, data: DataSide, machine: Machine) -> Finding | None:
+    sample, samples = measured.read_bytes_per_sample, data.samples_per_epoch()
+    whole = None if sample is None or samples is None else round(sample * samples)
+    return source_of(sample, whole, machine.memory.total_bytes, fits=None if whole is None else machine.holds(whole))
 
 
 def why_undecided(search: Search) -> Finding | None:
@@ -183,8 +170,7 @@ def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
 def _of_training(best: LoaderConfig, data: DataSide) -> Iterator[Finding]:
     """What a configuration changes in training."""
     if best.batch_size is not None and data.batch_size:
-        ratio = best.batch_size / data.batch_size
-        yield Caution.BATCH_SIZE(old=data.batch_size, new=best.batch_size, ratio=ratio, root=ratio**0.5)
+        yield Caution.BATCH_SIZE(old=data.batch_size, new=best.batch_size)
     if not best.in_order:
         yield Caution.OUT_OF_ORDER()
     if best.persistent_workers and data.has_epochs:

@@ -240,4 +240,4 @@ def _side(name: str, entrant: _Entrant, machine: Machine) -> Side:
         has_batched_fetch=workload.data.has_batched_fetch,
         trials=tuple(trials),
     )
-    return Side(name=name, config=config, measurement=together, bottleneck=diagnose(evidence).bottleneck)
+    return Side(name=name, config=config, measurement=together, bottleneck=diagnose(evidence)[0])

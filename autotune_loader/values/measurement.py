@@ -68,9 +68,9 @@ class Measurement:
 
     samples_per_s: Interval
     """Sustained rate of the training loop, with its 95 % interval; `count` is the batches in the window."""
-    samples: int
+    samples: int = 0
     """Samples in the window."""
-    window_s: float
+    window_s: float = 0.0
     """Length of the timed window."""
     batch_size: float
     """Mean samples per batch."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HAND_OVER = "hand over"
-"""The stage beside the others: a thread of its own writes batches to the queue."""
-
-Line = tuple[str, str]
-"""stage, where"""
+HAND_OVER, OTHER_THREADS = "hand over", "other threads"
+"""Stages beside the others: a thread writes batches to the queue, and libraries may have threads of their own."""
+OTHERS_SHARE = 0.05
+"""More of a worker's CPU than this in threads beside the one that makes batches is a row of its own."""
+FEWEST_S = 0.02
+"""Seconds that were clocked: of less nothing is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +22,7 @@ class StageTime:
     stage: str
     """Such as "decode", a transform's or a function's name, "collate", or "hand over" to the training process."""
     where: str
-    """The line of the user's, and what it calls, that most of it was seen in, such as "photos.py:41, PIL.Image.convert"."""
+    """The line of the user's that most of it was seen in, or what it calls, such as "photos.py:41" or "PIL.Image.open"."""
     wall_share: float
     """Share of a sample's wall seconds in a worker."""
     cpu_share: float
@@ -56,3 +59,49 @@ class StageSamples:
     """CPU seconds of the process meanwhile, all its threads together."""
     queue_cpu_s: float
     """CPU seconds of the thread that writes batches to the queue."""
+
+
+def pooled(reports: Iterable[StageSamples | None]) -> StageSamples | None:
+    """What several workers or bursts have seen, as one; None where none was watched."""
+    known = [each for each in reports if each is not None]
+    if not known:
+        return None
+    lines: dict[tuple[str, str], tuple[float, float]] = {}
+    for stage, where, wall_s, cpu_s in (row for each in known for row in each.seen):
+        before = lines.get((stage, where), (0.0, 0.0))
+        lines[stage, where] = before[0] + wall_s, before[1] + cpu_s
+    return StageSamples(
+        seen=tuple(Seen(*line, *seconds) for line, seconds in lines.items()),
+        samples=math.fsum(each.samples for each in known),
+        wall_s=math.fsum(each.wall_s for each in known),
+        cpu_s=math.fsum(each.cpu_s for each in known),
+        queue_cpu_s=math.fsum(each.queue_cpu_s for each in known),
+    )
+
+
+def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
+    """Where a sample's time in a worker goes, the longest stage first; empty where too little was seen to say."""
+    if burst is None or burst.samples <= 0 or burst.wall_s < FEWEST_S:
+        return ()
+    rows = [*burst.seen, Seen(HAND_OVER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s)]
+    others_s = burst.cpu_s - math.fsum(each.cpu_s for each in rows)
+    if others_s > OTHERS_SHARE * burst.cpu_s:
+        rows.append(Seen(OTHER_THREADS, "threads of the dataset or of its libraries", 0.0, others_s))
+    all_wall_s, all_cpu_s = math.fsum(row.wall_s for row in rows), math.fsum(row.cpu_s for row in rows)
+    stages: dict[str, list[Seen]] = {}
+    for row in rows:
+        stages.setdefault(row.stage, []).append(row)
+    times = []
+    for stage, own in stages.items():
+        wall_s, cpu_s = math.fsum(row.wall_s for row in own), math.fsum(row.cpu_s for row in own)
+        times.append(
+            StageTime(
+                stage=stage,
+                where=max(own, key=lambda row: row.wall_s + row.cpu_s).where,
+                wall_share=wall_s / all_wall_s if all_wall_s else 0.0,
+                cpu_share=cpu_s / all_cpu_s if all_cpu_s else 0.0,
+                wall_s=wall_s / burst.samples,
+                cpu_s=cpu_s / burst.samples,
+            )
+        )
+    return tuple(sorted(times, key=lambda each: (-each.wall_share, -each.cpu_share)))

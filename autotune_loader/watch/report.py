@@ -64,9 +64,8 @@ def _notes(session: Session) -> Iterator[str]:
 def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderReport:
     totals, found = loader.log.totals, loader.found
     evidence = evidence_of(loader, script_s)
-    diagnosis = diagnose(evidence)
+    bottleneck, advice = diagnose(evidence)
     result: TuningResult | None = None if found is None else found.result
-    bottleneck, advice = diagnosis.bottleneck, diagnosis.advice
     if result is not None and result.bottleneck is not None and result.rate is not None:
         bottleneck, advice = result.bottleneck, result.advice
     kept = loader.kept if found is None else found.kept
@@ -115,7 +114,6 @@ def evidence_of(loader: ScriptLoader, script_s: float) -> Evidence:
         loader_share=totals.waited_s / max(script_s, 1e-9),
         batches=totals.batches,
         batch_bytes=0 if loader.shape is None else loader.shape.bytes,
-        batch_tensors=0 if loader.shape is None else loader.shape.tensors,
         on_accelerator=torch.cuda.is_initialized(),
     )
 

@@ -100,7 +100,7 @@ def batches_of(clock, fetch_s, workers=1):
         begun = whole if workers else clock()
         whole = begun + fetch_s
         clock.advance(max(0.0, whole - clock()))
-        yield "batch", (0 if workers else MAIN_PROCESS, begun, whole, whole, fetch_s, 4)
+        yield "batch", (0 if workers else MAIN_PROCESS, begun, whole, whole, fetch_s, 4, None)
 
 
 class IterableLoader:

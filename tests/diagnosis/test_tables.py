@@ -14,12 +14,12 @@ from autotune_loader.values.statistics import Interval
 ROWS = [row for table in Table.__subclasses__() for row in table]
 FIGURES = {
     "share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "rate": 1234.5, "times": 0.5,
-    "ratio": Interval(value=1.5, low=1.4, high=1.6, count=4), "": "words", ".1f": 2.25, ".0f": 4.0, ".2g": 1.41, "g": 2.0,
+    "ratio": Interval(value=1.5, low=1.4, high=1.6, count=4), "": "words", ".1f": 2.25,
 }  # fmt: skip
 
 
 def test_every_row_can_be_said_in_one_line_that_ends_and_names_no_field():
-    assert len(ROWS) > 90
+    assert len(ROWS) > 80
     for row in ROWS:
         fields = [(name, spec or "") for _, name, spec, _ in string.Formatter().parse(row.value) if name]
         figures = {name: 3 if spec.startswith("# ") else FIGURES[spec] for name, spec in fields}
@@ -69,7 +69,6 @@ def test_a_gain_is_claimed_only_where_rounds_show_it(ratio, row):
         (units.seconds_text(200), "3 min 20 s"),
         (units.times_text(0.25), "1.25x"),
         (units.times_text(2.2), "3.2x"),
-        (units.times_text(30), "more than 10x"),
         (units.counted(1, "batch"), "1 batch"),
         (units.counted(1200, "batch"), "1,200 batches"),
         (units.counted(2, "epoch"), "2 epochs"),

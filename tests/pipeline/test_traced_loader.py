@@ -27,7 +27,7 @@ def take(data: Any, count: int, workers: int = 0, **config: Any) -> list[Any]:
     side = data if isinstance(data, DataSide) else DataSide.from_loader(data)
     iterator = iter(make_traced_loader(side, LoaderConfig(num_workers=workers, **config), Reading(side)))
     batches = []
-    for batch, (_worker, start, fetched, collated, cpu_s, samples) in itertools.islice(iterator, count):
+    for batch, (_worker, start, fetched, collated, cpu_s, samples, _report) in itertools.islice(iterator, count):
         assert start <= fetched <= collated
         assert cpu_s >= 0
         assert samples > 0

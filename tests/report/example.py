@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from autotune_loader.diagnosis import Caution, Ended, judged
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.record import Job
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
@@ -74,7 +73,7 @@ def synthetic_result() -> TuningResult:
         as_fast=(DEEP,),
         warnings=(Caution.NOTE(text="The dataset's order <was> not shuffled & read twice."),),
         seconds=24.0,
-        job=Job(usable_cores=4, step_s=0.01, epoch_batches=10_000),
+        step_s=0.01,
         machine=MACHINE,
         trials=tuple(trials),
         ceiling=exactly(3200.0),
@@ -91,7 +90,7 @@ def synthetic_result() -> TuningResult:
             baseline_rate=mean_interval(rates[NONE]),
             speedup=ratios,
             wait_share=own.wait_share,
-            first_batch_s=own.first_batch_s,
             memory_bytes=own.memory.taken_bytes,
-        )
+        ),
+        epoch_batches=10_000,
     )

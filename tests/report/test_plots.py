@@ -80,7 +80,7 @@ def test_workers_shows_what_ran_by_the_rounds_where_there_are_any_and_joins_only
     # AND what failed is shown where it failed, which no prediction reaches
     assert [count for count, _ in points(axes, "failed")] == [48, 64]
     assert [count for count, _ in points(axes, "predicted, prefetch 2")] == list(range(9))
-    assert points(plots.plot_workers(replace(result, job=None)).axes[0], "predicted, prefetch 2") == []
+    assert points(plots.plot_workers(replace(result, machine=None)).axes[0], "predicted, prefetch 2") == []
 
 
 def test_a_ceiling_far_above_is_told_instead_of_drawn(result: TuningResult) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from report.example import FULL, exactly
 
-from autotune_loader.diagnosis import Undecided
+from autotune_loader.diagnosis import Undecided, source_of
 from autotune_loader.report.text import configurations_of, report_of
 from autotune_loader.results.comparison import Comparison, Side
-from autotune_loader.results.record import Finding, Job
+from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
@@ -77,8 +77,7 @@ def test_a_legend_explains_the_marks_that_occur_and_no_other() -> None:
     assert configurations_of(worked).splitlines()[-1] == "> chosen  b before tuning"
 
 
-CACHED = {"usable_cores": 2, "read_bytes_per_sample": 0.0}
-LARGE = {"usable_cores": 2, "read_bytes_per_sample": 1e5, "data_bytes": 120 << 30}
+LARGE = (1e5, 120 << 30, 16 << 30)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +92,13 @@ LARGE = {"usable_cores": 2, "read_bytes_per_sample": 1e5, "data_bytes": 120 << 3
         ({"status": "fallback"}, "No configuration worked; torch's defaults are given as a fallback."),
         ({"status": "partial"}, "This is the best so far."),
         ({"best": NONE}, "Keep 0 workers, which you have: 1,195 samples/s (1,068 to 1,322). Nothing that"),
-        ({"speedup": Interval(value=1.13, low=0.85, high=1.51, count=4)}, "Probably faster, not certain"),
-        ({"speedup": Interval(value=0.99, low=0.95, high=1.02, count=4)}, "about as fast as 0 workers"),
+        ({"speedup": Interval(value=1.13, low=0.85, high=1.51, count=4)}, "Keep your settings if memory matters."),
+        ({"speedup": Interval(value=0.99, low=0.95, high=1.02, count=4)}, "It costs less, and counts as equally fast."),
         ({"speedup": None}, "It was not timed in turns with 0 workers"),
-        ({"job": Job(**CACHED)}, "Bursts had their samples from memory."),
-        ({"job": Job(**LARGE)}, "Bursts read 97.7 KiB per sample from storage."),
-        ({"job": Job(**LARGE, fits_in_memory=True)}, "Training will in its first epoch"),
-        ({"job": Job(**LARGE, fits_in_memory=False)}, "about 120 GiB, do not fit into"),
+        ({"source": source_of(0.0, 0, 16 << 30, fits=True)}, "Bursts had their samples from memory."),
+        ({"source": source_of(*LARGE, fits=None)}, "Bursts read 97.7 KiB per sample from storage."),
+        ({"source": source_of(*LARGE, fits=True)}, "Training will in its first epoch"),
+        ({"source": source_of(*LARGE, fits=False)}, "about 120 GiB, do not fit into"),
         ({"step": "SmallCnn"}, "Step: SmallCnn."),
     ],
 )
@@ -147,8 +146,8 @@ def test_a_long_list_is_cut_and_the_chosen_the_baseline_and_failures_stay() -> N
 
 def test_what_prints_is_two_sentences_and_where_the_report_is() -> None:
     assert str(SMALL) == (
-        "Use 2 workers, prefetch 2, pinned: 1,195 samples/s (1,068 to 1,322). That is\n"
-        "2.99x (2.80x to 3.20x) as fast as 0 workers (before tuning), in 2 paired rounds.\n"
+        "Use 2 workers, prefetch 2, pinned: 1,195 samples/s (1,068 to 1,322). It is 2.99x\n"
+        "(2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 paired rounds.\n"
         "result.report() has the table."
     )
     assert repr(SMALL) == "<TuningResult complete: 2 workers, prefetch 2, pinned>"

@@ -71,7 +71,7 @@ def _draw_ceiling(axes: canvas.Axes, result: TuningResult, top: float) -> None:
 
 def _draw_predicted(axes: canvas.Axes, result: TuningResult, rates: Mapping[int, float], failed: set[int]) -> None:
     """What is predicted up to the most workers that ran, and no further than what failed."""
-    if result.job is None:
+    if result.machine is None:
         return
     most = min([max(rates), *(count - 1 for count in failed)])
     counts = range(most + 1)
