@@ -10,12 +10,13 @@ Batches 1 to 8 of workers are compared, then 16, 32, 64 ...
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -84,15 +85,15 @@ class Comparison:
     def _watch(self, make: Callable[[], Any]) -> Any:
         before, self.watched = self._parts.noted(), self.watched + 1
         self._first = self._first or before
-        with watching_files() as files:
+        with written() as files:
             try:
                 made = make()
             finally:
                 self.prepared.add(before)
                 if (what := before.changed()) is not None:
                     self._refuse(Kept.DATASET_CHANGES(what=what))
-        if files.found is not None:
-            self._refuse(Kept.WRITES_FILES(path=files.found))
+        if files:
+            self._refuse(Kept.WRITES_FILES(path=files[0]))
         if self.watched == WATCHED and not self._is_asked and (what := self._first.changed()) is not None:
             self._refuse(Kept.TRAINING_CHANGES(what=what))
         return made
@@ -213,21 +214,18 @@ def _are_same_arrays(own: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> 
     return np.allclose(own, other, rtol=0.0, atol=most, equal_nan=True)
 
 
-class watching_files:  # noqa: N801 - used as a statement
-    """Within it, what this thread writes or removes is noted; `found` is the first such file."""
-
-    found: str | None = None
-
-    def __enter__(self) -> watching_files:
-        _listen()
-        _watching[threading.get_ident()] = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del _watching[threading.get_ident()]
+@contextlib.contextmanager
+def written() -> Iterator[list[str]]:
+    """The files that this thread writes or removes in the meantime."""
+    _listen()
+    found = _listening[threading.get_ident()] = list[str]()
+    try:
+        yield found
+    finally:
+        del _listening[threading.get_ident()]
 
 
-_watching: dict[int, watching_files] = {}
+_listening: dict[int, list[str]] = {}
 """By thread."""
 
 
@@ -237,14 +235,12 @@ def _listen() -> None:
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    watching = _watching.get(threading.get_ident())
-    if watching is None or watching.found is not None:
+    if not _listening or (found := _listening.get(threading.get_ident())) is None:
         return
     if event == "open":
-        path, mode, flags = (*arguments, None, None)[:3]
-        writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool((flags or 0) & WRITE_FLAGS)
-        if not writes or isinstance(path, int) or "__pycache__" in str(path) or str(path) == os.devnull:
+        path, _, flags = arguments
+        if not flags & WRITE_FLAGS or isinstance(path, int) or "__pycache__" in str(path) or str(path) == os.devnull:
             return
     elif event not in WRITES:
         return
-    watching.found = os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes)) else str(arguments[0])
+    found.append(os.fsdecode(arguments[0]) if isinstance(arguments[0], bytes) else str(arguments[0]))

@@ -25,7 +25,7 @@ from autotune_loader.autoloader.found import Found
 from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.seeds import Seeds, mixed
 from autotune_loader.autoloader.work import Made, Sent, Times
-from autotune_loader.autoloader.workers import LostError, SilentError, Workers
+from autotune_loader.autoloader.workers import GivenUpError, LostError, Workers
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.results.record import Finding
@@ -166,7 +166,7 @@ class EpochIterator(_BaseDataLoaderIter):
             tuner.wanted = tuner.asked
             if self._config != tuner.asked:
                 self._apply()
-        tuner.ledger.own_s += time.monotonic() - begun
+        tuner.own_s += time.monotonic() - begun
 
     def _apply(self) -> None:
         """Run what is wanted, as soon as it may."""
@@ -263,19 +263,13 @@ class EpochIterator(_BaseDataLoaderIter):
             made = pool.get(self._next)
         except KeyError:  # it was put back
             return self._fetched()
-        except LostError as error:
-            if shared.is_asked and self._config == tuner.asked:
-                self._shutdown_workers()
+        except Exception as error:  # or what a worker sent cannot be made into a batch here
+            is_lost = isinstance(error, LostError)
+            if shared.is_asked and not (is_lost and self._config != tuner.asked):
+                if is_lost:
+                    self._shutdown_workers()
                 raise
-            return self._without(Kept.WORKERS_LOST(error=error))
-        except SilentError as error:
-            if shared.is_asked:
-                raise RuntimeError(f"DataLoader timed out after {shared.timeout_s} seconds") from error
-            return self._without(Kept.WORKER_SILENT(silent=self._patience_s))
-        except Exception as error:  # what a worker sent cannot be made into a batch here
-            if shared.is_asked:
-                raise
-            return self._without(Kept.WORKER_ERROR(error=error))
+            return self._without(error.why if isinstance(error, GivenUpError) else Kept.WORKER_ERROR(error=error))
         if made.changed is not None and not shared.is_asked:
             self.order.put_back([self._next])
             return self._without(Kept.DATASET_CHANGES(what=made.changed))

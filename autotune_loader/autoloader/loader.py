@@ -39,8 +39,8 @@ from autotune_loader.values.validation import require_bool
 require_linux("AutoLoader")
 
 T = TypeVar("T")
-WORKER_BYTES = 1 << 26
-"""Memory of its own that a worker is counted with, beside its batches."""
+WORKER_BYTES = 1 << 27
+"""Memory of its own that a worker is counted with, and its batches."""
 
 _learnt: Registry[Tried] = Registry()
 
@@ -177,23 +177,22 @@ class AutoLoader(DataLoader[T], Generic[T]):
     def _fresh(self) -> Shared:
         """Nothing is known of what the loader reads, and how: it is new, or attributes of it were set."""
         self._of, site, log, how = self._settings(), Site.of(self, self._line), Log(), self._how
-        this, on_change = weakref.ref(self), self.on_change
+        sent = Sent(self.dataset, self.collate_fn, self.worker_init_fn, self.batch_sampler is not None)
+        alive, on_change = weakref.ref(sent), self.on_change  # a loop's iterator outlives a loader that has no name
         tuner = Tuner(
             log,
             LoaderConfig.from_loader(self),
             refused=self._kept_as_asked(),
             cores=usable_cores().usable,
-            fits=_fits,
             epoch_batches=length_of(self),
-            max_workers=self.max_workers,
+            max_workers=min(self.max_workers or MOST_WORKERS, _most_that_fit()),
             depth=how.get("prefetch_factor"),
-            tried=_learnt.find(site, self),
-            on_tried=lambda tried: None if (loader := this()) is None else _learnt.keep(site, loader, tried),
+            tried=_learnt.find(site, sent),
+            on_tried=lambda tried: None if (owner := alive()) is None else _learnt.keep(site, owner, tried),
             on_settled=lambda: None if on_change is None else on_change(found),
         )
         has_batched_fetch = hasattr(self.dataset, "__getitems__")
         found = Found(site=site, log=log, tuner=tuner, has_batched_fetch=has_batched_fetch)
-        sent = Sent(self.dataset, self.collate_fn, self.worker_init_fn, self.batch_sampler is not None)
         draws = not draws_nothing(self.dataset, self.collate_fn)
         # Workers that nobody asked for are forked: started anew they would run a script that has no `__main__` guard.
         context = self.multiprocessing_context or how.get("multiprocessing_context")
@@ -232,6 +231,6 @@ class AutoLoader(DataLoader[T], Generic[T]):
         self._shared = self._fresh()
 
 
-def _fits(prefetch: int) -> int:
+def _most_that_fit() -> int:
     available = memory_budget().available_bytes
-    return MOST_WORKERS if available is None else max(1, available // 2 // (WORKER_BYTES * prefetch))
+    return MOST_WORKERS if available is None else min(MOST_WORKERS, max(1, available // 2 // WORKER_BYTES))

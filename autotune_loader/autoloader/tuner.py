@@ -16,7 +16,6 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from autotune_loader.autoloader.log import PAUSE_S, PAUSE_STEPS, Log
@@ -90,18 +89,6 @@ class Tried(NamedTuple):
     """How many times as fast it was as what was asked for, as logarithms."""
 
 
-@dataclass(slots=True)
-class Ledger:
-    """What tuning has cost, in seconds, and what it has gained."""
-
-    own_s: float = 0.0
-    gained_s: float = 0.0
-
-    def may(self, price_s: float, trained_s: float) -> bool:
-        """Whether something of this price may be tried."""
-        return self.own_s + price_s <= CREDIT_S + SHARE * trained_s + 0.5 * self.gained_s
-
-
 class Tuner:
     """Decides for one loader, over all its epochs.
 
@@ -110,22 +97,12 @@ class Tuner:
         asked: what the loader was asked for.
         refused: why nothing else may be tried; None where it may.
         cores: that may be counted on.
-        fits: how many workers fit into memory, with so many batches each.
-        epoch_batches: of an epoch; None where that is not known.
+        epoch_batches: None where that is not known.
         max_workers: at most.
         depth: `prefetch_factor` of workers, where the script says so.
         tried: by an earlier loader of the same place.
         on_tried: told what is faster, each time it was compared with what was asked for.
         on_settled: called when a choice is made, after `best` is set.
-
-    Attributes:
-        wanted: what is to run.
-        best: what is known to be best.
-        blocks: what was measured, in order.
-        gain: of `best` over `asked`, from pairs.
-        waiting: share of waiting when it was looked at last.
-        start_s: what starting a worker takes.
-        wake: when `look` is to be called.
     """
 
     def __init__(  # noqa: PLR0913 - what a decision rests on
@@ -135,22 +112,28 @@ class Tuner:
         *,
         refused: Finding | None = None,
         cores: int,
-        fits: Callable[[int], int] = lambda prefetch: MOST_WORKERS,
         epoch_batches: int | None = None,
-        max_workers: int | None = None,
+        max_workers: int = MOST_WORKERS,
         depth: int | None = None,
         tried: Tried | None = None,
         on_tried: Callable[[Tried], None] = lambda tried: None,
         on_settled: Callable[[], None] = lambda: None,
     ) -> None:
-        self._log, self.asked, self.wanted, self.best = log, asked, asked, asked
-        self._cores, self._fits, self._epoch_batches = cores, fits, epoch_batches
+        self._log, self.asked, self.refused = log, asked, refused
+        self.wanted = self.best = asked
+        """What is to run; what is known to be best."""
+        self._cores, self._epoch_batches = cores, epoch_batches
         self._most, self._tried, self._on_tried, self._on_settled = max_workers, tried, on_tried, on_settled
         self._given = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
-        self.ledger, self.blocks = Ledger(), list[Block]()
+        self.own_s = self.gained_s = 0.0
+        """What tuning has cost, and what it has gained."""
+        self.blocks = list[Block]()
         self.gain: Interval | None = None
+        """Of `best` over `asked`, from pairs."""
         self.waiting: float | None = None
-        self.start_s, self.wake, self.refused = START_S, 0.0, refused
+        """Share of waiting when it was looked at last."""
+        self.start_s, self.wake = START_S, 0.0
+        """What starting a worker takes; when `look` is to be called."""
         self._are_short = False
         self._epochs: list[Block] = []
         self._plan = self._decide()
@@ -177,6 +160,10 @@ class Tuner:
         self.wanted = self.best = self.asked
         self.gain = None
 
+    def may(self, price_s: float) -> bool:
+        """Whether something of this price may be tried."""
+        return self.own_s + price_s <= CREDIT_S + SHARE * self._log.totals.active_s + 0.5 * self.gained_s
+
     def look(self, now: float) -> None:
         """Think, if there is something new; afterwards `wanted` says what is to run."""
         request = self._request
@@ -188,7 +175,7 @@ class Tuner:
         self.waiting = block.waiting
         self.blocks.append(block)
         if self.wanted == self.best and self.gain is not None:
-            self.ledger.gained_s += (1 - 1 / self.gain.low) * block.seconds
+            self.gained_s += (1 - 1 / self.gain.low) * block.seconds
         try:
             self._request = self._plan.send(block)
         except StopIteration:
@@ -222,9 +209,6 @@ class Tuner:
         block = block_of(request.config, rows)
         return None if block is None or block.seconds < request.seconds else block
 
-    def _may(self, price_s: float) -> bool:
-        return self.ledger.may(price_s, self._log.totals.active_s)
-
     def _decide(self) -> Generator[Run, Block, None]:
         pause_s, gate_s = KEEP_S, GATE_S if self._tried is None else GATE_S / 4
         asked = yield Run(self.asked, gate_s / 2, GATE_BATCHES // 2)
@@ -245,7 +229,7 @@ class Tuner:
         self._are_short = whole_s < SHORT_EPOCH_S
         for config in self._candidates(asked):
             is_risky = candidate is None or candidate.samples_per_s < asked.samples_per_s
-            if not self._may(self._price(config, asked, is_risky=is_risky)):
+            if not self.may(self._price(config, asked, is_risky=is_risky)):
                 break
             block = yield from self._run(config, asked)
             falls = candidate is None or candidate.waiting - block.waiting > LEAST_FALL or not config.num_workers
@@ -280,7 +264,7 @@ class Tuner:
         return block
 
     def _charge(self, block: Block, asked: Block) -> None:
-        self.ledger.own_s += max(0.0, block.seconds * (1 - block.samples_per_s / asked.samples_per_s))
+        self.own_s += max(0.0, block.seconds * (1 - block.samples_per_s / asked.samples_per_s))
 
     def _price(self, config: LoaderConfig, block: Block, *, is_risky: bool = True) -> float:
         more = max(0, config.num_workers - block.config.num_workers)
@@ -300,7 +284,7 @@ class Tuner:
             self._charge(ours, theirs)
             gains.append(math.log(ours.samples_per_s / theirs.samples_per_s))
             self._hand_on(config, gains)
-            if _interval(gains).value < 1 and not self._may(RISK * ours.seconds):
+            if _interval(gains).value < 1 and not self.may(RISK * ours.seconds):
                 return None
 
     def _kept(self) -> Generator[Run, Block, None]:
@@ -319,7 +303,7 @@ class Tuner:
                 self.gain = gain
                 continue
             other = self._other(block)
-            if other is None or not self._may(self._price(other, block)):
+            if other is None or not self.may(self._price(other, block)):
                 pause_s = min(2 * pause_s, PAIR_EVERY_S)
                 continue
             tried = yield from self._run(other, block)
@@ -367,14 +351,11 @@ class Tuner:
         most = min(most, self._cores * block.fetch_s / max(block.fetch_cpu_s, 1e-6) + 1)
         if self._epoch_batches is not None:
             most = min(most, self._epoch_batches / 2)
-        most = min(most, self._most or MOST_WORKERS, MOST_WORKERS)
-        return max(1, min(int(most), self._fits(self._depth(int(most)))))
-
-    def _depth(self, workers: int) -> int:
-        return self._given or (DEEP if workers <= FEW_WORKERS else USUAL)
+        return max(1, min(int(most), self._most))
 
     def _with(self, workers: int) -> LoaderConfig:
-        return self.asked.with_workers(workers, self._depth(workers) if workers else None)
+        depth = self._given or (DEEP if workers <= FEW_WORKERS else USUAL)
+        return self.asked.with_workers(workers, depth if workers else None)
 
     def _settled(self) -> None:
         logger.info("settled on %s after %.0f s of training", self.best, self._log.totals.active_s)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from autotune_loader.autoloader import transport
 from autotune_loader.autoloader.parts import Parts
@@ -27,7 +28,7 @@ from autotune_loader.machine.elsewhere import cut_channels, die_with_owner, own_
 Job = tuple[int, int, int, int, Any]
 """round, number of the batch, seed of the epoch, what `torch.initial_seed()` tells, indices"""
 Times = tuple[float, float, float, float]
-"""fetch_start, fetch_end, collate_end, cpu_s"""
+"""fetch_start, fetch_end, collate_end, cpu_s; collating is a part of fetching here"""
 IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Signals that are for the loop, such as Ctrl-C; others whose handlers are inherited end the worker."""
 
@@ -42,7 +43,7 @@ class Made(NamedTuple):
     """What fetching has changed in the worker."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Sent:
     """What a worker is sent, in one piece: what is one object in the loop is one object there."""
 
@@ -53,21 +54,14 @@ class Sent:
     """Whether samples are collated; False where the dataset makes the batches."""
 
     def fetcher(self, cpu_clock: Callable[[], float]) -> Callable[[Any], tuple[Any, Times]]:
-        """What makes a batch of indices, and its times."""
-        dataset, collate, batched, clock = self.dataset, self.collate_fn, self.batched, time.monotonic
-        many = getattr(dataset, "__getitems__", None) if batched else None
+        """What makes a batch of indices, as torch does, and its times."""
+        torchs: Any = _MapDatasetFetcher
+        make, clock = torchs(self.dataset, self.batched, self.collate_fn, drop_last=False).fetch, time.monotonic
 
         def fetch(indices: Any) -> tuple[Any, Times]:
             cpu, begun = cpu_clock(), clock()
-            if not batched:
-                samples = dataset[indices]
-            elif many:
-                samples = many(indices)
-            else:
-                samples = [dataset[index] for index in indices]
-            fetched = clock()
-            batch = collate(samples)
-            return batch, (begun, fetched, clock(), cpu_clock() - cpu)
+            batch, end = make(indices), clock()
+            return batch, (begun, end, end, cpu_clock() - cpu)
 
         return fetch
 

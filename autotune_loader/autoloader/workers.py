@@ -28,6 +28,8 @@ from autotune_loader.autoloader import transport
 from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.parts import Prepared
 from autotune_loader.autoloader.work import Made, Sent, work
+from autotune_loader.diagnosis import Kept
+from autotune_loader.results.record import Finding
 
 END_S = 1.0
 """Workers that have not ended by themselves after this are killed."""
@@ -37,12 +39,16 @@ MOST_LOSSES = 3
 logger = logging.getLogger("autotune_loader.autoloader")
 
 
-class LostError(RuntimeError):
-    """Workers were lost again and again."""
-
-
-class SilentError(RuntimeError):
+class GivenUpError(RuntimeError):
     """A worker did not deliver in time."""
+
+    def __init__(self, message: str, why: Finding) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+class LostError(GivenUpError):
+    """Workers were lost again and again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -176,8 +182,7 @@ class Workers:
         """The batch of this number.
 
         Raises:
-            SilentError: its worker did not deliver in time.
-            LostError: workers were lost again and again.
+            GivenUpError: its worker did not deliver in time, or workers were lost again and again.
             KeyError: nobody makes it: it was put back.
             Exception: a batch could not be received; it is put back.
         """
@@ -207,7 +212,8 @@ class Workers:
         except BlockingIOError:
             if flags:
                 raise
-            raise SilentError(f"worker {worker.process.pid} delivers nothing") from None
+            patience_s, why = self._patience_s, Kept.WORKER_SILENT(silent=self._patience_s)
+            raise GivenUpError(f"DataLoader timed out after {patience_s:g} seconds", why) from None
         except (EOFError, ConnectionError):
             self._replace(worker)
         except BaseException:  # a signal's handler may raise in the midst
@@ -227,7 +233,7 @@ class Workers:
         self._take_back([worker])
         _end([worker])
         if self._losses >= MOST_LOSSES:
-            raise LostError(_words(worker.process))
+            raise LostError(_words(worker.process), Kept.WORKERS_LOST(error=_words(worker.process)))
         logger.warning("%s; another one takes its place", _words(worker.process))
         self._all[worker.number] = self._started(worker.number)
         self._give_all()

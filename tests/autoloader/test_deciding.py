@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune_loader.autoloader.log import Log
-from autotune_loader.autoloader.tuner import CREDIT_S, Ledger, Tried, Tuner
+from autotune_loader.autoloader.tuner import Tried, Tuner
 from autotune_loader.diagnosis import Kept
 from autotune_loader.values.config import LoaderConfig
 from tests.support.training import Training
@@ -76,10 +76,9 @@ def test_epochs_that_are_too_short_for_workers_start_none() -> None:
     assert training.started == 0
 
 
-@pytest.mark.parametrize("limits", [{"max_workers": 3}, {"fits": lambda prefetch: 3}])
-def test_no_more_workers_than_are_allowed_or_fit(limits: dict[str, Any]) -> None:
+def test_no_more_workers_than_are_allowed_or_fit() -> None:
     training = Training(fetch_s=0.04, cpu=0.05, step_s=0.002)
-    tuner = training.tuner(NONE, **limits)
+    tuner = training.tuner(NONE, max_workers=3)
 
     training.run(tuner, 60.0)
 
@@ -136,15 +135,17 @@ def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> Non
     assert (tuner.wanted, tuner.best, tuner.gain) == (of(1), of(1), None)
 
 
-def test_the_ledger_allows_half_a_second_and_a_hundredth_and_half_of_the_gain() -> None:
-    ledger = Ledger(own_s=0.4)
+def test_trials_may_cost_half_a_second_and_a_hundredth_and_half_of_the_gain() -> None:
+    log = Log()
+    tuner = Tuner(log, NONE, cores=2)
+    tuner.own_s = 0.4
 
-    assert ledger.may(0.05, trained_s=0.0)
-    assert not ledger.may(0.2, trained_s=0.0)
-    assert ledger.may(0.2, trained_s=20.0)
-    ledger.gained_s = 10.0
-    assert ledger.may(4.0, trained_s=0.0)
-    assert CREDIT_S == 0.5
+    assert tuner.may(0.05)
+    assert not tuner.may(0.2)
+    log.totals.stepped_s = 20.0
+    assert tuner.may(0.2)
+    log.totals.stepped_s, tuner.gained_s = 0.0, 10.0
+    assert tuner.may(4.0)
 
 
 def test_looking_costs_the_same_after_ten_thousand_epochs() -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import tuner
-from autotune_loader.autoloader.comparison import Comparison, difference, watching_files
+from autotune_loader.autoloader.comparison import Comparison, difference, written
 from autotune_loader.autoloader.parts import Parts, Prepared
 from tests.support.schedules import FixedLoader
 
@@ -431,14 +431,14 @@ def test_workers_begin_without_what_the_loops_fetches_have_made() -> None:
 
 def test_reading_is_no_writing(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
-    with watching_files() as files:
+    with written() as files:
         (tmp_path / "a").read_text()
         list(tmp_path.iterdir())
         os.close(os.open(tmp_path / "a", os.O_RDONLY))
-    assert files.found is None
-    with watching_files() as files:
+    assert files == []
+    with written() as files:
         os.close(os.open(tmp_path / "b", os.O_WRONLY | os.O_CREAT))
-    assert files.found == str(tmp_path / "b")
+    assert files == [str(tmp_path / "b")]
 
 
 def test_plain_data_need_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
