@@ -268,6 +268,8 @@ class EpochIterator(_BaseDataLoaderIter):
             if shared.is_asked and not (is_lost and self._config != tuner.asked):
                 if is_lost:
                     self._shutdown_workers()
+                if isinstance(error, GivenUpError):  # as torch's
+                    raise RuntimeError(str(error)) from None
                 raise
             return self._without(error.why if isinstance(error, GivenUpError) else Kept.WORKER_ERROR(error=error))
         if made.changed is not None and not shared.is_asked:
