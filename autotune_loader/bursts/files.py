@@ -69,6 +69,7 @@ def environment(scratch: str) -> dict[str, str]:
     return {
         **os.environ,
         **TRACKERS_OFF,
+        "AUTOTUNE_LOADER_BURST": "1",  # `watch` leaves its loaders alone
         "MLFLOW_TRACKING_URI": f"file://{scratch}/mlflow",
         "TMPDIR": scratch,
         "TORCHINDUCTOR_CACHE_DIR": _inductor_cache(scratch),
