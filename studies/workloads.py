@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,69 +63,67 @@ class AccelStep:
         time.sleep(self.seconds)
 
 
-class SleepDataset(Dataset[tuple[torch.Tensor, int]]):
+class Items(Dataset[Any]):
+    """A function of the index."""
+
+    def __init__(self, get: Callable[[int], Any], length: int) -> None:
+        self.get, self.length = get, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.get(index)
+
+
+def sleeping(
+    length: int, median_s: float, *, sigma: float = 0.0, slow_every: int = 0, slow_s: float = 0.0
+) -> Dataset[Any]:
     """Samples that are waited for, as from remote storage, and cost no CPU: lognormal waits, each index always the same."""
-
-    def __init__(
-        self, length: int, median_s: float, *, sigma: float = 0.0, slow_every: int = 0, slow_s: float = 0.0
-    ) -> None:
-        self.waits_s = median_s * np.exp(sigma * np.random.default_rng(0).standard_normal(length))
-        if slow_every:
-            self.waits_s[slow_every - 1 :: slow_every] = slow_s
-
-    def __len__(self) -> int:
-        return len(self.waits_s)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(self.waits_s[index])
-        return torch.full((16,), float(index)), index % 10
+    waits_s = median_s * np.exp(sigma * np.random.default_rng(0).standard_normal(length))
+    if slow_every:
+        waits_s[slow_every - 1 :: slow_every] = slow_s
+    return Items(partial(sleep, waits_s), length)
 
 
-class SpinDataset(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that cost a fixed amount of work on one core, with no thread pool involved: `rounds` hashes of 64 KiB."""
-
-    def __init__(self, length: int, rounds: int) -> None:
-        self.length, self.rounds = length, rounds
-        self.block = np.random.default_rng(0).bytes(1 << 16)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        digest = index.to_bytes(8, "little")
-        for _ in range(self.rounds):
-            digest = hashlib.blake2b(self.block, key=digest[:64]).digest()
-        return torch.frombuffer(bytearray(digest), dtype=torch.uint8).float(), index % 10
+def sleep(waits_s: np.ndarray, index: int) -> tuple[torch.Tensor, int]:
+    time.sleep(waits_s[index])
+    return torch.full((16,), float(index)), index % 10
 
 
-class LoopDataset(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that are computed by a loop in Python, as augmentations written by hand are."""
-
-    def __init__(self, length: int, turns: int) -> None:
-        self.length, self.turns = length, turns
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        total = index
-        for turn in range(self.turns):
-            total = (total * 31 + turn) & 0xFFFF
-        return torch.full((64,), float(total)), index % 10
+def spin(rounds: int, block: bytes, index: int) -> tuple[torch.Tensor, int]:
+    """A fixed amount of work on one core, with no thread pool involved: `rounds` hashes of a block."""
+    digest = index.to_bytes(8, "little")
+    for _ in range(rounds):
+        digest = hashlib.blake2b(block, key=digest[:64]).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8).float(), index % 10
 
 
-class LargeTensorDataset(Dataset[torch.Tensor]):
-    """Samples that cost little to make and much to move: 1 MiB each."""
+def turn(turns: int, index: int) -> tuple[torch.Tensor, int]:
+    """A loop in Python, as augmentations written by hand are."""
+    total = index
+    for number in range(turns):
+        total = (total * 31 + number) & 0xFFFF
+    return torch.full((64,), float(total)), index % 10
 
-    def __init__(self, length: int, sample_bytes: int = 1 << 20) -> None:
-        self.length = length
-        self.sample = torch.rand(sample_bytes // 4, generator=torch.Generator().manual_seed(0))
 
-    def __len__(self) -> int:
-        return self.length
+def give(sample: torch.Tensor, index: int) -> torch.Tensor:
+    """A sample that costs nothing to make; a large one costs much to move."""
+    return sample
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.sample
+
+def random_picture(side: int, wait_s: float, index: int) -> tuple[torch.Tensor, int]:
+    """What the PyTorch tutorial on data loading uses: random pictures, each after a wait of a few milliseconds."""
+    time.sleep(wait_s)
+    return torch.randn(3, side, side), index % 10
+
+
+def spectrum(sound: np.ndarray, count: int, labels: np.ndarray, index: int) -> tuple[torch.Tensor, int]:
+    """Sound turned into logarithmic spectra with numpy."""
+    start = index * 37 % (len(sound) - count)
+    frames = np.lib.stride_tricks.sliding_window_view(sound[start : start + count], 512)[::160]
+    power = np.abs(np.fft.rfft(frames * np.hanning(512))) ** 2
+    return torch.from_numpy(np.log1p(power).astype(np.float32)), int(labels[index])
 
 
 class TextDataset(Dataset[dict[str, torch.Tensor]]):
@@ -195,39 +194,6 @@ class MemmapDataset(Dataset[tuple[torch.Tensor, int]]):
         picture = self._pixels[index].astype(np.float32) / 255
         picture = np.roll(picture[:, :, ::-1] if flip < 4 else picture, (down, across), axis=(1, 2))
         return torch.from_numpy(np.ascontiguousarray((picture - 0.45) / 0.22)), index % 10
-
-
-class SpectrumDataset(Dataset[tuple[torch.Tensor, int]]):
-    """Sound turned into logarithmic spectra with numpy; one class is rare."""
-
-    def __init__(self, length: int, seconds: float = 1.0) -> None:
-        self.length = length
-        self.sound = np.random.default_rng(0).standard_normal(int(16000 * (seconds + 1))).astype(np.float32)
-        self.labels = (np.arange(length) % 50 == 0).astype(int)
-        self.count = int(16000 * seconds)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        start = index * 37 % (len(self.sound) - self.count)
-        frames = np.lib.stride_tricks.sliding_window_view(self.sound[start : start + self.count], 512)[::160]
-        power = np.abs(np.fft.rfft(frames * np.hanning(512))) ** 2
-        return torch.from_numpy(np.log1p(power).astype(np.float32)), int(self.labels[index])
-
-
-class RandomPictures(Dataset[tuple[torch.Tensor, int]]):
-    """What the PyTorch tutorial on data loading uses: random pictures, each after a wait of a few milliseconds."""
-
-    def __init__(self, length: int, side: int, wait_s: float) -> None:
-        self.length, self.side, self.wait_s = length, side, wait_s
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(self.wait_s)
-        return torch.randn(3, self.side, self.side), index % 10
 
 
 class SmallTransformer(nn.Module):
@@ -302,25 +268,41 @@ def in_memory() -> StudyWorkload:
 
 
 def imbalance() -> StudyWorkload:
-    dataset = SpectrumDataset(8192, seconds=8.0)
-    weights = np.where(dataset.labels == 1, 49.0, 1.0)
-    sampler = WeightedRandomSampler(weights.tolist(), 65536, generator=torch.Generator().manual_seed(0))
-    return accelerated(dataset, 16, 0.012, sampler)
+    """One class is rare, and drawn more often."""
+    labels = (np.arange(8192) % 50 == 0).astype(int)
+    sound = np.random.default_rng(0).standard_normal(16000 * 9).astype(np.float32)
+    weights = np.where(labels == 1, 49.0, 1.0).tolist()
+    sampler = WeightedRandomSampler(weights, 65536, generator=torch.Generator().manual_seed(0))
+    return accelerated(Items(partial(spectrum, sound, 16000 * 8, labels), 8192), 16, 0.012, sampler)
+
+
+def cpu_bound() -> StudyWorkload:
+    return accelerated(Items(partial(spin, 50, np.random.default_rng(0).bytes(1 << 16)), 4096), 8, 0.005)
+
+
+def large_tensors() -> StudyWorkload:
+    sample = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0))
+    return accelerated(Items(partial(give, sample), 4096), 8, 0.001)
+
+
+def tutorial() -> StudyWorkload:
+    pictures = Items(partial(random_picture, 224, 0.005), 512)
+    return StudyWorkload(dataset=pictures, batch_size=32, model=SmallTransformer())
 
 
 Factory = Callable[[], StudyWorkload]
 WORKLOADS: dict[str, Factory] = {
-    "wait_light_tail": lambda: accelerated(SleepDataset(4096, 0.004, sigma=0.2), 8, 0.004),
-    "wait_heavy_tail": lambda: accelerated(SleepDataset(4096, 0.002, sigma=0.8, slow_every=32, slow_s=0.2), 8, 0.004),
+    "wait_light_tail": lambda: accelerated(sleeping(4096, 0.004, sigma=0.2), 8, 0.004),
+    "wait_heavy_tail": lambda: accelerated(sleeping(4096, 0.002, sigma=0.8, slow_every=32, slow_s=0.2), 8, 0.004),
     # More workers than a multiple of a few cores would allow are best: 128 ms of waiting a batch over a step of 12 ms.
-    "wait_behind_step": lambda: accelerated(SleepDataset(4096, 0.004), 32, 0.012),
-    "cpu_bound": lambda: accelerated(SpinDataset(4096, rounds=50), 8, 0.005),
-    "python_loops": lambda: accelerated(LoopDataset(4096, turns=20_000), 16, 0.010),
+    "wait_behind_step": lambda: accelerated(sleeping(4096, 0.004), 32, 0.012),
+    "cpu_bound": cpu_bound,
+    "python_loops": lambda: accelerated(Items(partial(turn, 20_000), 4096), 16, 0.010),
     "jpeg": jpeg,
-    "large_tensors": lambda: accelerated(LargeTensorDataset(4096), 8, 0.001),
+    "large_tensors": large_tensors,
     "in_memory": in_memory,
-    "step_bound": lambda: accelerated(SleepDataset(4096, 0.0005), 16, 0.060),
-    "short_epoch": lambda: accelerated(SleepDataset(64, 0.002), 8, 0.002),
+    "step_bound": lambda: accelerated(sleeping(4096, 0.0005), 16, 0.060),
+    "short_epoch": lambda: accelerated(sleeping(64, 0.002), 8, 0.002),
     "text": lambda: StudyWorkload(dataset=TextDataset(16384), batch_size=64, model=TextModel()),
 }
 DOCUMENTS: dict[str, Factory] = {
@@ -331,7 +313,7 @@ DOCUMENTS: dict[str, Factory] = {
     # (c): a memory-mapped array on a fast disk.
     "article": lambda: accelerated(memory_map(160), 16, 0.008),
     # (d), the PyTorch tutorial: its sizes, short epochs of 16 batches, on the CPU.
-    "tutorial": lambda: StudyWorkload(dataset=RandomPictures(512, 224, 0.005), batch_size=32, model=SmallTransformer()),
+    "tutorial": tutorial,
     # (e): a rare class drawn more often, one process' share of several.
     "imbalance": imbalance,
 }

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,17 +97,6 @@ def preloaded_frameworks() -> Iterator[PreloadedPython]:
     python = PreloadedPython(*FRAMEWORKS)
     yield python
     python.close()
-
-
-@pytest.fixture
-def orphaned_segments() -> Callable[[], set[str]]:
-    """Tells which of torch's shared-memory files belong to a process that has ended; others may be in use next door."""
-
-    def names() -> set[str]:
-        found = [path.name for path in Path("/dev/shm").glob("torch_*")]
-        return {name for name in found if not Path("/proc", name.split("_")[1]).exists()}
-
-    return names
 
 
 class UnitGuard:

@@ -11,12 +11,14 @@ more, so that caches that one fills are empty for the next.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -27,9 +29,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from autotune_loader.bursts.bench import Bench, EverywhereError
+from autotune_loader.bursts.bench import Bench
 from autotune_loader.bursts.failures import failure_of
-from autotune_loader.bursts.files import confine, environment
+from autotune_loader.bursts.files import confine, environment, refused_path
 from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, receive, send
 from autotune_loader.bursts.settings import Settings
@@ -41,8 +43,6 @@ from autotune_loader.machine.elsewhere import (
     own_shared_memory,
 )
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, FailurePhase
 
 PARENT_IS_GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
@@ -73,7 +73,7 @@ def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[s
                 notes.extend(settings.set_modules())
                 return _bench_of(workload, lambda: read_archive(data_fd), seed)
 
-            serve(connection, make_bench, notes, answer=_answer)
+            serve(connection, make_bench, notes, _answer)
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -159,35 +159,23 @@ def serve(
     answer: Callable[[Bench, Request, Connection], None],
 ) -> None:
     """Make a bench ready and answer requests until the parent is gone."""
-
-    def announce(phase: FailurePhase) -> None:
-        send(connection, Message(phase=phase))
-
     leave_segments()
     try:
         bench = make_bench()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         send(connection, Message(failure=failure_of(error, "start")))
         return
-    try:
-        warmup = bench.prepare(announce)
-    except WorkloadError as error:
-        send(connection, replace(_end_of_run(error), ends_run=isinstance(error, EverywhereError)))
-        return
-    if isinstance(warmup, Failure):
-        send(connection, Message(failure=warmup))
-        return
-    send(connection, Message(ready=replace(warmup, notes=(*notes, *warmup.notes))))
-    while True:
+    threading.excepthook = functools.partial(_of_thread, bench, connection)
+    message = bench.prepare(lambda phase: send(connection, Message(phase=phase)))
+    if message.ready is not None:
+        message = Message(ready=replace(message.ready, notes=(*notes, *message.ready.notes)))
+    send(connection, message)
+    while message.ready is not None:
         answer(bench, receive(connection, Request), connection)
 
 
 def _answer(bench: Bench, request: Request, connection: Connection) -> None:
-    try:
-        message = Message.of(bench.run(request, lambda phase: send(connection, Message(phase=phase))))
-    except WorkloadError as error:
-        message = _end_of_run(error)
-    send(connection, message)
+    send(connection, bench.run(request, lambda phase: send(connection, Message(phase=phase))))
 
 
 def _fork_answer(bench: Bench, request: Request, connection: Connection) -> None:
@@ -206,9 +194,12 @@ def _fork_answer(bench: Bench, request: Request, connection: Connection) -> None
         leave(status)
 
 
-def _end_of_run(error: WorkloadError) -> Message:
-    failure = Failure(kind="user_exception", phase="batches", message=error.message, traceback=error.user_traceback)
-    return Message(failure=failure, ends_run=True)
+def _of_thread(bench: Bench, connection: Connection, raised: threading.ExceptHookArgs) -> None:
+    """A thread that was kept from writing ends the run: the step would wait for it, as for the queue of a logger."""
+    path = refused_path(raised.exc_value)
+    if path is not None:
+        send(connection, Message(failure=bench.step_writes(path, raised.exc_value), ends_run=True))
+    threading.__excepthook__(raised)
 
 
 def _bench_of(workload: Workload, read_private: Callable[[], DataSide], seed: int) -> Bench:

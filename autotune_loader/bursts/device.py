@@ -5,7 +5,7 @@ has passed them; it is waited for at the window's edges only, since waiting in b
 
     host     batch 1 ── hand over ── batch 2 ── hand over ── batch 3 ...
     device              copy 1 │ step 1 ─────────────│ copy 2 │ step 2 ─────────────│
-                       before  copied             done=before copied              done
+                               copied             done        copied              done
 
 A step on the CPU has no timeline, its host's clock tells everything.
 """
@@ -40,7 +40,7 @@ class Timeline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lane: TimedLane | None = None
+        self._lane: CudaLane | None = None
         self._zero: Any = None
         self._zero_s = 0.0
 
@@ -57,7 +57,8 @@ class Timeline:
 
     def mark(self) -> Any:
         """A mark behind all that the device was given so far; costs no waiting."""
-        event = _event()
+        # Blocking: a host that waits for it sleeps, where it would otherwise spin and take a core from the workers.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -73,35 +74,15 @@ class Timeline:
         """The window's last edge: wait until the device has done all it was given."""
         torch.cuda.synchronize(self._device)
 
-    def make_lane(self) -> TimedLane:
+    def lane(self) -> CudaLane:
         """A way to copy batches ahead of the step."""
         if self._lane is None:  # kept: each new stream would fill a memory pool of its own
-            self._lane = TimedLane(self._device)
-        self._lane.copies = []
+            self._lane = CudaLane(self._device, non_blocking=True)
         return self._lane
 
     def peak_bytes(self) -> int:
         """Most memory that torch has allocated on the device since `open`."""
         return int(torch.cuda.max_memory_allocated(self._device))
-
-
-def _event() -> Any:
-    # Blocking: a host that waits for it sleeps, where it would otherwise spin and take a core from the workers.
-    return torch.cuda.Event(enable_timing=True, blocking=True)
-
-
-class TimedLane(CudaLane):
-    """Copies on a side stream, with events before and behind each."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, non_blocking=True)
-        self.copies: list[tuple[Any, Any]] = []
-
-    def copy(self, batch: Any) -> tuple[Any, Any]:
-        before = self.stream.record_event(_event())
-        sent = super().copy(batch)
-        self.copies.append((before, self.stream.record_event(_event())))
-        return sent
 
 
 class Passage(NamedTuple):
@@ -110,9 +91,8 @@ class Passage(NamedTuple):
     fetch: Fetch
     requested: float
     received: float
-    before: Any
-    """Mark before the batch's copy."""
     copied: Any
+    """Mark behind the batch's copy."""
     done: Any
     """Mark behind the step."""
     step_end: float
@@ -124,28 +104,19 @@ class Passages:
 
     The trace of a batch tells what the device saw: asked for when the device was free, received when it lay on the device,
     done when device and host were through with it. A host that runs ahead of its device thus shows no waiting.
-
-    Args:
-        timeline: of the device.
-        lane: where copies run ahead.
-        are_copied: whether batches are copied between two marks, and not by the step itself.
     """
 
-    def __init__(self, timeline: Timeline, lane: TimedLane | None, *, are_copied: bool = True) -> None:
-        self._timeline, self._lane, self._are_copied = timeline, lane, are_copied
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._on_the_way: deque[Passage] = deque()
         self._free = 0.0
-        self._copies_s: list[float] = []
         self._steps: list[tuple[float, float]] = []
 
     def note(self, passage: Passage) -> None:
         """Keep a batch in mind, and hold the host when it is too far ahead; the device does not notice."""
         self._on_the_way.append(passage)
-        if self._steps:
-            begun, done = self._steps[-1]
-            most = max(FEWEST_AHEAD, int(MOST_AHEAD_S / max(done - begun, 1e-6)))
-        else:
-            most = FEWEST_AHEAD
+        begun, done = self._steps[-1] if self._steps else (0.0, MOST_AHEAD_S)
+        most = max(FEWEST_AHEAD, int(MOST_AHEAD_S / max(done - begun, 1e-6)))
         if len(self._on_the_way) > most:
             self._timeline.wait(self._on_the_way[-most - 1].done)
 
@@ -158,24 +129,15 @@ class Passages:
         return traces
 
     def use(self, start: float, end: float) -> GpuUse:
-        """What is known of the device between two moments, and of copies to it."""
+        """What is known of the device between two moments."""
         at_work = sum(max(0.0, min(done, end) - max(begun, start)) for begun, done in self._steps)
-        copies_s = self._copies_s if self._are_copied else []
-        if self._lane is not None:
-            ends = [[self._timeline.passed(mark) for mark in marks] for marks in self._lane.copies]
-            copies_s = [behind - before for before, behind in ends if before is not None and behind is not None]
-        return GpuUse(
-            busy_share=at_work / (end - start) if end > start else None,
-            memory_bytes=self._timeline.peak_bytes(),
-            copy_s=sum(copies_s) / len(copies_s) if copies_s else None,
-        )
+        busy_share = at_work / (end - start) if end > start else None
+        return GpuUse(busy_share=busy_share, memory_bytes=self._timeline.peak_bytes())
 
     def _trace_of(self, seen: Passage) -> BatchTrace | None:
-        done = self._timeline.passed(seen.done)
-        before, copied = self._timeline.passed(seen.before), self._timeline.passed(seen.copied)
-        if done is None or before is None or copied is None:
+        copied, done = self._timeline.passed(seen.copied), self._timeline.passed(seen.done)
+        if done is None or copied is None:
             return None
-        self._copies_s.append(max(0.0, copied - before))
         self._steps.append((copied, done))
         requested = max(seen.requested, self._free)
         worker, fetch_start, fetch_end, collate_end, cpu_s, samples = seen.fetch[:6]

@@ -6,63 +6,126 @@ import os
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
+from autotune_loader.bursts.files import SAMPLE_WRITES, refused_path
+from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
 
 AGAINST_SECONDS = "train_step=0.05, the seconds of one step, tunes the loader against those"
-DEVICE_MEMORY_ADVICE = (
-    f"use a smaller batch, or free what else is on the device: models of this process count too; {AGAINST_SECONDS}"
-)
-DEVICE_TAKEN_ADVICE = f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}"
-DESCRIPTORS_ADVICE = "raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system')"
-COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
-NOT_MOVED_ADVICE = "a train_step gets the batch as the loader gives it, and moves it to the device as your loop does"
-IN_FORKED = "re-initialize cuda in forked"
-PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
-"""Where this package lies: its frames are left out of tracebacks, but for those of the demo's own job."""
-# What C++ prints of an exception that nobody catches, as torch's where memory is freed after a kernel has failed.
-CPP_EXCEPTION = re.compile(r"^ *what\(\): *(.+)", re.MULTILINE)
 SHM_ADVICE = "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"
 MEMORY_ADVICE = "use a smaller batch or fewer workers"
-_SHM = (
-    "out of shared memory", "bus error", "unable to write to file </torch_", "unable to open shared memory",
-    "no space left on device: '/dev/shm",
-)  # fmt: skip
-_DEVICE = ("outofmemoryerror", "cuda out of memory", "cuda error: out of memory", "status_alloc_failed")
-"""The first is torch's, of whatever device; the last cuBLAS's and cuDNN's."""
-_COLLATE = (
-    "default_collate: batch must",
-    "stack expects each tensor to be equal",
-    "each element in list of batch should",
-)
+KILLED = "was killed, most likely by the OOM killer: use fewer workers"
+ENDS_TRAINING = "; training would end there too: mend that sample, or leave it out of the dataset"
+IN_FORKED = "re-initialize cuda in forked"
 _TEXTS: tuple[tuple[tuple[str, ...], FailureKind, str], ...] = (
-    (_SHM, "shared_memory", SHM_ADVICE),
+    (
+        (
+            "out of shared memory", "bus error", "unable to write to file </torch_", "unable to open shared memory",
+            "no space left on device: '/dev/shm",
+        ),
+        "shared_memory",
+        SHM_ADVICE,
+    ),
     (("no space left on device: '",), "user_exception", "a disk is full, such as that of the temporary folder"),
     (("no space left on device",), "shared_memory", SHM_ADVICE),
-    (("too many open files", "received 0 items of ancdata"), "descriptors", DESCRIPTORS_ADVICE),
-    (_DEVICE, "device_memory", DEVICE_MEMORY_ADVICE),
-    (("busy or unavailable",), "user_exception", DEVICE_TAKEN_ADVICE),
-    (("out of memory", "can't allocate memory", "cannot allocate memory"), "out_of_memory", MEMORY_ADVICE),
     (
-        ("killed by signal: killed",),
-        "oom_killed",
-        "a worker was killed, most likely by the OOM killer: use fewer workers",
+        ("too many open files", "received 0 items of ancdata"),
+        "descriptors",
+        "raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system')",
     ),
+    (
+        # the first is torch's, of whatever device; the last cuBLAS's and cuDNN's
+        ("outofmemoryerror", "cuda out of memory", "cuda error: out of memory", "status_alloc_failed"),
+        "device_memory",
+        f"use a smaller batch, or free what else is on the device: models of this process count too; {AGAINST_SECONDS}",
+    ),
+    (
+        ("busy or unavailable",),
+        "user_exception",
+        f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}",
+    ),
+    (("out of memory", "can't allocate memory", "cannot allocate memory"), "out_of_memory", MEMORY_ADVICE),
+    (("killed by signal: killed",), "oom_killed", f"a worker {KILLED}"),
     ((IN_FORKED,), "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
     (("can't pickle", "cannot pickle"), "pickling", "make the named object picklable or use the 'fork' start method"),
     (("can't get attribute",), "pickling", "define the class in a module instead of a notebook cell or __main__"),
-    (("expected all tensors to be on the same device",), "user_exception", NOT_MOVED_ADVICE),
-    (_COLLATE, "user_exception", COLLATE_ADVICE),
+    (
+        ("expected all tensors to be on the same device",),
+        "user_exception",
+        "a train_step gets the batch as the loader gives it, and moves it to the device as your loop does",
+    ),
+    (
+        (
+            "default_collate: batch must", "stack expects each tensor to be equal",
+            "each element in list of batch should",
+        ),
+        "user_exception",
+        "pass collate_fn=, or the loader that your library makes: tune(loader, model)",
+    ),
     (("exited unexpectedly", "killed by signal"), "crashed", "a worker died; run with 0 workers to see where"),
-)
+)  # fmt: skip
 """What torch, Python and the kernel print, most specific first. The first text that is found decides."""
+PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+OUR_FRAMES = re.compile(rf'^ *File "{re.escape(PACKAGE)}(?!demo)[^\n]*\n(?: {{4,}}[^\n]*\n)*', re.MULTILINE)
+"""Frames of this package, but for those of the demo's own job; a worker's traceback comes as a text, too."""
 
 
-def is_of_user(error: Exception) -> bool:
+class Raised(Exception):  # noqa: N818 - it stands for an error of the user's, and is none
+    """What the samples of a batch raised, in the place of that batch, from a worker too; it ends the run.
+
+    What depends on the workers (a lack of memory or descriptors, CUDA after a fork) is no fault of a sample; nor is what
+    raises in a worker alone.
+    """
+
+    def __init__(self, failure: Failure, keys: tuple[Any, ...], writes: bool) -> None:
+        super().__init__(failure, keys, writes)
+        self.failure = failure
+        self.keys = keys
+        """Of the samples that raise, alone or together; none in a stream."""
+        self.writes = writes
+        """Whether it was a file that bursts do not change."""
+
+    @classmethod
+    def of(cls, error: BaseException, name: str, keys: Sequence[Any] = ()) -> Raised:
+        """What takes the place of a batch; the error itself is raised where it is no fault of a sample."""
+        if not is_of_user(error):
+            raise error
+        failure, path = failure_of(error, "batches"), refused_path(error)
+        message = f"{name} raises {failure.message}" if path is None else SAMPLE_WRITES.format(sample=name, path=path)
+        return cls(replace(failure, message=message), tuple(keys), path is not None)
+
+    @property
+    def ends_run(self) -> Failure:
+        """The failure of a run that no configuration would help."""
+        return self.failure if self.writes else replace(self.failure, message=self.failure.message + ENDS_TRAINING)
+
+    def raises_in(self, data: DataSide) -> bool:
+        """Whether the samples raise where this process reads them from `data`, too; False for a stream."""
+        dataset, keys = data.dataset, list(self.keys)
+        try:
+            if keys and data.is_batched:
+                data.collate(dataset.__getitems__(keys) if data.has_batched_fetch else [dataset[key] for key in keys])
+            elif keys:
+                data.collate(dataset[keys[0]])
+        except (Exception, SystemExit):
+            return True
+        return False
+
+
+def checked(batch: Any) -> Any:
+    """The batch; raises what came in its place."""
+    if isinstance(batch, Raised):
+        raise batch
+    return batch
+
+
+def is_of_user(error: BaseException) -> bool:
     """Whether a sample or the step may be at fault: not a lack of memory, say, which depends on the workers."""
     kind, text, _ = _diagnosis(error)
     return kind == "user_exception" and IN_FORKED not in text.lower()
@@ -125,9 +188,7 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _first_sentence(text: str, limit: int = 600) -> str:
     """The line that says what happened: torch wraps a worker's exception in its whole traceback, whose last line it is."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
-        return "unknown error"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["unknown error"]
     wrapped = "Caught " in lines[0] and "Original Traceback" in text
     line = next((line for line in reversed(lines) if not line.startswith("^")), lines[0]) if wrapped else lines[0]
     return line if len(line) <= limit else line[: limit - 1] + "…"
@@ -135,23 +196,7 @@ def _first_sentence(text: str, limit: int = 600) -> str:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback as the user would have seen it without us: frames of this package are left out."""
-    return _without_our_lines("".join(traceback.format_exception(error)))
-
-
-def _without_our_lines(text: str) -> str:
-    """A frame is a `File` line and the deeper indented lines after it; a worker's traceback comes as such a text, too."""
-    kept: list[str] = []
-    ours = False
-    for line in text.splitlines(keepends=True):
-        head = re.match(r' *File "(?P<file>[^"]+)", line \d+', line)
-        ours = _is_ours(head["file"]) if head else ours and line.startswith("    ")
-        if not ours:
-            kept.append(line)
-    return "".join(kept)
-
-
-def _is_ours(file: str) -> bool:
-    return file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}demo")
+    return OUR_FRAMES.sub("", "".join(traceback.format_exception(error)))
 
 
 def failure_of_death(exit_code: int | None, phase: FailurePhase, last_words: str) -> Failure:
@@ -165,18 +210,14 @@ def failure_of_death(exit_code: int | None, phase: FailurePhase, last_words: str
     kind: FailureKind = "crashed"
     message = f"the process of the bursts exited with status {exit_code}"
     if exit_code == -signal.SIGKILL:
-        kind, message = (
-            "oom_killed",
-            "the process of the bursts was killed, most likely by the OOM killer: use fewer workers",
-        )
+        kind, message = "oom_killed", f"the process of the bursts {KILLED}"
     elif exit_code == -signal.SIGBUS:
         kind, message = "shared_memory", f"bus error: {SHM_ADVICE}"
     elif exit_code is not None and exit_code < 0:
-        said = CPP_EXCEPTION.search(last_words)
-        name, why = signal.Signals(-exit_code).name, f": {said[1]}" if said else ""
-        message = f"the process of the bursts died of {name} in user code or a native library{why}"
-    traceback = last_words.strip() or None
-    return Failure(kind=kind, phase=phase, message=message, retryable=kind == "crashed", traceback=traceback)
+        name = signal.Signals(-exit_code).name
+        message = f"the process of the bursts died of {name} in user code or a native library"
+    words = last_words.strip() or None
+    return Failure(kind=kind, phase=phase, message=message, retryable=kind == "crashed", traceback=words)
 
 
 def failure_of_memory_guard(config: LoaderConfig, budget_bytes: int | None) -> Failure:

@@ -9,6 +9,7 @@ All else is refused by the kernel (Landlock). Where it cannot, what Python and `
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import getpass
@@ -16,8 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autotune_loader.machine.elsewhere import write_only_in
@@ -31,17 +31,14 @@ CACHES = {
     "NUMBA_CACHE_DIR": "~/.cache/numba",
     "MPLCONFIGDIR": "~/.config/matplotlib",
     "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps",  # noqa: S108 - where NVIDIA's service has its pipes
-    "TORCHINDUCTOR_CACHE_DIR": "",  # set in the child
+    "TORCHINDUCTOR_CACHE_DIR": "",  # always set
 }
 """Folders of caches: the variable that names one, and where it is otherwise."""
 DEVICES = ("/dev", "/proc")
 TRACKERS_OFF = {
-    "WANDB_MODE": "disabled",
-    "NEPTUNE_MODE": "debug",
-    "COMET_AUTO_LOG_DISABLE": "1",
-    "CLEARML_OFFLINE_MODE": "1",
-    "SWANLAB_MODE": "disabled",
-}
+    "WANDB_MODE": "disabled", "SWANLAB_MODE": "disabled", "NEPTUNE_MODE": "debug",
+    "COMET_AUTO_LOG_DISABLE": "1", "CLEARML_OFFLINE_MODE": "1",
+}  # fmt: skip
 """What tells experiment trackers to record nothing."""
 NOT_HELD = (
     "This kernel has no Landlock, so only what Python and torch.save write is refused: leave saving and logging out of the "
@@ -66,26 +63,18 @@ SAMPLE_WRITES = "{sample} writes {path}, and bursts change no file of yours: fil
 
 def environment(scratch: str) -> dict[str, str]:
     """The variables of a process whose temporary folder is `scratch`: caches stay where they are, trackers are off."""
+    compiled = f"{scratch}/torchinductor"  # which follows TMPDIR, so that every process would compile anew
+    with contextlib.suppress(KeyError, OSError):  # a container without a name for this user
+        folder = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+        compiled = folder if os.path.isdir(folder) else compiled  # noqa: PTH112
     return {
+        "TORCHINDUCTOR_CACHE_DIR": compiled,
         **os.environ,
         **TRACKERS_OFF,
         "AUTOTUNE_LOADER_BURST": "1",  # `watch` leaves its loaders alone
         "MLFLOW_TRACKING_URI": f"file://{scratch}/mlflow",
         "TMPDIR": scratch,
-        "TORCHINDUCTOR_CACHE_DIR": _inductor_cache(scratch),
     }
-
-
-def _inductor_cache(scratch: str) -> str:
-    """Where torch.compile keeps what it has compiled: otherwise it would follow TMPDIR, and every process compile anew."""
-    if (own := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) is not None:
-        return own
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container without a name for this user
-        user = str(os.getuid())
-    folder = Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
-    return str(folder if folder.is_dir() else Path(scratch, "torchinductor"))
 
 
 def places(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -137,24 +126,24 @@ def _refuse_by_audit(check: Callable[[Any], None]) -> None:
     sys.addaudithook(hook)
 
 
-def refused_path(error: BaseException | None, allowed: Sequence[str] | None = None) -> str | None:
+def refused_path(error: BaseException | None) -> str | None:
     """The file that a burst was kept from changing, as far as an exception tells; None where it was something else.
 
     Landlock does not show in access(2): a folder that looks writable, and in which nothing can be written, was refused by us.
 
     Args:
         error: what was raised, with its causes; from a worker it has the text of a traceback only.
-        allowed: where files may be changed; `places()` if None.
     """
-    roots = [os.path.realpath(each) for each in (places() if allowed is None else allowed)]
+    roots = tuple(os.path.realpath(each) + os.sep for each in places())
     while error is not None:
         if READ_ONLY in str(error):
             return "to a database"
         for path in _paths_in(error):
             folder, real = os.path.dirname(path) or ".", os.path.realpath(path)  # noqa: PTH120
             looks_writable = os.access(path if os.path.exists(path) else folder, os.W_OK)  # noqa: PTH110
-            if looks_writable and not any(real == root or real.startswith(root + os.sep) for root in roots):
-                return _as_written(real)
+            if looks_writable and not f"{real}{os.sep}".startswith(roots):
+                relative = os.path.relpath(real)
+                return real if relative.startswith("..") else relative  # as the user would write it
         error = error.__cause__ or error.__context__
     return None
 
@@ -166,9 +155,3 @@ def _paths_in(error: BaseException) -> Iterator[str]:
     for line in str(error).splitlines():
         if IN_TEXT.search(line):
             yield from (next(filter(None, found.groups())) for found in PATHS.finditer(f"{line} "))
-
-
-def _as_written(path: str) -> str:
-    """As the user would write it: relative to the working directory where it is below."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

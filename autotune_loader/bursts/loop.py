@@ -20,9 +20,8 @@ from typing import Any, ClassVar
 import torch
 
 from autotune_loader.bursts.device import Passage, Passages, Timeline
-from autotune_loader.bursts.failures import deaths_of, failure_of
+from autotune_loader.bursts.failures import Raised, checked, deaths_of, failure_of
 from autotune_loader.bursts.protocol import Announce, Request
-from autotune_loader.bursts.samples import Raised, good
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.machine.window import Window
 from autotune_loader.pipeline.batches import BatchShape
@@ -81,35 +80,25 @@ def run_burst(
         Raised: a sample of the dataset raised.
         StepError: the step raised.
     """
-    phase: FailurePhase = "start"
-
-    def enter(next_phase: FailurePhase) -> None:
-        nonlocal phase
-        phase = next_phase
-        announce(next_phase)
-
-    open_loader = OpenLoader()
+    run, open_loader = Run(request, step, timeline, announce), OpenLoader()
     try:
         with open_loader:
             try:
-                enter("start")
-                run = Run(request, step, timeline, enter)
-                measured = _measured(run, make_loader(), open_loader)
-                enter("shutdown")
-                return measured
+                return _measured(run, make_loader, open_loader)
             except (Raised, StepError):
                 raise
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
                 if request.config.num_workers and isinstance(error, (OSError, EOFError)):
                     time.sleep(NEWS_OF_DEATH_S)
-                return failure_of(error, phase, deaths_of(open_loader.workers))
+                return failure_of(error, run.phase, deaths_of(open_loader.workers))
     except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
-        return failure_of(error, phase, deaths_of(open_loader.workers))
+        return failure_of(error, run.phase, deaths_of(open_loader.workers))
 
 
-def _measured(run: Run, loader: Any, open_loader: OpenLoader) -> Measurement | Failure:
-    window = Window(reads_pss=run.request.reads_pss)
+def _measured(run: Run, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
+    run.enter("start")
+    loader, window = make_loader(), Window(reads_pss=run.request.reads_pss)
     if run.timeline is not None and isinstance(loader, Cached):
         # On the device beforehand: a loader that copies ahead of the step can hide the copy.
         loader = replace(loader, batch=run.step.ready(loader.batch))
@@ -124,22 +113,25 @@ def _measured(run: Run, loader: Any, open_loader: OpenLoader) -> Measurement | F
     run.enter("batches")
     while not run.knows_enough() and run.deliver(open_loader.iterator):
         pass
-    return window.closed(run.measurement())
+    measured = window.closed(run.measurement())
+    run.enter("shutdown")
+    return measured
 
 
 class Run:
-    """The state of one running burst: the batches so far and when to stop."""
+    """The state of one running burst: the batches so far and when to stop. The arguments are those of `run_burst`."""
 
     def __init__(
         self,
         request: Request,
         step: TrainingStep,
         timeline: Timeline | None = None,
-        enter: Announce = lambda phase: None,
+        announce: Announce = lambda phase: None,
     ) -> None:
-        self.request, self.step, self.timeline, self.enter = request, step, timeline, enter
+        self.request, self.step, self.timeline, self._announce = request, step, timeline, announce
+        self.phase: FailurePhase = "start"
         self._workers = request.config.num_workers
-        self._passages: Passages | None = None
+        self._passages = None if timeline is None else Passages(timeline)
         self._traces: list[BatchTrace] = []
         self._stages: list[StageSamples] = []
         self._shape: BatchShape | None = None
@@ -150,15 +142,20 @@ class Run:
         self.now = time.monotonic if timeline is None else timeline.now
         """Seconds of the clock that the traces are on."""
 
+    def enter(self, phase: FailurePhase) -> None:
+        """Another phase begins."""
+        self.phase = phase
+        self._announce(phase)
+
     def begin(self, open_loader: OpenLoader, loader: Any) -> None:
         """Begin an epoch of the loader; its batches are copied ahead of the step where the configuration says so."""
         timeline, depth = self.timeline, self.request.config.device_prefetch
-        lane = None if timeline is None or not depth else timeline.make_lane()
         if timeline is not None:
             timeline.open()
-            self._passages = Passages(timeline, lane, are_copied=self.step.moves)
         self._started = self.now()
-        open_loader.open(loader, lambda batches: batches if lane is None else prefetched(batches, lane, depth))
+        open_loader.open(loader)
+        if timeline is not None and depth:
+            open_loader.iterator = prefetched(open_loader.iterator, timeline.lane(), depth)
 
     def deliver(self, iterator: Iterator[Any], on_arrival: Callable[[], None] = lambda: None) -> bool:
         """Take one batch and train on it, or hand it to the device; False when the loader has ended."""
@@ -169,7 +166,7 @@ class Run:
             self._batch, fetch = next(iterator)
         except StopIteration:
             return False
-        good(self._batch)
+        checked(self._batch)
         received = now()
         on_arrival()
         if self._shape is None:
@@ -180,12 +177,11 @@ class Run:
             step.run(self._batch)
             self._traces.append(BatchTrace(*fetch[:6], requested, received, now()))
             return True
-        before = timeline.mark()
         on_device = step.move(self._batch)
         copied = timeline.mark()
         step.train(on_device)
         assert self._passages is not None
-        self._passages.note(Passage(fetch, requested, received, before, copied, timeline.mark(), now()))
+        self._passages.note(Passage(fetch, requested, received, copied, timeline.mark(), now()))
         return True
 
     def knows_enough(self) -> bool:
@@ -247,13 +243,8 @@ class OpenLoader:
             self.close()
         forget_open_batch()
 
-    def open(self, loader: Any, ahead: Callable[[Any], Any] = lambda batches: batches) -> None:
-        """Begin an epoch; its workers are known from then on, also where not all of them could be started.
-
-        Args:
-            loader: of the epoch.
-            ahead: what stands between its iterator and the loop.
-        """
+    def open(self, loader: Any) -> None:
+        """Begin an epoch; its workers are known from then on, also where not all of them could be started."""
         before = set(multiprocessing.active_children())
         try:
             self._own = iter(loader)
@@ -262,7 +253,7 @@ class OpenLoader:
                 started = set(multiprocessing.active_children()) - before
                 # Torch's iterator knows its workers; where there is none, because one failed to start, all count.
                 self.workers += started.intersection(getattr(self._own, "_workers", started))
-        self.iterator = ahead(self._own)
+        self.iterator = self._own
 
     def close(self) -> None:
         """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone."""

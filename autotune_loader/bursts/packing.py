@@ -1,6 +1,6 @@
 """A value as a file without a name in memory: how the workload travels to a fresh process.
 
-    pickle ── memory ── table: where each buffer of the pickle lies ── where the table begins
+    pickle ── memory ── table: where each buffer of the pickle lies ── where the table begins (8 bytes)
 
 However many tensors are views of one storage, its memory is in the file once; what is a memory map of a file already is named,
 not copied. The writer holds no copy. The reader maps the file copy-on-write: each reading has memory of its own, which costs
@@ -14,9 +14,7 @@ import io
 import mmap
 import os
 import pickle
-import struct
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.shared_memory import SharedMemory
 from typing import IO, Any
@@ -32,8 +30,6 @@ SMALLEST_BUFFER = 256
 """A smaller one stays in the pickle: its place in the table would cost as much."""
 ALIGNMENT = 64
 """What kernels like the memory of tensors to be aligned to."""
-TRAILER = struct.Struct("<q")
-"""Length of the file up to the table, at its end."""
 SEARCH_DEPTH, SEARCHED_BYTES = 6, 1 << 26
 """How deep an attribute that cannot be pickled is looked for, and in how large a part."""
 
@@ -44,52 +40,6 @@ class NotSentError(Exception):
 
 class TooLargeError(Exception):
     """A value takes more memory than it may."""
-
-
-class Archive:
-    """A value in a file in memory; it is gone with the last process that has it open."""
-
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("autotune-loader")
-        self._finalizer = weakref.finalize(self, os.close, self.fd)
-
-    def write(self, value: Any, max_bytes: int) -> None:
-        """Fill the file, once.
-
-        Args:
-            value: anything that cloudpickle takes; it is read, never changed.
-            max_bytes: most bytes of the file.
-
-        Raises:
-            TooLargeError: it would be larger; known before any large buffer is copied.
-        """
-        with open(self.fd, "wb", buffering=1 << 20, closefd=False) as file:
-            views, table = _pickled(value, _Limited(max_bytes, file)), list[tuple[int, int]]()
-            try:
-                for view in views:
-                    file.write(bytes(-file.tell() % ALIGNMENT))
-                    table.append((file.tell(), view.nbytes))
-                    file.write(view)
-                end = file.tell()
-                file.write(np.array(table, dtype=np.int64).tobytes() + TRAILER.pack(end))
-                file.flush()
-            except OSError as error:
-                raise TooLargeError(f"larger than there is room for ({error.strerror})") from error
-
-    def close(self) -> None:
-        """Free the file. Safe to call twice, and done at the latest when nobody refers to it."""
-        self._finalizer()
-
-
-def read_archive(fd: int) -> Any:
-    """The value that another process has written, in memory of its own."""
-    mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    memory = memoryview(mapped)
-    (end,) = TRAILER.unpack(memory[-TRAILER.size :])
-    table = np.frombuffer(memory[end : len(memory) - TRAILER.size], np.int64).reshape(-1, 2).tolist()
-    value = pickle.loads(mapped, buffers=(memory[begin : begin + size] for begin, size in table))
-    put_classes_into_modules()
-    return value
 
 
 class Payload:
@@ -108,26 +58,56 @@ class Payload:
     """
 
     def __init__(self, workload: Workload, settings: Any, max_bytes: int) -> None:
-        self._archives = [Archive() for _ in range(3)]
-        named = {"settings": settings, "dataset": workload.data, "model": workload.training}
-        for archive, (name, value) in zip(self._archives, named.items(), strict=True):
+        self.fds: list[int] = []
+        """Of the files of settings, data and training."""
+        for name, value in {"settings": settings, "dataset": workload.data, "model": workload.training}.items():
+            self.fds.append(os.memfd_create("autotune-loader"))
             try:
-                archive.write(value, max_bytes)
+                write_archive(self.fds[-1], value, max_bytes)
             except Exception as error:
                 self.close()
                 why = f"is {error}" if isinstance(error, TooLargeError) else f"cannot be pickled ({error})"
                 raise NotSentError(f"the {name} {why}") from error
 
-    @property
-    def fds(self) -> tuple[int, int, int]:
-        """Of settings, data and training."""
-        settings, data, training = (archive.fd for archive in self._archives)
-        return settings, data, training
-
     def close(self) -> None:
         """Free the files; processes that have them mapped keep what they have."""
-        for archive in self._archives:
-            archive.close()
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def write_archive(fd: int, value: Any, max_bytes: int) -> None:
+    """Fill an empty file with a value.
+
+    Args:
+        fd: of the file.
+        value: anything that cloudpickle takes; it is read, never changed.
+        max_bytes: most bytes of the file.
+
+    Raises:
+        TooLargeError: it would be larger; known before any large buffer is copied.
+    """
+    with open(fd, "wb", buffering=1 << 20, closefd=False) as file:
+        views, table = _pickled(value, _Limited(max_bytes, file)), list[int]()
+        try:
+            for view in views:
+                file.write(bytes(-file.tell() % ALIGNMENT))
+                table += file.tell(), view.nbytes
+                file.write(view)
+            file.write(np.array([*table, file.tell()], dtype=np.int64).tobytes())
+            file.flush()
+        except OSError as error:
+            raise TooLargeError(f"larger than there is room for ({error.strerror})") from error
+
+
+def read_archive(fd: int) -> Any:
+    """The value that another process has written, in memory of its own."""
+    mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    memory = memoryview(mapped)
+    (end,) = np.frombuffer(memory[-8:], np.int64)
+    table = np.frombuffer(memory[end:-8], np.int64).reshape(-1, 2).tolist()
+    value = pickle.loads(mapped, buffers=(memory[begin : begin + size] for begin, size in table))
+    put_classes_into_modules()
+    return value
 
 
 def part_at_fault(workload: Workload) -> str:
@@ -233,13 +213,9 @@ def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
     if not os.path.isfile(name):  # noqa: PTH113 - numpy keeps names of any kind
         return None
     begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
-    offset = begin + _address(array) - _address(np.frombuffer(memory, np.uint8))
+    offset = begin + array.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
     mode = "r" if array.mode == "r" else "c"  # a burst must not write to the user's file
     return os.fspath(name), array.dtype, mode, offset, array.shape, "C" if array.flags.c_contiguous else "F"
-
-
-def _address(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 class _Limited(io.RawIOBase):

@@ -29,12 +29,10 @@ import psutil
 import torch
 
 from autotune_loader.bursts import child
-from autotune_loader.bursts.bench import EverywhereError
-from autotune_loader.bursts.failures import failure_of_death, failure_of_memory_guard, needs_new_process
+from autotune_loader.bursts.failures import ENDS_TRAINING, failure_of_death, failure_of_memory_guard, needs_new_process
 from autotune_loader.bursts.files import environment
 from autotune_loader.bursts.packing import NotSentError, Payload, part_at_fault
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
-from autotune_loader.bursts.samples import ENDS_TRAINING
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us
 from autotune_loader.machine.facts import Machine
@@ -75,6 +73,10 @@ NEITHER = (
     "{part} cannot be taken to another process ({reason}), and a fork of this one cannot read it either ({fork}): make it on "
     "first use in each process"
 )
+THREADS = (
+    "a burst in a fork of this process gave {message}: no thread of this process ({names}) runs in a fork, and a step that "
+    "hands rows to one, as to a logger, waits for ever: leave saving and logging out of the step"
+)
 NO_ROOM = (
     "a second copy of the model on {device} takes at least {needed:.1f} GB, and {free:.1f} GB are free: move it to the CPU "
     "until the training begins, or train_step=0.05, the seconds of one step, tunes the loader against those"
@@ -95,7 +97,7 @@ class OpenProbe:
 def open_probe(
     workload: Workload, machine: Machine, memory_budget_bytes: int | None, *, budget_s: float = 0.0
 ) -> Iterator[OpenProbe]:
-    """A warm probe, closed at the end with everything it started.
+    """A warm probe in a fresh process, or in a fork where that has what a fresh one lacks; closed with all that it started.
 
     Args:
         workload: what it runs.
@@ -106,47 +108,31 @@ def open_probe(
     Raises:
         WorkloadError: the dataset, model or step failed on the very first batch, or can be taken to no other process.
     """
-    with standard_streams_taken(), contextlib.ExitStack() as exits:
-        _check_device(workload)
-        try:
-            opened = _opened(exits, workload, machine, memory_budget_bytes, max(START_DEADLINE_S, budget_s))
-        except WorkloadError as error:
-            raise WorkloadError(error.message, error.user_traceback) from None  # which kind it was is nobody's business
-        yield opened
 
-
-def _opened(
-    exits: contextlib.ExitStack, workload: Workload, machine: Machine, memory_budget_bytes: int | None, start_s: float
-) -> OpenProbe:
-    """A probe in a fresh process, or in a fork where that has what a fresh one lacks; it is closed with `exits`."""
-
-    def started(probe: ProcessProbe, *notes: str) -> OpenProbe:
+    def started(source: Payload | Workload, start_s: float, *notes: str) -> OpenProbe:
+        probe = ProcessProbe(source, memory_budget_bytes, start_s=start_s)
         exits.callback(probe.close)
         warmup = probe.start()
         return OpenProbe(probe=probe, warmup=warmup, notes=[*notes, *warmup.notes])
 
-    try:
-        payload = Payload(workload, Settings.read(), _largest_payload(machine))
-        exits.callback(payload.close)
-        return started(ProcessProbe(payload, memory_budget_bytes, start_s=start_s))
-    except (NotSentError, FreshProcessError) as error:
-        reason, fresh = str(error).splitlines()[0].removesuffix(ENDS_TRAINING), error
-    try:
-        if torch.cuda.is_initialized():
-            raise WorkloadError("this process uses CUDA, which no fork of it can")
-        probe = ProcessProbe(workload, memory_budget_bytes, start_s=FORK_DEADLINE_S)
-        return started(probe, FORKED.format(reason=reason))
-    except EverywhereError:
-        raise
-    except WorkloadError as fork:
-        if isinstance(fresh, FreshProcessError):
-            raise fresh from None
-        told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
-        raise WorkloadError(told, fork.user_traceback) from None
-
-
-class FreshProcessError(WorkloadError):
-    """The workload failed in a fresh process, where a fork of this one may have what it lacks."""
+    with standard_streams_taken(), contextlib.ExitStack() as exits:
+        _check_device(workload)
+        try:
+            payload = Payload(workload, Settings.read(), _largest_payload(machine))
+            exits.callback(payload.close)
+            opened = started(payload, max(START_DEADLINE_S, budget_s))
+        except (NotSentError, WorkloadError) as fresh:
+            reason = str(fresh).splitlines()[0].removesuffix(ENDS_TRAINING)
+            try:
+                if torch.cuda.is_initialized():
+                    raise WorkloadError("this process uses CUDA, which no fork of it can")
+                opened = started(workload, FORK_DEADLINE_S, FORKED.format(reason=reason))
+            except WorkloadError as fork:
+                if isinstance(fresh, WorkloadError):
+                    raise fresh from None
+                told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
+                raise WorkloadError(told, fork.user_traceback) from None
+        yield opened
 
 
 @contextlib.contextmanager
@@ -212,16 +198,13 @@ class ProcessProbe:
         """Start the process and wait until the workload is warm.
 
         Raises:
-            FreshProcessError: it failed there, and may work in a fork.
             WorkloadError: it failed on the very first batch.
         """
         message = self._start()
-        if message.ready is not None:
-            return message.ready
-        failure = message.failure
-        assert failure is not None
-        kind = WorkloadError if isinstance(self._source, Workload) else FreshProcessError
-        raise (EverywhereError if message.ends_run else kind)(failure.message, failure.traceback or "")
+        if message.ready is None:
+            assert message.failure is not None
+            raise WorkloadError(message.failure.message, message.failure.traceback or "")
+        return message.ready
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train for a moment with `config`.
@@ -288,10 +271,19 @@ class ProcessProbe:
             return failure_of_memory_guard(request.config, self._memory_budget_bytes)
         if message.measurement is not None:
             return message.measurement
-        assert message.failure is not None
+        failure = message.failure
+        assert failure is not None
         if message.ends_run:
-            raise WorkloadError(message.failure.message, message.failure.traceback or "")
-        return message.failure
+            raise WorkloadError(failure.message, failure.traceback or "")
+        others = ", ".join(each.name for each in threading.enumerate() if each is not threading.main_thread())
+        if (
+            failure.kind == "deadline"
+            and isinstance(self._source, Workload)
+            and others
+            and not request.config.num_workers
+        ):
+            raise WorkloadError(THREADS.format(message=failure.message, names=others))
+        return failure
 
 
 class _Child:
@@ -395,7 +387,7 @@ class _Child:
     def _spawned(self, payload: Payload, connection: int, seed: int) -> subprocess.Popen[bytes]:
         """A fresh interpreter with the flags of this one, which finds what this one finds."""
         path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
-        run = RUN.format(path=path, parent=os.getpid(), connection=connection, fds=payload.fds, seed=seed)
+        run = RUN.format(path=path, parent=os.getpid(), connection=connection, fds=tuple(payload.fds), seed=seed)
         return subprocess.Popen(
             [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
             pass_fds=(connection, *payload.fds),

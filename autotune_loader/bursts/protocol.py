@@ -48,8 +48,6 @@ class WarmupReport:
     first_fetch_s: float
     """Wall seconds that a first batch takes, fetched in the main process."""
     first_fetch_cpu_s: float
-    step_s: float = 0.0
-    """Wall seconds of one step on that batch, the quickest while it was warmed up; about 0 where nothing is trained."""
     first_batch_s: float = 0.0
     """Wall seconds that the very first batch took."""
     counts_batches: bool = False
@@ -84,7 +82,7 @@ class Message:
     measurement: Measurement | None = None
     failure: Failure | None = None
     ends_run: bool = False
-    """Whether no other configuration, and no other kind of process, would be without that failure."""
+    """Whether no other configuration would be without that failure."""
 
     @classmethod
     def of(cls, outcome: Measurement | Failure) -> Message:

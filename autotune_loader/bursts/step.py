@@ -32,8 +32,8 @@ TARGETS = ("labels", "label", "targets", "target", "y", "masks", "mask")
 """What a model calls the target that it may be given."""
 ANSWERS = ("logits", "out", "output", "pred", "prediction", "last_hidden_state")
 """Where a model keeps its answer, in an output with several parts."""
-MASK_OF_NOTHING = 255
-"""What VOC, Cityscapes and others write into masks where there is no class."""
+PLACED = ("hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit")
+"""What a model has that a library has quantised or spread over devices: `.to()` would fail or do harm."""
 LONGEST_CAUSE = 150
 """Characters of a cause: an exception may quote a whole tensor."""
 ASKS = "pass train_step=lambda model, batch: ..., which returns the loss"
@@ -101,38 +101,25 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     Raises:
         StepInferenceError: no reading, or more than one.
     """
-    device = torch.device(side.device)
+    device, model = torch.device(side.device), side.model
     if isinstance(side.train_step, StepTime):
         wait, name = functools.partial(side.train_step, None), str(side.train_step)
         return TrainingStep(wait, name, device, notes=[AGAINST_TIME.format(name)])
-    if side.model is None and side.train_step is None:
+    if model is None and side.train_step is None:
         moves = device.type != "cpu"
         alone = "no model: the loader alone" + (f", with the copy to {device}" if moves else "")
         return TrainingStep(lambda batch: None, alone, device, moves)
-    if isinstance(side.model, torch.nn.Module):
-        ready_model(side.model, device, side.compiled)
+    if isinstance(model, torch.nn.Module):
+        if not any(getattr(model, mark, None) for mark in PLACED):
+            model.to(device)
+        if not model.training:
+            model.train()  # else frozen parts stay as they are
+        for name in side.compiled:
+            model.get_submodule(name).compile()
     form = _form_of(side, first_batch)
     step = TrainingStep(lambda batch: None, form.name, device, device.type != "cpu" and not form.is_own, form.is_own)
     step.train = _Training(side, form, step)
     return step
-
-
-def ready_model(model: torch.nn.Module, device: torch.device, compiled: tuple[str, ...] = ()) -> None:
-    """Put a model where and as it trains. Frozen parts, and what a library has spread over devices, stay as they are."""
-    if not is_placed_by_library(model):
-        model.to(device)
-    if not model.training:
-        model.train()
-    for name in compiled:
-        model.get_submodule(name).compile()
-
-
-def is_placed_by_library(model: torch.nn.Module) -> bool:
-    """Whether `.to()` would fail or do harm: quantised to 4 or 8 bits, offloaded, or spread over devices."""
-    marks = ("hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit")
-    return any(getattr(model, mark, None) for mark in marks) or any(
-        hasattr(part, "_hf_hook") for part in model.modules()
-    )
 
 
 class _Training:
@@ -150,7 +137,7 @@ class _Training:
                 self._learn(loss, step)
             elif self._completes and has_gradient(loss):  # training passes over a batch without one, too
                 self._complete(loss)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not is_of_user(error) or isinstance(error, StepInferenceError):
                 raise
             if step is None or form.is_own:
@@ -190,12 +177,28 @@ class _Training:
             self._optimizer.step()
 
 
+def _optimizer_of(side: TrainingSide) -> Any:
+    """The user's optimizer; without one, plain SGD with a rate of zero: it costs a step but changes no weight."""
+    optimizer, model = side.optimizer, side.model
+    parameters = [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
+    if isinstance(optimizer, type) or not hasattr(optimizer, "step"):  # None, a class, or what makes one
+        optimizer = optimizer(parameters) if optimizer is not None and parameters else None
+    if is_lightning_module(model) and side.train_step is None:
+        optimizer = next(iter(StandInTrainer(model, optimizer, side.precision).optimizers), None)
+    if optimizer is None and parameters:
+        return torch.optim.SGD(parameters, lr=0.0)
+    return optimizer
+
+
+# Losses
+
+
 def loss_in(returned: Any) -> Any:
     """The loss in what a step or model returned: a scalar, Lightning's `{"loss": ...}`, or the first one that trains."""
     if isinstance(returned, Mapping):
         return returned.get("loss")
     if isinstance(returned, (tuple, list)):
-        return next((each for each in returned if is_scalar_loss(each)), None)
+        return next((each for each in returned if has_gradient(each) and each.ndim == 0), None)
     return getattr(returned, "loss", returned)
 
 
@@ -203,36 +206,41 @@ def has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def is_scalar_loss(value: Any) -> bool:
-    return has_gradient(value) and value.ndim == 0
+def _own_loss(output: Any) -> Any:
+    """The loss that a model gives itself: a scalar, `.loss`, or one in a tuple."""
+    loss = loss_in(output)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise StepInferenceError(f"The model gives no loss, and what its loss is cannot be told from the batch: {ASKS}")
+    return loss
 
 
-# The optimizer
+def _answer_in(output: Any) -> torch.Tensor:
+    """The answer of a model whose output may have several parts."""
+    several = isinstance(output, (tuple, list)) and output
+    named = (output.get(name) if isinstance(output, Mapping) else getattr(output, name, None) for name in ANSWERS)
+    for answer in (output, output[0] if several else None, *named):
+        if isinstance(answer, torch.Tensor):
+            return answer
+    raise StepInferenceError(f"Which part of the model's output the loss is of cannot be told: {ASKS}")
 
 
-def _optimizer_of(side: TrainingSide) -> Any:
-    """The user's optimizer; without one, plain SGD with a rate of zero: it costs a step but changes no weight."""
-    optimizer, model = side.optimizer, side.model
-    parameters = [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
-    if optimizer is not None and not isinstance(optimizer, type) and hasattr(optimizer, "step"):
-        optimizer = _beside_its_parameters(optimizer)
-    elif callable(optimizer):
-        optimizer = optimizer(parameters) if parameters else None
-    if is_lightning_module(model) and side.train_step is None:
-        made = StandInTrainer(model, optimizer, side.precision).optimizers
-        optimizer = made[0] if made else None
-    if optimizer is None and parameters:
-        return torch.optim.SGD(parameters, lr=0.0)
-    return optimizer
+def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor]:
+    """The loss that goes with an answer and a target, by their types and shapes, and its name.
 
-
-def _beside_its_parameters(optimizer: Any) -> Any:
-    """The optimizer with its state (momenta, say) on the device of the parameters, which were moved in place."""
-    state, groups = getattr(optimizer, "state", None), getattr(optimizer, "param_groups", ())
-    devices = {parameter.device for group in groups for parameter in group["params"]}
-    if state and devices - {torch.device("cpu")}:
-        optimizer.load_state_dict(optimizer.state_dict())  # casts, and knows which tensors belong on the host
-    return optimizer
+    Raises:
+        StepInferenceError: there is none.
+    """
+    if isinstance(target, torch.Tensor):
+        if answer.numel() == target.numel():
+            of_one = functional.mse_loss if target.is_floating_point() else functional.binary_cross_entropy_with_logits
+            return of_one.__name__, of_one(answer, target.reshape(answer.shape).to(answer.dtype))
+        if not target.is_floating_point() and answer.ndim > 1:
+            if answer.shape[:1] + answer.shape[2:] != target.shape and answer.shape[:-1] == target.shape:
+                answer, target = answer.flatten(0, -2), target.flatten()  # (N, T, C), as language models have it
+            if answer.shape[:1] + answer.shape[2:] == target.shape:
+                return "cross_entropy", functional.cross_entropy(answer, target.long())
+    words = f"a tensor of shape {list(target.shape)}" if isinstance(target, torch.Tensor) else type(target).__name__
+    raise StepInferenceError(f"The loss of an answer of shape {list(answer.shape)} and {words} cannot be told: {ASKS}")
 
 
 # Forms
@@ -263,14 +271,9 @@ def _form_of(side: TrainingSide, batch: Any) -> Form:
     if is_lightning_module(model):
         steps, whole = functools.partial(StandInTrainer.training_step, model), not model.automatic_optimization
         return Form(run=steps, name="LightningModule.training_step", is_whole=whole, batch=words, notes=unused)
-    is_group = isinstance(batch, (tuple, list))
     if loss_fn is None and isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         return Form(run=lambda batch: _own_loss(model(**batch)), name="model(**batch).loss", batch=words)
-    if loss_fn is None and isinstance(batch, torch.Tensor):
-        return Form(run=lambda batch: _own_loss(model(batch)), name="model(batch)", batch=words)
-    if loss_fn is None and is_group and len(batch) == 1:
-        return Form(run=lambda batch: _own_loss(model(batch[0])), name="model(x)", batch=words)
-    if not is_group or len(batch) != 2:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise StepInferenceError(f"What the step does with {words} cannot be told: {ASKS}")
     required, names = _parameters_of(model)
     if loss_fn is None and (required == 2 or (len(names) > 1 and names[1] in TARGETS)):
@@ -279,7 +282,8 @@ def _form_of(side: TrainingSide, batch: Any) -> Form:
         raise StepInferenceError(f"The model takes {required} arguments, and a batch is {words}: {ASKS}")
     given = getattr(loss_fn, "func", loss_fn)  # functools.partial
     is_of_torch = str(getattr(given, "__module__", "")).startswith("torch.")
-    form = Form(run=lambda batch: None, name=getattr(given, "__name__", type(given).__name__), batch=words)
+    name = "a loss" if loss_fn is None else getattr(given, "__name__", type(given).__name__)
+    form = Form(run=lambda batch: None, name=f"{name}(model(x), y)", batch=words)
 
     def run(batch: Any) -> Any:
         output = model(batch[0])
@@ -289,52 +293,8 @@ def _form_of(side: TrainingSide, batch: Any) -> Form:
         form.name = f"{name}(model(x), y)"
         return loss
 
-    form.run, form.name = run, f"{'a loss' if loss_fn is None else form.name}(model(x), y)"
+    form.run = run
     return form
-
-
-def _own_loss(output: Any) -> Any:
-    """The loss that a model gives itself: a scalar, `.loss`, one in a tuple, or a dict of losses, which are added up."""
-    if isinstance(output, Mapping) and "loss" not in output and output and all(map(is_scalar_loss, output.values())):
-        return sum(output.values())
-    loss = loss_in(output)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise StepInferenceError(f"The model gives no loss, and what its loss is cannot be told from the batch: {ASKS}")
-    return loss
-
-
-def _answer_in(output: Any) -> torch.Tensor:
-    """The answer of a model whose output may have several parts."""
-    several = isinstance(output, (tuple, list)) and output
-    named = (output.get(name) if isinstance(output, Mapping) else getattr(output, name, None) for name in ANSWERS)
-    for answer in (output, output[0] if several else None, *named):
-        if isinstance(answer, torch.Tensor):
-            return answer
-    raise StepInferenceError(f"Which part of the model's output the loss is of cannot be told: {ASKS}")
-
-
-def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor]:
-    """The loss that goes with an answer and a target, by their types and shapes, and its name.
-
-    Raises:
-        StepInferenceError: there is none.
-    """
-    if isinstance(target, torch.Tensor):
-        if answer.numel() == target.numel():
-            of_one = functional.mse_loss if target.is_floating_point() else functional.binary_cross_entropy_with_logits
-            return of_one.__name__, of_one(answer, target.reshape(answer.shape).to(answer.dtype))
-        if not target.is_floating_point() and answer.ndim > 1:
-            if (
-                target.ndim == answer.ndim and target.shape[1] == 1
-            ):  # (N, 1) and (N, 1, H, W), whose answers are (N, C, ...)
-                target = target.squeeze(1)
-            if answer.shape[:1] + answer.shape[2:] != target.shape and answer.shape[:-1] == target.shape:
-                answer, target = answer.flatten(0, -2), target.flatten()  # (N, T, C), as language models have it
-            if answer.shape[:1] + answer.shape[2:] == target.shape:
-                nothing = MASK_OF_NOTHING if target.ndim > 2 and answer.shape[1] <= MASK_OF_NOTHING else -100
-                return "cross_entropy", functional.cross_entropy(answer, target.long(), ignore_index=nothing)
-    words = f"a tensor of shape {list(target.shape)}" if isinstance(target, torch.Tensor) else type(target).__name__
-    raise StepInferenceError(f"The loss of an answer of shape {list(answer.shape)} and {words} cannot be told: {ASKS}")
 
 
 def _parameters_of(model: Any) -> tuple[int, list[str]]:

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
 from autotune_loader.results.record import Finding, FoundBy, RateUnit, Status
 from autotune_loader.values.config import LoaderConfig
@@ -347,9 +347,8 @@ def _told(trial: Trial) -> Trial:
     if trial.failure is not None:
         return replace(trial, failure=replace(trial.failure, retryable=False))
     assert trial.measurement is not None
-    gpu = replace(trial.measurement.gpu, util=None, copy_s=None)
     asked: dict[str, Any] = {"samples": 0, "window_s": 0.0, "read_bytes": None, "batch_tensors": 0}
-    return replace(trial, measurement=replace(trial.measurement, traces=(), stages=None, gpu=gpu, **asked))
+    return replace(trial, measurement=replace(trial.measurement, traces=(), stages=None, **asked))
 
 
 def _sparse(value: Any) -> Any:

@@ -15,14 +15,14 @@ from functools import cached_property
 
 import numpy as np
 
-from autotune_loader.search.context import Context
 from autotune_loader.search.draws import Draws, Observed, draw
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import Floats
-from autotune_loader.search.space import UNMODELLED, Space
+from autotune_loader.search.space import UNMODELLED, Context, Space
 from autotune_loader.search.sufficiency import sufficient, with_sufficiency
 from autotune_loader.search.twin import Solved, Twin
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.statistics import Z_95
 from autotune_loader.values.trial import Trial
 
 MODEL_SD = 0.06
@@ -45,16 +45,6 @@ FURTHER = 0.1
 """A further finalist must be expected to save this share of the tolerance; the cheapest of those that save as much is taken."""
 POOREST_BURST_SD = 0.2
 """Relative standard deviation of a burst whose few batches give no better interval."""
-GROWS_WITH_WORKERS = (
-    "oom_killed",
-    "out_of_memory",
-    "memory_guard",
-    "shared_memory",
-    "descriptors",
-    "deadline",
-    "crashed",
-)
-"""What more workers make worse, whatever else is set."""
 
 
 class Belief:
@@ -186,10 +176,13 @@ class Belief:
     def most_workers(self) -> int | None:
         """Workers beyond which nothing is tried after a failure, which may have cost a deadline; None before there is one.
 
-        The geometric middle of what succeeded and what failed: one, where no number of workers has succeeded.
+        The geometric middle of what succeeded and what failed: one, where no number of workers has succeeded. What failed with
+        pinning, or with another batch size, says nothing of workers.
         """
         most = self._most_that_succeeded
-        failed = [t.config.num_workers for t in self.trials if _is_for_workers(t) and t.config.num_workers > most]
+        tried = [(t.config, t.failure.kind) for t in self.trials if t.failure is not None]
+        tried = [each for each in tried if each[1] != "infeasible" and self.space.is_modelled(each[0])]
+        failed = [config.num_workers for config, _ in tried if config.num_workers > most]
         return min(max(most + 1, math.isqrt(most * min(failed))), min(failed) - 1) if failed else None
 
     @cached_property
@@ -275,13 +268,4 @@ def _own_sd(trial: Trial) -> float:
     rate = None if trial.measurement is None else trial.measurement.samples_per_s
     if rate is None or not rate.is_telling:
         return POOREST_BURST_SD
-    return min(math.log(rate.high / rate.value) / 1.96, POOREST_BURST_SD)
-
-
-def _is_for_workers(trial: Trial) -> bool:
-    """Whether it failed in a way that says the same of more workers: not by another batch size, say, or by pinning."""
-    config, failure = trial.config, trial.failure
-    if failure is None or failure.kind == "infeasible" or config.batch_size is not None:
-        return False
-    plain = not config.pin_memory and not config.device_prefetch and config.in_order
-    return failure.kind in GROWS_WITH_WORKERS or plain
+    return min(math.log(rate.high / rate.value) / Z_95, POOREST_BURST_SD)

@@ -140,45 +140,46 @@ def draw(keys: Sequence[Hashable], mean: Floats, covariance: Floats, seen: Obser
     together = np.equal.outer(seen.rounds, seen.rounds).astype(np.float64)
     shape, off = covariance[np.ix_(seen.where, seen.where)], seen.logs - mean[seen.where]
     luck, common = rng.standard_normal((PATHS, count)), rng.standard_normal((PATHS, int(seen.rounds.max()) + 1))
-    paths, noises, begun = np.empty_like(errors), 0.0, 0
-    for (scale, noise_sd, round_sd), share in _likely(seen, shape, together, off):
-        ended = min(begun + round(share * PATHS), PATHS)
-        taken, begun = slice(begun, ended), ended
-        noise = seen.variances + noise_sd**2
-        within = scale**2 * shape + round_sd**2 * together
-        weights = np.ones(count)
-        for _ in range(
-            REWEIGHTINGS
-        ):  # iteratively, as for errors that follow Student's t (Lange, Little and Taylor 1989)
-            explained = np.linalg.inv(within + np.diag(noise / weights))
-            left = off - within @ explained @ off
-            weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + left**2 / noise)
-        explained = np.linalg.inv(within + np.diag(noise / weights))
-        error = scale * errors[taken]
-        said = error[:, seen.where] + round_sd * common[taken][:, seen.rounds] + np.sqrt(noise / weights) * luck[taken]
-        gain = scale**2 * covariance[:, seen.where] @ explained
-        paths[taken] = mean + error + (off - said) @ gain.T
-        noises += share * noise_sd
-    return Draws(keys=tuple(keys), paths=paths, noise_sd=noises)
-
-
-def _likely(
-    seen: Observed, shape: Floats, together: Floats, off: Floats
-) -> list[tuple[tuple[float, float, float], float]]:
-    """Error scale, noise and scatter of rounds, with the share of the draws that each deserves; the shares add up to 1."""
-    points = list(itertools.product(ERROR_SCALES, NOISE_SDS, ROUND_SDS))
-    surprise = np.array([_surprise(*point, seen, shape, together, off) for point in points])
+    scales, noise_sds, round_sds = (axis.ravel() for axis in np.meshgrid(ERROR_SCALES, NOISE_SDS, ROUND_SDS))
+    noises, explained, surprise = _fitted(scales, noise_sds, round_sds, seen, shape, together, off)
     shares = np.exp(-0.5 * (surprise - surprise.min()))
     shares = np.where(shares >= LEAST_WEIGHT * shares.max(), shares, 0.0)
-    bounds = np.round(np.cumsum(shares / shares.sum()) * PATHS) / PATHS
-    return [(point, float(s)) for point, s in zip(points, np.diff(bounds, prepend=0.0), strict=True) if s > 0]
+    ends = np.round(np.cumsum(shares / shares.sum()) * PATHS).astype(int)
+    paths = np.empty_like(errors)
+    for point, (begun, ended) in enumerate(itertools.pairwise([0, *ends])):
+        taken, scale = slice(begun, ended), scales[point]
+        error = scale * errors[taken]
+        said = error[:, seen.where] + round_sds[point] * common[taken][:, seen.rounds]
+        said += np.sqrt(noises[point]) * luck[taken]
+        gain = scale**2 * covariance[:, seen.where] @ explained[point]
+        paths[taken] = mean + error + (off - said) @ gain.T
+    return Draws(keys=tuple(keys), paths=paths, noise_sd=float(noise_sds @ np.diff(ends, prepend=0)) / PATHS)
 
 
-def _surprise(
-    scale: float, noise_sd: float, round_sd: float, seen: Observed, shape: Floats, together: Floats, off: Floats
-) -> float:
-    within = scale**2 * shape + round_sd**2 * together + np.diag(seen.variances + noise_sd**2)
-    _, determinant = np.linalg.slogdet(within)
-    usual = math.log(scale) ** 2 + (math.log(noise_sd / TYPICAL_NOISE) / NOISE_SPREAD) ** 2
-    usual += (math.log(round_sd / ROUND_SDS[0]) / ROUND_SPREAD) ** 2
-    return float(off @ np.linalg.solve(within, off) + determinant + usual)
+def _fitted(
+    scales: Floats, noise_sds: Floats, round_sds: Floats, seen: Observed, shape: Floats, together: Floats, off: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Variance of each observation, the inverse of their covariance, and how unlikely they are, at each point of the grid.
+
+    Noise follows Student's t: reweighted by turns (Lange, Little and Taylor 1989), so that something that disturbed one burst
+    makes neither noise nor rounds look wilder than they are.
+    """
+    within = scales[:, None, None] ** 2 * shape + round_sds[:, None, None] ** 2 * together
+    noise = seen.variances + noise_sds[:, None] ** 2
+    weights = np.ones_like(noise)
+    for _ in range(REWEIGHTINGS):
+        explained: Floats = np.linalg.inv(within + _diagonal(noise / weights))
+        left = off - within @ explained @ off
+        weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + left**2 / noise)
+    spread = within + _diagonal(noise / weights)
+    explained = np.linalg.inv(spread)
+    surprise: Floats = np.linalg.slogdet(spread)[1] + explained @ off @ off
+    surprise += TAIL_FREEDOM * (weights - 1 - np.log(weights)).sum(axis=1)
+    surprise += np.log(scales) ** 2 + (np.log(noise_sds / TYPICAL_NOISE) / NOISE_SPREAD) ** 2
+    surprise += (np.log(round_sds / ROUND_SDS[0]) / ROUND_SPREAD) ** 2
+    return noise / weights, explained, surprise
+
+
+def _diagonal(variances: Floats) -> Floats:
+    diagonal: Floats = variances[:, :, None] * np.eye(variances.shape[1])
+    return diagonal

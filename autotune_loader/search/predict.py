@@ -9,9 +9,8 @@ from itertools import combinations
 
 import numpy as np
 
-from autotune_loader.search.context import Context
 from autotune_loader.search.observation import Observation
-from autotune_loader.search.space import WORKER_BASE_BYTES, memory_bytes
+from autotune_loader.search.space import WORKER_BASE_BYTES, Context, memory_bytes
 from autotune_loader.search.twin import Twin
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement

@@ -19,21 +19,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from autotune_loader.search.belief import Belief, choose, equally_fast
+from autotune_loader.search.belief import UNKNOWN_SD, Belief, choose, equally_fast
 from autotune_loader.search.draws import Draws, Observed, draw
 from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.statistics import TYPICAL_NOISE, Effects, Interval, Round
+from autotune_loader.values.statistics import Effects, Interval, Round
 
-UNKNOWN_SD = 0.7
-"""Without a belief anything may be twice as fast as anything else (standard deviation of the logarithm)."""
 CERTAIN = 0.95
 """A choice that loses no more than the tolerance with this probability needs no further rounds."""
 WORTH_A_SECOND = 0.01
@@ -50,7 +49,6 @@ MAX_FAILURES = 2
 """A side that failed this often is out ..."""
 OUT_AT_ONCE = ("deadline",)
 """... and at once by these: it would hang again."""
-_Side = TypeVar("_Side", bound=Hashable)
 
 
 class RoundsEnd(Enum):
@@ -67,22 +65,16 @@ class RoundsEnd(Enum):
 class RoundsOutcome:
     """The rounds and what they say."""
 
-    sides: tuple[Any, ...]
     rounds: tuple[Round, ...]
     winner: Any
     rate: Interval
     """Rate of the winner, from these rounds alone."""
     speedup: Interval | None
     """Winner over baseline; None when no round measured both."""
-    bursts: Mapping[Any, Sequence[Measurement]]
-    """The bursts of each, in order; only the last one with its traces."""
     as_fast: tuple[Any, ...]
     """Who counts as equally fast as the winner, by the rule that chose it; none of them is cheaper."""
-    probability: float
-    """That the winner loses no more than the tolerance against the best of those that ran."""
     at_ceiling: bool
     """Whether it is as fast as the step alone in two rounds or more: no loader can be faster."""
-    failures: Mapping[Any, Sequence[Failure]]
 
 
 class Rounds:
@@ -96,8 +88,6 @@ class Rounds:
         believe: what is known of everything, these rounds included, where sides are configurations; None, and the rounds alone
             decide.
         ceiling: samples/s of the step alone; None where that is unknown.
-        noise_sd: relative standard deviation of one burst, before the rounds show theirs.
-        least_rounds: for an answer that is the interval of a ratio, and not a choice.
     """
 
     def __init__(
@@ -109,16 +99,12 @@ class Rounds:
         cost: Callable[[Any], tuple[float, ...]] = lambda side: (),
         believe: Callable[[], Belief | None] = lambda: None,
         ceiling: float | None = None,
-        noise_sd: float = TYPICAL_NOISE,
-        least_rounds: int = LEAST_ROUNDS,
     ) -> None:
         self.sides, self.baseline, self.tolerance = list(dict.fromkeys([*sides, baseline])), baseline, tolerance
         self.rounds: list[Round] = []
         self.ended: RoundsEnd | None = None
-        self.ceiling = ceiling
-        self._cost, self._believe, self._noise_sd, self._least_rounds = cost, believe, noise_sd, least_rounds
-        self._bursts: dict[Any, list[Measurement]] = {}
-        self._failures: dict[Any, list[Failure]] = {}
+        self._cost, self._believe, self._ceiling = cost, believe, ceiling
+        self._succeeded, self._failed = Counter[Any](), Counter[Any]()
         self._spent_s, self._ran = 0.0, 0
 
     @property
@@ -131,10 +117,8 @@ class Rounds:
         measured = {side: outcome for side, outcome in outcomes if isinstance(outcome, Measurement)}
         for side, outcome in outcomes:
             if isinstance(outcome, Failure):
-                self._failures.setdefault(side, []).append(outcome)
-        for side, outcome in measured.items():
-            earlier = [replace(each, traces=()) for each in self._bursts.get(side, [])]
-            self._bursts[side] = [*earlier, outcome]
+                self._failed[side] += MAX_FAILURES if outcome.kind in OUT_AT_ONCE else 1
+        self._succeeded.update(list(measured))
         foreign = [m.foreign_cpu_share for m in measured.values() if m.foreign_cpu_share is not None]
         rates = {side: m.samples_per_s.value for side, m in measured.items()}
         self.rounds.append(Round(rates=rates, foreign_cpu_share=max(foreign, default=None)))
@@ -148,13 +132,13 @@ class Rounds:
 
     def active(self) -> list[Any]:
         """Who has not failed too often."""
-        return [side for side in self.sides if not _is_out(self._failures.get(side, ()))]
+        return [side for side in self.sides if self._failed[side] < MAX_FAILURES]
 
     def incumbent(self, least_rounds: int = 1) -> Any | None:
         """Who would be chosen now, of those that ran so often, if any did; None where nobody ran."""
-        counts = {side: len(self._bursts.get(side, ())) for side in self.active()}
-        most = max(counts.values(), default=0)
-        ran = [side for side, count in counts.items() if count >= min(least_rounds, most)]
+        active = self.active()
+        most = max((self._succeeded[side] for side in active), default=0)
+        ran = [side for side in active if self._succeeded[side] >= min(least_rounds, most)]
         return ran[choose(self._draws(ran), [self._cost(side) for side in ran], self.tolerance)] if most else None
 
     def entrants(self, seconds_left: float = math.inf) -> list[Any]:
@@ -164,33 +148,25 @@ class Rounds:
         if end is None and seconds_left < round_s:
             end = RoundsEnd.NO_TIME
         self.ended = end
-        return [] if end is not None else in_turns(entrants, self.number)
+        return [] if end is not None else _in_turns(entrants, self.number)
 
     def outcome(self) -> RoundsOutcome | None:
         """What the rounds say; None where none could be completed."""
         winner = self.incumbent(LEAST_ROUNDS)
         if winner is None:
             return None
-        ran = [side for side in self.sides if self._bursts.get(side)]
-        draws, effects = self._draws(ran), self._effects()
-        equal = [ran[index] for index in equally_fast(draws, self.tolerance)]
-        exactly_one = Interval(value=1.0, low=1.0, high=1.0, count=self.number)
-        has_both = self.baseline in ran
+        ran, effects = [side for side in self.sides if self._succeeded[side]], self._effects()
+        equal = [ran[index] for index in equally_fast(self._draws(ran), self.tolerance)]
+        speedup: Interval | None = Interval(value=1.0, low=1.0, high=1.0, count=self.number)
+        if winner != self.baseline:
+            speedup = effects.ratio(winner, self.baseline) if self.baseline in ran else None
         return RoundsOutcome(
-            sides=tuple(self.sides),
             rounds=tuple(self.rounds),
             winner=winner,
             rate=effects.rate(winner, chosen_of=len(self._contenders(effects, winner)) + 1),
-            speedup=exactly_one
-            if winner == self.baseline
-            else effects.ratio(winner, self.baseline)
-            if has_both
-            else None,
-            bursts={side: tuple(bursts) for side, bursts in self._bursts.items()},
+            speedup=speedup,
             as_fast=tuple(side for side in equal if side != winner and self._cost(side) >= self._cost(winner)),
-            probability=float(draws.within(self.tolerance)[ran.index(winner)]),
             at_ceiling=self._is_at_ceiling(winner),
-            failures={side: tuple(each) for side, each in self._failures.items()},
         )
 
     def _next(self) -> tuple[list[Any], RoundsEnd | None]:
@@ -199,27 +175,24 @@ class Rounds:
             return [], RoundsEnd.ALL_FAILED
         if incumbent is None:
             return active, RoundsEnd.ALL_FAILED if self.number >= LEAST_ROUNDS else None
-        new = [side for side in active if not self._bursts.get(side)]
+        new = [side for side in active if not self._succeeded[side]]
         ran = [side for side in active if side not in new]
         draws, effects = self._draws(ran), self._effects()
         inside = draws.within(self.tolerance)
         rivals = [s for s in self._contenders(effects, incumbent) if s in ran]
         here = ran.index(incumbent)
         worth = {side: draws.worth_of_pair(here, ran.index(side), self.tolerance) for side in rivals}
-        best = max(worth, key=lambda side: worth[side], default=None)
-        wanted = {incumbent, *new}
-        end = self._end(incumbent, float(inside[here]), worth[best] if best is not None else 0.0, new)
-        if best is not None:
-            wanted.add(best)
-        is_early = self.number < self._least_rounds
-        if self.baseline in ran and (is_early or not self._is_clearly_slower(effects, self.baseline, incumbent)):
+        best = max(worth, key=lambda side: worth[side], default=incumbent)
+        end = None if new else self._end(incumbent, float(inside[here]), worth.get(best, 0.0))
+        wanted = {incumbent, best, *new}
+        if self.baseline in ran and (self.number < LEAST_ROUNDS or not self._is_clearly_slower(effects, incumbent)):
             wanted.add(self.baseline)
         return [side for side in self.sides if side in wanted], end
 
-    def _end(self, incumbent: Any, probability: float, worth: float, new: Sequence[Any]) -> RoundsEnd | None:
+    def _end(self, incumbent: Any, probability: float, worth: float) -> RoundsEnd | None:
         if self.number >= MOST_ROUNDS:
             return RoundsEnd.NOT_WORTH_IT
-        if new or self.number < self._least_rounds or len(self._bursts[incumbent]) < LEAST_ROUNDS:
+        if self.number < LEAST_ROUNDS or self._succeeded[incumbent] < LEAST_ROUNDS:
             return None
         if self._is_at_ceiling(incumbent):
             return RoundsEnd.CEILING
@@ -233,22 +206,22 @@ class Rounds:
         others = [side for side in effects.keys if side != incumbent]
         return [side for side in others if effects.ratio(side, incumbent).high >= 1 - self.tolerance]
 
-    def _is_clearly_slower(self, effects: Effects, side: Any, incumbent: Any) -> bool:
-        return side != incumbent and effects.ratio(side, incumbent).high < 1 - CLEARLY * self.tolerance
+    def _is_clearly_slower(self, effects: Effects, incumbent: Any) -> bool:
+        """Whether the baseline is slower than this one."""
+        if self.baseline == incumbent:
+            return False
+        return effects.ratio(self.baseline, incumbent).high < 1 - CLEARLY * self.tolerance
 
     def _is_at_ceiling(self, side: Any) -> bool:
         """Whether it is as fast as the step alone, in the mean of two rounds or more; a faster one denies that ceiling."""
-        ceiling, rates = self.ceiling, self._rates
-        means = {each: fmean(rates(each)) for each in self.active() if len(self._bursts.get(each, ())) >= LEAST_ROUNDS}
+        ceiling, often = self._ceiling, [each for each in self.active() if self._succeeded[each] >= LEAST_ROUNDS]
+        means = {each: fmean(r.rates[each] for r in self.rounds if each in r.rates) for each in often}
         if ceiling is None or side not in means or max(means.values()) > ABOVE_CEILING * ceiling:
             return False
         return means[side] >= NEAR_CEILING * ceiling
 
-    def _rates(self, side: Any) -> list[float]:
-        return [each.rates[side] for each in self.rounds if side in each.rates]
-
     def _effects(self) -> Effects:
-        return Effects.of([each for each in self.rounds if each.rates], noise_sd=self._noise_sd)
+        return Effects.of([each for each in self.rounds if each.rates])
 
     def _draws(self, sides: Sequence[Any]) -> Draws:
         """What is believed of some sides that ran: by all that is known, or by the rounds alone."""
@@ -266,15 +239,11 @@ class Rounds:
         return draw(sides, np.full(len(sides), logs.mean()), UNKNOWN_SD**2 * np.eye(len(sides)), observed)
 
 
-def in_turns(sides: Sequence[_Side], number: int, seed: int = 0) -> list[_Side]:
+def _in_turns(sides: Sequence[Any], number: int) -> list[Any]:
     """The order of a round: of two sides each is first as often, more are shuffled."""
     order = list(sides)
     if len(order) > 2:
-        random.Random(seed * 1_000_003 + number).shuffle(order)
+        random.Random(number).shuffle(order)
     elif number % 2:
         order.reverse()
     return order
-
-
-def _is_out(failures: Sequence[Failure]) -> bool:
-    return len(failures) >= MAX_FAILURES or any(failure.kind in OUT_AT_ONCE for failure in failures)

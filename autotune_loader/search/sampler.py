@@ -26,9 +26,8 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune_loader.search.belief import Belief
-from autotune_loader.search.context import Context
 from autotune_loader.search.rule import begin_with
-from autotune_loader.search.space import Space
+from autotune_loader.search.space import Context, Space
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.serialization import from_plain, to_plain

@@ -32,6 +32,19 @@ UNMODELLED = ("batch_size", "pin_memory", "device_prefetch", "in_order")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The machine and the step, as measured without a loader."""
+
+    usable_cores: int
+    step_cores: float = 1.0
+    """Cores that the step keeps busy while it runs: its intra-op threads on a CPU, 1 where it only feeds an accelerator."""
+    step_s: float | None = None
+    """Seconds of the step on a cached batch; None where there is no step, or it was not timed."""
+    epoch_batches: int | None = None
+    """Batches of an epoch; None where that is unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a configuration may use of this machine; None means unlimited or unknown."""
 

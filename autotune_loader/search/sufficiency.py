@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune_loader.search.contention import sampling_variance
+from autotune_loader.search.draws import TYPICAL_NOISE
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import Floats
 from autotune_loader.values.config import LoaderConfig
@@ -82,24 +83,29 @@ def sufficient(
 def with_sufficiency(paths: Floats, found: Sequence[Sufficient]) -> Floats:
     """The same rates, those with enough workers in each path as fast as any with more, but for what these lose.
 
-    Always with the same draws of how far the headroom was misread, so that answers repeat. Where more workers were seen to
-    be faster beyond all luck, nothing is raised.
+    They rise to the others, in full while they are known no better than by one burst, and the less the more bursts they have
+    had; then the others come down to them. So the luckiest of many that never ran does not outvote what was measured. Always
+    with the same draws of how far the headroom was misread, so that answers repeat. Where more workers were seen to be faster
+    beyond all luck, nothing is moved.
 
     Args:
         paths: logarithms of rates as they may be, shape (paths, configurations).
         found: whose workers are enough.
     """
-    higher: Floats = paths.copy()
+    moved: Floats = paths.copy()
     luck = np.random.default_rng(1).standard_normal(len(paths))
     for each in found:
-        larger = list(each.larger)
-        ahead = paths[:, larger] - paths[:, [each.position]]
+        own, larger = paths[:, each.position], list(each.larger)
+        ahead = paths[:, larger] - own[:, None]
         if (ahead.mean(axis=0) > REFUTED * np.maximum(ahead.std(axis=0), 1e-9)).any():
             continue
         headroom = np.exp(each.log_headroom + each.headroom_sd * luck)
-        lost = np.clip(np.maximum(1.0 - headroom, each.least_loss), 0.0, MOST_LOST)
-        higher[:, each.position] = np.maximum(paths[:, each.position], paths[:, larger].max(axis=1) + np.log1p(-lost))
-    return higher
+        lost = np.log1p(-np.clip(np.maximum(1.0 - headroom, each.least_loss), 0.0, MOST_LOST))
+        unknown = min(1.0, float(own.var()) / TYPICAL_NOISE**2)
+        rise = unknown * np.maximum(ahead.max(axis=1) + lost, 0.0)
+        moved[:, each.position] = np.maximum(moved[:, each.position], own + rise)
+        moved[:, larger] = np.minimum(moved[:, larger], (moved[:, each.position] - lost)[:, None])
+    return moved
 
 
 def _headrooms(observations: Sequence[Observation]) -> Mapping[int, tuple[float, float]]:

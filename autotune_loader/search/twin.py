@@ -15,10 +15,10 @@ from functools import cached_property
 import numpy as np
 
 from autotune_loader.search.contention import Contention, fit_contention, sampling_sd
-from autotune_loader.search.context import Context
 from autotune_loader.search.observation import Observation, whole_cycles
 from autotune_loader.search.queue import Floats, Ints, batches_needed, quantile_order, relative, simulate, steady_rate
 from autotune_loader.search.rule import useful_workers
+from autotune_loader.search.space import Context
 from autotune_loader.values.config import LoaderConfig
 
 FIXED_POINT_ROUNDS = 30

@@ -6,21 +6,19 @@ it holds, anything else by what it can do.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.validation import require_count
 
 if TYPE_CHECKING:
@@ -79,13 +77,12 @@ def _loader_arguments() -> Mapping[str, inspect.Parameter]:
     return inspect.signature(DataLoader).parameters
 
 
-def make_workload(  # noqa: PLR0913 - what tune() is given
+def make_workload(
     data: Any,
     model: Any = None,
     *,
     batch_size: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    worker_init_fn: Callable[[int], Any] | None = None,
     train_step: Any = None,
     loss_fn: Any = None,
     optimizer: Any = None,
@@ -98,7 +95,6 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
         model: what the step trains.
         batch_size: samples per batch.
         collate_fn: of the DataLoader.
-        worker_init_fn: of the DataLoader.
         train_step: the whole step, or its seconds.
         loss_fn: of the inferred step.
         optimizer: of the inferred step.
@@ -119,13 +115,7 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
         batch_size = int(batch_size)  # numpy's
     require_count("batch_size", batch_size, minimum=1)
     train_step = _as_step_time(train_step)
-    functions = {
-        "loss_fn": loss_fn,
-        "train_step": train_step,
-        "collate_fn": collate_fn,
-        "worker_init_fn": worker_init_fn,
-    }
-    for name, value in functions.items():
+    for name, value in {"loss_fn": loss_fn, "train_step": train_step, "collate_fn": collate_fn}.items():
         instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
         refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")
     training = _training(model, train_step, loss_fn, optimizer, device)
@@ -133,14 +123,18 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
     own_config = None
     if _kind(found) == "loader":
         own_config = LoaderConfig.from_loader(found)
-        given = {"batch_size": batch_size, "collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
-        side, notes = _data_of_loader(found, given), [*_own_iteration(found), *notes]
+        for name, value in {"batch_size": batch_size, "collate_fn": collate_fn}.items():
+            twice = (
+                f"{name}={value!r:.60} was given together with a DataLoader (and not its dataset), which has its own"
+            )
+            refuse(value is not None, twice, f"{name}=None", ValueError)
+        side, notes = _data_of_loader(found), [*_own_iteration(found), *notes]
     else:
         _check_dataset(found)
         if batch_size is None:
             batch_size = ASSUMED_BATCH_SIZE
             notes.append(f"batch_size was not given: measured with {batch_size}; pass the one you train with")
-        side = DataSide.from_dataset(found, batch_size=batch_size, collate_fn=collate_fn, worker_init_fn=worker_init_fn)
+        side = DataSide.from_dataset(found, batch_size=batch_size, collate_fn=collate_fn)
     notes += _check_epoch(side)
     if training.compiled:
         notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
@@ -177,47 +171,17 @@ def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device:
     shown, a_step = f"model={_shown(model)}", "train_step=lambda model, batch: ..."
     refuse(isinstance(model, type), f"{shown} is a class", f"{shown}(...)")
     refuse(model is not None and train_step is None and not callable(model), f"{shown} is not callable", a_step)
-    called = (
-        f"train_step={_shown(train_step)} is called as train_step(model, batch), which its signature does not allow"
-    )
-    refuse(train_step is not None and not _takes_two(train_step), called, a_step)
-    steps = optimizer is None or callable(optimizer) or all(hasattr(optimizer, name) for name in ("step", "zero_grad"))
-    refuse(
-        not steps,
-        f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer",
-        "optimizer=torch.optim.AdamW, or one over the model's parameters,",
-    )
     model = _without_ranks(model)
     named = model.named_modules() if _kind(model) == "module" else ()
     return TrainingSide(
         model=model,
         train_step=train_step,
-        loss_fn=_loss_of(loss_fn) if isinstance(loss_fn, type) else loss_fn,
+        loss_fn=loss_fn() if isinstance(loss_fn, type) else loss_fn,
         optimizer=optimizer,
         device=_device_name(device, model),
         precision=getattr(getattr(model, "_trainer", None), "precision_plugin", None),
         compiled=tuple(name for name, part in named if getattr(part, "_compiled_call_impl", None) is not None),
     )
-
-
-def _loss_of(loss_class: type) -> Any:
-    try:
-        return loss_class()
-    except TypeError as error:
-        name = f"loss_fn={loss_class.__name__}"
-        raise TypeError(
-            f"{name} is a class that cannot be made without arguments ({error}); {name}(...) would work"
-        ) from error
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind("model", "batch")
-    except TypeError:
-        return False
-    except ValueError:  # written in C
-        return True
-    return True
 
 
 def _device_name(device: str | torch.device, model: Any) -> str:
@@ -273,17 +237,8 @@ def _without_ranks(model: Any) -> Any:
 # The data
 
 
-def _data_of_loader(loader: Any, given: Mapping[str, Any]) -> DataSide:
-    for name, value in given.items():
-        refuse(
-            value is not None,
-            f"{name}={value!r:.60} was given together with an existing DataLoader (and not its dataset), which has its own",
-            f"{name}=None",
-            ValueError,
-        )
+def _data_of_loader(loader: Any) -> DataSide:
     _check_again("data", loader.dataset)
-    if type(loader.sampler).__name__ in ("RandomSampler", "SequentialSampler"):
-        _length(loader.dataset)
     side = DataSide.from_loader(loader)
     for name in ("sampler", "batch_sampler"):
         _check_again(name, getattr(side, name))
@@ -297,18 +252,7 @@ def _check_dataset(dataset: Any) -> None:
         return
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise _neither(dataset)
-    is_empty = _length(dataset) == 0
-    refuse(is_empty, "data is empty (len(data) == 0)", "a dataset with at least one sample", ValueError)
-
-
-def _length(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except Exception as error:
-        raise TypeError(
-            f"data={type(dataset).__name__} has no length: len() raises {type(error).__name__}: {error}; "
-            f"{in_a_loader('sampler')}, which says which indices there are, would work"
-        ) from error
+    refuse(not len(dataset), "data is empty (len(data) == 0)", "a dataset with at least one sample", ValueError)
 
 
 def _check_again(name: str, value: Any) -> None:
@@ -362,25 +306,12 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
 
 def _neither(given: Any, answer: str | None = None) -> TypeError:
     """An object is no dataset and no loader: the error, with the call, or the kind of argument, that would work."""
-    if answer is None and hasattr(getattr(given, "dataset", None), "__getitem__"):
-        answer = f"its dataset, tune({type(given).__name__.lower()}.dataset, model, batch_size=..., collate_fn=...),"
-    elif answer is None:
+    if answer is None:
         answer = "the dataset that it reads, in a DataLoader," if hasattr(given, "__iter__") else "a list of samples"
     return TypeError(
         f"data={given!r:.60} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
         f"__getitem__ and __len__; {answer} would work"
     )
-
-
-@contextlib.contextmanager
-def told_beside_errors(notes: Sequence[str]) -> Iterator[None]:
-    """How the arguments were read, beside an error of the very first batch: what was left out of a loader may explain it."""
-    try:
-        yield
-    except WorkloadError as error:
-        if not notes:
-            raise
-        raise WorkloadError("; ".join([error.message, *notes]), error.user_traceback) from error
 
 
 def _own_iteration(loader: DataLoader[Any]) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.pipeline.throughput import queued_share
-from autotune_loader.search.context import Context
+from autotune_loader.search.rounds import Rounds
+from autotune_loader.search.space import Context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import CEILING_BURST, BurstPlan
@@ -162,3 +163,24 @@ def prefill_s(config: LoaderConfig, measured: Measurement, context: Context) -> 
         return 0.0
     others_s = ((config.prefetch_factor or 1) - 1) * measured.service_s
     return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)
+
+
+def run_rounds(
+    rounds: Rounds,
+    burst: Callable[[Any, int], Trial],
+    budget: Budget,
+    on_round: Callable[[dict[Any, float]], None],
+) -> None:
+    """Run rounds until they decide, or another one is not worth its time.
+
+    Args:
+        rounds: who takes part, and what was seen.
+        burst: one burst of a side in the round of this number, from 0; what it saw is remembered by the caller.
+        budget: a round that does not fit into it is not begun.
+        on_round: told the rates of each round.
+    """
+    while sides := rounds.entrants(budget.left()):
+        begun, number = budget.clock(), rounds.number
+        outcomes = [(side, burst(side, number).outcome) for side in sides]
+        done = rounds.record(outcomes, budget.clock() - begun)
+        on_round(dict(done.rates))

@@ -20,9 +20,8 @@ from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.bursting import Budget, Bursts
+from autotune_loader.tuning.bursting import Budget, Bursts, run_rounds
 from autotune_loader.tuning.options import parse_options
-from autotune_loader.tuning.rounds import run_rounds
 from autotune_loader.tuning.run import make_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError

@@ -16,31 +16,17 @@ ALLOWABLE = ("in_order", "batch_size", "device_prefetch", "persistent_workers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """How to search. Every field is the argument of `tune()` with the same name, parsed.
+    """How to search: the arguments of `tune()` with these names, parsed."""
 
-    Raises:
-        TypeError, ValueError: naming the option, its value and one that would work.
-    """
-
-    budget_s: float = 60.0
+    budget_s: float
     """Wall seconds from call to result."""
-    max_workers: int | None = None
-    allow: frozenset[str] = frozenset()
-    tolerance: float = 0.02
+    max_workers: int | None
+    allow: frozenset[str]
+    tolerance: float
     """Configurations this close to the fastest count as equally fast; the cheapest of them is chosen."""
-    output: str | None = None
-    progress: bool | None = None
+    output: str | None
+    progress: bool | None
     """None: on a terminal and in a notebook."""
-
-    def __post_init__(self) -> None:
-        require_count("max_workers", self.max_workers, minimum=0)
-        for name in sorted(self.allow):
-            require_choice("allow", name, ALLOWABLE)
-        require_number("tolerance", self.tolerance, example=0.02)
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(f"tolerance={self.tolerance!r} is not a share between 0 and 1; tolerance=0.02 would work")
-        if self.progress is not None:
-            require_bool("progress", self.progress)
 
 
 def parse_options(
@@ -52,23 +38,36 @@ def parse_options(
     output: object = None,
     progress: bool | None = None,
 ) -> TuneOptions:
-    """`TuneOptions` from arguments of `tune()`: budgets such as "60s" or "3m", names of `allow` in any collection."""
-    if output is not None and not isinstance(output, (str, os.PathLike)):
-        raise TypeError(f"output={output!r} is not a path; output='loader.json' would work")
+    """`TuneOptions` from arguments of `tune()`: budgets such as "60s" or "3m", names of `allow` in any collection.
+
+    Raises:
+        TypeError, ValueError: naming the option, its value and one that would work.
+    """
+    require_count("max_workers", max_workers, minimum=0)
+    names = _names(allow)
+    for name in sorted(names):
+        require_choice("allow", name, ALLOWABLE)
+    require_number("tolerance", tolerance, example=0.02)
+    is_share = 0 <= tolerance < 1
+    refuse(not is_share, f"tolerance={tolerance!r} is not a share between 0 and 1", "tolerance=0.02", ValueError)
+    is_path = output is None or isinstance(output, (str, os.PathLike))
+    refuse(not is_path, f"output={output!r} is not a path", "output='loader.json'")
+    if progress is not None:
+        require_bool("progress", progress)
     return TuneOptions(
         budget_s=parse_seconds("budget", budget),
         max_workers=max_workers,
-        allow=_names(allow),
+        allow=names,
         tolerance=tolerance,
-        output=None if output is None else os.fsdecode(output),
+        output=None if output is None else os.fsdecode(output),  # type: ignore[arg-type]
         progress=progress,
     )
 
 
 def _names(allow: object) -> frozenset[str]:
     names = [allow] if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [None]
-    if not all(isinstance(each, str) for each in names):
-        raise TypeError(f"allow={allow!r} is not a collection of names; allow=('in_order',) would work")
+    are_names = all(isinstance(each, str) for each in names)
+    refuse(not are_names, f"allow={allow!r} is not a collection of names", "allow=('in_order',)")
     return frozenset(map(str, names))
 
 

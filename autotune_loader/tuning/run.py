@@ -7,18 +7,15 @@ from dataclasses import dataclass, fields, replace
 
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.bursts.protocol import WarmupReport
-from autotune_loader.machine.facts import Fingerprint, Machine
+from autotune_loader.machine.facts import Machine
+from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.pipeline.workload import DataSide, Workload
-from autotune_loader.search.context import Context
-from autotune_loader.search.space import BatchCost, Limits, Space
+from autotune_loader.search.space import MOST_WORKERS, BatchCost, Context, Limits, Space
 from autotune_loader.tuning.options import TuneOptions
 from autotune_loader.values.config import LoaderConfig
 
-MAX_WORKERS = 64
-"""More worker processes on one rank have never been shown to help, and starting them takes seconds."""
 BATCH_FACTORS = (2, 4, 0.5)
 """Batch sizes around the user's own, in the order in which they are tried."""
-NO_OTHER_BATCHES = "batch_size is not tuned: {why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +52,16 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
     """The run of a workload whose probe is warm."""
     data, warmup = workload.data, opened.warmup
     most, why = _max_workers(data, warmup, machine, options.max_workers)
-    sizes = batch_sizes(data, options.allow)
+    space = _make_space(workload, warmup, machine, options.allow, most)
     notes = [*workload.notes, *opened.notes, *why]
-    if "batch_size" in options.allow and len(sizes) == 1:
-        notes.append(NO_OTHER_BATCHES.format(why=_why_no_batch_size(data)))
+    if "batch_size" in options.allow and len(space.batch_sizes) == 1:
+        why_not = f"an epoch of {data.samples_per_epoch()} samples has room for no other than {data.batch_size}"
+        if data.batch_size is None:
+            why_not = "the DataLoader does not make the batches; one with a batch_size would work"
+        notes.append(f"batch_size is not tuned: {why_not}")
     return Run(
         workload=workload,
-        space=make_space(workload, warmup, machine, options.allow, most),
+        space=space,
         context=make_context(workload, warmup, machine),
         warmup=warmup,
         machine=machine,
@@ -79,11 +79,12 @@ def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> 
     )
 
 
-def make_space(
+def _make_space(
     workload: Workload, warmup: WarmupReport, machine: Machine, allow: Collection[str], max_workers: int
 ) -> Space:
     """The legal configurations of this workload on this machine, within what the user allows."""
-    data, kind = workload.data, workload.training.device.partition(":")[0]
+    data, (kind, _, index) = workload.data, workload.training.device.partition(":")
+    of_device = {gpu.cuda_index: gpu.memory_bytes for gpu in machine.gpus} if kind == "cuda" else {}
     accelerated = kind != "cpu" and not warmup.on_accelerator
     own = workload.own_config
     # Persistent workers of a dataset that is told its epoch would never hear of the next.
@@ -95,19 +96,19 @@ def make_space(
         persistent_workers=keeps,
         in_order=(True, False) if "in_order" in allow else (True,),
         multiprocessing_context=own.multiprocessing_context if own else None,
-        batch_sizes=batch_sizes(data, allow),
+        batch_sizes=_batch_sizes(data, allow),
         limits=Limits(
             shm_bytes=machine.shm_budget_bytes,
             memory_bytes=machine.memory_budget_bytes,
             descriptors=machine.open_files,
-            device_bytes=_device_bytes(machine, workload),
+            device_bytes=of_device.get(int(index or 0)),
         ),
         batch=BatchCost(bytes=warmup.batch_bytes, tensors=warmup.batch_tensors, samples=warmup.samples),
     )
     return space if own is None else space.including(own)
 
 
-def batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ...]:
+def _batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ...]:
     """The user's own batch size (None), and what to try beside it; no batch is larger than an epoch."""
     own = data.batch_size
     if "batch_size" not in allow or own is None:
@@ -117,27 +118,14 @@ def batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ...
     return (None, *(size for size in sizes if size >= 1 and size != own and (most is None or size <= most)))
 
 
-def _why_no_batch_size(data: DataSide) -> str:
-    if data.batch_size is None:
-        return "the DataLoader does not make the batches; one with a batch_size would work"
-    return f"an epoch of {data.samples_per_epoch()} samples has room for no other than {data.batch_size}"
-
-
 def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: int | None) -> tuple[int, list[str]]:
     """The most workers that are right here, and why where that is news to the user."""
-    caps, why = [MAX_WORKERS, asked, data.shards, data.batches_per_epoch()], list[str]()
+    caps, why = [MOST_WORKERS, asked, data.shards, data.batches_per_epoch()], list[str]()
     if machine.why_no_workers is not None:
         caps, why = [0], [machine.why_no_workers]
     caps += [0] if warmup.on_accelerator or not warmup.same_in_workers else []
     caps += [] if warmup.shardable else [1]
     return min(each for each in caps if each is not None), why
-
-
-def _device_bytes(machine: Machine, workload: Workload) -> int | None:
-    """Memory of the accelerator that the step runs on; None for a CPU, or where nobody tells."""
-    kind, _, index = workload.training.device.partition(":")
-    of_device = {gpu.cuda_index: gpu.memory_bytes for gpu in machine.gpus} if kind == "cuda" else {}
-    return of_device.get(int(index or 0))
 
 
 def common_space(spaces: Sequence[Space]) -> Space:

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.diagnosis.tables import Ended
 from autotune_loader.report.progress import Progress
-from autotune_loader.search.rounds import Rounds, RoundsOutcome
+from autotune_loader.search.rounds import ADMITTING_ROUNDS, Rounds, RoundsOutcome
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.sampler import StopReason, TwinSampler, quiet_optuna
-from autotune_loader.tuning.bursting import Budget, Bursts
-from autotune_loader.tuning.rounds import run_rounds
+from autotune_loader.tuning.bursting import Budget, Bursts, run_rounds
 from autotune_loader.tuning.run import Run
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import without_password
@@ -44,8 +43,6 @@ MOST_REPEATS = 5
 """A sampler that proposes so often in a row what it has proposed before has nothing new to say."""
 MOST_OVERRUN_S = 2.0
 """A first round that would overrun the budget by more than this is not begun."""
-ADMITTING_ROUNDS = 2
-"""New candidates may join after the first rounds, so that each runs in more than one."""
 
 
 def open_study(storage: str | None = None, name: str = "autotune_loader") -> optuna.Study:
@@ -284,9 +281,8 @@ class Search:
     def _after_round(self, rates: dict[LoaderConfig, float]) -> None:
         assert self.rounds is not None
         self._progress.round(self.rounds.number, rates, self.budget.left())
-        if self.rounds.number <= ADMITTING_ROUNDS:
+        if self.rounds.number <= ADMITTING_ROUNDS:  # later ones would not be taken
             self.rounds.admit(self.twin.belief(self.study).shortlist())
 
     def _round_s(self, configs: Iterable[LoaderConfig]) -> float:
-        """Seconds that one round of these will take."""
         return sum(map(self.bursts.burst_s, {each.key(): each for each in configs}.values()))

@@ -4,7 +4,7 @@
     rank r    hear ─► own burst ──► tell ─────────────────────────────────► hear ... ──► result
 
 So they contend for cores, memory and storage as they will in training. Objects travel by torch.distributed's own collectives on
-a gloo group: error and timeout of a rank that is lost are torch's. Alone (`ranks` is None) everything is done here.
+a gloo group. A rank that raises, or is interrupted, leaves the group with its own error; the others end with torch's.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ import contextlib
 import itertools
 import os
 import platform
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.errors import TunerError, WorkloadError
+from autotune_loader.values.errors import TunerError
 from autotune_loader.values.measurement import Failure, Measurement
 
 _groups = itertools.count()
-_Opened = TypeVar("_Opened")
 
 
 class Ranks:
@@ -72,55 +70,17 @@ def joined_ranks() -> Iterator[Ranks | None]:
         dist.destroy_process_group(group if is_up else None)
 
 
-@contextlib.contextmanager
-def opened_everywhere(ranks: Ranks | None, opening: contextlib.AbstractContextManager[_Opened]) -> Iterator[_Opened]:
-    """What is opened on this rank; where that fails on one rank it fails on all, which are told on which."""
-    why = ""
-    with contextlib.ExitStack() as exits:
-        try:
-            opened = exits.enter_context(opening)
-        except BaseException as error:
-            why = str(error) or type(error).__name__
-            raise
-        finally:
-            failed = (
-                [] if ranks is None else [f"rank {n}: {said}" for n, said in enumerate(ranks.from_all(why)) if said]
-            )
-        if failed:
-            raise TunerError(failed[0])
-        yield opened
-
-
 def decided(ranks: Ranks | None, probe: Probe, decide: Callable[[Probe], TuningResult]) -> TuningResult:
-    """What rank 0 decides with bursts on all ranks, on every rank."""
+    """What rank 0 decides with bursts on all ranks, on every rank; alone, what this process decides."""
     if ranks is None:
         return decide(probe)
-    if ranks.rank:
-        return _followed(ranks, probe)
-    try:
+    if ranks.rank == 0:
         result = decide(_Everywhere(ranks, probe))
-    except BaseException as error:
-        ranks.from_rank_0(None, f"rank 0: {error or type(error).__name__}", None)
-        raise
-    ranks.from_rank_0(None, "", result.to_dict())
-    return result
-
-
-def _followed(ranks: Ranks, probe: Probe) -> TuningResult:
-    """The result, after the bursts that rank 0 asks for; Ctrl-C, which reaches all ranks, is rank 0's to answer."""
-    before: Any = None
-    with contextlib.suppress(ValueError):  # only the main thread hears it
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        while (asked := ranks.from_rank_0())[0] is not None:
-            _outcomes(ranks, probe, *asked)
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
-    _, error, result = asked
-    if error:
-        raise TunerError(error)
-    return TuningResult.from_dict(result)
+        ranks.from_rank_0(None, result.to_dict())
+        return result
+    while (asked := ranks.from_rank_0())[0] is not None:
+        ranks.from_all(_outcome(probe, *asked))
+    return TuningResult.from_dict(asked[1])
 
 
 class _Everywhere:
@@ -137,30 +97,20 @@ class _Everywhere:
         return self._ask("step_ceiling", replace(plan, min_s=plan.max_s))
 
     def _ask(self, *asked: Any) -> Measurement | Failure:
-        return slowest(_outcomes(self._ranks, self._own, *self._ranks.from_rank_0(*asked)))
+        return slowest(self._ranks.from_all(_outcome(self._own, *self._ranks.from_rank_0(*asked))))
 
 
-def _outcomes(ranks: Ranks, probe: Probe, name: str, *arguments: Any) -> list[Any]:
-    """Those of all ranks. Also one whose burst was interrupted tells, as the others wait for it."""
-    outcome: Any = Failure(kind="crashed", phase="batches", message="the burst was interrupted")
+def _outcome(probe: Probe, name: str, *arguments: Any) -> Measurement | Failure:
     try:
-        outcome = getattr(probe, name)(*arguments)
-    except Exception as error:
-        outcome = error
-    finally:
-        outcomes = ranks.from_all(outcome)
-    return outcomes
+        outcome: Measurement | Failure = getattr(probe, name)(*arguments)
+    except KeyboardInterrupt as error:  # `tune()` would go on with what it has, but the others wait for this burst
+        raise TunerError("a rank was interrupted during a burst") from error
+    return outcome
 
 
 def slowest(outcomes: list[Any]) -> Measurement | Failure:
-    """What a trial measured, by rank: a failure anywhere fails it, else the lowest rate counts.
-
-    Raises:
-        WorkloadError: the workload of a rank raised.
-    """
+    """What a trial measured, by rank: a failure anywhere fails it, else the lowest rate counts."""
     for rank, each in enumerate(outcomes):
-        if isinstance(each, Exception):
-            raise WorkloadError(f"rank {rank}: {each}") from each
         if isinstance(each, Failure):
             return replace(each, message=f"rank {rank}: {each.message}")
     lowest: Measurement = min(outcomes, key=lambda each: each.samples_per_s.value)

@@ -18,13 +18,13 @@ from autotune_loader.bursts.protocol import Probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.result import TuningResult
-from autotune_loader.tuning.arguments import answers_unknown_arguments, make_workload, told_beside_errors
+from autotune_loader.tuning.arguments import answers_unknown_arguments, make_workload
 from autotune_loader.tuning.assemble import assembled, loader_parts, saved
 from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.options import check_study, parse_options
 from autotune_loader.tuning.run import Run, common_space, make_run
 from autotune_loader.tuning.study import Search
-from autotune_loader.tuning.torchrun import decided, joined_ranks, opened_everywhere
+from autotune_loader.tuning.torchrun import decided, joined_ranks
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import ConfigFileError
 from autotune_loader.values.serialization import require_writable
@@ -41,7 +41,6 @@ def tune(  # noqa: PLR0913 - all that a user may say
     *,
     batch_size: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    worker_init_fn: Callable[[int], Any] | None = None,
     train_step: Callable[[Any, Any], Any] | float | None = None,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = None,
@@ -59,15 +58,15 @@ def tune(  # noqa: PLR0913 - all that a user may say
 
     An Optuna study proposes; short bursts of the real training run in a process of their own, which change nothing of the
     caller's; the best few and what the caller has now are timed in turns. Ctrl-C returns the best found so far, with
-    `status="partial"`. Under torchrun every rank calls it: rank 0 decides, and all ranks run each burst at the same time.
+    `status="partial"`. Under torchrun every rank calls it: rank 0 decides, all ranks run each burst
+    at the same time, and Ctrl-C ends the job.
 
     Args:
         data: a DataLoader, whose configuration becomes the baseline, or a dataset. A loader is only read, never iterated. What
-            `tune()` has no argument for (a sampler, a generator, ...) a DataLoader says.
+            `tune()` has no argument for (a sampler, a worker_init_fn, ...) a DataLoader says.
         model: what the step trains; None tunes the loader alone.
         batch_size: samples per batch, where a dataset is given.
         collate_fn: as in `DataLoader`, where a dataset is given.
-        worker_init_fn: likewise.
         train_step: `train_step(model, batch)`, run as it is; where it returns a loss that requires gradients, backward and the
             optimizer's step follow. Without it the step is inferred. A number is the seconds of a step: the loader is tuned
             against a wait as long, without the model.
@@ -105,13 +104,12 @@ def tune(  # noqa: PLR0913 - all that a user may say
         model,
         batch_size=batch_size,
         collate_fn=collate_fn,
-        worker_init_fn=worker_init_fn,
         train_step=train_step,
         loss_fn=loss_fn,
         optimizer=optimizer,
         device=device,
     )
-    with told_beside_errors(workload.notes), joined_ranks() as ranks:
+    with joined_ranks() as ranks:
         rank = 0 if ranks is None else ranks.rank
         shown = make_progress(options.progress, rank=rank)
         if options.output is not None and not rank:
@@ -119,7 +117,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
         machine = inspect_machine(environ=os.environ if ranks is None else ranks.environ)
         shown.announce(f"starting on {machine.usable_cores} usable cores")
         opening = open_probe(workload, machine, machine.memory_budget_bytes, budget_s=options.budget_s)
-        with opened_everywhere(ranks, opening) as opened:
+        with opening as opened:
             run = make_run(workload, opened, machine, options)
             if ranks is not None:
                 run = replace(run, space=common_space(ranks.from_all(run.space)))

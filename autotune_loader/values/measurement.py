@@ -52,14 +52,10 @@ class MemoryUse:
 class GpuUse:
     """What the accelerator did during a burst, as far as it tells."""
 
-    util: float | None = None
-    """Share of the window in which any kernel of anyone ran, by NVML's samples, 0 to 1."""
     busy_share: float | None = None
     """Share of the window in which the device was at work on a step, by its own events, copies left out; None off a GPU."""
     memory_bytes: int | None = None
     """Peak memory of the job on the device, as torch allocated it; None off a device."""
-    copy_s: float | None = None
-    """Mean seconds that a batch took to the device, by its own clock; None off CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

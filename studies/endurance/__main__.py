@@ -37,6 +37,7 @@ from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from studies.endurance.faults import MIX, workload
+from tests.support.bursts import orphaned_segments
 
 BURSTS_PER_PROBE = 50
 HEALTHY = BurstPlan(min_s=0.05, max_s=0.05, relative_error=0.5, deadline_s=20.0)
@@ -142,13 +143,12 @@ def draw(rng: random.Random) -> Drawn:
 
 def leavings() -> dict[str, set[str]]:
     """What of ours there is: descendants, descriptors, folders, and segments whose process is gone."""
-    children = {f"{each.pid} {each.name()}" for each in psutil.Process().children(recursive=True)}
-    orphans = {
-        path.name for path in Path("/dev/shm").glob("torch_*") if not Path("/proc", path.name.split("_")[1]).exists()
+    return {
+        "process": {f"{each.pid} {each.name()}" for each in psutil.Process().children(recursive=True)},
+        "segment": orphaned_segments(),
+        "descriptor": {path.name for path in Path("/proc/self/fd").iterdir()},
+        "folder": {path.name for path in Path(tempfile.gettempdir()).glob("autotune-loader-*")},
     }
-    descriptors = {path.name for path in Path("/proc/self/fd").iterdir()}
-    folders = {path.name for path in Path(tempfile.gettempdir()).glob("autotune-loader-*")}
-    return {"process": children, "segment": orphans, "descriptor": descriptors, "folder": folders}
 
 
 def left_behind(before: dict[str, set[str]], pids: set[int]) -> list[str]:

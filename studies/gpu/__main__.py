@@ -43,7 +43,7 @@ VERDICT_WORKERS = 4
 BINDS_SHARE = 0.95
 COLUMNS = (
     "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95 %)",
-    "regret against the grid (p90 goal 2 %)", "NVML default, tuned", "working share of a tuned burst: events, NVML",
+    "regret against the grid (p90 goal 2 %)", "NVML default, tuned", "working share of a tuned burst: events",
     "twin's error: median (goal 3 %), worst", "known after (goal 3 s where the step binds)",
     "tuned with",
 )  # fmt: skip
@@ -162,9 +162,9 @@ def _twin_errors(result: TuningResult, grid: dict[LoaderConfig, float]) -> list[
 
 
 def _working_share(result: TuningResult) -> str:
-    """Of a burst of the tuned configuration, by the device's events and by NVML for the same window."""
+    """Of a burst of the tuned configuration, by the device's events."""
     found = [t.measurement for t in result.trials if t.config == result.best and t.measurement is not None]
-    return f"{_share(found[-1].gpu.busy_share)}, {_share(found[-1].gpu.util)}" if found else "-"
+    return _share(found[-1].gpu.busy_share) if found else "-"
 
 
 def _util(rates: Sequence[Rate]) -> float | None:

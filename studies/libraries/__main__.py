@@ -1,90 +1,120 @@
-"""Make every attempt, each in a process of its own with a deadline, and keep what came out."""
+"""Make every attempt, each in a process of its own with a deadline; `results.md` has a row for each, the docs for a library."""
 
 from __future__ import annotations
 
-import importlib
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from studies.libraries.attempt import Attempt, Outcome
+from studies.libraries.attempt import Outcome
 from studies.libraries.environments import ENVIRONMENTS, Environment
-from studies.libraries.page import HEAD, RESULTS, row, rows_by_library, write_page
 
-MODULES = ("structures", "streams", "pictures", "frameworks")
-# tune() has 8 s; importing a library, and an epoch, may take some more. What takes longer hangs.
+# tune() has 10 s; importing a library, and an epoch, may take some more. What takes longer hangs.
 DEADLINE_S = 120.0
 ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = Path(__file__).with_name("results.md"), ROOT / "docs" / "libraries.md"
+BEGIN, END = "<!-- studies.libraries -->", "<!-- end -->"
+HEAD = "| library | passed to `tune()` | outcome | what it says |\n|---|---|---|---|\n"
+# Notes of a result that are about the loader, and not about the step or the machine.
+ABOUT_LOADERS = ("data=", "the dataset makes", "how many samples", "every worker")
 
 
-def attempts_of(library: str) -> list[tuple[str, str, Attempt]]:
-    found = []
-    for module in MODULES:
-        attempts: dict[str, Attempt] = importlib.import_module(f"studies.libraries.{module}").ATTEMPTS
-        found += [(module, name, each) for name, each in attempts.items() if each.library == library]
-    return found
-
-
-def run_attempt(environment: Environment, module: str, name: str, attempt: Attempt) -> Outcome:
-    """Make it in a process group of its own, which is gone afterwards."""
+def run_attempt(environment: Environment, number: int) -> dict[str, Any] | None:
+    """Make it in a process group of its own, which is gone afterwards; None where there is none of this number."""
     process = subprocess.Popen(
-        [environment.python, "-m", "studies.libraries.attempt", module, name],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    begun = time.monotonic()
+        [environment.python, "-m", "studies.libraries.attempt", environment.library, str(number)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         out, err = process.communicate(timeout=DEADLINE_S)
-        return Outcome(**json.loads(out.splitlines()[-1]))
+        answer: dict[str, Any] | None = json.loads(out.splitlines()[-1])
+        return answer
     except subprocess.TimeoutExpired:
-        sentence = f"no answer within {DEADLINE_S:.0f} s"
+        says = f"no answer within {DEADLINE_S:.0f} s"
     except (IndexError, json.JSONDecodeError):
-        sentence = next(iter(err.strip().splitlines()[-1:]), f"exit status {process.returncode}")
+        says = next(iter(err.strip().splitlines()[-1:]), f"exit status {process.returncode}")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)
             process.communicate()
-    return Outcome(
-        library=attempt.library, version="?", what=attempt.what, outcome="wrong", sentence=sentence,
-        seconds=round(time.monotonic() - begun, 1),
-    )  # fmt: skip
+    return {"what": f"attempt {number}", "version": "?", "outcome": "wrong", "says": says}
 
 
-def outcomes_of(environment: Environment) -> list[Outcome]:
-    attempts = attempts_of(environment.library)
-    why_not = environment.make()
-    if why_not is None and attempts:
-        return [run_attempt(environment, *each) for each in attempts]
-    sentence = why_not or "no attempt yet"
-    return [Outcome(library=environment.library, version="-", what="-", outcome="not tried", sentence=sentence)]
+def rows_of(environment: Environment) -> Iterator[str]:
+    """Make the attempts of a library; a row for each, up to one that does not answer."""
+    if why_not := environment.make():
+        yield row(environment.library, "-", "-", Outcome("not tried", why_not))
+        return
+    for number in itertools.count():
+        answer = run_attempt(environment, number)
+        if answer is None:
+            return
+        what, version = answer.pop("what"), answer.pop("version")
+        yield row(environment.library, version, what, Outcome(**answer))
+        if version == "?":
+            return
+
+
+def row(library: str, version: str, what: str, found: Outcome) -> str:
+    notes = [note for note in found.notes if note.startswith(ABOUT_LOADERS) or "of its own" in note]
+    says = "<br>".join(map(_escaped, (found.says, *notes)))
+    return f"| {library} {version} | {_escaped(what)} | {found.outcome} | {says} |"
+
+
+def _escaped(text: str) -> str:
+    """Fit for a cell: no address of an object, no bar, no tag."""
+    return re.sub(r" at 0x?[0-9a-f]*", "", text).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def rows_by_library() -> dict[str, list[str]]:
+    """The rows that are kept, by the library's name."""
+    rows: dict[str, list[str]] = {}
+    for line in RESULTS.read_text().splitlines()[2:]:
+        rows.setdefault(line.split("|")[1].split()[0], []).append(line)
+    return rows
+
+
+def summary(kept: dict[str, list[str]]) -> str:
+    """A row for each library, with two calls at most that are tuned as they are, and that are answered with what would work."""
+    lines = ["| library | tuned | refused, with what would work |", "|---|---|---|"]
+    for rows in kept.values():
+        cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows]
+        tuned, refused = ([cell[1] for cell in cells if cell[2] == outcome][:2] for outcome in ("tuned", "refused"))
+        lines.append(f"| {cells[0][0]} | {'; '.join(tuned)} | {'; '.join(refused)} |")
+    return "\n".join(lines)
+
+
+def write(kept: dict[str, list[str]]) -> None:
+    """Both tables, with the libraries in the order of `ENVIRONMENTS`."""
+    kept = {each.library: kept[each.library] for each in ENVIRONMENTS if each.library in kept}
+    RESULTS.write_text(HEAD + "".join(f"{line}\n" for rows in kept.values() for line in rows))
+    whole = PAGE.read_text(encoding="utf-8")
+    before, after = whole.partition(BEGIN)[0], whole.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{summary(kept)}\n{END}{after}", encoding="utf-8")
 
 
 def main() -> None:
-    asked = sys.argv[1:]
-    unknown = set(asked) - {each.library for each in ENVIRONMENTS}
-    if unknown:
-        raise SystemExit(f"{', '.join(unknown)}: one of {', '.join(each.library for each in ENVIRONMENTS)} would work")
-    kept = rows_by_library() if asked else {}
-    wrong = 0
+    asked, known = sys.argv[1:], [each.library for each in ENVIRONMENTS]
+    if unknown := set(asked) - set(known):
+        raise SystemExit(f"{', '.join(unknown)}: one of {', '.join(known)} would work")
+    kept = rows_by_library()
     for environment in ENVIRONMENTS:
-        if asked and environment.library not in asked:
-            continue
-        kept[environment.library] = []
-        for each in outcomes_of(environment):
-            print(f"{each.library}: {each.what}: {each.outcome}: {each.config or each.sentence}", flush=True)
-            wrong += each.outcome == "wrong"
-            kept[environment.library].append(row(each))
-        rows = [each for known in ENVIRONMENTS for each in kept.get(known.library, [])]
-        RESULTS.write_text(HEAD + "".join(f"{each}\n" for each in rows))
-        write_page()
-    print(f"{sum(map(len, kept.values()))} rows, {wrong} wrong")
+        if not asked or environment.library in asked:
+            kept[environment.library] = []
+            for line in rows_of(environment):
+                print(line, flush=True)
+                kept[environment.library].append(line)
+            write(kept)
+    rows = [line for lines in kept.values() for line in lines]
+    wrong = sum("| wrong |" in line for line in rows)
+    print(f"{len(rows)} rows, {wrong} wrong")
     raise SystemExit(1 if wrong else 0)
 
 

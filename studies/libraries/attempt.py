@@ -1,21 +1,22 @@
 """One attempt: a call of `tune()` as somebody would write it with a library, and an epoch with what it chose.
 
-    python -m studies.libraries.attempt streams litdata_dataset      # prints one line of JSON
-
-`Job` is what an attempt is made of; `main()` is the process that makes one, in the environment of its library.
+python -m studies.libraries.attempt litdata 0      # the library's first, in its environment; prints one line of JSON
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from autotune_loader import TunerError, tune
 
 # Lightning and transformers take five seconds to import, which the budget includes.
 BUDGET_S = 10.0
@@ -23,6 +24,11 @@ BUDGET_S = 10.0
 ADVICE = ("would work", "pass ", "tune(")
 # Mean samples of a batch may differ by so much from what the attempt knows: the last batch of an epoch may be short.
 SAME_SIZE = 0.15
+WIDTH, CLASSES, BATCH = 16, 4, 16
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.ReLU(), torch.nn.Linear(32, CLASSES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,81 +36,36 @@ class Job:
     """What somebody passes to `tune()`, and how they train with the answer."""
 
     given: Any
-    model: Any = None
+    model: Any = field(default_factory=net)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `tune()`."""
     epoch: Callable[[Any], Iterable[Any]] = field(default=lambda result: ())
     """Given the result, the batches of an epoch from the library's own constructor; none of what is to be refused."""
-    options: dict[str, Any] = field(default_factory=dict)
-    batch: float | None = None
+    batch: float | None = BATCH
     """Samples of a batch, where the attempt knows."""
-    after: Callable[[], object] | None = None
-    """Checks that what was given still works."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """A row of the table."""
-
-    library: str
-    what: str
-    """What is passed to `tune()`, in the words of somebody who uses the library."""
-    make: Callable[[], Job]
-
-
-class Attempts(dict[str, Attempt]):
-    """The attempts of a module, by the name of the function that makes the job."""
-
-    def of(self, library: str, what: str) -> Callable[[Callable[[], Job]], Callable[[], Job]]:
-        """Take a function in."""
-
-        def taken(make: Callable[[], Job]) -> Callable[[], Job]:
-            self[make.__name__] = Attempt(library=library, what=what, make=make)
-            return make
-
-        return taken
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
-    """What came of an attempt; one line of results.jsonl."""
+    """What came of an attempt."""
 
-    library: str
-    version: str
-    what: str
-    outcome: Literal["tuned", "refused", "wrong", "not tried"]
-    sentence: str
-    """Of a refusal: what to pass instead. Of a wrong one: what was wrong. Else what the result says."""
-    config: str | None = None
+    outcome: str
+    """`tuned`, `refused`, `wrong` or `not tried`."""
+    says: str
+    """What was chosen, or why nothing was."""
     notes: tuple[str, ...] = ()
-    epoch_ok: bool | None = None
-    seconds: float = 0.0
 
 
-def version_of(library: str) -> str:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def make_attempt(attempt: Attempt) -> Outcome:
+def make_attempt(job: Job) -> Outcome:
     """Tune, and train an epoch with what was chosen."""
-    from autotune_loader import tune
-    from autotune_loader.values.errors import TunerError
-
-    fields: dict[str, Any] = {"library": attempt.library, "version": version_of(attempt.library), "what": attempt.what}
-    job = attempt.make()
-    begun = time.monotonic()
     try:
         result = tune(job.given, job.model, **{"budget": BUDGET_S, "progress": False, **job.options})
     except (TypeError, ValueError, TunerError) as error:
         sentence = str(error).split("\n")[0]
-        says = "refused" if any(word in sentence for word in ADVICE) else "wrong"
-        return Outcome(**fields, outcome=says, sentence=sentence, seconds=round(time.monotonic() - begun, 1))
-    seconds, notes = round(time.monotonic() - begun, 1), tuple(map(str, result.warnings))
-    fields |= {"seconds": seconds, "config": str(result.best), "notes": notes}
-    wrong = _what_is_wrong(job, result)
-    sentence = wrong or str(result).partition(".")[0]
-    return Outcome(**fields, outcome="wrong" if wrong else "tuned", sentence=sentence, epoch_ok=not wrong)
+        return Outcome("refused" if any(word in sentence for word in ADVICE) else "wrong", sentence)
+    if wrong := _what_is_wrong(job, result):
+        return Outcome("wrong", wrong)
+    return Outcome("tuned", f"`{result.best}`", tuple(map(str, result.warnings)))
 
 
 def _what_is_wrong(job: Job, result: Any) -> str | None:
@@ -116,21 +77,32 @@ def _what_is_wrong(job: Job, result: Any) -> str | None:
     try:
         if not sum(1 for _ in job.epoch(result)):
             return "the configuration was applied, and the epoch had no batch"
-        if job.after is not None:
-            job.after()
+        if isinstance(job.given, DataLoader) and not sum(1 for _ in job.given):
+            return "the loader that was given has no batch any more"
     except Exception as error:
         return f"the configuration could not be applied: {type(error).__name__}: {error}"
     return None
 
 
+def version_of(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def main() -> None:
-    """Make one attempt and print its outcome as the last line."""
-    from msgspec import to_builtins
+    """Make the attempt of this number and print its outcome as the last line; null where there is none."""
+    from studies.libraries.table import LIBRARIES
 
     warnings.simplefilter("ignore")
-    module, name = sys.argv[1:]
-    attempts: dict[str, Attempt] = importlib.import_module(f"studies.libraries.{module}").ATTEMPTS
-    print(json.dumps(to_builtins(make_attempt(attempts[name]))), flush=True)
+    library, number = sys.argv[1:]
+    attempts = list(LIBRARIES[library]().items())[int(number) :]
+    answer = None
+    if attempts:
+        what, make = attempts[0]
+        answer = {"what": what, "version": version_of(library), **asdict(make_attempt(make()))}
+    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ import site
 import subprocess
 import sys
 import venv
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 CACHE = Path.home() / ".cache" / "autotune_loader_libraries"
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-INSTALL_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -22,43 +21,29 @@ class Environment:
     """Name of the distribution, whose version is in the result."""
     requirements: tuple[str, ...] = ()
     """Beside what the study runs in; empty where that has the library."""
-    options: tuple[str, ...] = field(default=())
+    options: tuple[str, ...] = ()
     """Of `pip install`: without dependencies where those would bring another torch, or much that no attempt uses."""
 
     @property
     def python(self) -> str:
         """The interpreter to run its attempts with."""
-        return str(self._folder / "bin" / "python") if self.requirements else sys.executable
-
-    @property
-    def _folder(self) -> Path:
-        return CACHE / self.library
+        return str(CACHE / self.library / "bin" / "python") if self.requirements else sys.executable
 
     def make(self) -> str | None:
         """Install it, unless that is done; returns why it could not be."""
-        done = self._folder / ".installed"
-        wanted = "\n".join((*self.options, *self.requirements))
+        folder = CACHE / self.library
+        done, wanted = folder / ".installed", "\n".join((*self.options, *self.requirements))
         if not self.requirements or (done.exists() and done.read_text() == wanted):
             return None
-        venv.create(self._folder, clear=True, with_pip=False)
-        (own,) = self._folder.glob("lib/python*/site-packages")
+        venv.create(folder, clear=True, with_pip=False)
+        (own,) = folder.glob("lib/python*/site-packages")
         # A .pth file adds folders behind its own, so that what is installed here is found first.
         (own / "base.pth").write_text("\n".join(site.getsitepackages()))
         command = [sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet", "-c", str(CONSTRAINTS)]
-        try:
-            subprocess.run(
-                [*command, *self.options, *self.requirements],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=INSTALL_S,
-            )
-        except subprocess.TimeoutExpired:
-            return f"pip did not end within {INSTALL_S:.0f} s"
-        except subprocess.CalledProcessError as error:
-            return next(
-                (line for line in reversed(error.stderr.splitlines()) if line.startswith("ERROR")), "pip failed"
-            )
+        command += [*self.options, *self.requirements]
+        installed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if installed.returncode:
+            return next((line for line in installed.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
         if TORCHVISION in self.requirements:
             (own / "sitecustomize.py").write_text(DECLARE_OPERATORS)
         done.write_text(wanted)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,15 +23,13 @@ from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Round, log_ratios
 from studies.regret import OURS
-from studies.regret.bench import ROOT, Bench, StudyJob, regret_workload
-from studies.regret.oracle import config_of, key, leader_of, paired_ratio, race, survey
-from studies.regret.strategies import STRATEGIES, Choice, lattice_of
+from studies.regret.bench import ROOT, Bench, StudyJob
+from studies.regret.child import choice_in_child
+from studies.regret.oracle import config_of, counts_of, key, leader_of, paired_ratio, race, survey
 
 ROUNDS, FIRST_SEED = 3, 20_000
 LIVE_S, HORIZON_S = 60.0, 120.0
 SETTLED_SHARE = 0.95
-COLD = {**os.environ, "AUTOTUNE_LOADER_CACHE": "off"}
-"""Nothing is known from an earlier run."""
 HEAD = """\
 | workload | best fixed | AutoLoader's | share of the best once settled (goal 97 %; 95 % interval) | first 60 s (90 %) \
 | settled after | samples after 2 minutes, of the best fixed (95 %): AutoLoader | tune() + train | default | workers = cores |
@@ -56,25 +53,23 @@ def main() -> int:
 
 def study(name: str, seconds: float) -> str:
     """All that is measured of one workload, as a row of the table."""
-    cores, job = usable_cores().usable, regret_workload(name)
-    lattice = lattice_of(cores, on_cpu=job.model is not None and job.train_step is None)
     with Bench(name) as bench:
-        known = survey(bench, lattice)
+        known = survey(bench, counts_of(name))
     live = live_in_child(name, seconds)
+    tuned, tune_s = choice_in_child(OURS, name, 0)
+    arms = {
+        "live": key(LoaderConfig.from_dict(live["config"])),
+        "tune": key(tuned),
+        "default": key(LoaderConfig()),
+        "cores": key(LoaderConfig(num_workers=usable_cores().usable)),
+    }
     with Bench(name) as bench:
-        tuned = STRATEGIES[OURS](name, bench, lattice, 0)
-        arms = {
-            "live": key(LoaderConfig.from_dict(live["config"])),
-            "tune": key(tuned.config),
-            "default": key(LoaderConfig()),
-            "cores": key(LoaderConfig(num_workers=cores)),
-        }
         top = sorted(known, key=lambda each: -known[each])[:2]
         rounds = race(bench, list(dict.fromkeys([*arms.values(), *top])), ROUNDS, FIRST_SEED)
-    return row(name, live, tuned, arms, rounds)
+    return row(name, live, min(tune_s, HORIZON_S), arms, rounds)
 
 
-def row(name: str, live: dict[str, Any], tuned: Choice, arms: dict[str, str], rounds: Sequence[Round]) -> str:
+def row(name: str, live: dict[str, Any], tune_s: float, arms: dict[str, str], rounds: Sequence[Round]) -> str:
     best = leader_of(rounds)
     rate = {arm: statistics.median(r.rates[arm] for r in rounds if arm in r.rates) for arm in {*arms.values(), best}}
     paired = paired_ratio(rounds, arms["live"], best) if log_ratios(rounds, arms["live"], best) else None
@@ -84,7 +79,6 @@ def row(name: str, live: dict[str, Any], tuned: Choice, arms: dict[str, str], ro
         else f"{paired.value:.1%} ({paired.low:.0%} to {paired.high:.0%})"
     )
     settled = reached_s(live["per_s"], rate[arms["live"]])
-    tune_s = min(tuned.seconds, HORIZON_S)
     after = (
         live["samples"] + (HORIZON_S - live["seconds"]) * rate[arms["live"]],
         (HORIZON_S - tune_s) * rate[arms["tune"]],
@@ -113,14 +107,9 @@ def live_in_child(name: str, seconds: float) -> dict[str, Any]:
     """`train_live()` in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "studies.live.convergence", "--child", name]
     done = subprocess.run(
-        [*command, "--seconds", str(seconds)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
+        [*command, "--seconds", str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
         timeout=seconds + 240,
-        env=COLD,
-    )
+    )  # fmt: skip
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -129,7 +118,7 @@ def train_live(name: str, seconds: float) -> dict[str, Any]:
     """Train whole epochs from a cold start; what the loader holds at the end, and how many samples each second had."""
     from autotune_loader import AutoLoader
 
-    job, ends = StudyJob(regret_workload(name)), list[float]()
+    job, ends = StudyJob(name), list[float]()
     loader, begun = job.loader(AutoLoader), time.perf_counter()
     for batch in itertools.chain.from_iterable(itertools.repeat(loader)):
         job.step.run(batch)

@@ -16,22 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader
-
-
-class Items(Dataset[Any]):
-    """A function of the index."""
-
-    def __init__(self, get: Callable[[int], Any]) -> None:
-        self.get = get
-
-    def __len__(self) -> int:
-        return 10_000_000
-
-    def __getitem__(self, index: int) -> Any:
-        return self.get(index)
+from studies.workloads import Items
 
 
 def waiting(index: int) -> Any:
@@ -75,11 +63,11 @@ def main() -> int:
     for name, (get, size, workers, goal) in KINDS.items():
         if options.only not in name:
             continue
-        plain, ratios = list[float](), list[float]()
+        plain, ratios, data = list[float](), list[float](), Items(get, 10_000_000)
         for _ in range(options.rounds):
             asked = {"batch_size": size, "num_workers": workers}
-            plain.append(rate(DataLoader(Items(get), **asked), options.seconds))
-            ratios.append(rate(AutoLoader(Items(get), tune=False, **asked), options.seconds) / plain[-1])
+            plain.append(rate(DataLoader(data, **asked), options.seconds))
+            ratios.append(rate(AutoLoader(data, tune=False, **asked), options.seconds) / plain[-1])
         middle = statistics.median(ratios)
         told = f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {name} | {workers} | {statistics.median(plain):.0f} | {told} | {goal:.0f} |", flush=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -23,17 +24,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader import AutoLoader as TunedLoader
+from autotune_loader import AutoLoader
 from autotune_loader.values.config import LoaderConfig
-from tests.support.schedules import FixedLoader as AutoLoader
-from tests.support.schedules import Numbers, differences, draw_case, draw_config
+from tests.support.bursts import orphaned_segments
+from tests.support.schedules import FixedLoader, Numbers, Slow, differences, draw_case, draw_config
 
 HANG_S = 90.0
 """Nothing here takes so long unless it hangs; then all stacks are printed."""
@@ -87,54 +87,43 @@ def first_of(samples: list[int]) -> int:
     return samples[0]
 
 
+def seconds_of(loader_class: type[Any], batches: int, workers: int) -> tuple[float, float]:
+    """Wall seconds of an epoch, and CPU seconds of this process."""
+    iterator = iter(loader_class(Ready(batches * 8), batch_size=8, num_workers=workers, collate_fn=first_of))
+    next(iterator)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in iterator:
+        pass
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
 def cost_us(rounds: int, workers: int) -> str:
     """CPU microseconds of the parent per batch beyond a plain DataLoader's, and of wall time."""
-    batches = 4000 if workers else 8000
-    pairs_cpu, pairs_wall, plain = [], [], []
-
-    def run(loader_class: type[Any]) -> tuple[float, float]:
-        loader = loader_class(Ready(batches * 8), batch_size=8, num_workers=workers, collate_fn=first_of)
-        iterator = iter(loader)
-        next(iterator)
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in iterator:
-            pass
-        return (time.perf_counter() - wall) / batches * 1e6, (time.process_time() - cpu) / batches * 1e6
-
-    for ours, theirs in paired(rounds, lambda: run(AutoLoader), lambda: run(DataLoader)):
-        pairs_wall.append(ours[0] - theirs[0])
-        pairs_cpu.append(ours[1] - theirs[1])
-        plain.append(theirs[1])
-    return (
-        f"CPU {spread(pairs_cpu)} us beyond DataLoader's {statistics.median(plain):.0f}; wall {spread(pairs_wall)} us"
+    rng, batches = random.Random(0), 4000 if workers else 8000
+    found: list[dict[type[Any], tuple[float, float]]] = [
+        {each: seconds_of(each, batches, workers) for each in rng.sample([FixedLoader, DataLoader], 2)}
+        for _ in range(rounds)
+    ]
+    wall, cpu = (
+        [(each[FixedLoader][clock] - each[DataLoader][clock]) / batches * 1e6 for each in found] for clock in (0, 1)
     )
+    plain = statistics.median(each[DataLoader][1] for each in found) / batches * 1e6
+    return f"CPU {spread(cpu)} us beyond DataLoader's {plain:.0f}; wall {spread(wall)} us"
 
 
 def epochs_us() -> str:
     """Wall microseconds of an epoch of one batch beyond a plain DataLoader's, of the first and the last of many."""
     found = []
-    for loader_class in (DataLoader, TunedLoader):
-        loader, seconds = loader_class(TensorDataset(torch.rand(64, 4)), batch_size=64, num_workers=0), []
+    for loader_class in (DataLoader, AutoLoader):
+        loader, ends = loader_class(TensorDataset(torch.rand(64, 4)), batch_size=64, num_workers=0), [0.0]
         for _ in range(10_000):
-            begun = time.perf_counter()
             for _ in loader:
                 pass
-            seconds.append((time.perf_counter() - begun) * 1e6)
+            ends.append(time.perf_counter() * 1e6)
+        seconds = [after - before for before, after in itertools.pairwise(ends)]
         found.append([statistics.median(seconds[part]) for part in (slice(100, 1100), slice(-1000, None))])
-    return f"first {found[1][0] - found[0][0]:+.0f} us, last {found[1][1] - found[0][1]:+.0f} us beyond {found[0][0]:.0f} us"
-
-
-def paired(rounds: int, ours: Callable[[], Any], theirs: Callable[[], Any]) -> list[tuple[Any, Any]]:
-    """Each once a round, in an order that is drawn."""
-    rng, pairs = random.Random(0), []
-    for _ in range(rounds):
-        if rng.random() < 0.5:
-            first = ours()
-            pairs.append((first, theirs()))
-        else:
-            second = theirs()
-            pairs.append((ours(), second))
-    return pairs
+    plain, ours = found
+    return f"first {ours[0] - plain[0]:+.0f} us, last {ours[1] - plain[1]:+.0f} us beyond {plain[0]:.0f} us"
 
 
 def spread(values: list[float]) -> str:
@@ -143,14 +132,6 @@ def spread(values: list[float]) -> str:
         return f"{values[0]:+.1f}"
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:+.1f} ({low:+.1f} to {high:+.1f}, n = {len(values)})"
-
-
-class Slow(Numbers):
-    """3 ms a sample."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.003)
-        return super().__getitem__(index)
 
 
 class Killer(threading.Thread):
@@ -171,15 +152,14 @@ class Killer(threading.Thread):
 def kills(count: int, seed: int) -> str:
     """Workers killed at random moments of training, also while their number changes."""
     logging.getLogger("autotune_loader.autoloader").setLevel(logging.ERROR)
-    rng, killer = random.Random(seed), Killer(count, seed)
-    before = orphans()
-    begun, epochs, bad, losses, raised = time.monotonic(), 0, 0, 0, 0
-    expected = [list(range(i, min(i + 4, 200))) for i in range(0, 200, 4)]
+    rng, killer, before, begun = random.Random(seed), Killer(count, seed), orphaned_segments(), time.monotonic()
+    expected = [list(range(i, i + 4)) for i in range(0, 200, 4)]
+    epochs = bad = losses = raised = 0
     killer.start()
     while killer.is_alive():
         faulthandler.dump_traceback_later(HANG_S, exit=True)
-        loader = AutoLoader(Slow(200), batch_size=4, config=LoaderConfig(num_workers=rng.randint(1, 4)))
-        seen = []
+        loader = FixedLoader(Slow(200, 0.003), batch_size=4, config=LoaderConfig(num_workers=rng.randint(1, 4)))
+        seen, is_whole = [], True
         try:
             for batch in loader:
                 seen.append(batch[:, 0].tolist())
@@ -187,30 +167,20 @@ def kills(count: int, seed: int) -> str:
                     loader.change_to(draw_config(rng))
                 if rng.random() < 0.3:
                     time.sleep(rng.uniform(0.0, 0.03))
-        except RuntimeError:
-            raised += 1  # three in a row without a batch in between
-            expected_now = expected[: len(seen)]
-        else:
-            expected_now = expected
-        bad += seen != expected_now
+        except RuntimeError:  # three in a row without a batch in between
+            raised, is_whole = raised + 1, False
+        bad += seen != (expected if is_whole else expected[: len(seen)])
         losses, epochs = losses + loader.found.lost, epochs + 1
         del loader
     faulthandler.cancel_dump_traceback_later()
     gc.collect()
     time.sleep(0.2)
-    left = len(multiprocessing.active_children())
-    segments = orphans() - before
+    left, segments = len(multiprocessing.active_children()), len(orphaned_segments() - before)
     return (
         f"{killer.killed} killed in {epochs} epochs, {losses} workers replaced: {bad} epochs with lost or doubled batches, "
-        f"0 hangs, {left} processes and {len(segments)} segments left, {raised} epochs ended by torch's error "
+        f"0 hangs, {left} processes and {segments} segments left, {raised} epochs ended by torch's error "
         f"({time.monotonic() - begun:.0f} s)"
     )
-
-
-def orphans() -> set[str]:
-    """Torch's segments of processes that have ended."""
-    names = {path.name for path in Path("/dev/shm").glob("torch_*")}
-    return {name for name in names if not Path("/proc", name.split("_")[1]).exists()}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import statistics
 import subprocess
 import sys
@@ -20,12 +21,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-HOWS = {
-    "plain": [],
-    "auto": [],
-    "run": ["-m", "autotune_loader", "run", "--workers"],
-    "watch": ["-m", "autotune_loader", "watch"],
-}
+HOWS = {"plain": (), "auto": (), "run": ("run", "--workers"), "watch": ("watch",)}
+"""The command of each, if it has one."""
 MOST, MORE_S, WAITING = 1.02, 0.5, 0.6
 WATCH_MOST, WATCH_MORE_S, WATCH_SCRIPT_S = 1.01, 0.1, 0.2
 
@@ -35,17 +32,9 @@ def jobs() -> dict[str, tuple[Any, dict[str, Any], int, float]]:
     import numpy as np
     import torch
     from PIL import Image
-    from torch.utils.data import Dataset, TensorDataset
+    from torch.utils.data import TensorDataset
 
-    class Items(Dataset[Any]):
-        def __init__(self, get: Any, samples: int) -> None:
-            self.get, self.samples = get, samples
-
-        def __len__(self) -> int:
-            return self.samples
-
-        def __getitem__(self, index: int) -> Any:
-            return self.get(index)
+    from studies.workloads import Items
 
     picture = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (160, 160, 3), dtype=np.uint8)).save(picture, "JPEG")
@@ -106,10 +95,17 @@ def job(name: str, workers: int, how: str) -> float:
 
 def seconds(name: str, workers: int, how: str) -> tuple[float, float]:
     """Of the loop, and of the rest of the script."""
-    command = [sys.executable, "-W", "ignore", *HOWS[how], str(Path(__file__)), "--job", name, str(workers), how]
+    package = ["-m", "autotune_loader", *HOWS[how]] if HOWS[how] else []
+    command = [sys.executable, "-W", "ignore", *package, str(Path(__file__)), "--job", name, str(workers), how]
     begun = time.perf_counter()
     done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True, timeout=600
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        check=True,
+        timeout=600,
     )
     whole_s, loop_s = time.perf_counter() - begun, float(done.stdout.split()[-1])
     return loop_s, whole_s - loop_s
@@ -124,17 +120,15 @@ def rows_of(names: list[str], rounds: int) -> Iterator[str]:
             for number in range(rounds):
                 for how in sorted(HOWS, reverse=bool(number % 2)):
                     found[how].append(seconds(name, workers, how))
-            plain, auto, run, watch = (statistics.median(loop_s for loop_s, _ in found[how]) for how in HOWS)
-            more_s = (
-                watch
-                - plain
-                + statistics.median(own[1] - its[1] for own, its in zip(found["watch"], found["plain"], strict=True))
-            )
+            loops = {how: statistics.median(loop_s for loop_s, _ in found[how]) for how in HOWS}
+            plain, auto, run, watch = loops.values()
+            both = zip(found["watch"], found["plain"], strict=True)
+            more_s = watch - plain + statistics.median(own_s - its_s for (_, own_s), (_, its_s) in both)
             bar = WAITING * plain if name == "waits" and not workers else MOST * plain + MORE_S
-            verdict = "yes" if max(auto, run) <= bar else "NO"
             is_cheap = watch <= WATCH_MOST * plain + WATCH_MORE_S and more_s <= WATCH_SCRIPT_S + 0.01 * plain
-            took = f"{plain:.2f} | {auto:.2f} | {run:.2f} | {auto / plain:.2f} | {run / plain:.2f}"
-            yield f"| {name} | {workers} | {took} | {verdict} | {watch:.2f} | {more_s:+.2f} | {'yes' if is_cheap else 'NO'} |"
+            verdicts = ["yes" if kept else "NO" for kept in (max(auto, run) <= bar, is_cheap)]
+            took = f"{plain:.2f} | {auto:.2f} | {run:.2f} | {auto / plain:.2f} | {run / plain:.2f} | {verdicts[0]}"
+            yield f"| {name} | {workers} | {took} | {watch:.2f} | {more_s:+.2f} | {verdicts[1]} |"
 
 
 def main() -> int:

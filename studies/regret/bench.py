@@ -8,17 +8,20 @@ Nothing of autotune_loader's measuring is used here, only what defines the job: 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import random
+import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from autotune_loader.values.config import LoaderConfig
 
@@ -81,9 +84,7 @@ class Bench:
         self._start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def time(self, config: LoaderConfig, timing: Timing) -> Timed:
@@ -92,15 +93,12 @@ class Bench:
         Raises:
             BenchError: it failed, or did not answer in time.
         """
-        return Timed(**self._answer({"config": config.to_dict(), "timing": asdict(timing)}))
-
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._child is None:
             self._start()
-        answer = self._ask(request)
+        answer = self._ask({"config": config.to_dict(), "timing": asdict(timing)})
         if "error" in answer:
             raise BenchError(answer["error"])
-        return answer
+        return Timed(**answer)
 
     def _start(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "studies.regret.bench", self._workload]
@@ -110,16 +108,12 @@ class Bench:
         self._ask(None)
 
     def _ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        import select
-
-        assert self._child is not None
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
+        child: Any = self._child
         if request is not None:
-            self._child.stdin.write(json.dumps(request) + "\n")
-            self._child.stdin.flush()
-        ready, _, _ = select.select([self._child.stdout], [], [], DEADLINE_S)
-        line = self._child.stdout.readline() if ready else ""
+            child.stdin.write(json.dumps(request) + "\n")
+            child.stdin.flush()
+        ready, _, _ = select.select([child.stdout], [], [], DEADLINE_S)
+        line = child.stdout.readline() if ready else ""
         if not line:
             self._end()
             raise BenchError("no answer" if not ready else "the process died")
@@ -127,9 +121,6 @@ class Bench:
         return answer
 
     def _end(self) -> None:
-        import contextlib
-        import signal
-
         if self._child is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -161,18 +152,23 @@ def _foreign_cpu_s() -> float | None:
     return None if cpu is None else cpu.busy_s - sum(os.times()[:4])
 
 
+def step_of(workload: Any, batch: Any) -> Any:
+    """The training step of a workload, given its first batch."""
+    from autotune_loader.bursts.step import build_step
+    from autotune_loader.pipeline.workload import TrainingSide
+
+    return build_step(TrainingSide(model=workload.model, train_step=workload.train_step), batch)
+
+
 class StudyJob:
     """A workload of the studies, its step warmed up."""
 
-    def __init__(self, workload: Any) -> None:
+    def __init__(self, name: str) -> None:
         from torch.utils.data import DataLoader
 
-        from autotune_loader.bursts.step import build_step
-        from autotune_loader.pipeline.workload import TrainingSide
-
-        self.workload = workload
+        self.workload = regret_workload(name)
         first = next(iter(self.loader(DataLoader)))
-        self.step = build_step(TrainingSide(model=workload.model, train_step=workload.train_step), first)
+        self.step = step_of(self.workload, first)
         for _ in range(3):
             self.step.run(first)
 
@@ -187,16 +183,21 @@ class TimedJob(StudyJob):
     """The child's side: one workload, ready to be timed with any configuration."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(regret_workload(name))
+        super().__init__(name)
         self._has_short_epochs = name in SHORT_EPOCHS
 
     def time(self, config: LoaderConfig, timing: Timing) -> Timed:
         import torch
+        from torch.utils.data import DataLoader
 
         begun, foreign = time.perf_counter(), ForeignCpu()
         torch.manual_seed(timing.seed)
         random.seed(timing.seed)
-        batches, window_s = self._timed(config, timing)
+        loader = self.loader(DataLoader, **config.to_kwargs())
+        if timing.clock == "steady" and self._has_short_epochs:
+            batches, window_s = self._run_epochs(loader, timing.seconds)
+        else:
+            batches, window_s = self._run(loader, config, timing)
         return Timed(
             samples_per_s=batches * self.workload.batch_size / window_s,
             batches=batches,
@@ -205,18 +206,8 @@ class TimedJob(StudyJob):
             foreign_share=foreign.share(),
         )
 
-    def _timed(self, config: LoaderConfig, timing: Timing) -> tuple[int, float]:
-        """Batches of the window, and its seconds."""
-        if timing.clock == "steady" and self._has_short_epochs:
-            return self._run_epochs(config, timing.seconds)
-        started, ends = self._run(config, timing)
-        if timing.clock == "start":
-            return len(ends), ends[-1] - started
-        return between_smooth_ends(ends, config.num_workers)
-
-    def _run_epochs(self, config: LoaderConfig, seconds: float) -> tuple[int, float]:
-        """Whole epochs after the first, for at least so many seconds."""
-        loader = self._loader(config)
+    def _run_epochs(self, loader: Any, seconds: float) -> tuple[int, float]:
+        """Batches and seconds of whole epochs after the first, for at least so many seconds."""
         for batch in loader:
             self.step.run(batch)
         batches, started = 0, time.perf_counter()
@@ -226,13 +217,12 @@ class TimedJob(StudyJob):
                 batches += 1
         return batches, time.perf_counter() - started
 
-    def _run(self, config: LoaderConfig, timing: Timing) -> tuple[float, list[float]]:
-        """When the run began, and when each batch of the window was trained on."""
-        loader = self._loader(config)
+    def _run(self, loader: Any, config: LoaderConfig, timing: Timing) -> tuple[int, float]:
+        """Batches and seconds of a window."""
         started = opened = time.perf_counter()
-        skip = batches_until_settled(config) if timing.clock == "steady" else 0
-        ends: list[float] = []
-        for batch in self._batches(loader, timing.epochs):
+        is_steady, ends = timing.clock == "steady", list[float]()
+        skip = batches_until_settled(config) if is_steady else 0
+        for batch in itertools.chain.from_iterable(itertools.repeat(loader) if timing.epochs else [loader]):
             self.step.run(batch)
             now = time.perf_counter()
             if skip and not ends and now - started < LONGEST_WARM_UP_S:
@@ -241,20 +231,9 @@ class TimedJob(StudyJob):
                 continue
             ends.append(now)
             # The ends are averaged over as many batches as there are workers, so there must be more than that.
-            enough = timing.clock != "steady" or len(ends) > 2 * config.num_workers + 2
-            if now - opened > timing.seconds and enough:
+            if now - opened > timing.seconds and (not is_steady or len(ends) > 2 * config.num_workers + 2):
                 break
-        return started, ends
-
-    def _batches(self, loader: Any, epochs: bool) -> Iterator[Any]:
-        yield from loader
-        while epochs:
-            yield from loader
-
-    def _loader(self, config: LoaderConfig) -> Any:
-        from torch.utils.data import DataLoader
-
-        return self.loader(DataLoader, **config.to_kwargs())
+        return between_smooth_ends(ends, config.num_workers) if is_steady else (len(ends), ends[-1] - started)
 
 
 def batches_until_settled(config: LoaderConfig) -> int:
@@ -273,8 +252,6 @@ def between_smooth_ends(ends: Sequence[float], workers: int) -> tuple[int, float
 
 def regret_workload(name: str) -> Any:
     """The study's workload with an epoch that is long against a window, except where short epochs are the point."""
-    from dataclasses import replace
-
     from studies.workloads import DOCUMENTS, WORKLOADS, repeated
 
     study = (WORKLOADS | DOCUMENTS)[name]()
@@ -282,20 +259,27 @@ def regret_workload(name: str) -> Any:
     return study if times == 1 else replace(study, dataset=repeated(study.dataset, times))
 
 
+@contextlib.contextmanager
+def answers_only() -> Iterator[IO[str]]:
+    """What was standard output, for answers; whatever a dataset prints goes elsewhere."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        yield answers
+
+
 def main(name: str) -> None:
     """Serve requests until the parent closes the pipe."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a dataset prints is no answer
-    job = TimedJob(name)
-    print("{}", file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            config = LoaderConfig(**request["config"])
-            answer = asdict(job.time(config, Timing(**request["timing"])))
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
+    with answers_only() as answers:
+        job = TimedJob(name)
+        print("{}", file=answers, flush=True)
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                config = LoaderConfig(**request["config"])
+                answer = asdict(job.time(config, Timing(**request["timing"])))
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

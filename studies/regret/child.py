@@ -1,19 +1,51 @@
-"""One call of `tune()`, ours or loadtune's, in a fresh process: `python -m studies.regret.child ours|loadtune WORKLOAD SEED`.
+"""One call of `tune()`, ours or loadtune's, in a fresh process: `python -m studies.regret.child autotune_loader jpeg 0`.
 
 The package is imported before the clock starts; the probe's own process is started by our call and counts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from typing import Any
 
-from studies.regret.bench import regret_workload
+from autotune_loader.values.config import LoaderConfig
+from studies.regret import OURS
+from studies.regret.bench import ROOT, BenchError, answers_only, regret_workload, step_of
 
-BUDGET = "60s"
+BUDGET, DEADLINE_S = "60s", 150.0
+
+
+def choice_in_child(who: str, workload: str, seed: int) -> tuple[LoaderConfig, float]:
+    """What a process of its own chooses, and after how many seconds.
+
+    Raises:
+        BenchError: it failed, or did not answer in time.
+    """
+    if who == "loadtune" and importlib.util.find_spec("loadtune") is None:
+        raise BenchError("it is not installed; pip install --no-deps loadtune==0.3.0 would work")
+    command = [sys.executable, "-W", "ignore", "-m", "studies.regret.child", who, workload, str(seed)]
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, errors = child.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise BenchError(f"no result after {DEADLINE_S:.0f} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)  # its own session: what it started is in it too
+        child.wait()
+    if child.returncode != 0 or not output:
+        raise BenchError(errors[-1500:])
+    record = json.loads(output.splitlines()[-1])
+    return LoaderConfig.from_dict(record["config"]), record["seconds"]
 
 
 def ours(name: str, seed: int) -> dict[str, Any]:
@@ -22,7 +54,7 @@ def ours(name: str, seed: int) -> dict[str, Any]:
     arguments = regret_workload(name).to_tune_kwargs()
     begun = time.perf_counter()
     result = tune(**arguments, budget=BUDGET, progress=False)
-    return {"config": result.best.to_dict(), "seconds": time.perf_counter() - begun, "detail": str(result)}
+    return {"config": result.best.to_dict(), "seconds": time.perf_counter() - begun}
 
 
 def loadtune(name: str, seed: int) -> dict[str, Any]:
@@ -30,15 +62,12 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
     import torch
     from loadtune import Workload, tune  # type: ignore[import-not-found]
 
-    from autotune_loader.bursts.step import build_step
-    from autotune_loader.pipeline.workload import TrainingSide
-
     study = regret_workload(name)
     steps: list[Any] = []
 
     def train_step(model: Any, optimizer: Any, batch: Any, device: Any) -> float:
         if not steps:
-            steps.append(build_step(TrainingSide(model=study.model, train_step=study.train_step), batch))
+            steps.append(step_of(study, batch))
         steps[0].run(batch)
         return 0.0
 
@@ -55,20 +84,12 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
     seconds = time.perf_counter() - begun
     # A person keeps what they had where nothing was faster; loadtune's `best` does not count the baseline.
     better = result.best is not None and result.best.throughput > result.baseline.throughput
-    knobs = result.best.knobs if better else None
-    config = {
-        "num_workers": knobs.num_workers if knobs else 0,
-        "prefetch_factor": knobs.prefetch_factor if knobs else None,
-        "persistent_workers": knobs.persistent_workers if knobs else False,
-    }
-    return {"config": config, "seconds": seconds, "detail": result.diagnosis}
-
-
-def main(who: str, name: str, seed: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a dataset prints is no answer
-    print(json.dumps({"ours": ours, "loadtune": loadtune}[who](name, int(seed))), file=answers, flush=True)
+    names = ("num_workers", "prefetch_factor", "persistent_workers")
+    config = {each: getattr(result.best.knobs, each) for each in names} if better else {}
+    return {"config": config, "seconds": seconds}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with answers_only() as answers:
+        choose = {OURS: ours, "loadtune": loadtune}[sys.argv[1]]
+        print(json.dumps(choose(sys.argv[2], int(sys.argv[3]))), file=answers, flush=True)

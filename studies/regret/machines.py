@@ -5,11 +5,8 @@ Oracles are pickled under the name of this module: it must be imported by name, 
 
 from __future__ import annotations
 
-import math
 import pickle
 import random
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from autotune_loader.search.rule import useful_workers
@@ -20,18 +17,14 @@ from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 # A first look at every configuration, and a long one at the fastest of them and at those that are chosen.
 GLANCE_BATCHES, TRUTH_BATCHES, LONG_LOOKS = 800, 6000, 12
 CORES = (4, 4, 8, 8, 16, 32, 64, 128)
-FEW = (1, 2, 4)
-"""Small machines and containers."""
-MOST_FEEDING = 24.0
-"""On few cores a fetch may wait this many steps long, so that several workers a core are needed."""
 MORE = 6
 """The oracle looks further by so many workers than the search does."""
 
 
-def random_machine(seed: int, cores_of: Sequence[int] = CORES) -> tuple[str, SimulatedMachine]:
+def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
     """A machine with a workload on it: 4 to 128 cores, 3 to 8 % noise per burst, drift and spikes."""
     rng = random.Random(seed)
-    cores = rng.choice(cores_of)
+    cores = rng.choice(CORES)
     kind = rng.choice(("cpu", "cpu", "wait", "wait tail", "mixed", "step", "cpu step", "in memory"))
     cpu_s, wait_s = 10 ** rng.uniform(-2.3, -0.7), 0.0
     step_s, step_cores = cpu_s / rng.uniform(1.5, 1.2 * cores), 0.0
@@ -66,15 +59,6 @@ def random_machine(seed: int, cores_of: Sequence[int] = CORES) -> tuple[str, Sim
         drift_per_hour=rng.uniform(-0.5, 0.5),
         spike_share=0.05,
     )
-
-
-def few_cores_machine(seed: int) -> tuple[str, SimulatedMachine]:
-    """A machine of 1, 2 or 4 cores; where workers wait, far more of them than cores may be needed."""
-    kind, machine = random_machine(seed, FEW)
-    if not machine.wait_s:
-        return kind, machine
-    ratio = math.exp(random.Random(seed + 1).uniform(math.log(1.5), math.log(MOST_FEEDING)))
-    return kind, replace(machine, step_s=(machine.cpu_s + machine.wait_s) / ratio)
 
 
 def looked_at(machine: SimulatedMachine) -> Space:

@@ -13,13 +13,14 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval, Round, log_ratios, mean_interval
 from studies.regret import NEAR
-from studies.regret.bench import Bench, BenchError, Timing
-from studies.regret.strategies import Lattice
+from studies.regret.bench import Bench, BenchError, Timing, regret_workload
+from studies.regret.strategies import PREFETCH_FACTORS
 
 SURVEY_S, ROUND_S = 0.5, 1.2
 # How many of the survey's fastest enter the rounds, and whose deeper queues are surveyed.
@@ -41,13 +42,9 @@ class Regret:
     """Rate of the choice over that of the best."""
 
     @property
-    def point(self) -> float:
-        return max(0.0, 1 - self.ratio.value)
-
-    @property
     def counted(self) -> float:
         """None where the interval holds 1: a difference that the rounds do not show counts as none."""
-        return 0.0 if self.ratio.high >= 1 else self.point
+        return 0.0 if self.ratio.high >= 1 else max(0.0, 1 - self.ratio.value)
 
 
 def key(config: LoaderConfig) -> str:
@@ -61,18 +58,28 @@ def config_of(text: str) -> LoaderConfig:
     return LoaderConfig.from_dict(json.loads(text))
 
 
-def survey(bench: Bench, lattice: Lattice) -> dict[str, float]:
+def counts_of(workload: str) -> tuple[int, ...]:
+    """Workers up to 16 or twice the cores, and more where nothing but loading needs them."""
+    cores, job = usable_cores().usable, regret_workload(workload)
+    counts = {0, 1, 2, 3, 4, 6, 8, 12, 16, cores // 2, 3 * cores // 4, cores, 3 * cores // 2, 2 * cores}
+    on_cpu = job.model is not None and job.train_step is None
+    return tuple(sorted(counts | (set() if on_cpu else {24, 3 * cores, 4 * cores})))
+
+
+def keeping(config: LoaderConfig) -> LoaderConfig:
+    """A person who tunes keeps workers between epochs."""
+    return replace(config, persistent_workers=config.num_workers > 0)
+
+
+def survey(bench: Bench, counts: Sequence[int]) -> dict[str, float]:
     """Samples/s of each configuration worth a burst, in a random order."""
     known: dict[str, float] = {}
-    plain = [lattice.config(w, 2) for w in lattice.workers]
+    shallow, *deep = PREFETCH_FACTORS
+    plain = [keeping(LoaderConfig().with_workers(workers, shallow)) for workers in counts]
     random.Random(0).shuffle(plain)
     _burst_each(bench, plain, known)
     best = sorted(plain, key=lambda config: -known[key(config)])[:ENTRANTS]
-    _burst_each(
-        bench,
-        [lattice.config(c.num_workers, p) for c in best if c.num_workers for p in (4, 8)],
-        known,
-    )
+    _burst_each(bench, [c.with_workers(c.num_workers, p) for c in best if c.num_workers for p in deep], known)
     return known
 
 
@@ -85,18 +92,11 @@ def _burst_each(bench: Bench, configs: Sequence[LoaderConfig], known: dict[str, 
             known[key(config)] = 0.0
 
 
-def judge(bench: Bench, choices: Sequence[str], known: dict[str, float], rounds: int = ROUNDS) -> dict[str, Regret]:
-    """The regret of each choice that could be timed.
-
-    Args:
-        bench: a warm process with the workload.
-        choices: keys of what the strategies chose.
-        known: the survey.
-        rounds: of all that may be the fastest; those that look slower get `CONFIRMING_ROUNDS` fresh ones.
-    """
+def judge(bench: Bench, choices: Sequence[str], known: dict[str, float]) -> dict[str, Regret]:
+    """The regret of each choice that could be timed, by its key; `known` is the survey."""
     top = sorted(known, key=lambda each: -known[each])[:ENTRANTS]
     arms = list(dict.fromkeys([*choices, *top]))
-    raced = race(bench, arms, rounds, ROUND_SEED)
+    raced = race(bench, arms, ROUNDS, ROUND_SEED)
     leader = leader_of(raced)
     found = {choice: regret_of(choice, leader, raced) for choice in dict.fromkeys(choices)}
     doubted = [c for c, regret in found.items() if regret and regret.counted > NEAR and regret.ratio.high > HOPELESS]

@@ -2,8 +2,13 @@
 
 For each workload: every strategy chooses, the oracle surveys, then the best of the survey and all choices take turns, and who
 looks slower than the best meets it again (`oracle.py`). What was found of a workload is printed, and kept in
-`results/real.jsonl`, as soon as it is known; a workload that is there already is not run again (`--report`: none is). Use a
-machine that does nothing else.
+`results/real.jsonl`, as soon as it is known; a workload that is there already is not run again. Use a machine that does
+nothing else.
+
+Every strategy is timed from call to result. Python, torch and the dataset are loaded before any clock starts, so nobody but
+`autotune_loader`, whose own process starts within its time, pays for a process. tpe and random have 16 trials of 1 s, the
+grid an epoch of each but at most 1 s, worker start-up included; loadtune has its defaults
+(`pip install --no-deps loadtune==0.3.0`).
 """
 
 from __future__ import annotations
@@ -11,19 +16,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from autotune_loader.bursts.parent import open_probe
+from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
-from studies.regret import NEAR, OURS, at, oracle
-from studies.regret.bench import Bench, BenchError, regret_workload
-from studies.regret.strategies import STRATEGIES, Lattice, lattice_of
-from studies.workloads import DOCUMENTS, WORKLOADS
+from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Failure, Measurement
+from studies.regret import OURS, Outcome, oracle, table
+from studies.regret.bench import Bench, BenchError, Timing, regret_workload
+from studies.regret.child import choice_in_child
+from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
+from studies.workloads import DOCUMENTS, WORKLOADS, workload_of
 
 RESULTS = Path(__file__).parent / "results"
+NAIVE_S, TRIALS = 1.0, 16
+IN_CHILD = (OURS, "loadtune")
+DEFAULT = (OURS, "torch default", "workers = cores", "plain rule", "tpe", "random", "grid", "loadtune")
 # In this order, so that a run that is cut short has some of every kind.
 ORDER = (
     *("jpeg", "wait_light_tail", "cpu_bound", "guide", "in_memory", "tutorial", "text", "imbalance", "large_tensors"),
@@ -36,138 +48,115 @@ FEW_CORES = (
 FEW = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One strategy on one workload with one seed."""
+class RealField:
+    """A workload to look on, in a warm process."""
 
-    workload: str
-    strategy: str
-    seed: int
-    seconds: float
-    workers: int | None = None
-    chosen: str = ""
-    ratio: tuple[float, float, float] | None = None
-    """Its rate over that of the best: value, and the ends of the 95 % interval. None where it failed."""
-    counted: float = 1.0
-    """Regret that the rounds show; a strategy that failed leaves the user with nothing."""
-    failure: str = ""
+    def __init__(self, workload: str, bench: Bench, counts: Sequence[int]) -> None:
+        self.cores, self.counts, self.trials = usable_cores().usable, counts, TRIALS
+        self.asked = 0
+        self._workload, self._bench, self.begun = workload, bench, time.perf_counter()
 
-    @property
-    def point(self) -> float:
-        """The same without regard to the interval."""
-        return 1.0 if self.ratio is None else max(0.0, 1 - self.ratio[0])
+    def rate(self, config: LoaderConfig) -> float:
+        self.asked += 1
+        timing = Timing(clock="start", seconds=NAIVE_S, seed=self.asked, epochs=False)
+        try:
+            return self._bench.time(oracle.keeping(config), timing).samples_per_s
+        except BenchError:
+            return 0.0
+
+    def look(self) -> Measurement | None:
+        self.asked += 1
+        with open_probe(workload_of(regret_workload(self._workload)), inspect_machine(), None) as opened:
+            self.begun = time.perf_counter()
+            seen = opened.probe.burst(LoaderConfig(num_workers=LOOK_WORKERS), LOOK)
+            if isinstance(seen, Failure):
+                raise BenchError(seen.message)
+        return seen
+
+    def is_over(self) -> bool:
+        return False
 
 
-def study(workload: str, strategies: Sequence[str], seeds: int, rounds: int) -> list[Run]:
+def chosen_by(strategy: str, workload: str, bench: Bench, seed: int) -> tuple[LoaderConfig, float]:
+    """A configuration, and after how many seconds."""
+    if strategy in IN_CHILD:
+        return choice_in_child(strategy, workload, seed)
+    field = RealField(workload, bench, oracle.counts_of(workload))
+    config = STRATEGIES[strategy](field, seed)
+    return (oracle.keeping(config), time.perf_counter() - field.begun) if field.asked else (config, 0.0)
+
+
+def study(workload: str, strategies: Sequence[str], seeds: int) -> list[Outcome]:
     """Choices and their regret; only ours is run with every seed: the others cost more, and rules have none."""
-    lattice = _lattice(workload)
-    found: list[Run] = []
-    keys: dict[int, str] = {}
+    found: list[Outcome] = []
+    keys: list[str] = []
     with Bench(workload) as bench:
         for strategy, seed in ((each, seed) for each in strategies for seed in range(seeds if each == OURS else 1)):
             begun = time.perf_counter()
             try:
-                choice = STRATEGIES[strategy](workload, bench, lattice, seed)
+                config, seconds = chosen_by(strategy, workload, bench, seed)
+                keys.append(oracle.key(config))
+                made = {"workers": config.num_workers, "chosen": str(config)}
             except BenchError as error:
-                failed = (str(error).strip() or "unknown").splitlines()[-1][:100]
                 seconds = time.perf_counter() - begun
-                found.append(Run(workload=workload, strategy=strategy, seed=seed, seconds=seconds, failure=failed))
-                continue
-            keys[len(found)] = oracle.key(choice.config)
-            workers, chosen = choice.config.num_workers, str(choice.config)
-            run = Run(
-                workload=workload, strategy=strategy, seed=seed, seconds=choice.seconds, workers=workers, chosen=chosen
-            )
-            found.append(run)
-            print(f"{workload:16} {strategy:16} #{seed} {choice.seconds:6.1f} s   {chosen}", flush=True)
-        regrets = oracle.judge(bench, list(keys.values()), oracle.survey(bench, lattice), rounds)
-    return [_judged(run, regrets.get(keys.get(number, ""))) for number, run in enumerate(found)]
+                keys.append("")
+                made = {"failure": (str(error).strip() or "unknown").splitlines()[-1][:100]}
+            found.append(Outcome(job=workload, strategy=strategy, seed=seed, seconds=seconds, **made))
+            print(f"{workload:16} {strategy:16} #{seed} {seconds:6.1f} s   {found[-1].chosen}", flush=True)
+        known = oracle.survey(bench, oracle.counts_of(workload))
+        regrets = oracle.judge(bench, list(filter(None, keys)), known)
+    return [_judged(each, regrets.get(key)) for each, key in zip(found, keys, strict=True)]
 
 
-def _lattice(workload: str) -> Lattice:
-    job = regret_workload(workload)
-    return lattice_of(usable_cores().usable, on_cpu=job.model is not None and job.train_step is None)
-
-
-def _judged(run: Run, regret: oracle.Regret | None) -> Run:
+def _judged(outcome: Outcome, regret: oracle.Regret | None) -> Outcome:
     if regret is None:
-        return run
+        return outcome
     ratio = (regret.ratio.value, regret.ratio.low, regret.ratio.high)
-    return Run(**{**asdict(run), "ratio": ratio, "counted": regret.counted})
+    return replace(outcome, ratio=ratio, regret=regret.counted)
 
 
-def table(runs: Sequence[Run]) -> str:
-    """Regret and seconds by strategy."""
-    lines = [
-        "| strategy | within 2 % | regret p50 | p90 | by point p50 | p90 | seconds p50 | p90 | mean workers |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for strategy in dict.fromkeys(run.strategy for run in runs):
-        mine = [run for run in runs if run.strategy == strategy]
-        regrets, points, seconds = ([getattr(r, name) for r in mine] for name in ("counted", "point", "seconds"))
-        workers = [run.workers for run in mine if run.workers is not None]
-        lines.append(
-            f"| {strategy} | {sum(regret <= NEAR for regret in regrets)} of {len(mine)} | {at(regrets, 0.5):.1%} "
-            f"| {at(regrets, 0.9):.1%} | {at(points, 0.5):.1%} | {at(points, 0.9):.1%} | {at(seconds, 0.5):.1f} "
-            f"| {at(seconds, 0.9):.1f} | {statistics.fmean(workers) if workers else float('nan'):.1f} |"
-        )
-    return "\n".join(lines)
-
-
-def details(runs: Sequence[Run]) -> str:
+def details(outcomes: Sequence[Outcome]) -> str:
     """Every single run."""
     lines = ["| workload | strategy | seed | chosen | ratio to the fastest | seconds |", "|---|---|---|---|---|---|"]
-    for run in runs:
-        said = f"failed: {run.failure}" if run.ratio is None else "{:.3f} ({:.3f} to {:.3f})".format(*run.ratio)
-        lines.append(f"| {run.workload} | {run.strategy} | {run.seed} | {run.chosen} | {said} | {run.seconds:.1f} |")
+    for each in outcomes:
+        said = f"failed: {each.failure}" if each.ratio is None else "{:.3f} ({:.3f} to {:.3f})".format(*each.ratio)
+        cells = (each.job, each.strategy, str(each.seed), each.chosen, said, f"{each.seconds:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def read(path: Path) -> list[Run]:
-    return [Run(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def listed(text: str, legal: Sequence[str], parser: argparse.ArgumentParser) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    unknown = [name for name in names if name not in legal]
-    if unknown:
+    if unknown := [name for name in names if name not in legal]:
         parser.error(f"{unknown[0]!r} is none of {', '.join(legal)}")
     return names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.regret.real", description=__doc__)
-    parser.add_argument(
-        "--cores", type=int, help="pinned to so many; with one or two, the jobs that few cores decide on"
-    )
+    parser.add_argument("--cores", type=int, help="pinned to so many; on one or two, the jobs that few cores decide on")
     parser.add_argument("--workloads", help="separated by commas")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="separated by commas")
+    parser.add_argument("--strategies", default=",".join(DEFAULT), help="separated by commas")
     parser.add_argument("--seeds", type=int, default=2, help="of autotune_loader")
-    parser.add_argument("--rounds", type=int, default=oracle.ROUNDS, help="of the oracle")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further workload after so long")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
-    chosen = parser.parse_args()
-    if chosen.cores:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: chosen.cores])
-    few = usable_cores().usable <= FEW
-    workloads = listed(chosen.workloads or ",".join(FEW_CORES if few else ORDER), tuple(WORKLOADS | DOCUMENTS), parser)
-    strategies = listed(chosen.strategies, tuple(STRATEGIES), parser)
-    records = chosen.results / (f"real_{chosen.cores}.jsonl" if chosen.cores else "real.jsonl")
-    runs, begun = read(records), time.monotonic()
-    for workload in () if chosen.report else workloads:
-        if any(run.workload == workload for run in runs):
+    options = parser.parse_args()
+    if options.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    usual = FEW_CORES if usable_cores().usable <= FEW else ORDER
+    workloads = listed(options.workloads or ",".join(usual), tuple(WORKLOADS | DOCUMENTS), parser)
+    strategies = listed(options.strategies, (*IN_CHILD, *STRATEGIES), parser)
+    records = RESULTS / (f"real_{options.cores}.jsonl" if options.cores else "real.jsonl")
+    lines = records.read_text().splitlines() if records.exists() else []
+    found = [Outcome(**json.loads(line)) for line in lines]
+    for workload in workloads:
+        if any(each.job == workload for each in found):
             continue
-        if time.monotonic() - begun > chosen.minutes * 60:
-            print(f"{chosen.minutes:g} minutes are over: {workload} and what follows are left for the next run")
-            break
-        latest = study(workload, strategies, chosen.seeds, chosen.rounds)
+        latest = study(workload, strategies, options.seeds)
         records.parent.mkdir(parents=True, exist_ok=True)
         with records.open("a") as file:
-            file.write("".join(json.dumps(asdict(run)) + "\n" for run in latest))
-        runs += latest
+            file.write("".join(json.dumps(asdict(each)) + "\n" for each in latest))
+        found += latest
         print(details(latest), flush=True)
-    print(f"{table(runs)}\n\n{details(runs)}" if runs else "nothing has been measured yet")
+    print(f"{table(found)}\n\n{details(found)}")
 
 
 if __name__ == "__main__":

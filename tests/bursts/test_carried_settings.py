@@ -12,23 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from autotune_loader.bursts.settings import Settings, read_modules, read_torch, set_torch
+from autotune_loader.bursts.settings import read_modules, read_torch, set_torch
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
 
-ROWS = [torch.ones(2)] * 8
 CHANGES: dict[str, Any] = {
     "float32_matmul_precision": "high",
     "deterministic_algorithms": "warn",
     "default_dtype": "float64",
+    "default_device": "meta",
     "sharing_strategy": "file_system",
     "cudnn.benchmark": True,
-    "cudnn.deterministic": True,
     "cudnn.allow_tf32": False,
     "autocast.cpu": "bfloat16",
-    "flash_sdp": False,
     "grad_mode": False,
+    "cv2.threads": 0,
 }
 
 
@@ -40,30 +39,17 @@ def as_it_was() -> Any:
     assert read_torch() == before
 
 
-@pytest.fixture
-def cv2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenCV, which has eight threads."""
-    threads = [8]
-    set_threads = lambda n: threads.__setitem__(0, n)  # noqa: E731
-    cv2 = types.SimpleNamespace(getNumThreads=lambda: threads[0], setNumThreads=set_threads, getNumberOfCPUs=lambda: 8)
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_setting_of_torch_is_read_set_and_listed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN OpenCV, which has eight threads
+    threads, value = [8], CHANGES[name]
+    cv2 = types.SimpleNamespace(getNumThreads=lambda: threads[0], setNumThreads=lambda n: threads.__setitem__(0, n))
     monkeypatch.setitem(sys.modules, "cv2", cv2)
-
-
-# Since torch 2.9, which then refuses to tell the precision by its older names.
-NEWER_NAME = [("cuda.matmul.fp32_precision", "tf32")] if hasattr(torch.backends.cuda.matmul, "fp32_precision") else []
-
-
-@pytest.mark.usefixtures("cv2")
-@pytest.mark.parametrize(
-    ("name", "value"), [*CHANGES.items(), *NEWER_NAME, ("default_device", "meta"), ("cv2.threads", 0)]
-)
-def test_each_setting_of_torch_is_read_set_and_listed(name: str, value: Any) -> None:
     before = read_torch()
-    assert Settings.read().set_process() == []
-    assert before[name] != value
-    set_torch({name: value})
+    assert set_torch(before) == []
+    assert set_torch({name: value}) == [f"{name}={value}"]
     assert read_torch()[name] == value
-    assert f"{name}={value}" in Settings.read().set_process()[0]
+    set_torch(before)
 
 
 MODULE = """
@@ -108,28 +94,21 @@ def test_a_fresh_process_has_arguments_path_and_values_of_modules(module: Any, m
 
 
 @pytest.mark.process
-def test_what_differs_is_noted_and_what_does_not_is_not(module: Any) -> None:
-    names = {"settings_of_a_job.ROOT", "settings_of_a_job.limit"}
+def test_what_the_user_has_set_is_noted_and_nothing_else(module: Any) -> None:
     with opened(workload(module.Rows())) as probe:
-        assert not any(name in note for note in probe.notes for name in names)
+        assert not [note for note in probe.notes if "has set" in note]
     module.ROOT = "/data"
     with opened(workload(module.Rows())) as probe:
-        told = [note for note in probe.notes if "settings_of_a_job.ROOT='/data'" in note]
-    assert len(told) == 1
-    assert "limit" not in told[0]
+        (told,) = [note for note in probe.notes if "has set" in note]
+    assert told == "The bursts run with what this process has set in modules: settings_of_a_job.ROOT='/data'."
 
 
 def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = types.ModuleType("a_library")
-    library.__dict__.update(
-        __file__="/usr/lib/site-packages/a_library.py",
-        LOAD_TRUNCATED_IMAGES=True,
-        cache={},
-        _LIMIT=1,
-        LOCK=threading.Lock(),
-    )
+    names = {"LOAD_TRUNCATED_IMAGES": True, "cache": {}, "_LIMIT": 1, "LOCK": threading.Lock()}
+    library.__dict__.update(__file__="/usr/lib/site-packages/a_library.py", **names)
     monkeypatch.setitem(sys.modules, "a_library", library)
     module.huge, module.nan, module.made = list(range(200_000)), float("nan"), [object()]
     found = read_modules()

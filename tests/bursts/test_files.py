@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from autotune_loader.bursts import files
 from autotune_loader.bursts.files import refused_path
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values.plan import BurstPlan
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
 
 ROWS = [torch.rand(4) for _ in range(64)]
@@ -36,14 +39,6 @@ def append(path: Path) -> None:
         file.write("row\n")
 
 
-CHANGES: dict[str, Callable[[Path], Any]] = {
-    "torch.save": save,
-    "append": append,
-    "unlink": Path.unlink,
-    "to scratch": lambda path: path.rename(Path(tempfile.gettempdir(), "last.pt")),
-}
-
-
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a training before, which is the working directory's."""
@@ -58,38 +53,72 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_step_that_changes_files_ends_the_run_and_is_told_what_to_leave_out(change: str, runs: Path) -> None:
-    before, act, path = contents(runs), CHANGES[change], runs / "last.pt"
-    step = TrainingSide(train_step=lambda model, batch: act(path))
-    # WHEN a probe of such a step is opened THEN it is refused in the words of the user's own script
-    with (
-        pytest.raises(WorkloadError, match=rf"train_step writes runs/\w[\w.]+, {LEAVE_OUT}"),
-        opened(workload(ROWS, training=step)),
-    ):
-        pass
-    assert contents(runs) == before
-    assert sorted(path.name for path in runs.iterdir()) == sorted(before)
+class Writer:
+    """As TensorBoard's: a thread writes what it is handed, and who hands it waits while the queue is full."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.queue = path, queue.Queue[str](2)
+        threading.Thread(target=self.write, name="writer", daemon=True).start()
+
+    def write(self) -> None:
+        with self.path.open("w") as file:
+            while True:
+                file.write(self.queue.get())
+
+
+def saving_at(step: int) -> Callable[[Any, Any], None]:
+    """A step that saves at one of its calls."""
+    done = []
+
+    def train_step(model: Any, batch: Any) -> None:
+        done.append(1)
+        if len(done) == step:
+            save(Path("runs/last.pt"))
+
+    return train_step
+
+
+def logging_step(model: Any, batch: Any, *, made: list[Writer] = []) -> None:  # noqa: B006 - made once in each process
+    if not made:
+        made.append(Writer(Path("runs/events")))
+    made[0].queue.put("row")
+
+
+STEPS: dict[str, Callable[[Any, Any], Any]] = {
+    "torch.save": lambda model, batch: save(Path("runs/last.pt")),
+    "append": lambda model, batch: append(Path("runs/last.pt")),
+    "unlink": lambda model, batch: Path("runs/last.pt").unlink(),
+    "to scratch": lambda model, batch: Path("runs/last.pt").rename(Path(tempfile.gettempdir(), "last.pt")),
+    "later": saving_at(100),
+    "thread": logging_step,
+}
 
 
 @pytest.mark.process
-def test_a_step_that_saves_every_100_steps_ends_the_run_too(runs: Path) -> None:
-    done = {"steps": 0}
-
-    def step(model: Any, batch: Any) -> None:
-        done["steps"] += 1
-        if done["steps"] % 100 == 0:
-            save(runs / "last.pt")
-
-    def go_on(probe: Any) -> None:
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_that_changes_files_ends_the_run_and_is_told_what_to_leave_out(step: str, runs: Path) -> None:
+    before, begun = contents(runs), time.monotonic()
+    side = TrainingSide(train_step=STEPS[step])
+    # WHEN it is run THEN it is refused in the words of the user's own script, long before any deadline
+    says = pytest.raises(WorkloadError, match=rf"train_step writes runs/\w[\w.]+, {LEAVE_OUT}")
+    with says, opened(workload(ROWS, training=side)) as probe:
         for _ in range(20):
-            measured(probe)
+            measured(probe.probe)
+    assert contents(runs) == before
+    assert time.monotonic() - begun < 45.0
 
-    says = pytest.raises(WorkloadError, match=rf"train_step writes runs/last\.pt, {LEAVE_OUT}")
-    with opened(workload(ROWS, training=TrainingSide(train_step=step))) as probe, says:
-        go_on(probe.probe)
-    assert contents(runs)["last.pt"] == "mine"
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_step_that_waits_for_a_thread_which_a_fork_lacks_ends_the_run(runs: Path) -> None:
+    # GIVEN a writer that the script has made
+    writer = Writer(runs.parent / "events")
+    side = TrainingSide(train_step=lambda model, batch: writer.queue.put("row"))
+    says = pytest.raises(WorkloadError, match=r"no thread of this process \(.*writer.*\) runs in a fork.*leave saving")
+    writer.queue = queue.Queue(20)
+    with says, opened(workload(ROWS, training=side)) as probe:
+        measured(probe.probe, plan=BurstPlan(deadline_s=5.0))
 
 
 class Filling(Dataset[torch.Tensor]):
@@ -240,8 +269,8 @@ def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(ru
 @pytest.mark.parametrize(
     ("error", "path"),
     [
-        (PermissionError(13, "Permission denied", "{runs}/a.csv"), "runs/a.csv"),
-        (OSError(18, "Invalid cross-device link", "{runs}/last.pt"), "runs/last.pt"),
+        (PermissionError(13, "Permission denied", "runs/a.csv"), "runs/a.csv"),
+        (OSError(18, "Invalid cross-device link", "runs/last.pt"), "runs/last.pt"),
         (RuntimeError("File runs/last.pt cannot be opened."), "runs/last.pt"),
         # h5py, OpenCV, and what a worker's exception has left of it
         (OSError("Unable to create file (unable to open file: name = 'runs/x.h5', errno = 13)"), "runs/x.h5"),
@@ -250,32 +279,16 @@ def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(ru
         (sqlite3.OperationalError("attempt to write a readonly database"), "to a database"),
         # none of ours: a folder that is not writable, a file that is missing, scratch, a plain error
         (PermissionError(13, "Permission denied", "/nowhere/a.csv"), None),
-        (FileNotFoundError(2, "No such file or directory", "{runs}/b.csv"), None),
-        (PermissionError(13, "Permission denied", "{scratch}/c"), None),
+        (FileNotFoundError(2, "No such file or directory", "runs/b.csv"), None),
+        (PermissionError(13, "Permission denied", "scratch/c"), None),
         (ValueError("File runs/last.pt is broken"), None),
     ],
 )
 def test_a_refused_write_is_told_from_other_errors(
-    error: Exception, path: str | None, runs: Path, tmp_path: Path
+    error: Exception, path: str | None, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isinstance(error, OSError) and error.filename:
-        error = type(error)(error.errno, error.strerror, error.filename.format(runs=runs, scratch=tmp_path / "scratch"))
-    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(runs.parent / "scratch"))
+    (runs.parent / "scratch").mkdir()
     wrapped = RuntimeError("the step failed")
     wrapped.__cause__ = error
-    assert refused_path(error, [str(tmp_path / "scratch")]) == path
-    assert refused_path(wrapped, [str(tmp_path / "scratch")]) == path
-
-
-def test_the_compilers_cache_is_the_callers_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cache() -> str:
-        return files.environment(str(tmp_path / "scratch"))["TORCHINDUCTOR_CACHE_DIR"]
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(files.getpass, "getuser", lambda: "me:you")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    assert cache() == str(tmp_path / "scratch" / "torchinductor")
-    (tmp_path / "torchinductor_me_you").mkdir()
-    assert cache() == str(tmp_path / "torchinductor_me_you")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    assert cache() == "/elsewhere"
+    assert (refused_path(error), refused_path(wrapped)) == (path, path)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from autotune_loader.bursts.checks import workers_repeat_each_other
-from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.plan import BurstPlan
 from tests.support.bursts import ALONE, ONE_WORKER, failed, measured, opened, workload
 
 pytestmark = pytest.mark.process
 ALL = BurstPlan(max_s=2.0, min_s=2.0, relative_error=1e-6, deadline_s=60.0)
-MEND = "; training would end there too: mend that sample, or leave it out of the dataset"
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -30,19 +30,11 @@ class Numbers(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 64
 
-    def __getitem__(self, key: Any) -> torch.Tensor:
+    def __getitem__(self, key: int) -> torch.Tensor:
         time.sleep(self.nap_s)
-        return self.read(key)
-
-    def read(self, key: Any) -> torch.Tensor:
         if key in self.bad or (get_worker_info() is not None and key in self.bad_in_workers):
             raise ValueError(f"broken image {key}\nand more of it")
-        return torch.full((2 if key in self.odd else 1,), float(key[0] if isinstance(key, tuple) else key))
-
-
-class InBatches(Numbers):
-    def __getitems__(self, keys: list[Any]) -> list[torch.Tensor]:
-        return [self.read(key) for key in keys]
+        return torch.full((2 if key in self.odd else 1,), float(key))
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -51,44 +43,28 @@ class Stream(IterableDataset[torch.Tensor]):
         raise OSError("connection lost")
 
 
-def in_order(keys: Any, bad: Any) -> dict[str, Any]:
-    return {"dataset": Numbers(bad=[bad]), "batch_size": None, "batch_sampler": BatchSampler(keys, 2, drop_last=False)}
-
-
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "later": ({"dataset": Numbers(bad=(21,))}, "sample 21 raises ValueError: broken image 21"),
-    "in batches": ({"dataset": InBatches(bad=(21,))}, "raises ValueError: broken image 21"),
-    "tuples": (
-        in_order([*enumerate("abcdefgh")], (5, "f")),
-        "sample (5, 'f') raises ValueError: broken image (5, 'f')",
-    ),
-    "numpy": (in_order(np.arange(8), 6), "sample 6 raises ValueError: broken image 6"),
-    "stream": ({"dataset": Stream()}, "the sample after 10 of a process's stream raises OSError: connection lost"),
-    "shape": ({"dataset": Numbers(odd=(42,))}, "RuntimeError: stack expects each tensor to be equal size"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_sample_that_raises_is_named_with_its_error_and_what_to_do(case: str) -> None:
-    parts, says = CASES[case]
-    with pytest.raises(WorkloadError) as caught, opened(workload(**{"sampler": None, **parts})) as probe:
+@pytest.mark.parametrize(
+    ("dataset", "parts", "says"),
+    [
+        (Numbers(bad=(3,)), {"sampler": range(64)}, "sample 3 raises ValueError: broken image 3"),  # in the first batch
+        (Numbers(bad=(21,)), {}, "sample 21 raises ValueError: broken image 21"),
+        (Numbers(odd=(42,)), {}, "RuntimeError: stack expects each tensor to be equal size"),
+        (Stream(), {}, "the sample after 10 of a process's stream raises OSError: connection lost"),
+    ],
+)
+def test_a_sample_that_raises_is_named_with_its_error_and_what_to_do(dataset: Any, parts: Any, says: str) -> None:
+    with pytest.raises(WorkloadError) as caught, opened(workload(dataset, **parts)) as probe:
         measured(probe.probe, ALONE, ALL)
     assert says in caught.value.message
-    assert caught.value.message.endswith(MEND)
+    assert caught.value.message.endswith(
+        "; training would end there too: mend that sample, or leave it out of the dataset"
+    )
     assert "autotune_loader/" not in caught.value.user_traceback
 
 
-def test_one_in_the_first_batch_ends_it_before_anything_is_measured() -> None:
-    says = r"sample 3 raises ValueError: broken image 3; training would end there too"
-    with pytest.raises(WorkloadError, match=says), opened(workload(Numbers(bad=(3,)), sampler=range(64))):
-        pass
-
-
 def test_workers_are_blamed_only_for_what_raises_in_them_alone() -> None:
-    with (
-        opened(workload(Numbers(bad=(33,)))) as probe,
-        pytest.raises(WorkloadError, match="sample 33 raises ValueError"),
-    ):
+    says = pytest.raises(WorkloadError, match="sample 33 raises ValueError")
+    with opened(workload(Numbers(bad=(33,)))) as probe, says:
         measured(probe.probe, ONE_WORKER, ALL)
     with opened(workload(Numbers(bad_in_workers=(9,)))) as probe:
         failure = failed(probe.probe, "user_exception", ONE_WORKER, ALL)
@@ -111,9 +87,7 @@ class Remembering(Numbers):
 
 
 def test_no_burst_reads_what_another_one_has_cached_however_much_the_training_has_grown() -> None:
-    # GIVEN a training whose optimizer's state alone is larger than a gigabyte would be of the dataset's own size
-    from autotune_loader.pipeline.workload import TrainingSide
-
+    # GIVEN a training whose state is larger than a gigabyte
     ballast: list[torch.Tensor] = []
 
     def step(model: Any, batch: Any) -> None:
@@ -124,12 +98,6 @@ def test_no_burst_reads_what_another_one_has_cached_however_much_the_training_ha
     with opened(workload(Remembering(), training=TrainingSide(train_step=step))) as probe:
         seconds = [measured(probe.probe, plan=plan).service_s for _ in range(3)]
     assert min(seconds) > 0.015
-
-
-def test_batches_that_take_seconds_are_told_to_need_a_larger_budget() -> None:
-    with opened(workload(Numbers(nap_s=0.6))) as probe:
-        assert probe.warmup.first_fetch_s > 2.0
-        assert any("raise the budget, or tune with a smaller batch_size" in note for note in probe.notes)
 
 
 class Shuffled(IterableDataset[torch.Tensor]):
@@ -150,18 +118,24 @@ class Shuffled(IterableDataset[torch.Tensor]):
 def test_a_stream_that_shuffles_and_augments_is_no_less_repeated(is_sharded: bool) -> None:
     data = DataSide(dataset=Shuffled(is_sharded), batch_size=4, worker_init_fn=torch.manual_seed)
     assert workers_repeat_each_other(data, 0.01) is not is_sharded
-    if not is_sharded:
-        with opened(workload(Shuffled(False))) as probe:
-            assert not probe.warmup.shardable
-            assert "delivers the same samples" in " ".join(probe.notes)
 
 
-def test_a_batch_that_no_worker_could_send_is_found_out_before_one_hangs() -> None:
-    class Local(list[Any]):
-        def __reduce__(self) -> Any:
-            raise TypeError("cannot pickle Local")
+class Local(list[Any]):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle Local")
 
-    with opened(workload([torch.zeros(2)] * 64, collate_fn=Local)) as probe:
-        assert not probe.warmup.same_in_workers
-        assert any("cannot be pickled" in note and "Local" in note for note in probe.notes)
-        measured(probe.probe)
+
+@pytest.mark.parametrize(
+    ("dataset", "parts", "says"),
+    [
+        (Shuffled(False), {}, "delivers the same samples"),
+        (Numbers(nap_s=0.6), {}, "raise the budget, or tune with a smaller batch_size"),
+        (Numbers(), {"collate_fn": Local}, r"cannot be pickled .*Local.* none are tried"),
+    ],
+)
+def test_what_is_known_after_the_first_batch_is_noted(dataset: Any, parts: Any, says: str) -> None:
+    with opened(workload(dataset, **parts)) as probe:
+        report = probe.warmup
+    assert re.search(says, " ".join(probe.notes))
+    assert (report.shardable, report.same_in_workers) == (not isinstance(dataset, Shuffled), not parts)
+    assert (report.first_fetch_s > 2.0) is (getattr(dataset, "nap_s", 0) > 0)

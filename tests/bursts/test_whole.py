@@ -40,23 +40,12 @@ class Numbers(Dataset[torch.Tensor]):
         return index
 
 
-def remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-
-
 class RemovesItsFiles(Numbers):
-    """In two ways, when it is finalised."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        weakref.finalize(self, remove, folder)
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.folder,)
+    """When it is finalised."""
 
     def __del__(self) -> None:
-        remove(self.folder)
+        for path in self.folder.iterdir():
+            path.unlink()
 
     def read(self, index: int) -> Any:
         return (self.folder / f"{index}").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -124,7 +125,7 @@ def test_without_landlock_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     [
         ("rb", False, (b"0123", b"4567", b"0123456789")),
         ("rb", True, (b"0123", b"4567", b"0123456789")),
-        ("r+b", False, (b"0123", b"4567", b"0123456789")),  # a copy took it
+        ("r+b", False, (b"0123", b"4567", b"0123456789")),  # writing to it raises
         ("r+b", True, (b"0123", b"4567", b"0123XX6789")),
         ("ab", False, (b"", b"", b"0123456789")),
         ("ab", True, (b"", b"", b"0123456789XX")),
@@ -143,8 +144,8 @@ def test_open_files_have_positions_of_their_own(
         def use() -> bytes:
             elsewhere.own_files(writable=writable)
             read = file.read(4) if reads else b""
-            if writes:
-                file.write(b"XX")
+            with contextlib.suppress(OSError):
+                file.write(b"XX" * writes)
             return read
 
         in_fork_read = in_fork(use)

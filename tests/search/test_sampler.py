@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from optuna.trial import TrialState
 
-from autotune_loader.search.context import Context
-from autotune_loader.search.sampler import RECORD, StopReason, TwinSampler, quiet_optuna, read_record
-from autotune_loader.search.space import Space
+from autotune_loader.search.sampler import RECORD, TwinSampler, quiet_optuna, read_record
+from autotune_loader.search.space import Context, Space
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.plan import BurstPlan
@@ -33,10 +31,8 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def study_with(sampler: Any, storage: str | None = None) -> optuna.Study:
-    return optuna.create_study(
-        direction="maximize", sampler=sampler, storage=storage, study_name="s", load_if_exists=True
-    )
+def study_with(sampler: Any) -> optuna.Study:
+    return optuna.create_study(direction="maximize", sampler=sampler)
 
 
 def recording(sampler: TwinSampler, machine: SimulatedMachine = MACHINE) -> Objective:
@@ -73,29 +69,6 @@ def test_a_users_own_objective_is_led_near_its_best_with_few_workers_and_stopped
     assert len({tuple(trial.params.items()) for trial in study.trials}) == len(study.trials)
 
 
-def test_bursts_that_are_recorded_lead_to_a_safe_choice_in_few_trials() -> None:
-    sampler = TwinSampler(Space(), CONTEXT)
-    study = study_with(sampler)
-    assert sampler.wants_more(study)  # asked before optimize()
-    study.optimize(recording(sampler), n_trials=12, callbacks=[sampler.stop_when_safe])
-    assert len(study.trials) < 12
-    assert sampler.stop_reason is StopReason.SAFE
-    assert not sampler.wants_more(study)
-    choice, probe = sampler.belief(study).choice, SimulatedProbe(MACHINE, FakeClock())
-    assert choice is not None
-    assert probe.truth(choice) >= 0.95 * max(probe.truth(LoaderConfig(num_workers=n)) for n in (4, 6, 8))
-
-
-def test_the_step_alone_ends_a_search_once_two_trials_are_as_fast() -> None:
-    sampler = TwinSampler(Space(), CONTEXT, ceiling=6000.0, first=[LoaderConfig(num_workers=n) for n in (6, 8)])
-    study = study_with(sampler)
-    study.optimize(saturating, n_trials=9, callbacks=[sampler.stop_when_safe])
-    assert (len(study.trials), sampler.stop_reason) == (2, StopReason.CEILING)
-
-
-# Failures
-
-
 def test_what_failed_is_pruned_with_its_reason_and_proposed_no_more() -> None:
     # GIVEN a machine that kills whatever has more than two workers (B8)
     def fails(config: LoaderConfig) -> Failure | None:
@@ -117,42 +90,23 @@ def test_what_failed_is_pruned_with_its_reason_and_proposed_no_more() -> None:
     assert choice.num_workers == 2
 
 
-def test_a_user_who_interrupts_gets_the_exception_and_goes_on_later() -> None:
-    sampler = TwinSampler(Space(), CONTEXT)
-    study, objective = study_with(sampler), recording(sampler)
-
-    def interrupted(trial: optuna.trial.Trial) -> float:
-        if trial.number == 1:
-            raise KeyboardInterrupt
-        return objective(trial)
-
-    with pytest.raises(KeyboardInterrupt):
-        study.optimize(interrupted, callbacks=[sampler.stop_when_safe])
-    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE, TrialState.FAIL]
-    study.optimize(objective, n_trials=12, callbacks=[sampler.stop_when_safe])
-    assert sampler.stop_reason is StopReason.SAFE
-
-
 # Other processes
 
 
-@pytest.mark.parametrize("storage", ["sqlite:///{}/study.db", None])
-def test_another_process_goes_on_from_the_means_that_the_study_keeps(storage: str | None, tmp_path: Path) -> None:
-    url = storage and storage.format(tmp_path)
+def test_another_process_goes_on_from_the_means_that_the_study_keeps() -> None:
     first = TwinSampler(Space(), CONTEXT)
-    study = study_with(first, url)
+    study = study_with(first)
     study.optimize(recording(first), n_trials=2)
     known = study.trials[0].user_attrs[RECORD]
     assert json.loads(known)["measurement"]["traces"] == []
     assert first.trials(study)[0].measurement.traces  # type: ignore[union-attr]
     # WHEN a sampler of another process opens the study
     again = TwinSampler(Space(), CONTEXT)
-    later = study if url is None else study_with(again, url)
     # THEN it knows rates and stages, and measures nothing twice
-    ours, theirs = first.trials(study), again.trials(later)
+    ours, theirs = first.trials(study), again.trials(study)
     assert [t.samples_per_s for t in theirs] == pytest.approx([t.samples_per_s for t in ours])
-    assert again.belief(later).twin is not None
-    proposed = again.proposal(later)
+    assert again.belief(study).twin is not None
+    proposed = again.proposal(study)
     assert proposed is None or proposed.key() not in {trial.config.key() for trial in ours}
 
 

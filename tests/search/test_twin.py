@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune_loader.search.context import Context
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.predict import Prediction, predict
 from autotune_loader.search.queue import simulate
+from autotune_loader.search.space import Context
 from autotune_loader.search.twin import Twin
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement, MemoryUse
@@ -206,17 +206,3 @@ def test_workers_that_just_keep_up_have_long_filled_their_queues(tail: float, wa
     # THEN the loop hardly waits in the long run, unless for the slow ones
     use = Twin.fit([seen], Context(usable_cores=32)).predict([with_workers(18, 8)]).loop_use[0]
     assert (use < 0.95) == waits
-
-
-@pytest.mark.parametrize(
-    ("stages", "cores", "most"),
-    [
-        ({"service": 0.04, "cpu": 0.04, "step": 0.001}, 4, 8),
-        ({"service": 0.08, "cpu": 0.001, "step": 0.009}, 4, 24),
-        ({"service": 0.01, "cpu": 0.01, "step": 0.1}, 16, 26),
-    ],
-    ids=["the cores are full", "the loop is busy", "never less than 1.5 times the cores"],
-)
-def test_workers_beyond_use(stages: dict[str, float], cores: int, most: int) -> None:
-    twin = Twin.fit([observation(1, receive=1e-6, **stages)], Context(usable_cores=cores))
-    assert twin.useful_workers == pytest.approx(most, abs=1)

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset, default_collate
 from studies.cold import datasets as cold
 from studies.endurance import kills
 from studies.gpu import __main__ as jobs
-from studies.libraries.attempt import Attempt, Job, make_attempt
-from studies.libraries.page import row
+from studies.libraries.__main__ import row
+from studies.libraries.attempt import Job, make_attempt
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -58,12 +58,12 @@ def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkey
 )
 def test_an_attempt_is_tuned_refused_or_wrong(given: Any, batch: int, outcome: str, says: str) -> None:
     options = {"batch_size": 4, "budget": 2, "collate_fn": default_collate}
-    job = Job(given=given, options=options, batch=batch, epoch=lambda result: result.make_loader(given))
-    made = make_attempt(Attempt(library="torch", what="something", make=lambda: job))
+    job = Job(given=given, model=None, options=options, batch=batch, epoch=lambda result: result.make_loader(given))
+    made = make_attempt(job)
 
     assert made.outcome == outcome
-    assert says in made.sentence
-    assert f"| {outcome} |" in row(made)
+    assert says in made.says
+    assert row("torch", "2", "a | b", made).startswith(f"| torch 2 | a \\| b | {outcome} | ")
 
 
 def test_a_cold_dataset_is_slow_once_and_again_when_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

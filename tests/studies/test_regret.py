@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from autotune_loader.values.config import LoaderConfig
-from studies.regret import real
+from studies.regret import Outcome, real, table
 from studies.regret.bench import BenchError, Timed
 from studies.regret.oracle import CONFIRMING_ROUNDS, HOPELESS, ROUNDS, judge, key, race
+from studies.regret.simulated import SimulatedField
+from studies.regret.strategies import STRATEGIES
+from tests.support import SimulatedMachine
 
 FAST, NEAR, WORSE, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 2, 1))
 
@@ -43,7 +46,7 @@ def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out() -> None:
     # THEN each has its regret, but for the one without any rate
     assert regrets[key(NEAR)].counted == 0.0
     assert regrets[key(WORSE)].counted == pytest.approx(0.05, abs=0.02)
-    assert regrets[key(SLOW)].point == pytest.approx(0.5, abs=0.03)
+    assert regrets[key(SLOW)].counted == pytest.approx(0.5, abs=0.03)
     assert key(failing) not in regrets
     # THEN who looked slower was judged by fresh rounds, and the hopeless one left after three
     assert regrets[key(WORSE)].ratio.count == CONFIRMING_ROUNDS
@@ -60,12 +63,24 @@ def test_a_round_beside_foreign_work_is_run_again() -> None:
 
 
 def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost() -> None:
-    tuned = {"seconds": 12.0, "workers": 4, "ratio": (0.97, 0.9, 1.1), "counted": 0.0}
+    tuned = {"seconds": 12.0, "workers": 4, "ratio": (0.97, 0.9, 1.1), "regret": 0.0}
     runs = [
-        real.Run(workload="jpeg", strategy="autotune_loader", seed=0, **tuned),
-        real.Run(workload="jpeg", strategy="loadtune", seed=0, seconds=1.0, failure="ValueError: no"),
+        Outcome(job="jpeg", strategy="autotune_loader", **tuned),
+        Outcome(job="jpeg", strategy="loadtune", seconds=1.0, failure="ValueError: no"),
     ]
-    table = real.table(runs)
-    assert "| autotune_loader | 1 of 1 | 0.0% | 0.0% | 3.0% | 3.0% | 12.0 | 12.0 | 4.0 |" in table
-    assert "| loadtune | 0 of 1 | 100.0% |" in table
+    shown = table(runs)
+    assert "| autotune_loader | 1 | 100.0% | 0.0% | 0.0% | 0.0% | 3.0% | 3.0% | 3.0% | 12.0 | 12.0 | 4.0 |" in shown
+    assert "| loadtune | 1 | 0.0% | 100.0% |" in shown
     assert "failed: ValueError: no" in real.details(runs)
+
+
+def test_every_strategy_chooses_on_a_simulated_machine() -> None:
+    # GIVEN one on which loading binds
+    machine = SimulatedMachine(cores=4, cpu_s=0.04, step_s=0.01)
+    fields = {name: SimulatedField(machine, 0, limit_s=30.0) for name in STRATEGIES}
+    # WHEN each strategy looks
+    chosen = {name: strategy(fields[name], 0) for name, strategy in STRATEGIES.items()}
+    # THEN those that measure choose workers, and only those take time; who is asked to end does
+    assert {name for name, config in chosen.items() if config.num_workers < 2} == {"torch default"}
+    assert {name for name, field in fields.items() if field.clock() == 0} == {"torch default", "workers = cores"}
+    assert all(field.clock() < 35 for field in fields.values())

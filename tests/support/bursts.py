@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from autotune_loader.bursts.parent import OpenProbe, open_probe
@@ -40,3 +41,9 @@ def failed(probe: Any, kind: FailureKind, config: LoaderConfig = ALONE, plan: Bu
     assert isinstance(outcome, Failure), outcome
     assert outcome.kind == kind, outcome
     return outcome
+
+
+def orphaned_segments() -> set[str]:
+    """Torch's segments of processes that have ended; others may be in use next door."""
+    names = {path.name for path in Path("/dev/shm").glob("torch_*")}
+    return {name for name in names if not Path("/proc", name.split("_")[1]).exists()}

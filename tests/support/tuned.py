@@ -17,8 +17,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.result import TuningResult
-from autotune_loader.search.context import Context
-from autotune_loader.search.space import BatchCost, Limits, Space
+from autotune_loader.search.space import BatchCost, Context, Limits, Space
 from autotune_loader.tuning import compare as comparer
 from autotune_loader.tuning import tune as tuner
 from autotune_loader.tuning.assemble import assembled

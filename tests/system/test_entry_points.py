@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 from preloaded import PreloadedPython
 
 from autotune_loader import TuningResult
+from tests.support.bursts import orphaned_segments
 
 pytestmark = pytest.mark.system
 
@@ -110,9 +110,7 @@ def test_a_script_tunes_and_trains_with(
     assert run.output.count("WHOLE True") == epochs
 
 
-def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(
-    tmp_path: Path, preloaded: PreloadedPython, orphaned_segments: Callable[[], set[str]]
-) -> None:
+def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(tmp_path: Path, preloaded: PreloadedPython) -> None:
     # GIVEN a run that has told its first trial
     before = orphaned_segments()
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -17,17 +17,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from autotune_loader import AutoLoader, tune
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.options import TuneOptions, parse_options
+from autotune_loader.tuning.options import parse_options
 
 SAMPLES = TensorDataset(torch.zeros(10, 2))
 
 
-class LengthRaises(Dataset[int]):
+class WithoutLength(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
-
-    def __len__(self) -> int:
-        raise RuntimeError("index the files first")
 
 
 class Stream(IterableDataset[int]):
@@ -40,16 +37,9 @@ class Stream(IterableDataset[int]):
         return iter(range(8))
 
 
-class NeedsMore(nn.Module):
-    """A loss that cannot be made without an argument."""
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-
-
-SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(2, 1).parameters()), 1)
 LOADER = DataLoader(SAMPLES)
-TWO = [LOADER, DataLoader(SAMPLES)]
+HELD = DataLoader(SAMPLES, batch_size=5)
+TWO = [LOADER, HELD]
 MINIMIZES = optuna.create_study(direction="minimize")
 
 
@@ -68,25 +58,20 @@ def loader(**parts: Any) -> Any:
         ([], None, {}, ValueError, "data is empty"),
         (one_by_one(), None, {}, TypeError, "data=.* only once"),
         (42, None, {}, TypeError, "data=42 .*__getitem__"),
-        (LengthRaises(), None, {}, TypeError, r"LengthRaises has no length: len\(\) raises RuntimeError: index the files"),
+        (WithoutLength(), None, {}, TypeError, r"WithoutLength object .*neither a DataLoader, .* would work"),
         (Stream, None, {}, TypeError, r"data=Stream is a class; data=Stream\(...\) would work"),
         ("data/", None, {}, TypeError, r"data='data/' is a path.*ImageFolder\('data/'\) would work"),
         # what holds data somewhere else
         (SimpleNamespace(get_train_dataloader=None), None, {}, TypeError, r"data=.*tune_trainer\(trainer\) would work"),
         (SimpleNamespace(fit_loop=None), None, {}, TypeError, r"data=.*lightning.tuned\(model, .*would work"),
         (SimpleNamespace(train_dataloader=None), None, {}, TypeError, r"tune\(datamodule.train_dataloader\(\), model\)"),
-        (SimpleNamespace(dataset=SAMPLES), None, {}, TypeError, r"data=.*tune\(simplenamespace.dataset, .*would work"),
         (SimpleNamespace(loaders=TWO), None, {}, TypeError, r"2 DataLoaders .*; one at a time, tune\(loader, model\), would"),
-        (TWO, None, {}, TypeError, r"2 DataLoaders .*; one at a time, tune\(loader, model\), would work"),
         # data and model
         (nn.Sequential(nn.Linear(2, 2)), SAMPLES, {}, TypeError, r"data=Sequential is a model.*tune\(data, model\)"),
         ([1, 2], SAMPLES, {}, TypeError, r"model=TensorDataset holds data.*tune\(data, model\) would work"),
         (SAMPLES, nn.Linear, {}, TypeError, r"model=Linear is a class; model=Linear\(...\) would work"),
         # the step
-        (SAMPLES, None, {"train_step": lambda batch: None}, TypeError, r"train_step=.*train_step\(model, batch\)"),
         (SAMPLES, None, {"train_step": -1}, ValueError, r"train_step=-1 is not the seconds of a step; train_step=0.05 would"),
-        (SAMPLES, None, {"loss_fn": NeedsMore}, TypeError, r"loss_fn=NeedsMore is a class.*loss_fn=NeedsMore\(...\) would"),
-        (SAMPLES, None, {"optimizer": SCHEDULER}, TypeError, r"optimizer=<torch.*has no step\(\) and zero_grad\(\)"),
         (SAMPLES, None, {"device": "gpu:7"}, ValueError, r"device='gpu:7' is not a torch device; device='auto' would work"),
         (SAMPLES, None, {"device": "cuda:97"}, ValueError, r"device='cuda:97' is not there \(torch sees \d+\)"),
         # the parts of a loader
@@ -96,19 +81,15 @@ def loader(**parts: Any) -> Any:
         (loader(sampler=one_by_one()), None, {}, TypeError, "^sampler=.*only once.*a list of it would work"),
         (loader(sampler=[]), None, {}, ValueError, "no sample in an epoch"),
         (loader(batch_size=16, drop_last=True), None, {}, ValueError, r"batch_size=16 .* batch_size=10 would work"),
-        (LOADER, None, {"batch_size": 8}, ValueError, "^batch_size=.*existing DataLoader.*batch_size=None would work"),
+        (LOADER, None, {"batch_size": 8}, ValueError, "^batch_size=.*a DataLoader .*batch_size=None would work"),
         # how to search
         (SAMPLES, None, {"budget": "soon"}, ValueError, "budget='soon' cannot be read.*budget='60s' would work"),
         (SAMPLES, None, {"budget": 0.5}, ValueError, "budget=0.5 is not at least 1 s; budget='60s' would work"),
-        (SAMPLES, None, {"budget": 10**310}, ValueError, "budget='60s' would work"),
         (SAMPLES, None, {"budget": None}, TypeError, "budget=None is neither seconds nor a text .*would work"),
         (SAMPLES, None, {"max_workers": -1}, ValueError, "max_workers=-1 is below 0; max_workers=1 would work"),
-        (SAMPLES, None, {"max_workers": 2.5}, TypeError, "max_workers=2.5 is not an integer.*would work"),
         (SAMPLES, None, {"tolerance": 1}, ValueError, "tolerance=1 is not a share .*tolerance=0.02 would work"),
-        (SAMPLES, None, {"tolerance": "2%"}, TypeError, "tolerance='2%' is not a number; tolerance=0.02 would work"),
         (SAMPLES, None, {"progress": "on"}, TypeError, "progress='on' is not a bool; progress=False would work"),
         (SAMPLES, None, {"allow": ("batch-size",)}, ValueError, "allow='batch_size' would work"),
-        (SAMPLES, None, {"allow": ("drop_last",)}, ValueError, "allow='drop_last' is not one of .* would work"),
         (SAMPLES, None, {"allow": 3}, TypeError, r"allow=3 is not a collection of names; allow=\('in_order',\) would work"),
         (SAMPLES, None, {"output": False}, TypeError, "output=False is not a path; output='loader.json' would work"),
         (SAMPLES, None, {"study": "x.db"}, TypeError, r"study='x.db' is no optuna.Study; study=optuna.create_study\(dir.*work"),
@@ -117,7 +98,6 @@ def loader(**parts: Any) -> Any:
         (SAMPLES, None, {"sampler": [0, 1]}, TypeError, r"no sampler of Optuna's; tune\(DataLoader\(dataset, sampler=..., ..."),
         # arguments that tune() does not have: a DataLoader says them
         (SAMPLES, None, {"num_workers": 4}, TypeError, r"=4 is not.*DataLoader\(dataset, num_workers=..., ...\), model\)"),
-        (SAMPLES, None, {"generator": 4}, TypeError, r"DataLoader\(dataset, generator=..., ...\), model\) would"),
         (SAMPLES, None, {"bugdet": "60s"}, TypeError, r"bugdet='60s' is not an argument of tune\(\); budget=... would work"),
         (SAMPLES, None, {"reuse": True}, TypeError, r"reuse=True is not an argument of tune\(\); one of data, .* would work"),
     ],
@@ -131,23 +111,10 @@ def test_what_is_wrong_is_named_with_what_would_work(
 
 
 def test_tune_has_the_arguments_that_are_promised() -> None:
-    assert [*inspect.signature(tune).parameters] == [
-        *(
-            "data",
-            "model",
-            "batch_size",
-            "collate_fn",
-            "worker_init_fn",
-            "train_step",
-            "loss_fn",
-            "optimizer",
-            "device",
-        ),
-        *("budget", "max_workers", "allow", "tolerance", "study", "sampler", "output", "progress"),
-    ]
-    names = ("budget", "max_workers", "allow", "tolerance", "output", "progress")
-    given: dict[str, Any] = {name: inspect.signature(tune).parameters[name].default for name in names}
-    assert parse_options(**given) == TuneOptions()
+    names = (
+        "data model batch_size collate_fn train_step loss_fn optimizer device budget max_workers allow tolerance study "
+    )
+    assert " ".join(inspect.signature(tune).parameters) == names + "sampler output progress"
 
 
 @pytest.mark.parametrize(("budget", "seconds"), [(60, 60), (" 60 s ", 60), ("1.5min", 90), ("5m", 300)])
@@ -161,17 +128,13 @@ class ThreadLoader(DataLoader[Any]):
         yield from super().__iter__()
 
 
-HELD = DataLoader(SAMPLES, batch_size=5)
-
-
 @pytest.mark.parametrize(
     ("given", "options", "size", "samples", "says"),
     [
         ([1, 2, 3] * 20, {}, 32, 60, "batch_size was not given: measured with 32; pass the one you train with"),
         (SAMPLES, {"batch_size": 16}, 16, 10, "an epoch has 10 samples, less than one batch of 16"),
         (SAMPLES, {"batch_size": np.int64(2)}, 2, 10, None),
-        (DataLoader(LengthRaises(), batch_size=2, sampler=range(4)), {}, 2, 4, None),
-        (LOADER, {}, 1, 10, None),
+        (DataLoader(WithoutLength(), batch_size=2, sampler=range(4)), {}, 2, 4, None),
         (AutoLoader(SAMPLES), {}, 1, 10, None),
         (ThreadLoader(SAMPLES), {}, 1, 10, "ThreadLoader has an __iter__ of its own"),
         # a wrapper around one loader: webdataset's, timm's, Lightning's

@@ -13,7 +13,7 @@ from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.search.space import Limits, Space
-from autotune_loader.tuning.options import TuneOptions
+from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import Run, common_space, make_run
 from autotune_loader.values.config import LoaderConfig
 from tests.support import SimulatedMachine
@@ -57,7 +57,7 @@ def run_of(
     **ready: Any,
 ) -> Run:
     workload = Workload(data=side or data(), training=training or TrainingSide(), own_config=own)
-    options = TuneOptions(allow=frozenset(allow), max_workers=max_workers)
+    options = parse_options(allow=allow, max_workers=max_workers)
     return make_run(
         workload, OpenProbe(probe=PROBE, warmup=replace(READY, **ready)), machine or inspect_machine(), options
     )

@@ -121,17 +121,6 @@ def test_ctrl_c_keeps_what_was_measured_and_a_sample_that_raises_ends_the_run_an
     assert all(each.state.is_finished() for each in study.trials)
 
 
-def test_how_arguments_were_read_is_a_warning_and_stands_beside_an_error_of_the_first_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    on_simulated_machines(monkeypatch, lambda workload: MACHINE)
-    result = tune(ROWS, progress=False)
-    assert any("batch_size was not given: measured with 32" in each.sentence for each in result.warnings)
-    on_simulated_machines(monkeypatch, lambda workload: "the step raises TypeError")
-    with pytest.raises(WorkloadError, match="the step raises TypeError; batch_size was not given"):
-        tune(ROWS, progress=False)
-
-
 def test_an_output_that_cannot_be_written_is_refused_at_once_and_a_disk_that_fills_up_costs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
