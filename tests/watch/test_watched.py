@@ -106,7 +106,7 @@ def test_copies_of_a_loader_have_the_data_that_they_were_given(verb: Any, capsys
 
 
 def test_under_run_the_report_says_why_no_autoloader_takes_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune_loader.AutoLoader", Mock(side_effect=OSError("no room")))
+    monkeypatch.setattr("autotune_loader.AutoLoader.__init__", Mock(side_effect=OSError("no room")))
     with enable("run") as enabled:
         assert len(list(make())) == 12
         assert "not changed: No AutoLoader could take its place: OSError: no room" in enabled.report()
