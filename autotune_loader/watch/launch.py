@@ -89,7 +89,8 @@ def _script(path: str) -> tuple[ModuleType, Callable[[], Any]]:
     if not is_safe:
         sys.path[0] = os.path.dirname(os.path.realpath(absolute))  # noqa: PTH120
     main = _new_main(__file__=absolute, __loader__=SourceFileLoader("__main__", absolute), __cached__=None)
-    return main, partial(exec, compile(source, absolute, "exec", dont_inherit=True), vars(main))
+    code = compile(source, absolute, "exec", dont_inherit=True)
+    return main, lambda: exec(code, vars(main))  # noqa: S102 - the script
 
 
 def _module(name: str) -> tuple[ModuleType, Callable[[], Any]]:
