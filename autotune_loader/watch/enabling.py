@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from autotune_loader.watch.hook import Hook, active
-from autotune_loader.watch.plan import Plan, Verb
+from autotune_loader.watch.run_plan import Plan, Verb
 
 
 def enable(
