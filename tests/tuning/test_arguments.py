@@ -116,7 +116,7 @@ def test_what_is_wrong_is_named_with_what_would_work(
 
 def test_tune_has_the_arguments_that_are_promised() -> None:
     names = (
-        "data model batch_size collate_fn train_step loss_fn optimizer device budget max_workers allow tolerance study "
+        "data model batch_size collate_fn worker_init_fn train_step loss_fn optimizer device budget max_workers allow tolerance study "
     )
     assert " ".join(inspect.signature(tune).parameters) == names + "sampler output progress"
 
