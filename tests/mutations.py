@@ -42,7 +42,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rounds: one failure more before a side is out", *ROUNDS,
-        "len(failures) >= MAX_FAILURES", "len(failures) > MAX_FAILURES",
+        "self._failed[side] < MAX_FAILURES", "self._failed[side] <= MAX_FAILURES",
     ),
     Mutation(
         "rounds: a round runs although it does not fit", *ROUNDS,

@@ -1,7 +1,7 @@
 """Running the user's code in another process so that it changes nothing here: bursts of `tune()`, workers of AutoLoader.
 
     die_with_parent     killed as soon as the process that started this one ends, however that ends
-    own_files           open regular files are read at positions of their own, and written nowhere if asked so
+    own_files           open regular files are read at positions of their own, and not written if asked so
     own_shared_memory   what is written to shared memory, the parent does not see
     cut_channels        inherited pipes and sockets lead nowhere
     write_only_in       files are made, changed and removed in some places only
@@ -34,11 +34,7 @@ FIRST_OWN_FD = 3
 """Below are stdin, stdout and stderr."""
 MOST_COPIED_BYTES = 1 << 30
 """A larger shared mapping becomes private to each process instead: pages are then copied when they are written to."""
-MOST_COPIED_FILES_BYTES = 1 << 28
-"""Of files open for reading and writing so much is copied, in a tenth of a second; the others can only be read."""
 COPIED_AT_ONCE_BYTES = 1 << 24
-LONGEST_NAME = 60
-"""Characters of the name of a file in memory, which may have 249 bytes."""
 MEMORY = ("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")  # noqa: S108 - names of mappings
 """How the names of what lies in memory begin."""
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
@@ -93,59 +89,33 @@ def own_files(*, writable: bool) -> None:
     """Give this process regular files of its own in place of those that it has inherited, each at its position.
 
     Args:
-        writable: whether what is written still reaches the files. Otherwise it goes nowhere; only a file that is open for
-            reading as well takes it, as a copy in memory.
+        writable: whether what is written still reaches the files. Otherwise those that were open for reading, too, can only be
+            read, and what is written to the others goes nowhere.
     """
-    left = MOST_COPIED_FILES_BYTES
     for fd in descriptors(FIRST_OWN_FD):
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
                 continue
             flags = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK)
-            access, name = flags & os.O_ACCMODE, os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
-            if writable or access == os.O_RDONLY or name.startswith(MEMORY):
-                reopen(fd, flags)
-            elif access == os.O_WRONLY:
-                _lead_nowhere(fd)
-            elif status.st_size > left:
-                reopen(fd, flags & ~os.O_ACCMODE)
-            else:
-                left -= status.st_size
-                _reopen_in_memory(fd, flags, name, status.st_size)
-        except OSError:  # closed meanwhile, or may not be opened again
-            if not writable:
-                with contextlib.suppress(OSError):
+            if not writable and not os.readlink(f"/proc/self/fd/{fd}").startswith(MEMORY):  # noqa: PTH115
+                if flags & os.O_ACCMODE == os.O_WRONLY:
+                    _lead_nowhere(fd)
+                    continue
+                flags &= ~os.O_ACCMODE
+            try:
+                _reopen(fd, flags)
+            except OSError:  # it may not be opened again
+                if not writable:
                     _lead_nowhere(fd)
 
 
-def reopen(fd: int, flags: int, *, of: int | None = None) -> None:
-    """Open a file once more, also one that has been unlinked, under the number and at the position that it has.
-
-    Args:
-        fd: its number.
-        flags: of the file from now on.
-        of: the number of another file, which takes its place.
-
-    Raises:
-        OSError: it has no position, or may not be opened.
-    """
+def _reopen(fd: int, flags: int) -> None:
+    """Open a file once more, also one that has been unlinked, under the number and at the position that it has."""
     position, inheritable = os.lseek(fd, 0, os.SEEK_CUR), os.get_inheritable(fd)
-    again = os.open(f"/proc/self/fd/{fd if of is None else of}", flags | os.O_CLOEXEC)
+    again = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
     os.lseek(again, position, os.SEEK_SET)
     os.dup2(again, fd, inheritable=inheritable)
     os.close(again)
-
-
-def _reopen_in_memory(fd: int, flags: int, name: str, size: int) -> None:
-    memory = os.memfd_create(name[-LONGEST_NAME:])
-    try:
-        at = 0
-        while at < size and (sent := os.sendfile(memory, fd, at, size - at)):
-            at += sent
-        reopen(fd, flags, of=memory)
-    finally:
-        os.close(memory)
 
 
 def _lead_nowhere(fd: int) -> None:

@@ -1,8 +1,4 @@
-"""The machine as one value, read before anything is tried, and the fingerprint of it that a saved configuration carries.
-
-`Machine` is what holds now, with the source of every bound. `Fingerprint` is the part of it that a measurement depends
-on and that stays the same from run to run, as plain JSON.
-"""
+"""The machine as one value, read before anything is tried: what holds now, with the source of every bound."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.machine.gpus import GpuDevice, visible_gpus
 from autotune_loader.machine.limits import (
     Cores,
@@ -92,24 +89,6 @@ class Machine:
             dataset=dataset,
             torch=torch_version(),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fingerprint:
-    """What a measurement depends on, as plain JSON values; None means not known."""
-
-    usable_cores: int
-    """Cores one rank may count on."""
-    memory_bytes: int | None = None
-    """The tightest limit, not what happened to be free."""
-    shm_bytes: int | None = None
-    """Size of `/dev/shm`."""
-    gpus: tuple[str, ...] = ()
-    """Names, in CUDA's order."""
-    dataset: str = ""
-    """Class and length."""
-    torch: str | None = None
-    """Its version, which is told and not compared."""
 
 
 def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Machine:

@@ -41,32 +41,24 @@ class MemoryGuard:
             self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        """End; at once, but for a look under way."""
         self._stopped.set()
         if self._limit_bytes is not None:
             self._thread.join()
 
     def _watch(self) -> None:
         """Look until the tree is too large, or gone, or the burst is over."""
+        assert self._limit_bytes is not None
         next_members = next_pss = 0.0
-        try:
-            while not self._stopped.wait(PERIOD_S):
-                now = time.monotonic()
-                if now >= next_members:
-                    members, next_members = tree(self._pid), now + MEMBERS_S
-                use = tree_use(members)
-                if use is None:
-                    return
-                if now < next_pss or not self._is_over(use.rss_bytes):
-                    continue
-                next_pss = now + SUSPICION_S
-                used = tree_pss(members) or use.rss_bytes
-                if self._is_over(used):
-                    logger.warning("Memory guard: %d bytes in use, %d allowed", used, self._limit_bytes)
-                    self._on_limit()
-                    return
-        except Exception as error:
-            logger.warning("Memory is not guarded any more: %s", error, exc_info=True)
-
-    def _is_over(self, used: int) -> bool:
-        return self._limit_bytes is not None and used > self._limit_bytes
+        while not self._stopped.wait(PERIOD_S):
+            now = time.monotonic()
+            if now >= next_members:
+                members, next_members = tree(self._pid), now + MEMBERS_S
+            if (use := tree_use(members)) is None:
+                return
+            if now < next_pss or use.rss_bytes <= self._limit_bytes:
+                continue
+            next_pss = now + SUSPICION_S
+            if (used := tree_pss(members) or use.rss_bytes) > self._limit_bytes:
+                logger.warning("Memory guard: %d bytes in use, %d allowed", used, self._limit_bytes)
+                self._on_limit()
+                return

@@ -6,14 +6,14 @@ training stream              step 1   step 2   step 3
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
 
-from autotune_loader.pipeline.batches import mapped
+from autotune_loader.pipeline.batches import fields_of, is_dataclass
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.validation import require_int
 
@@ -76,25 +76,21 @@ def prefetched(loader: Iterable[Any], lane: Any, depth: int) -> Iterator[Any]:
         depth: how many are ahead.
     """
     ahead: deque[Any] = deque()
-    batches: Iterator[Any] | None = iter(loader)
-    failure: Exception | None = None
+
+    def rest() -> Iterator[Any]:
+        while ahead:
+            yield lane.receive(ahead.popleft())
+
     try:
-        while batches is not None or ahead:
-            while batches is not None and len(ahead) <= depth:
-                try:
-                    ahead.append(lane.send(next(batches)))
-                except StopIteration:
-                    batches = None
-                except Exception as error:
-                    batches, failure = None, error
-            if ahead:
+        for batch in loader:
+            ahead.append(lane.send(batch))
+            del batch  # its memory is the copy's business
+            if len(ahead) > depth:
                 yield lane.receive(ahead.popleft())
-        if failure is not None:
-            raise failure
-    finally:
-        # An exception that someone keeps holds this frame: it must not hold the loader's workers or device memory.
-        batches = failure = None
-        ahead.clear()
+    except Exception:
+        yield from rest()
+        raise
+    yield from rest()
 
 
 class CudaLane:
@@ -126,19 +122,33 @@ class CudaLane:
 def move(batch: Any, device: Any, *, non_blocking: bool = True) -> Any:
     """The batch with all that can move on `device`; containers are new, of the same type; what cannot move is kept."""
 
-    def moved(leaf: Any) -> Any:
-        to = None if isinstance(leaf, type) else getattr(leaf, "to", None)
-        if not callable(to):
-            return leaf
-        takes_it = isinstance(leaf, torch.Tensor) or _takes_non_blocking(to)
-        return to(device, non_blocking=non_blocking) if takes_it else to(device)
+    def moved(value: Any) -> Any:
+        return move(value, device, non_blocking=non_blocking)
 
-    return mapped(moved, batch)
-
-
-def _takes_non_blocking(to: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(to).parameters
-    except (TypeError, ValueError):  # written in C
-        return False
-    return "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    to = None if isinstance(batch, type) else getattr(batch, "to", None)
+    if callable(to):
+        try:
+            return to(device, non_blocking=non_blocking)
+        except TypeError:  # a method of the user's that does not take it
+            return to(device)
+    if is_dataclass(batch):
+        changed = copy.copy(batch)  # its constructor may not take every field, and it may be frozen
+        for name, value in fields_of(batch).items():
+            object.__setattr__(changed, name, moved(value))
+        return changed
+    if isinstance(batch, Mapping):
+        items = {key: moved(value) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return items
+        changed = copy.copy(batch)  # keeps a default_factory and the like
+        changed.update(items)
+        return changed
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(moved, batch))
+    if isinstance(batch, (list, tuple)):
+        values = [moved(value) for value in batch]
+        try:
+            return type(batch)(values)
+        except TypeError:  # a subclass with a constructor of its own
+            return tuple(values) if isinstance(batch, tuple) else values
+    return batch

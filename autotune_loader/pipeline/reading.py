@@ -5,13 +5,13 @@ all bursts of a run are one long reading of the dataset, and each takes up where
 
     shuffled         one permutation
     in order         blocks of a few batches from all over the epoch in turn, so that an order by length harms no burst
-    sampler of yours its one iterator, skipped forward by a part of the epoch between bursts where that is cheap
+    sampler of yours the same blocks, of what it gives in a tenth of a second
     stream           begun anew by each burst, with another seed, and in another epoch where it has `set_epoch`
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
 import math
 import random
 import time
@@ -28,8 +28,8 @@ BLOCK_BATCHES = 4
 """Batches that follow each other as in training, so that reading ahead is seen: one burst reads several such blocks."""
 SPREAD = 0.618
 """Steps of this part of an epoch visit it evenly, however many there are (the golden ratio)."""
-MOST_SKIPPED_S = 0.1
-"""Seconds in which a sampler is skipped forward, before a burst begins."""
+DRAWN_S = 0.1
+"""Seconds in which a sampler is asked for what will be read next."""
 FRESH_STARTS = 64
 """A probe that had to be started anew begins in one of so many places of the epoch, since it does not know what was read."""
 STREAM = (
@@ -48,26 +48,20 @@ class Reading:
 
     def __init__(self, data: DataSide, seed: int = 0) -> None:
         self._data, self._seed, self._bursts = data, seed, 0
-        samples = data.samples_per_epoch()
-        has_plain_order = not (data.is_iterable or data.has_own_order)
-        self._samples = samples if has_plain_order and samples else None
-        """Of an epoch whose order is made here; None where a sampler of the user's makes it."""
+        self._has_own_order = data.is_iterable or data.has_own_order or not data.samples_per_epoch()
+        """Whether a sampler of the user's makes the order."""
+        self._samples = data.samples_per_epoch() or 0
         self._block = BLOCK_BATCHES * (data.batch_size or 1)
-        blocks = (self._samples or 0) // self._block
-        self._in_blocks, self._stride = blocks * self._block, _coprime_to(blocks, SPREAD)
-        self._at = (seed % FRESH_STARTS) * (blocks // FRESH_STARTS) * self._block
+        self._at = (seed % FRESH_STARTS) * (self._samples // self._block // FRESH_STARTS) * self._block
         self._pass, self._permutation = 0, np.empty(0, np.int64)
         self._own: Iterator[Any] | None = None
         self._own_size: int | None = None
-        self._is_skipped = False
-        """Whether what it gave last is left out, to be read later."""
 
     @property
     def note(self) -> str | None:
         """What the user should know, where bursts cannot be kept from reading the same samples."""
-        return (
-            STREAM if self._data.is_iterable and not callable(getattr(self._data.dataset, "set_epoch", None)) else None
-        )
+        is_told_epoch = callable(getattr(self._data.dataset, "set_epoch", None))
+        return STREAM if self._data.is_iterable and not is_told_epoch else None
 
     def begin(self, dataset: Any) -> int:
         """Another burst begins, on this dataset; returns its seed, for all that is random but the order."""
@@ -75,8 +69,6 @@ class Reading:
         set_epoch = getattr(dataset, "set_epoch", None)
         if self._data.is_iterable and callable(set_epoch):
             set_epoch(self._seed + self._bursts)
-        if self._own is not None:
-            self._skip(int((1 - SPREAD) * (self._data.batches_per_epoch(self._own_size) or 0)))
         return self._seed * 1000 + self._bursts
 
     def batches(self, size: int | None = None) -> Iterator[Any]:
@@ -85,76 +77,63 @@ class Reading:
         Args:
             size: samples of each, where no batch sampler decides it; None gives one index at a time, which is no list.
         """
-        if self._samples is None:
-            return self._of_sampler(size)
-        each = self._planned(size or 1)
-        return each if size is not None else (indices[0] for indices in each)
+        if not self._has_own_order:
+            each = self._planned(size or 1)
+            return each if size is not None else (indices[0] for indices in each)
+        if self._own is None or size != self._own_size:
+            self._own, self._own_size = self._of_sampler(size), size
+        return self._own
 
     def _planned(self, size: int) -> Iterator[list[int]]:
-        assert self._samples is not None
         end = self._samples - (self._samples % size if self._data.drop_last else 0)
         while end:
             first = -(-self._at // size) * size  # where a batch of training begins
             if first >= end:
                 first, self._pass, self._permutation = 0, self._pass + 1, self._permutation[:0]
             self._at = min(first + size, end)
-            yield self._indices(first, self._at)
-
-    def _indices(self, first: int, last: int) -> list[int]:
-        """What stands at these positions of the reading."""
-        if self._data.is_shuffled:
+            if not self._data.is_shuffled:
+                yield _spread(np.arange(first, self._at), self._samples, self._block).tolist()
+                continue
             if not len(self._permutation):
-                self._permutation = np.random.default_rng(self._pass).permutation(self._samples or 0)
-            return list(self._permutation[first:last].tolist())
-        block, offset = divmod(first, self._block)
-        if last <= self._in_blocks and offset + last - first <= self._block:
-            begin = block * self._stride * self._block % self._in_blocks + offset
-            return list(range(begin, begin + last - first))
-        return [self._place(position) for position in range(first, last)]  # across blocks, or behind the last whole one
-
-    def _place(self, position: int) -> int:
-        if position >= self._in_blocks:
-            return position
-        block, offset = divmod(position, self._block)
-        return block * self._stride * self._block % self._in_blocks + offset
+                self._permutation = np.random.default_rng(self._pass).permutation(self._samples)
+            yield self._permutation[first : self._at].tolist()
 
     def _of_sampler(self, size: int | None) -> Iterator[Any]:
-        """What the user's own sampler gives, from burst to burst, epoch after epoch in the same order if it can be seeded."""
-        if self._own is None or size != self._own_size:
-            self._own, self._own_size = self._endless(size), size
-        return self._own
+        """What the user's own sampler gives, epoch after epoch."""
+        data = self._data
+        batches: Iterable[Any] = data.batch_sampler if data.batch_sampler is not None else data.sampler
+        if size is not None and data.batch_sampler is None:
+            batches = BatchSampler(data.sampler, size, data.drop_last)
+        seed_everything(self._seed, *_generators_of(data))
+        try:
+            is_empty = False
+            while not is_empty:
+                epoch, is_empty = iter(batches), True
+                while drawn := _drawn(epoch):
+                    yield from (drawn[at] for at in _spread(np.arange(len(drawn)), len(drawn), BLOCK_BATCHES))
+                    is_empty = False
+        except Exception:
+            self._own = None  # the next burst shall raise it, too
+            raise
 
-    def _endless(self, size: int | None) -> Iterator[Any]:
-        """Each batch of the epoch once, however it was skipped through, and then all of them again."""
-        data, read = self._data, set[int]()
-        while True:
-            seed_everything(self._seed, *_generators_of(data))
-            batches: Iterable[Any] = data.batch_sampler if data.batch_sampler is not None else data.sampler
-            if size is not None and data.batch_sampler is None:
-                batches = BatchSampler(data.sampler, size, data.drop_last)
-            are_all_read = True
-            try:
-                for number, each in enumerate(batches):
-                    if number in read:
-                        continue
-                    are_all_read = self._is_skipped = False
-                    yield each
-                    if not self._is_skipped:
-                        read.add(number)
-            except Exception:
-                self._own = None  # the next burst shall raise it, too
-                raise
-            if are_all_read and not read:  # an epoch without a batch
-                return
-            if are_all_read:
-                read.clear()
 
-    def _skip(self, batches: int) -> None:
-        until = time.monotonic() + MOST_SKIPPED_S
-        for _ in itertools.islice(self._own or (), batches):
-            self._is_skipped = True
-            if time.monotonic() > until:
-                return
+def _drawn(batches: Iterator[Any]) -> list[Any]:
+    drawn, until = list[Any](), time.monotonic() + DRAWN_S
+    for each in batches:
+        drawn.append(copy.copy(each))  # a sampler may fill one list again and again
+        if time.monotonic() > until:
+            break
+    return drawn
+
+
+def _spread(positions: Any, length: int, block: int) -> Any:
+    """What stands at these positions of an epoch whose whole blocks are read in another order."""
+    blocks = length // block
+    step = max(1, round(SPREAD * blocks))
+    while math.gcd(step, blocks) > 1:  # it shall visit each block before any twice
+        step += 1
+    number, offset = np.divmod(positions, block)
+    return np.where(number < blocks, number * step % max(blocks, 1) * block + offset, positions)
 
 
 def seed_everything(seed: int, *generators: torch.Generator) -> None:
@@ -171,11 +150,3 @@ def _generators_of(data: DataSide) -> list[torch.Generator]:
     holders = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
     generators = (getattr(holder, "generator", None) for holder in holders)
     return [generator for generator in generators if isinstance(generator, torch.Generator)]
-
-
-def _coprime_to(blocks: int, share: float) -> int:
-    """A step of about this share of so many blocks that visits each of them before any twice."""
-    step = max(1, round(share * blocks))
-    while math.gcd(step, blocks) > 1:
-        step += 1
-    return step

@@ -35,8 +35,8 @@ TOO_OFTEN = 0.05
 """Of a batch's time: a function whose clocks would take more of it is clocked no more, and its time is its caller's."""
 READINGS_OF_REPORT = 5
 """What was seen travels with its batch, which costs as much as so many readings."""
-MOST_DEPTH, MOST_MEMBERS = 4, 100
-"""Containers of transforms within each other, and members of one."""
+MOST_DEPTH = 4
+"""Containers of transforms within each other."""
 ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
 """Methods by which a loader asks a dataset for samples."""
 LIBRARY_STAGES = {
@@ -197,8 +197,7 @@ def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
             functions = [(name, held[name]) for name in names if isinstance(held.get(name), types.FunctionType)]
             yield from ((owner, name, (name, _where(own))) for name, own in functions if is_users(own.__module__))
         for name, value in list(getattr(each, "__dict__", {}).items()):
-            if callable(value) or (isinstance(value, (list, tuple)) and len(value) <= MOST_MEMBERS):
-                yield from _of_value(vars(each), name, value, MOST_DEPTH)
+            yield from _of_value(vars(each), name, value, MOST_DEPTH)
     for stage, paths in LIBRARY_STAGES.items():
         for module, path in (each.split(":") for each in paths.split()):
             *outer, last = path.split(".")
@@ -249,7 +248,7 @@ def _where(function: Any) -> str:
     code = getattr(function, "__code__", None)
     if code is None or not is_users(function.__module__):
         return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}".strip(".")
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return f"{'cell' if 'ipykernel' in code.co_filename else Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _of_class(kind: type, method: Any) -> Line:

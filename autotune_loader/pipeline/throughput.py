@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.plan import BurstPlan
@@ -43,8 +43,7 @@ SLOWER_BY_CHANCE = 0.01
 """So seldom is a worker taken for slower than the others that is not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
+class _Window(NamedTuple):
     """The batches `first` to the last, timed from the step_end before; `stock` tells what lay ready then."""
 
     first: int
@@ -77,20 +76,13 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
         batch_size=batch_size,
         # A batch that lay ready when it was first asked for was there before.
         first_batch_s=traces[0].collate_end - started + traces[0].receive_s,
-        wait_share=wait_share(rate, step_s, batch_size),
+        # Summed up over a short window instead, waiting depends on how full the queues were when it opened.
+        wait_share=min(max(0.0, 1 - rate.value / batch_size * step_s), 1.0),
         service_s=_mean([trace.service_s for trace in inside]),
         service_cpu_s=_mean([trace.cpu_s for trace in inside]),
         receive_s=_mean([trace.receive_s for trace in inside]),
         step_s=step_s,
     )
-
-
-def wait_share(rate: Interval, step_s: float, batch_size: float) -> float:
-    """Share of the time in which a loop at this rate does not step: what it waits for batches in the long run.
-
-    Summed up over a short window instead, waiting depends on how full the queues were when it opened.
-    """
-    return min(max(0.0, 1 - rate.value / batch_size * step_s), 1.0)
 
 
 def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:

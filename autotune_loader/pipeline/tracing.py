@@ -25,7 +25,9 @@ from autotune_loader.values.trace import MAIN_PROCESS
 
 Fetch = tuple[int, float, float, float, float, int, StageSamples | None]
 """worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what clocks in the worker have seen"""
-OnError = Callable[[Exception, str, Sequence[Any]], Any]
+RAISED = (Exception, SystemExit)
+"""What a sample may raise."""
+OnError = Callable[[BaseException, str, Sequence[Any]], Any]
 """Is given what raised, the name of the samples that raised it, and their keys where they have any. What it returns takes the
 place of the batch, unless it raises."""
 MOST_NAMED = 4
@@ -62,7 +64,7 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
-def reraise(error: Exception, _name: str, _keys: Sequence[Any]) -> Any:
+def reraise(error: BaseException, _name: str, _keys: Sequence[Any]) -> Any:
     """The `OnError` that leaves an exception as it is."""
     raise error
 
@@ -87,7 +89,7 @@ class TracedCollate:
         if batch is None:
             try:
                 batch = self._collate_fn(samples)
-            except Exception as error:
+            except RAISED as error:
                 batch = self._on_error(error, _name_of(here.keys, "collate_fn of ") or "collate_fn", here.keys)
         end, cpu_s = time.monotonic(), here.cpu_clock() - here.cpu_begun
         if count is None:
@@ -141,7 +143,7 @@ class TracedDataset(_Wrapped):
         _here.begin([key], len(key) if isinstance(key, (list, np.ndarray)) else None)
         try:
             return self._inner[key]
-        except Exception as error:
+        except RAISED as error:
             _here.in_place = self._on_error(error, _name_of([key]), [key])
 
     def __getitems__(self, keys: list[Any]) -> Any:
@@ -149,7 +151,7 @@ class TracedDataset(_Wrapped):
         inner, fetch_many, key = self._inner, self._fetch_many, None
         try:
             return fetch_many(keys) if fetch_many else [inner[key := each] for each in keys]
-        except Exception as error:
+        except RAISED as error:
             raising = keys if fetch_many else [key]
             _here.in_place = self._on_error(error, _name_of(raising), raising)
 
@@ -176,7 +178,7 @@ class EndlessIterable(_Wrapped, IterableDataset[Any]):
                     return
                 samples, delivered = iter(self._inner), 0
                 continue
-            except Exception as error:
+            except RAISED as error:
                 name = f"the sample after {delivered:,} of a process's stream"
                 here.in_place = sample = self._on_error(error, name, ())
                 samples = itertools.repeat(sample)  # to the end of the batch

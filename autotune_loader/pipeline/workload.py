@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.lines import is_library
 
 # How datasets are told the epoch, or keep it.
 EPOCH_NAMES = ("set_epoch", "epoch", "current_epoch", "_epoch", "_current_epoch")
@@ -226,17 +224,10 @@ def _directly_in(dataset: Any) -> list[Any]:
     return found
 
 
-@functools.lru_cache(maxsize=4096)
 def is_users(module: str | None) -> bool:
     """Whether a module is the user's own: no part of Python, of an installed package, or of this one."""
-    if module is None or module.partition(".")[0] == __name__.partition(".")[0]:
-        return False
-    if module in ("__main__", "__mp_main__"):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None or Path(file).resolve().is_relative_to(Path(os.__file__).resolve().parent):
-        return False
-    return not {"site-packages", "dist-packages"} & {*Path(file).resolve().parts}
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return module in ("__main__", "__mp_main__") or (file is not None and not is_library(file))
 
 
 def _has_any(value: Any, names: tuple[str, ...]) -> bool:

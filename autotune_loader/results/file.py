@@ -18,8 +18,7 @@ from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
 from autotune_loader.values.validation import require_choice
 
 if TYPE_CHECKING:
-    from autotune_loader.machine.comparison import Difference
-    from autotune_loader.machine.facts import Fingerprint
+    from autotune_loader.machine.fingerprint import Difference, Fingerprint
 
 _Kind = TypeVar("_Kind")
 OnMismatch = Literal["fit", "strict", "ignore"]
@@ -80,8 +79,8 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
 
 def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Difference]]:
     """This machine, and how it differs from the one that a file was tuned on."""
-    from autotune_loader.machine.comparison import differences
     from autotune_loader.machine.facts import inspect_machine
+    from autotune_loader.machine.fingerprint import differences
 
     here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
     return here, differences(tuned_on, here)
@@ -139,7 +138,7 @@ def _machine_of(raw: Mapping[str, Any]) -> Fingerprint | None:
     """The machine that a file names; None where it names none."""
     if (told := raw.get("machine")) is None:
         return None
-    from autotune_loader.machine.facts import Fingerprint
+    from autotune_loader.machine.fingerprint import Fingerprint
     from autotune_loader.values.serialization import from_plain
 
     tuned_on = from_plain(told, Fingerprint)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune_loader.search.queue import Floats, Ints
+from autotune_loader.values.statistics import TYPICAL_NOISE
 
 PATHS = 1024
 """Draws: a probability of 0.95 is known to 0.7 points."""
@@ -24,8 +25,8 @@ ERROR_SCALES = (1.0, 2.0, 4.0)
 """How many times as far as expected beliefs may err beforehand; the bursts show which."""
 NOISE_SDS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09)
 """Noise of a burst that may come out, relative. Quiet machines show 2 %, busy ones 8 %."""
-TYPICAL_NOISE, NOISE_SPREAD = 0.03, 0.5
-"""Median and log-sd of that noise before anything was measured."""
+NOISE_SPREAD = 0.5
+"""Log-sd of that noise around the typical one before anything was measured."""
 ROUND_SDS, ROUND_SPREAD = (0.01, 0.03, 0.1, 0.3), 1.0
 """How far the machine's speed may differ between rounds, relative; it usually does by the least of these."""
 TAIL_FREEDOM, REWEIGHTINGS = 4.0, 4

@@ -133,32 +133,27 @@ class Space:
         """Optuna's distribution of every knob that has more than one value."""
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
-        found: dict[str, Any] = {"num_workers": IntDistribution(0, self._most("num_workers", self.max_workers))}
-        if found["num_workers"].high:
-            deepest = self._most("prefetch_factor", max(self.prefetch_factors))
-            found["prefetch_factor"] = IntDistribution(1, deepest, log=True)
-        for name, values in self._unmodelled().items():
-            if len(values) > 1:
-                found[name] = CategoricalDistribution(values)
-        return found
+        workers = IntDistribution(0, self._most("num_workers", self.max_workers))
+        prefetch = IntDistribution(1, self._most("prefetch_factor", max(self.prefetch_factors)), log=True)
+        others = {name: CategoricalDistribution(v) for name, v in self._unmodelled().items() if len(v) > 1}
+        return {"num_workers": workers, **({"prefetch_factor": prefetch} if workers.high else {}), **others}
 
     def suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
         """The configuration of a trial, exactly as Optuna proposes it; what only workers have is asked with workers only."""
-        workers = trial.suggest_int("num_workers", 0, self._most("num_workers", self.max_workers))
-        values: dict[str, Any] = {"num_workers": workers}
-        if workers:
-            deepest = self._most("prefetch_factor", max(self.prefetch_factors))
-            values["prefetch_factor"] = trial.suggest_int("prefetch_factor", 1, deepest, log=True)
-        for name, choices in self._unmodelled().items():
-            if len(choices) > 1 and (workers or name != "in_order"):
-                values[name] = trial.suggest_categorical(name, choices)
+        values: dict[str, Any] = {}
+        for name, each in self.distributions().items():  # the number of workers is the first
+            if name in WITHOUT_WORKERS and not values["num_workers"]:
+                continue
+            if hasattr(each, "choices"):
+                values[name] = trial.suggest_categorical(name, each.choices)
+            else:
+                values[name] = trial.suggest_int(name, each.low, each.high, log=each.log)
         return self.config(values)
 
     def params(self, config: LoaderConfig) -> dict[str, Any]:
         """What `suggest` makes this configuration of, such as for `study.enqueue_trial`."""
-        names = ["num_workers", *(["prefetch_factor"] if config.num_workers else [])]
-        names += [name for name, values in self._unmodelled().items() if len(values) > 1]
-        return {name: getattr(config, name) for name in names if config.num_workers or name != "in_order"}
+        asked = [name for name in self.distributions() if config.num_workers or name not in WITHOUT_WORKERS]
+        return {name: getattr(config, name) for name in asked}
 
     def config(self, params: dict[str, Any]) -> LoaderConfig:
         """The configuration that these parameters make; the user's own, where they are its.

@@ -33,7 +33,7 @@ LIGHT_VARIATION, HEAVY_ORDERS = 0.4, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Trend:
     """The logarithm of a factor as a line over the logarithm of 1 + some disturbance."""
 
     level: float
@@ -93,11 +93,11 @@ class Twin:
     step_alone_s: float
     """Seconds of the undisturbed step."""
     contention: Contention
-    step: Line
+    step: Trend
     """Factor on a step beside workers and shared cores, over workers at work or, of a parallel step, its starved threads."""
     serial_step: float
     """The same without workers."""
-    receive: Line
+    receive: Trend
     """Seconds to take a ready batch over, over the workers at work."""
     serial_service_s: float
     serial_receive_s: float
@@ -133,7 +133,7 @@ class Twin:
             contention=contention,
             step=_step_line(fitted, contention, context, alone_s),
             serial_step=float(np.mean(serial_steps)) if serial else 1.0,
-            receive=Line(level=math.log(typical_s) + receive.level, slope=receive.slope),
+            receive=Trend(level=math.log(typical_s) + receive.level, slope=receive.slope),
             serial_service_s=_mean(serial, "service_s", contention.cpu_s + contention.wait_s),
             serial_receive_s=_mean(serial, "receive_s", 0.0),
         )
@@ -240,7 +240,7 @@ class Twin:
         return min(1.0 / max(min(receive_s + step_s, serial), 1e-9), cores / max(cpu_s, 1e-9))
 
 
-def _step_line(fitted: Sequence[Observation], contention: Contention, context: Context, alone_s: float) -> Line:
+def _step_line(fitted: Sequence[Observation], contention: Contention, context: Context, alone_s: float) -> Trend:
     """How workers slow the step, beside taking cores from it."""
     cores, threads = float(context.usable_cores), context.step_cores
     wanting = np.array([_wanting(o, contention) for o in fitted])
@@ -252,15 +252,15 @@ def _step_line(fitted: Sequence[Observation], contention: Contention, context: C
     return _line(disturbance[beside], off[beside], sampling_sd(fitted)[beside])
 
 
-def _line(disturbance: Sequence[float] | Floats, values: Floats, noise_sd: Floats) -> Line:
+def _line(disturbance: Sequence[float] | Floats, values: Floats, noise_sd: Floats) -> Trend:
     """Level and slope: linear regression with normal priors around none of either."""
     if not len(values):
-        return Line(level=0.0, slope=0.0)
+        return Trend(level=0.0, slope=0.0)
     features = np.stack([np.ones(len(values)), np.log1p(disturbance)], axis=1)
     weighted = features.T / noise_sd**2
     priors = np.diag([LEVEL_SD**-2, SLOPE_SD**-2])
     level, slope = np.linalg.solve(weighted @ features + priors, weighted @ values)
-    return Line(level=float(level), slope=float(slope))
+    return Trend(level=float(level), slope=float(slope))
 
 
 def _wanting(seen: Observation, contention: Contention) -> float:

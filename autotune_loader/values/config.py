@@ -64,11 +64,7 @@ class LoaderConfig:
             require_bool(name, getattr(self, name))
         if self.multiprocessing_context is not None:
             require_choice("multiprocessing_context", self.multiprocessing_context, START_METHODS)
-        if self.num_workers == 0:
-            self._require_nothing_that_needs_workers()
-
-    def _require_nothing_that_needs_workers(self) -> None:
-        for name, without_workers in WITHOUT_WORKERS.items():
+        for name, without_workers in WITHOUT_WORKERS.items() if self.num_workers == 0 else ():
             if (value := getattr(self, name)) != without_workers:
                 raise ValueError(
                     f"{name}={value!r} needs worker processes, but num_workers=0; "

@@ -56,7 +56,7 @@ def users_line(frame: FrameType | None, *, libraries: bool = False) -> Line | No
     outermost = None
     while frame is not None:
         line = Line(frame.f_code.co_filename, frame.f_lineno)
-        if not (is_ours(line.file) if libraries else _is_library(line.file)):
+        if not (is_ours(line.file) if libraries else is_library(line.file)):
             return line
         if not line.file.startswith("<") and not is_ours(line.file):
             outermost = line  # an installed program, perhaps
@@ -70,7 +70,8 @@ def is_ours(file: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file belongs to Python, to an installed package or to this one."""
     if file.startswith("<"):
         return not re.match(r"<(stdin|string|ipython)", file)
     return "site-packages" in file or "dist-packages" in file or is_ours(file) or file.startswith(_library_folders())

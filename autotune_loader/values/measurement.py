@@ -5,10 +5,10 @@ Times are seconds, sizes are bytes, shares lie between 0 and 1. `None` means "no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal
 
 from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.statistics import Interval, mean_interval
@@ -28,6 +28,8 @@ FailureKind = Literal[
     "infeasible",  # vetoed by arithmetic before it was tried
     "no_data",  # the loader delivered nothing, or only what another worker delivered too
 ]
+AVERAGED = ("wait_share", "service_s", "service_cpu_s", "receive_s", "step_s", "cpu_share", "foreign_cpu_share")
+"""Of several bursts."""
 FailurePhase = Literal["plan", "start", "first_batch", "batches", "step", "shutdown"]
 
 
@@ -121,26 +123,15 @@ class Failure:
 
 def averaged(bursts: Sequence[Measurement]) -> Measurement:
     """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
-    last = bursts[-1]
+    last, rates = bursts[-1], [each.samples_per_s.value for each in bursts]
+    known = {name: [v for each in bursts if (v := getattr(each, name)) is not None] for name in AVERAGED}
+    means: dict[str, Any] = {name: fmean(values) if values else None for name, values in known.items()}
     memory = [each.memory for each in bursts if each.memory is not None]
     largest = max(memory, key=lambda each: each.taken_bytes, default=None)
     return replace(
         last,
-        samples_per_s=last.samples_per_s
-        if len(bursts) == 1
-        else mean_interval([each.samples_per_s.value for each in bursts]),
+        samples_per_s=last.samples_per_s if len(bursts) == 1 else mean_interval(rates),
         first_batch_s=median(each.first_batch_s for each in bursts),
-        wait_share=fmean(each.wait_share for each in bursts),
-        service_s=fmean(each.service_s for each in bursts),
-        service_cpu_s=fmean(each.service_cpu_s for each in bursts),
-        receive_s=fmean(each.receive_s for each in bursts),
-        step_s=fmean(each.step_s for each in bursts),
-        cpu_share=_mean_of_known(each.cpu_share for each in bursts),
-        foreign_cpu_share=_mean_of_known(each.foreign_cpu_share for each in bursts),
         memory=largest,
+        **means,
     )
-
-
-def _mean_of_known(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None

@@ -71,7 +71,8 @@ def to_plain(value: Any) -> Any:
     """Plain JSON values of a dataclass. What JSON cannot say is replaced: an interval's infinite bound becomes null."""
     import msgspec
 
-    return _sayable(msgspec.to_builtins(value, enc_hook=_plain_of))
+    # What is no dataclass says itself how it is written, and read.
+    return _sayable(msgspec.to_builtins(value, enc_hook=lambda each: each.to_plain()))
 
 
 def from_plain(raw: Any, kind: type[_Kind]) -> _Kind:
@@ -82,16 +83,7 @@ def from_plain(raw: Any, kind: type[_Kind]) -> _Kind:
     """
     import msgspec
 
-    return msgspec.convert(_with_infinities(raw), kind, dec_hook=_made_of)
-
-
-def _plain_of(value: Any) -> Any:
-    """Of what is no dataclass, but says itself how it is written."""
-    return value.to_plain()
-
-
-def _made_of(kind: Any, raw: Any) -> Any:
-    return kind.from_plain(raw)
+    return msgspec.convert(_with_infinities(raw), kind, dec_hook=lambda own, plain: own.from_plain(plain))
 
 
 def _sayable(value: Any) -> Any:

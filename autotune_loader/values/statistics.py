@@ -71,38 +71,32 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     """Mean of independent values with Student's t interval; infinitely wide for a single value.
 
     Raises:
-        ValueError: no values, or a confidence outside (0, 1).
+        ValueError: no values.
     """
     count = len(values)
     if not count:
         raise ValueError("values is empty; a mean needs at least one")
-    tail = _tail(confidence)
     mean = math.fsum(value / count for value in values)  # a sum, or a square, of absurd values would overflow
     if count < 2:
         return Interval(value=mean, low=-math.inf, high=math.inf, count=count)
     error = math.hypot(*(value - mean for value in values)) / math.sqrt((count - 1) * count)
-    half = student_t_quantile(1 - tail, count - 1) * error
+    half = student_t_quantile((1 + confidence) / 2, count - 1) * error
     return Interval(value=mean, low=mean - half, high=mean + half, count=count)
 
 
-def correlated_mean_interval(series: Sequence[float], period: int = 1, confidence: float = 0.95) -> Interval:
-    """Mean of a correlated series that may repeat every `period` values, its ends averaged over one period.
+def correlated_mean_interval(series: Sequence[float], period: int = 1) -> Interval:
+    """Mean and 95 % interval of a correlated series that may repeat every `period` values, its ends averaged over one period.
 
     Averaging the ends makes the mean independent of where in a period the series was cut: W workers deliver in bursts
     of W. The error comes from overlapping batch means with blocks of about sqrt(n), a multiple of the period, and
     1.5 (n / block - 1) degrees of freedom (Meketon and Schmeiser 1984, "Overlapping batch means: something for
     nothing?"). With too few blocks nothing is known of the error, and the interval is infinitely wide.
-
-    Raises:
-        ValueError: an empty series, a period below 1, or a confidence outside (0, 1).
     """
     count = len(series)
-    if not count or period < 1:
-        raise ValueError(f"a series of {count} values with period={period!r}; both must be at least 1")
-    tail = _tail(confidence)
     totals = list(accumulate(series, initial=0.0))
     # In less than two periods the ends are averaged over what keeps them one period apart.
-    mean = _slope(totals, min(period, max(count + 1 - period, 1)))
+    ends = min(period, max(count + 1 - period, 1))
+    mean = (math.fsum(totals[-ends:]) - math.fsum(totals[:ends])) / ends / (len(totals) - ends)
     block = period * max(1, int(math.sqrt(count)) // period)
     freedom = int(1.5 * (count / block - 1))
     if freedom < 1:
@@ -110,7 +104,7 @@ def correlated_mean_interval(series: Sequence[float], period: int = 1, confidenc
     squares = math.fsum((b - a - block * mean) ** 2 for a, b in zip(totals, totals[block:], strict=False))
     # The factor that makes the estimate unbiased for independent values; totals differ from means by block squared.
     variance = squares / (block * (count - block + 1) * (count - block))
-    half = student_t_quantile(1 - tail, freedom) * math.sqrt(variance)
+    half = student_t_quantile(0.975, freedom) * math.sqrt(variance)
     return Interval(value=mean, low=mean - half, high=mean + half, count=count)
 
 
@@ -182,9 +176,6 @@ class Effects:
         Raises:
             ValueError: one of them never ran.
         """
-        for key in (a, b):
-            if key not in self.keys:
-                raise ValueError(f"{key!r} never ran in these rounds")
         i, j = self.keys.index(a), self.keys.index(b)
         count = len(log_ratios(self.rounds, a, b))
         value = self.levels[i] - self.levels[j]
@@ -248,24 +239,10 @@ def _central_probability(angle: float, freedom: int) -> float:
     return (angle + sine * total) * 2 / math.pi if odd else sine * total
 
 
-def _slope(totals: list[float], smooth: int) -> float:
-    """Rise per step of cumulative totals, each end averaged over `smooth` points."""
-    return (math.fsum(totals[-smooth:]) - math.fsum(totals[:smooth])) / smooth / (len(totals) - smooth)
-
-
 def _number_text(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
-def _tail(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence!r} must lie between 0 and 1, such as 0.95")
-    return (1 - confidence) / 2
-
-
 def _exp(logs: Interval) -> Interval:
-    return Interval(value=math.exp(logs.value), low=math.exp(logs.low), high=_exp_or_inf(logs.high), count=logs.count)
-
-
-def _exp_or_inf(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    high = math.exp(logs.high) if logs.high < 700 else math.inf  # beyond, it would overflow
+    return Interval(value=math.exp(logs.value), low=math.exp(logs.low), high=high, count=logs.count)

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 import autotune_loader
 from autotune_loader import cli, demo
 from autotune_loader.cli.show import code_of
-from autotune_loader.machine.facts import Fingerprint, inspect_machine
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError

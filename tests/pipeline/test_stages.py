@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,17 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from autotune_loader.bursts.loop import run_burst
-from autotune_loader.bursts.protocol import Request
-from autotune_loader.bursts.step import build_step
 from autotune_loader.pipeline import stage_clock
 from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.stage_clock import StageClock
-from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.plan import BurstPlan
 from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS, Seen, StageSamples, pooled, stage_times
 from tests.support import FakeClock
 
@@ -70,16 +65,13 @@ def by_index(dataset: Any) -> Any:
 def clocked(dataset: Any, fetch: Callable[[Any], Any] = by_index) -> dict[str, tuple[str, float]]:
     """Where and seconds of each stage of a batch of 10 s and more that a worker would make, after a first one."""
     clock = StageClock(dataset)
-    try:
-        clock.fetch()
-        assert clock.batch(10.0, 5.0, 1) is None
-        clock.fetch()
-        samples = fetch(dataset)
-        clock.collate(joined)
-        joined(samples)
-        report = clock.batch(10.0, 5.0, 1)
-    finally:
-        clock.end()
+    clock.fetch()
+    assert clock.batch(10.0, 5.0, 1) is None
+    clock.fetch()
+    samples = fetch(dataset)
+    clock.collate(joined)
+    joined(samples)
+    report = clock.batch(10.0, 5.0, 1)
     assert report is not None
     return {stage: (where, wall_s) for stage, where, wall_s, _ in report.seen}
 
@@ -195,28 +187,20 @@ def test_an_exception_ends_its_stages_and_what_the_user_puts_there_meanwhile_sta
 def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # GIVEN a batch of 1 ms, in which a function is called a thousand times
-    monkeypatch.setattr(stage_clock, "MOST_COST", 0.005)
-    monkeypatch.setattr(stage_clock, "TOO_OFTEN", 0.1)
+    # GIVEN batches of 1 ms, in the first of which a function is called a thousand times
+    for limit, share in (("MOST_COST", 0.005), ("TOO_OFTEN", 0.1)):
+        monkeypatch.setattr(stage_clock, limit, share)
     transform = Compose(lambda sample: None, Flip())
     clock = StageClock(Of(transform))
-    try:
+    hooked = []
+    for calls in ([0] * 1000, [1] * 5, []):
         clock.fetch()
-        for _ in range(1000):
-            transform.transforms[0](0)
+        hooked.append([hasattr(each, "__wrapped__") for each in (transform.transforms[0], Flip.__call__)])
+        for called in calls:
+            transform.transforms[called](0)
         clock.batch(0.001, 0.001, 1)
-        # THEN the function is the user's own in the next one
-        clock.fetch()
-        assert [hasattr(each, "__wrapped__") for each in (transform.transforms[0], Flip.__call__)] == [False, True]
-        # WHEN a few calls are clocked THEN the next batches go without
-        for _ in range(5):
-            transform.transforms[1](0)
-        clock.batch(0.001, 0.001, 1)
-        clock.fetch()
-        assert not clock.is_on()
-        assert not hasattr(Flip.__call__, "__wrapped__")
-    finally:
-        clock.end()
+    # THEN it is the user's own in the next one, and after a few other calls the batches that follow go without
+    assert hooked == [[True, True], [False, True], [False, False]]
 
 
 # 8 s of which 4 s were computed, by one thread on a quiet machine
@@ -226,35 +210,26 @@ SEEN = (
     Seen("decode", "a.py:3, PIL.Image.convert", 0.5, 0.5),
     Seen("crop", "a.py:9", 1.5, 0.5),
 )
-BURST = StageSamples(seen=SEEN, samples=1000.0, wall_s=8.0, cpu_s=4.0, queue_cpu_s=0.0)
+BURST = StageSamples(seen=SEEN, samples=1000.0, wall_s=8.0, cpu_s=5.0, queue_cpu_s=1.0)
 
 
 def test_seconds_become_shares_of_a_samples_time_the_longest_first() -> None:
-    queue_cpu_s = 1.0
-    burst = replace(BURST, queue_cpu_s=queue_cpu_s, cpu_s=4.0 + queue_cpu_s)
-    found = stage_times(burst)
+    found = stage_times(BURST)
     named = {each.stage: each for each in found}
-    assert set(named) == {"read", "decode", "crop", HAND_OVER}
-    assert named["decode"].wall_s == pytest.approx(3.5 / 1000)
-    assert named["decode"].cpu_share == pytest.approx(3.5 / burst.cpu_s)
+    assert [each.stage for each in found] == ["decode", "read", "crop", HAND_OVER]
+    assert (named["decode"].wall_s, named["decode"].cpu_share) == pytest.approx((3.5 / 1000, 3.5 / 5))
     assert named["decode"].where == "a.py:2, PIL.Image.convert"
-    assert (named["read"].cpu_share, named["read"].waited_s) == (0, named["read"].wall_s)
-    assert sum(each.wall_share for each in found) == pytest.approx(1)
-    assert sum(each.cpu_share for each in found) == pytest.approx(1)
-    assert [each.wall_share for each in found] == sorted((each.wall_share for each in found), reverse=True)
-    assert named[HAND_OVER].cpu_s == pytest.approx(queue_cpu_s / 1000)
-    # AND reports of workers add up, while too short ones say nothing
-    both = pooled([burst, None, burst])
+    assert (named["read"].cpu_share, named["read"].waited_s, named[HAND_OVER].cpu_s) == (0, named["read"].wall_s, 0.001)
+    for share in ("wall_share", "cpu_share"):
+        assert sum(getattr(each, share) for each in found) == pytest.approx(1)
+    # AND reports of workers add up, too short ones say nothing, and what other threads compute is a row of its own
+    both = pooled([BURST, None, BURST])
     assert both is not None
     assert (both.samples, both.wall_s) == (2000.0, 16.0)
     assert stage_times(both) == found
-    assert stage_times(replace(burst, wall_s=0.01)) == stage_times(pooled([None])) == ()
-
-
-def test_what_other_threads_compute_is_a_row_of_its_own() -> None:
-    found = {each.stage: each for each in stage_times(replace(BURST, cpu_s=8.0))}
-    assert found[OTHER_THREADS].cpu_share == pytest.approx(0.5)
-    assert found[OTHER_THREADS].wall_share == 0
+    assert stage_times(replace(BURST, wall_s=0.01)) == stage_times(pooled([None])) == ()
+    (others,) = (each for each in stage_times(replace(BURST, cpu_s=10.0)) if each.stage == OTHER_THREADS)
+    assert (others.cpu_share, others.wall_share) == (0.5, 0)
 
 
 class Known(Dataset[torch.Tensor]):
@@ -279,23 +254,16 @@ class Known(Dataset[torch.Tensor]):
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_waiting_and_computing_are_told_apart_in_workers() -> None:
-    def stages(workers: int, max_s: float) -> StageSamples | None:
-        plan = BurstPlan(max_s=max_s, min_s=0.8 * max_s, relative_error=0.0, stages=True)
-        step = build_step(TrainingSide(model=None, train_step=lambda model, batch: None), torch.zeros(4, 1))
-        data = DataSide.from_loader(DataLoader(Known(), batch_size=4, shuffle=True))
-        request = Request(what="burst", plan=plan, config=LoaderConfig(num_workers=workers))
-        make = partial(make_traced_loader, data, request.config, Reading(data), stages=True)
-        outcome = run_burst(request, step, make)
-        assert isinstance(outcome, Measurement), outcome
-        return outcome.stages
-
-    found = {each.stage: each for each in stage_times(stages(1, 1.0))}
+def test_waiting_and_computing_are_told_apart_in_workers_and_here_nothing_is_clocked() -> None:
+    data = DataSide.from_loader(DataLoader(Known(), batch_size=4, shuffle=True))
+    reports: list[list[Any]] = []
+    for workers in (1, 0):
+        loader = make_traced_loader(data, LoaderConfig(num_workers=workers), Reading(data), stages=True)
+        reports.append([fetch[6] for _, fetch in itertools.islice(loader, 9)])
+    assert not any(reports[1])
+    assert not hasattr(Known.fetch, "__wrapped__")
+    found = {each.stage: each for each in stage_times(pooled(reports[0]))}
     assert 0.5 < found["fetch"].wall_share < 0.9
     assert found["fetch"].cpu_share < 0.1
     assert found["spin"].cpu_share > 0.8
     assert "test_stages.py:" in found["fetch"].where
-    assert sum(each.wall_share for each in found.values()) == pytest.approx(1)
-    # THEN here nothing is clocked, nor where there are no workers
-    assert not hasattr(Known.fetch, "__wrapped__")
-    assert stages(0, 0.2) is None

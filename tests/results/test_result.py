@@ -20,7 +20,7 @@ import pytest
 from report.example import synthetic_result
 from torch.utils.data import DataLoader
 
-from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.file import load_config
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult

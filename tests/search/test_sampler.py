@@ -8,9 +8,8 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import TrialState
 
-from autotune_loader.search.sampler import RECORD, TwinSampler, quiet_optuna, read_record
+from autotune_loader.search.sampler import RECORD, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
@@ -67,27 +66,6 @@ def test_a_users_own_objective_is_led_near_its_best_with_few_workers_and_stopped
     assert 6 <= choice.num_workers <= 12
     # THEN every trial is one of its own: what ran is what the study says
     assert len({tuple(trial.params.items()) for trial in study.trials}) == len(study.trials)
-
-
-def test_what_failed_is_pruned_with_its_reason_and_proposed_no_more() -> None:
-    # GIVEN a machine that kills whatever has more than two workers (B8)
-    def fails(config: LoaderConfig) -> Failure | None:
-        too_many = Failure(kind="oom_killed", phase="batches", message="killed")
-        return too_many if config.num_workers > 2 else None
-
-    machine = SimulatedMachine(cores=8, cpu_s=0.02, step_s=0.002, fails=fails)
-    sampler = TwinSampler(Space(), Context(usable_cores=8))
-    study = study_with(sampler)
-    study.optimize(recording(sampler, machine), n_trials=15, callbacks=[sampler.stop_when_safe])
-    failed = [trial for trial in study.trials if trial.state is TrialState.PRUNED]
-    assert 1 <= len(failed) <= 3
-    assert len({tuple(trial.params.items()) for trial in study.trials}) == len(study.trials) < 15
-    record = read_record(failed[0])
-    assert record is not None
-    assert (record.failure is not None and record.failure.message) == "killed"
-    choice = sampler.belief(study).choice
-    assert choice is not None
-    assert choice.num_workers == 2
 
 
 # Other processes

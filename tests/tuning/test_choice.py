@@ -67,7 +67,6 @@ AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.
     ("search", "why", "best"),
     [
         (a_search(AGREE, ended=RoundsEnd.SAFE), None, TWO),
-        (a_search(AGREE, ended=RoundsEnd.SAFE, foreign=0.9), None, TWO),
         (a_search(DISAGREE, ended=RoundsEnd.NOT_WORTH_IT), None, TWO),
         (a_search([(100.0, 110.0)], at_ceiling=True), None, TWO),
         # undecided, and two rounds agree that something is faster
@@ -140,15 +139,14 @@ class PerBatch(SimulatedProbe):
             self.machine = machine
 
 
-@pytest.mark.parametrize(("sizes", "chosen"), [((None, 64, 128, 16), {64, 128}), ((None,), {None})])
-def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed(sizes: Any, chosen: Any) -> None:
+def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed() -> None:
     machine, clock = SimulatedMachine(batch_size=32, cpu_s=0.005, step_s=0.01), FakeClock()
     run = simulated_run(machine, epoch_batches=10_000)
-    allowed = replace(run, space=replace(run.space, max_workers=4, batch_sizes=sizes))
+    allowed = replace(run, space=replace(run.space, max_workers=4, batch_sizes=(None, 64, 128, 16)))
     found = assembled(simulated_search(PerBatch(machine, clock), allowed, clock), 1.0)
-    assert found.best.batch_size in chosen
-    assert found.batch_size == found.best.batch_size or chosen == {None}
-    assert any(Caution.BATCH_SIZE.said_by(each) for each in found.warnings) is (chosen != {None})
+    assert found.best.batch_size == found.batch_size
+    assert found.batch_size in {64, 128}
+    assert any(Caution.BATCH_SIZE.said_by(each) for each in found.warnings)
 
 
 class ToldItsEpoch(TensorDataset):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.machine.facts import Machine, inspect_machine
@@ -44,9 +44,6 @@ def data(dataset: Any = None, batch_size: int | None = 8, **parts: Any) -> DataS
     return DataSide.from_dataset(rows() if dataset is None else dataset, batch_size=batch_size, **parts)
 
 
-OWN_BATCHES = data(batch_size=None, batch_sampler=BatchSampler(SequentialSampler(rows()), 8, False))
-
-
 def run_of(
     side: DataSide | None = None,
     *allow: str,
@@ -68,13 +65,11 @@ def run_of(
     [
         (data(), (None, 16, 32, 4), ""),
         (data(rows(20)), (None, 16, 4), ""),
-        (data(batch_size=1), (None, 2, 4), ""),
         (data(Stream()), (None, 16, 32, 4), ""),
         (data(batch_size=None), (None,), "the DataLoader does not make the batches"),
-        (OWN_BATCHES, (None,), "the DataLoader does not make the batches"),
         (data(rows(1), batch_size=1), (None,), "an epoch of 1 samples has room for no other than 1"),
     ],
-    ids=["map-style", "a small epoch", "single samples", "a stream", "no batches", "own batches", "one sample"],
+    ids=["map-style", "a small epoch", "a stream", "no batches", "one sample"],
 )
 def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_not(
     side: DataSide, sizes: tuple[int | None, ...], why: str
@@ -130,20 +125,12 @@ def test_workers_that_would_never_hear_of_the_next_epoch_are_kept_only_when_allo
     assert run_of(told, "persistent_workers").space.persistent_workers
 
 
-@pytest.mark.parametrize(
-    ("training", "pins", "ahead"),
-    [
-        (TrainingSide(device="cuda:1"), (True, False), (0, 1, 2)),
-        (TrainingSide(train_step=StepTime(0.05)), (False,), (0,)),
-    ],
-    ids=["cuda", "a wait"],
-)
-def test_pinning_and_copying_ahead_are_for_a_device(
-    training: TrainingSide, pins: tuple[bool, ...], ahead: tuple[int, ...]
-) -> None:
-    space = run_of(None, "device_prefetch", training=training).space
-    assert (space.pin_memory, space.device_prefetch) == (pins, ahead)
-    assert run_of(training=training).space.device_prefetch == (0,)
+def test_pinning_and_copying_ahead_are_for_a_device() -> None:
+    cuda, wait = TrainingSide(device="cuda:1"), TrainingSide(train_step=StepTime(0.05))
+    on_cuda, waiting = (run_of(None, "device_prefetch", training=each).space for each in (cuda, wait))
+    assert (on_cuda.pin_memory, on_cuda.device_prefetch) == ((True, False), (0, 1, 2))
+    assert (waiting.pin_memory, waiting.device_prefetch) == ((False,), (0,))
+    assert run_of(training=cuda).space.device_prefetch == (0,)
 
 
 def test_the_tightest_limits_of_all_ranks_hold_for_each() -> None:

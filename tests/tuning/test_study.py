@@ -33,15 +33,12 @@ def run_on(
     own: LoaderConfig | None = OWN,
     probe: Any = None,
     space: Space | None = None,
-    job: dict[str, Any] | None = None,
     **given: Any,
 ) -> tuple[Search, SimulatedProbe, FakeClock]:
     clock = FakeClock()
     probe = probe or SimulatedProbe(machine, clock)
-    simulated = getattr(probe, "probe", probe)
-    simulated._clock = clock
-    run = simulated_run(machine, space, own=own, **(job or {}))
-    return simulated_search(probe, run, clock, **given), simulated, clock
+    probe._clock = clock
+    return simulated_search(probe, simulated_run(machine, space, own=own), clock, **given), probe, clock
 
 
 def searched(found: Search) -> list[Any]:
@@ -110,7 +107,6 @@ def test_a_study_that_is_kept_is_gone_on_with(
     [
         ("nodb://me:swordfish@host/db", "nodb://***@host/db"),
         ("postgresql+nodriver://me:swo:rd@fish@host/db", "postgresql"),
-        ("sqlite:////nowhere/study.db", "sqlite:////nowhere/study.db"),
         ("/dev/null/study.journal", "/dev/null/study.journal"),
     ],
 )
