@@ -30,8 +30,8 @@ SECOND_LOOK_S = 0.5
 SLOW_FETCH_S = 2.0
 """A burst of half a second has no room for several batches that take longer to fetch."""
 WARM_UP_STEPS, MOST_WARM_UP_STEPS, WARM_UP_S, SETTLED = 3, 10, 1.0, 1.2
-"""The first steps are slow: allocator, thread pools, cuDNN's choice of algorithms. torch.compile compiles in the first, may do so
-again in the second and records graphs in the third. Warm is a step that has taken the same time twice, and not before the second."""
+"""The first steps are slow: allocator, thread pools, cuDNN's choice of algorithms. torch.compile compiles in the first, may do
+so again in the second and records graphs in the third. A step is warm when it took the same time twice in a row."""
 BATCHES_COUNTED = (
     "How many samples a batch has cannot be told: it is made by the dataset, and holds no tensor with a first dimension. "
     "Every batch counts as one sample, so rates are batches/s."
@@ -146,12 +146,7 @@ class Bench:
         first, took = None, list[tuple[float, float]]()
         while first is None or (len(took) == 1 and took[0][0] <= SECOND_LOOK_S):
             begun = time.monotonic()
-            try:
-                batch, fetch = next(batches)
-            except StopIteration:
-                if first is None:
-                    raise
-                break
+            batch, fetch = next(batches)
             took.append((time.monotonic() - begun, fetch[4]))
             first = first or Cached(checked(batch), fetch[5])
         return first, took

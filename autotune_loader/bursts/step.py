@@ -2,7 +2,7 @@
 
     train_step given     it is the step, and gets the batch as the loader gives it. Where it returns a loss with a gradient,
                          the rest is done for it: zero_grad, backward, optimizer.step. What it does by itself is not repeated
-    Lightning module     its training_step and first optimizer (`bursts.lightning`)
+    Lightning module     its training_step and first optimizer (`bursts.lightning_step`)
     a batch (x, y)       model(x, y), where the model takes both and gives a loss; else a loss of model(x) and y
     a dict               model(**batch) that gives a loss
 
@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from autotune_loader.bursts.failures import is_of_user
-from autotune_loader.bursts.lightning import StandInTrainer, is_lightning_module
+from autotune_loader.bursts.lightning_step import StandInTrainer, is_lightning_module
 from autotune_loader.pipeline.batches import described
 from autotune_loader.pipeline.prefetch import move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
