@@ -11,16 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, WeightedRandomSampler
-
-TrainStep = Callable[[nn.Module, Any], Any]
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +26,13 @@ class StudyWorkload:
 
     dataset: Dataset[Any]
     batch_size: int
-    model: nn.Module | None
-    """None is a job that only reads, such as taking statistics."""
-    train_step: TrainStep | None = None
+    model: nn.Module
+    train_step: Callable[[nn.Module, Any], Any] | None = None
     """None leaves it to `tune()` to infer the step from model and batch."""
-    sampler: Sampler[int] | None = None
-    """None shuffles."""
 
     def loader(self) -> DataLoader[Any]:
         """The loader that `tune()` is given."""
-        order: dict[str, Any] = {"shuffle": True} if self.sampler is None else {"sampler": self.sampler}
-        return DataLoader(self.dataset, self.batch_size, drop_last=True, **order)
+        return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=True)
 
     def to_tune_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `tune()`."""
@@ -112,20 +105,6 @@ def give(sample: torch.Tensor, index: int) -> torch.Tensor:
     return sample
 
 
-def random_picture(side: int, wait_s: float, index: int) -> tuple[torch.Tensor, int]:
-    """What the PyTorch tutorial on data loading uses: random pictures, each after a wait of a few milliseconds."""
-    time.sleep(wait_s)
-    return torch.randn(3, side, side), index % 10
-
-
-def spectrum(sound: np.ndarray, count: int, labels: np.ndarray, index: int) -> tuple[torch.Tensor, int]:
-    """Sound turned into logarithmic spectra with numpy."""
-    start = index * 37 % (len(sound) - count)
-    frames = np.lib.stride_tricks.sliding_window_view(sound[start : start + count], 512)[::160]
-    power = np.abs(np.fft.rfft(frames * np.hanning(512))) ** 2
-    return torch.from_numpy(np.log1p(power).astype(np.float32)), int(labels[index])
-
-
 class TextDataset(Dataset[dict[str, torch.Tensor]]):
     """Sentences tokenised a batch at a time (`__getitems__`), as Hugging Face datasets do, to dicts of fixed length."""
 
@@ -174,50 +153,6 @@ def repeated(dataset: Any, times: int) -> Repeated:
     return (RepeatedBatched if hasattr(dataset, "__getitems__") else Repeated)(dataset, times)
 
 
-class MemmapDataset(Dataset[tuple[torch.Tensor, int]]):
-    """Pictures in one memory-mapped file of bytes, flipped, shifted and normalised with numpy."""
-
-    def __init__(self, path: Path, length: int, side: int) -> None:
-        self.path, self.length, self.side = path, length, side
-        self._pixels: Any = None
-        if not path.exists() or path.stat().st_size != length * 3 * side * side:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(np.random.default_rng(0).integers(0, 256, length * 3 * side * side, np.uint8).tobytes())
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if self._pixels is None:
-            self._pixels = np.memmap(self.path, np.uint8, "r", shape=(self.length, 3, self.side, self.side))
-        flip, down, across = torch.randint(0, 8, (3,)).tolist()
-        picture = self._pixels[index].astype(np.float32) / 255
-        picture = np.roll(picture[:, :, ::-1] if flip < 4 else picture, (down, across), axis=(1, 2))
-        return torch.from_numpy(np.ascontiguousarray((picture - 0.45) / 0.22)), index % 10
-
-
-class SmallTransformer(nn.Module):
-    """Two convolutions and two transformer layers over 49 places, about the size of that tutorial's model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 32, 7, stride=4, padding=3),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(7),
-            nn.Flatten(2),
-        )
-        layer = nn.TransformerEncoderLayer(d_model=64, nhead=4, dim_feedforward=128, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, num_layers=2)
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        places = self.stem(pictures).transpose(1, 2)
-        return self.head(self.layers(places).mean(dim=1))  # type: ignore[no-any-return]
-
-
 class TextModel(nn.Module):
     """A bag of words whose forward takes a batch's keys and returns an object with `.loss`, as in transformers."""
 
@@ -231,33 +166,16 @@ class TextModel(nn.Module):
         return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
 
 
-def accelerated(
-    dataset: Dataset[Any], batch_size: int, step_s: float, sampler: Sampler[int] | None = None
-) -> StudyWorkload:
+def accelerated(dataset: Dataset[Any], batch_size: int, step_s: float) -> StudyWorkload:
     """Behind a step of an accelerator."""
-    step = AccelStep(step_s)
-    return StudyWorkload(dataset=dataset, batch_size=batch_size, model=nn.Identity(), train_step=step, sampler=sampler)
-
-
-def demo_pictures() -> Dataset[Any]:
-    from autotune_loader.demo import JpegFolder, cache_folder, make_jpegs
-
-    make_jpegs(cache_folder())
-    return JpegFolder(cache_folder())
-
-
-def memory_map(side: int) -> Dataset[Any]:
-    """Kept between runs in the user's cache."""
-    import platformdirs
-
-    folder = Path(platformdirs.user_cache_dir("autotune_loader")) / "studies"
-    return repeated(MemmapDataset(folder / f"pictures-{side}.bin", 2048, side), 32)
+    return StudyWorkload(dataset=dataset, batch_size=batch_size, model=nn.Identity(), train_step=AccelStep(step_s))
 
 
 def jpeg() -> StudyWorkload:
-    from autotune_loader.demo import BATCH_SIZE, SmallCnn
+    from autotune_loader.demo import BATCH_SIZE, JpegFolder, SmallCnn, cache_folder, make_jpegs
 
-    return StudyWorkload(dataset=demo_pictures(), batch_size=BATCH_SIZE, model=SmallCnn())
+    make_jpegs(cache_folder())
+    return StudyWorkload(dataset=JpegFolder(cache_folder()), batch_size=BATCH_SIZE, model=SmallCnn())
 
 
 def in_memory() -> StudyWorkload:
@@ -265,15 +183,6 @@ def in_memory() -> StudyWorkload:
     pictures = torch.rand((65536, 32), generator=generator)
     labels = torch.randint(0, 10, (65536,), generator=generator)
     return StudyWorkload(dataset=TensorDataset(pictures, labels), batch_size=64, model=nn.Linear(32, 10))
-
-
-def imbalance() -> StudyWorkload:
-    """One class is rare, and drawn more often."""
-    labels = (np.arange(8192) % 50 == 0).astype(int)
-    sound = np.random.default_rng(0).standard_normal(16000 * 9).astype(np.float32)
-    weights = np.where(labels == 1, 49.0, 1.0).tolist()
-    sampler = WeightedRandomSampler(weights, 65536, generator=torch.Generator().manual_seed(0))
-    return accelerated(Items(partial(spectrum, sound, 16000 * 8, labels), 8192), 16, 0.012, sampler)
 
 
 def cpu_bound() -> StudyWorkload:
@@ -285,13 +194,7 @@ def large_tensors() -> StudyWorkload:
     return accelerated(Items(partial(give, sample), 4096), 8, 0.001)
 
 
-def tutorial() -> StudyWorkload:
-    pictures = Items(partial(random_picture, 224, 0.005), 512)
-    return StudyWorkload(dataset=pictures, batch_size=32, model=SmallTransformer())
-
-
-Factory = Callable[[], StudyWorkload]
-WORKLOADS: dict[str, Factory] = {
+WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
     "wait_light_tail": lambda: accelerated(sleeping(4096, 0.004, sigma=0.2), 8, 0.004),
     "wait_heavy_tail": lambda: accelerated(sleeping(4096, 0.002, sigma=0.8, slow_every=32, slow_s=0.2), 8, 0.004),
     # More workers than a multiple of a few cores would allow are best: 128 ms of waiting a batch over a step of 12 ms.
@@ -305,16 +208,3 @@ WORKLOADS: dict[str, Factory] = {
     "short_epoch": lambda: accelerated(sleeping(64, 0.002), 8, 0.002),
     "text": lambda: StudyWorkload(dataset=TextDataset(16384), batch_size=64, model=TextModel()),
 }
-DOCUMENTS: dict[str, Factory] = {
-    # (a): image files, decoded and augmented on the fly, behind an accelerator.
-    "guide": lambda: accelerated(repeated(demo_pictures(), 16), 32, 0.020),
-    # (b): the mean and deviation of each channel over a loader; there is no model.
-    "lesson": lambda: StudyWorkload(dataset=memory_map(128), batch_size=64, model=None),
-    # (c): a memory-mapped array on a fast disk.
-    "article": lambda: accelerated(memory_map(160), 16, 0.008),
-    # (d), the PyTorch tutorial: its sizes, short epochs of 16 batches, on the CPU.
-    "tutorial": tutorial,
-    # (e): a rare class drawn more often, one process' share of several.
-    "imbalance": imbalance,
-}
-"""What the documents that started this project load, in their order."""

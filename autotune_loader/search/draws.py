@@ -169,11 +169,10 @@ def _fitted(
     noise = seen.variances + noise_sds[:, None] ** 2
     weights = np.ones_like(noise)
     for _ in range(REWEIGHTINGS):
-        explained: Floats = np.linalg.inv(within + _diagonal(noise / weights))
-        left = off - within @ explained @ off
+        left = off - within @ np.linalg.inv(within + _diagonal(noise / weights)) @ off
         weights = (TAIL_FREEDOM + 1) / (TAIL_FREEDOM + left**2 / noise)
     spread = within + _diagonal(noise / weights)
-    explained = np.linalg.inv(spread)
+    explained = np.linalg.inv(spread).astype(np.float64)
     surprise: Floats = np.linalg.slogdet(spread)[1] + explained @ off @ off
     surprise += TAIL_FREEDOM * (weights - 1 - np.log(weights)).sum(axis=1)
     surprise += np.log(scales) ** 2 + (np.log(noise_sds / TYPICAL_NOISE) / NOISE_SPREAD) ** 2

@@ -51,35 +51,36 @@ class Job:
     """The same batches in an order of which every part is like the epoch, for cold runs that see only a part."""
 
 
-def in_batches_by_length(dataset: Any) -> dict[str, Any]:
-    """Batches of a sampler of one's own, whose samples wait longer and longer."""
-    return {"batch_sampler": BatchSampler(SequentialSampler(dataset), BATCH, False)}
+def by_length(dataset: Any) -> list[list[int]]:
+    """Batches of one's own, whose samples wait longer and longer."""
+    return list(BatchSampler(SequentialSampler(dataset), BATCH, False))
 
 
-def in_batches_from_everywhere(dataset: Any) -> dict[str, Any]:
-    """The same batches in a random order."""
-    batches = list(in_batches_by_length(dataset)["batch_sampler"])
-    random.Random(1).shuffle(batches)
-    return {"batch_sampler": batches}
+def in_another_order(dataset: Any) -> dict[str, Any]:
+    batches = by_length(dataset)
+    return {"batch_sampler": random.Random(1).sample(batches, len(batches))}
 
 
 def jobs(samples: int, folder: Path | None) -> dict[str, Job]:
     """By name."""
-    marked = {
-        "shuffled": Job(make=lambda: FirstReadWaits(samples), loader=lambda _: {"batch_size": BATCH, "shuffle": True}),
-        "in order": Job(make=lambda: FirstReadWaits(samples)),
+
+    def first_read_waits() -> Any:
+        return FirstReadWaits(samples)
+
+    found = {
+        "shuffled": Job(make=first_read_waits, loader=lambda _: {"batch_size": BATCH, "shuffle": True}),
+        "in order": Job(make=first_read_waits),
         "a subset": Job(
-            make=lambda: FirstReadWaits(samples),
+            make=first_read_waits,
             loader=lambda dataset: {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(0, len(dataset), 2))},
         ),
         "by length": Job(
             make=lambda: FirstReadWaits(samples, slope=0.5),
-            loader=in_batches_by_length,
-            spread=in_batches_from_everywhere,
+            loader=lambda dataset: {"batch_sampler": by_length(dataset)},
+            spread=in_another_order,
         ),
     }
-    files = {} if folder is None else {"files": Job(make=lambda: Files(min(samples, 20_000), folder))}
-    return marked | files
+    return found if folder is None else found | {"files": Job(make=lambda: Files(min(samples, 20_000), folder))}
 
 
 def cold_rate(job: Job, dataset: Any, config: LoaderConfig, seconds: float) -> float:
@@ -103,33 +104,28 @@ def study(name: str, job: Job, seconds: float, rounds: int) -> str:
         result = tune(DataLoader(dataset, **job.loader(dataset)), train_step=step, progress=False)
         told = 0.0 if result.rate is None else result.rate.value
         configs = [*(LoaderConfig(num_workers=workers) for workers in WORKERS), result.best]
-        rates: dict[int, list[float]] = {}
+        rates: list[list[float]] = [[] for _ in configs]
         for number in range(rounds):
-            for position in _turned(range(len(configs)), number):
-                rate = cold_rate(job, dataset, configs[position], seconds)
-                rates.setdefault(position, []).append(rate)
-                print(f"RECORD {name} | {configs[position]} | {rate:.0f}/s", flush=True)
-        chosen, best = statistics.median(rates.pop(len(WORKERS))), max(map(statistics.median, rates.values()))
+            for position in sorted(range(len(configs)), reverse=number % 2 > 0):  # forwards, backwards
+                rates[position].append(cold_rate(job, dataset, configs[position], seconds))
+                print(f"RECORD {name} | {configs[position]} | {rates[position][-1]:.0f}/s", flush=True)
+        *medians, chosen = map(statistics.median, rates)
         epoch = cold_rate(job, dataset, result.best, 2 * seconds)
     finally:
         dataset.remove()
-    wrong, loss = told / epoch - 1, max(0.0, 1 - chosen / max(best, chosen))
+    wrong, loss = told / epoch - 1, max(0.0, 1 - chosen / max(*medians, chosen))
     cells = [
         name,
         str(result.best),
         f"{told:.0f}/s",
         f"{epoch:.0f}/s",
         f"{wrong:+.1%}",
-        f"{best:.0f}/s",
+        f"{max(medians):.0f}/s",
         f"{loss:.1%}",
     ]
-    marks = ("" if abs(wrong) <= TOLD_GOAL else " !", "" if loss <= LOSS_GOAL else " !")
-    return f"| {' | '.join(cells[:5])}{marks[0]} | {' | '.join(cells[5:])}{marks[1]} |"
-
-
-def _turned(positions: range, number: int) -> list[int]:
-    """Another order in each round: forwards, backwards, and both again."""
-    return list(positions) if number % 2 == 0 else list(reversed(positions))
+    cells[4] += "" if abs(wrong) <= TOLD_GOAL else " !"
+    cells[6] += "" if loss <= LOSS_GOAL else " !"
+    return f"| {' | '.join(cells)} |"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -141,16 +137,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=400_000, help="of an epoch; more than a run reads")
     parser.add_argument("--files", type=Path, help="a folder on the disk, for 20,000 files of 256 KiB")
     options = parser.parse_args(arguments)
-    warnings.filterwarnings(
-        "ignore", message="This DataLoader will create"
-    )  # where workers wait, more than cores are right
+    # Where workers wait, more than cores are right.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     with tempfile.TemporaryDirectory(dir=options.files) as folder:
         known = jobs(options.samples, Path(folder) if options.files else None)
-        rows = [
-            study(name, job, options.seconds, options.rounds)
-            for name, job in known.items()
-            if options.only in (None, name)
-        ]
+        chosen = {name: job for name, job in known.items() if options.only in (None, name)}
+        rows = [study(name, job, options.seconds, options.rounds) for name, job in chosen.items()]
     print(f"goals: loss {LOSS_GOAL:.0%}, told wrong by {TOLD_GOAL:.0%} (beyond: !)")
     print("\n".join([f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows]))
 

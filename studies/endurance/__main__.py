@@ -37,6 +37,7 @@ from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.plan import BurstPlan
 from studies.endurance.faults import MIX, workload
+from studies.workloads import Items
 from tests.support.bursts import orphaned_segments
 
 BURSTS_PER_PROBE = 50
@@ -62,6 +63,10 @@ class Tally:
         self.rss_bytes: dict[int, int] = {}
         self.slowest_s = 0.0
 
+    def figures(self) -> tuple[int, int, int, int]:
+        """What has to be 0."""
+        return self.hangs, self.changed_files, self.unhealthy, self.escaped
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -75,8 +80,8 @@ def main() -> int:
     for number in range(-(-options.trials // BURSTS_PER_PROBE)):
         count = min(BURSTS_PER_PROBE, options.trials - number * BURSTS_PER_PROBE)
         run_probe(random.Random(f"{options.seed}-{number}"), count, tally)
-    print_report(tally, options, time.monotonic() - begun)
-    return 1 if tally.hangs or tally.leftovers or tally.changed_files or tally.escaped else 0
+    print_report(tally, time.monotonic() - begun)
+    return 1 if tally.leftovers or any(tally.figures()) else 0
 
 
 @contextlib.contextmanager
@@ -157,30 +162,27 @@ def left_behind(before: dict[str, set[str]], pids: set[int]) -> list[str]:
     while True:
         now = leavings()
         found = [f"{kind} {name}" for kind, names in now.items() for name in sorted(names - before[kind])]
-        found += [f"group member {pid}" for pid in psutil.pids() if group_of(pid) in pids]
+        found += [f"group member {pid}" for pid in psutil.pids() if _group_of(pid) in pids]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
 
 
-def group_of(pid: int) -> int:
-
+def _group_of(pid: int) -> int:
     with contextlib.suppress(OSError):
         return os.getpgid(pid)
     return 0
 
 
-def print_report(tally: Tally, options: argparse.Namespace, seconds: float) -> None:
-    print(f"{tally.bursts} bursts (seed {options.seed}) in {seconds:.0f} s; the slowest took {tally.slowest_s:.1f} s\n")
-    print(f"hangs                    {tally.hangs}")
-    print(f"leftovers                {len(tally.leftovers)} {' '.join(tally.leftovers[:9])}")
-    print(f"changed files            {tally.changed_files}")
-    print(f"probes not well at end   {tally.unhealthy}")
-    print(f"escaped exceptions       {tally.escaped}")
-    for number in (100, 200, 500, 1000):
-        if number in tally.rss_bytes:
-            print(f"parent RSS at {number:>5}      {tally.rss_bytes[number] / 2**20:.1f} MiB")
-    print(f"outcomes not as expected {len(tally.surprises)}")
+def print_report(tally: Tally, seconds: float) -> None:
+    print(
+        f"{tally.bursts} bursts in {seconds:.0f} s; the slowest took {tally.slowest_s:.1f} s\n\n| figure | |\n|---|---|"
+    )
+    print(f"| hangs, changed files, probes not well at the end, escaped exceptions | {tally.figures()} |")
+    print(f"| leftovers | {len(tally.leftovers)} {' '.join(tally.leftovers[:9])} |")
+    memory = {number: tally.rss_bytes[number] for number in (100, 200, 500, 1000) if number in tally.rss_bytes}
+    print("".join(f"| parent RSS at {number} | {rss / 2**20:.1f} MiB |\n" for number, rss in memory.items()), end="")
+    print(f"| outcomes not as expected | {len(tally.surprises)} |\n")
     print("".join(f"    {line}\n" for line in tally.surprises[:20]))
     print("| fault | outcome | times |\n|---|---|---|")
     for (name, kind), times in sorted(tally.outcomes.items()):
@@ -190,15 +192,9 @@ def print_report(tally: Tally, options: argparse.Namespace, seconds: float) -> N
 # Timing
 
 
-class Waits(torch.utils.data.Dataset[torch.Tensor]):
-    """Samples that wait for 1 ms."""
-
-    def __len__(self) -> int:
-        return 1 << 20
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.001)
-        return torch.zeros(64)
+def waits(index: int) -> torch.Tensor:
+    time.sleep(0.001)
+    return torch.zeros(64)
 
 
 def time_bursts(repeats: int = 7) -> int:
@@ -212,7 +208,7 @@ def time_bursts(repeats: int = 7) -> int:
         return message
 
     parent.receive = noted
-    data = DataSide.from_dataset(Waits(), batch_size=16)
+    data = DataSide.from_dataset(Items(waits, 1 << 20), batch_size=16)
     training = TrainingSide(model=torch.nn.Linear(64, 1), train_step=lambda model, batch: model(batch).mean())
     print("| workers | burst | in all | request | start | first batch | around the window | shutdown |")
     print("|---|---|---|---|---|---|---|---|")

@@ -11,13 +11,15 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import Dataset, SequentialSampler, get_worker_info
+from torch.utils.data import SequentialSampler, get_worker_info
 
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from studies.workloads import Items
 
 FINE = 8
 """Samples, or batches, that a process reads before it may be in trouble."""
@@ -25,62 +27,35 @@ BATCH_SIZE = 4
 HOARD: list[bytearray] = []
 
 
-class Healthy(Dataset[torch.Tensor]):
-    """Samples of 4 KiB that carry their index and take a fraction of a millisecond."""
+class Place:
+    """Code of the user's, which is in trouble from some call of its process on, if the file says so."""
 
-    def __init__(self, path: Path, length: int = 100_000) -> None:
-        self.path, self.length, self.read = path, length, 0
+    def __init__(self, path: Path, name: str, does: Callable[[Any], Any], fine: int) -> None:
+        self.path, self.name, self.does, self.fine, self.calls = path, name, does, fine, 0
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.0002)
-        self.read += 1
-        if self.read > FINE:
-            suffer(self.path, "getitem")
-        return torch.full((1024,), float(index))
+    def __call__(self, *given: Any) -> Any:
+        self.calls += 1
+        if self.calls > self.fine:
+            suffer(self.path, self.name)
+        return self.does(given[-1])
 
 
-class Collate:
-    def __init__(self, path: Path) -> None:
-        self.path, self.made = path, 0
-
-    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
-        self.made += 1
-        if self.made > FINE // BATCH_SIZE:
-            suffer(self.path, "collate")
-        return torch.stack(samples)
-
-
-class WorkerInit:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, worker: int) -> None:
-        suffer(self.path, "start")
-
-
-class Step:
-    def __init__(self, path: Path) -> None:
-        self.path, self.done = path, 0
-
-    def __call__(self, model: Any, batch: torch.Tensor) -> None:
-        self.done += 1
-        if self.done > FINE // BATCH_SIZE:
-            suffer(self.path, "step")
+def sample(index: int) -> torch.Tensor:
+    """4 KiB that carry their index and take a fraction of a millisecond."""
+    time.sleep(0.0002)
+    return torch.full((1024,), float(index))
 
 
 def workload(path: Path) -> Workload:
-    dataset = Healthy(path)
+    dataset = Items(Place(path, "getitem", sample, FINE), 100_000)
     data = DataSide.from_dataset(
         dataset,
         batch_size=BATCH_SIZE,
         sampler=SequentialSampler(dataset),
-        collate_fn=Collate(path),
-        worker_init_fn=WorkerInit(path),
+        collate_fn=Place(path, "collate", torch.stack, FINE // BATCH_SIZE),
+        worker_init_fn=Place(path, "start", int, 0),
     )
-    return Workload(data=data, training=TrainingSide(train_step=Step(path)))
+    return Workload(data=data, training=TrainingSide(train_step=Place(path, "step", len, FINE // BATCH_SIZE)))
 
 
 def suffer(path: Path, place: str) -> None:

@@ -59,11 +59,11 @@ def main() -> int:
 
 def kill_runs(kills: int, seed: int = 0) -> Figures:
     """Kill that many runs, each at a moment drawn from the whole length of a run."""
-    rng, figures = random.Random(seed), Counter[str]()
+    rng, figures = random.Random(seed), Figures()
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        begun = time.monotonic()
-        finish(Path(folder))
-        whole_s = time.monotonic() - begun
+        wait(start(Path(folder)))
+    whole_s = time.monotonic() - begun
     for number in range(kills):
         with tempfile.TemporaryDirectory() as folder:
             kill_one(Path(folder), rng.uniform(0.1, 1.0) * whole_s, kills_child=number % 2 > 0, figures=figures)
@@ -72,7 +72,7 @@ def kill_runs(kills: int, seed: int = 0) -> Figures:
 
 
 def kill_one(folder: Path, after_s: float, *, kills_child: bool, figures: Figures) -> None:
-    process = start(folder)
+    process, path = start(folder), folder / "loader.json"
     try:
         process.wait(after_s)
         figures["after the end"] += 1
@@ -81,31 +81,29 @@ def kill_one(folder: Path, after_s: float, *, kills_child: bool, figures: Figure
         figures["of the bursts' process"] += victim is not None
         with contextlib.suppress(psutil.Error):
             (victim or psutil.Process(process.pid)).kill()
-        if victim is None:
-            process.kill()
     wait(process)
     figures["kills"] += 1
     note_left(folder, figures)
-    path = folder / "loader.json"
-    if not path.exists():
-        figures["before first file"] += 1
-    else:
-        try:
-            TuningResult.load(path)
-        except TunerError as error:
-            print(error, file=sys.stderr)
-            figures["unreadable files"] += 1
-    finish(folder)
+    figures["before first file"] += not path.exists()
+    figures["unreadable files"] += path.exists() and not loads(path)
+    wait(start(folder))
     figures["not finished"] += not path.exists() or TuningResult.load(path).status not in ("complete", "undecided")
     note_left(folder, figures)
+
+
+def loads(path: Path) -> bool:
+    try:
+        return bool(TuningResult.load(path))
+    except TunerError as error:
+        print(error, file=sys.stderr)
+        return False
 
 
 def child_of(pid: int) -> psutil.Process | None:
     """The process of the bursts, which leads a session of its own and has imported torch; None while there is none."""
     with contextlib.suppress(psutil.Error):
-        return next(
-            (each for each in psutil.Process(pid).children() if "bursts.child" in " ".join(each.cmdline())), None
-        )
+        children = psutil.Process(pid).children()
+        return next((each for each in children if "bursts.child" in " ".join(each.cmdline())), None)
     return None
 
 
@@ -115,23 +113,13 @@ def note_left(folder: Path, figures: Figures) -> None:
 
 
 def start(folder: Path) -> Any:
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **environ(folder)},
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, "-c", RUN], cwd=folder, env={**os.environ, **environ(folder)}, **quiet)
 
 
 def environ(folder: Path) -> dict[str, str]:
     """With temporary files where each that is left is seen."""
     return {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), MARK: str(folder)}
-
-
-def finish(folder: Path) -> None:
-    """Run to the end."""
-    wait(start(folder))
 
 
 def wait(process: Any) -> None:
@@ -145,18 +133,18 @@ def wait(process: Any) -> None:
 def still_there(mark: str, within_s: float = 5.0) -> list[int]:
     """Processes of a killed run that live on."""
     deadline = time.monotonic() + within_s
-    while (
-        found := [each.pid for each in psutil.process_iter() if is_marked(each, mark)]
-    ) and time.monotonic() < deadline:
+    while (found := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
 
 
-def is_marked(process: psutil.Process, mark: str) -> bool:
-    try:
-        return process.environ().get(MARK) == mark
-    except psutil.Error:
-        return False
+def _marked(mark: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                found.append(process.pid)
+    return found
 
 
 if __name__ == "__main__":

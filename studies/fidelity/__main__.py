@@ -8,7 +8,6 @@ error is predicted / sustained - 1; covered means that the twin's interval holds
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -45,7 +44,6 @@ class Cell:
     """One prediction and what came true."""
 
     workload: str
-    config: LoaderConfig
     predicted: float
     """Samples/s, as the two below."""
     low: float
@@ -64,9 +62,8 @@ class Cell:
 
 def study(name: str, seconds: float, seed: int) -> list[Cell]:
     """Every cell of one workload; configurations that fail are left out."""
-    scouts = [_config(workers, 2) for workers in DESIGN]
-    wanted = [_config(workers, prefetch) for prefetch, counts in GRID.items() for workers in counts]
-    tasks = [(config, True) for config in scouts] + [(config, False) for config in wanted]
+    tasks = [(LoaderConfig().with_workers(workers, 2), True) for workers in DESIGN]
+    tasks += [(LoaderConfig().with_workers(n, prefetch), False) for prefetch, counts in GRID.items() for n in counts]
     random.Random(seed).shuffle(tasks)
     seen: dict[LoaderConfig, Measurement] = {}
     sustained: dict[LoaderConfig, float] = {}
@@ -86,13 +83,8 @@ def study(name: str, seconds: float, seed: int) -> list[Cell]:
     found = []
     for (config, rate), prediction in zip(sustained.items(), predictions, strict=True):
         said = prediction.samples_per_s
-        cell = Cell(workload=name, config=config, predicted=said.value, low=said.low, high=said.high, sustained=rate)
-        found.append(cell)
-        print(
-            "RECORD",
-            json.dumps({"workload": name, "config": str(config), "rate": rate, "error": cell.error}),
-            flush=True,
-        )
+        found.append(Cell(workload=name, predicted=said.value, low=said.low, high=said.high, sustained=rate))
+        print(f"RECORD {name} | {config} | {rate:.1f}/s | {found[-1].error:+.1%}", flush=True)
     return found
 
 
@@ -119,10 +111,6 @@ def rate_of(config: LoaderConfig, measured: Measurement) -> float:
     if len(inside) < 8:
         return measured.samples_per_s.value
     return sum(trace.samples for trace in inside[1:]) / (inside[-1].step_end - inside[0].step_end)
-
-
-def _config(workers: int, prefetch: int) -> LoaderConfig:
-    return LoaderConfig(num_workers=workers, prefetch_factor=prefetch if workers else None)
 
 
 def _run_of(name: str, config: LoaderConfig, seconds: float, seed: int) -> BurstPlan:

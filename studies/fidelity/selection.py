@@ -21,7 +21,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from autotune_loader.diagnosis.units import is_claimed
 from autotune_loader.search.rounds import Rounds
@@ -133,24 +133,19 @@ def row(kind: Kind, runs: Sequence[Run]) -> str:
     return f"| {' | '.join([str(kind), *cells])} |"
 
 
-def _chunk(job: tuple[Kind, int, int]) -> list[Run]:
-    kind, first, count = job
-    return [race(kind, seed) for seed in range(first, first + count)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.fidelity.selection", description=__doc__)
     parser.add_argument("--runs", type=int, default=20_000, help="races in all, over every kind")
     parser.add_argument("--first", type=int, default=0, help="seed of the first race of each kind")
     parser.add_argument("--processes", type=int, default=2)
     chosen = parser.parse_args()
-    count = chosen.runs // len(KINDS)
     names = ("rivals", "rates", "noise of a burst", *COLUMNS)
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     found: list[Run] = []
+    seeds = range(chosen.first, chosen.first + chosen.runs // len(KINDS))
     with multiprocessing.Pool(chosen.processes) as pool:
-        everything = pool.imap(_chunk, [(kind, chosen.first, count) for kind in KINDS])
-        for kind, runs in zip(KINDS, everything, strict=True):
+        for kind in KINDS:
+            runs = pool.map(partial(race, kind), seeds, chunksize=100)
             print(row(kind, runs), flush=True)
             found += runs
     covered, false = (statistics.fmean(run[name] for run in found) for name in ("rate covered", "false claims"))

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.bursts.parent import open_probe
@@ -43,7 +42,7 @@ VERDICT_WORKERS = 4
 BINDS_SHARE = 0.95
 COLUMNS = (
     "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95 %)",
-    "regret against the grid (p90 goal 2 %)", "NVML default, tuned", "working share of a tuned burst: events",
+    "regret against the grid (p90 goal 2 %)", "NVML default, tuned", "working share of a tuned burst by events",
     "twin's error: median (goal 3 %), worst", "known after (goal 3 s where the step binds)",
     "tuned with",
 )  # fmt: skip
@@ -51,14 +50,11 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long the study of one job takes."""
+    """How long the study of one job takes: seconds of `tune()`, of one run, and rounds in which the last few take turns."""
 
     budget_s: float = 30.0
-    """Of `tune()`."""
     run_s: float = 2.0
-    """Of one run of the grid, of each limit and in the turns."""
     rounds: int = 5
-    """In which the last few take turns."""
     workers: tuple[int, ...] = ()
     """Of the grid; from the cores where it is empty."""
 
@@ -70,7 +66,7 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     startup_s, known_s, step_binds = _time_of_verdict(loop)
     record(name, "verdict", startup_s=startup_s, known_s=known_s, step_binds=step_binds)
     result = tune(
-        _loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device, budget=effort.budget_s,
+        loop.job.loader(), loop.model, train_step=loop.job.train_step, device=loop.device, budget=effort.budget_s,
         progress=False,
     )  # fmt: skip
     record(name, "tuned", best=str(result.best), summary=str(result), seconds=result.seconds)
@@ -94,7 +90,7 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         f"{tuned / limit:.1%} of {limit:,.1f}",
         f"{1 - regret.value:.1%} ({1 - regret.high:.1%} to {1 - regret.low:.1%})",
         f"{_share(_util(rates[DEFAULT]))}, {_share(_util(rates[TUNED]))}",
-        _working_share(result),
+        _share(_busy_share(result)),
         f"{_share(statistics.median(errors))}, {_share(max(errors))}" if errors else "-",
         f"{known_s:.1f} s + {startup_s:.1f} s of start-up: step {'binds' if step_binds else 'does not bind'}",
         f"{result.best}, in {result.seconds:.0f} s and {len(result.trials)} trials",
@@ -110,13 +106,9 @@ def _recorded(job: str, what: str, rate: Rate) -> Rate:
     return rate
 
 
-def _loader(loop: Loop) -> DataLoader[Any]:
-    return DataLoader(loop.job.dataset, **loop.job.parts())
-
-
 def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
     """Seconds until the probe is warm, seconds from then until it is known whether the step binds, and the answer."""
-    workload = make_workload(_loader(loop), loop.model, train_step=loop.job.train_step, device=loop.device)
+    workload = make_workload(loop.job.loader(), loop.model, train_step=loop.job.train_step, device=loop.device)
     machine = inspect_machine()
     begun = time.monotonic()
     with open_probe(workload, machine, None) as opened:
@@ -161,10 +153,10 @@ def _twin_errors(result: TuningResult, grid: dict[LoaderConfig, float]) -> list[
     return [abs(predicted.samples_per_s.value / measured - 1) for predicted, measured in pairs]
 
 
-def _working_share(result: TuningResult) -> str:
+def _busy_share(result: TuningResult) -> float | None:
     """Of a burst of the tuned configuration, by the device's events."""
     found = [t.measurement for t in result.trials if t.config == result.best and t.measurement is not None]
-    return _share(found[-1].gpu.busy_share) if found else "-"
+    return found[-1].gpu.busy_share if found else None
 
 
 def _util(rates: Sequence[Rate]) -> float | None:

@@ -1,6 +1,6 @@
 """Three training jobs on a GPU, each with a bottleneck that is known by construction; pure torch, and small copies for a CPU.
 
-    jpeg              loader     JPEG files decoded and augmented, the demo's small CNN in bfloat16: faster than cores decode
+    resnet_jpeg       loader     JPEG files decoded and augmented, a ResNet-18 in bfloat16: faster than cores decode
     transformer       step       token sequences that cost nothing to make, 8 layers of 512
     large_batches     copy       batches of 64 MiB that lie in memory, a step that reads them once
 
@@ -9,6 +9,7 @@ Everything is importable, so that any start method can send it to another proces
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from autotune_loader.demo import JpegFolder, SmallCnn, make_jpegs
+from autotune_loader.demo import CLASSES, JpegFolder, make_jpegs
 
 VOCABULARY = 1024
 
@@ -34,6 +35,8 @@ class Size:
     picture: tuple[int, int] = (500, 375)
     crop: int = 224
     batch: int = 64
+    width: int = 64
+    """Channels of the ResNet's first stage."""
     layers: int = 8
     embedding: int = 512
     tokens: int = 256
@@ -42,7 +45,7 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    pictures=32, times=2, picture=(64, 48), crop=32, batch=8, layers=1, embedding=16, tokens=16,
+    pictures=32, times=2, picture=(64, 48), crop=32, batch=8, width=4, layers=1, embedding=16, tokens=16,
     large_bytes=1 << 20,
 )  # fmt: skip
 
@@ -64,9 +67,39 @@ class Job:
         """DataLoader's arguments that are not tuned."""
         return {"batch_size": self.batch_size, **({} if self.batch_size is None else {"shuffle": True})}
 
+    def loader(self, **config: Any) -> DataLoader[Any]:
+        return DataLoader(self.dataset, **self.parts(), **config)
+
     def samples_of(self, batch: Any) -> int:
         first = batch[0] if isinstance(batch, (tuple, list)) else batch
         return 1 if self.batch_size is None else len(first)
+
+
+class Block(nn.Module):
+    """Two convolutions and a way around them (He et al. 2015, fig. 2)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.second = convolution(inputs, outputs, 3, stride), convolution(outputs, outputs, 3, 1)
+        is_same = inputs == outputs and stride == 1
+        self.around = nn.Identity() if is_same else convolution(inputs, outputs, 1, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.second(torch.relu(self.first(x))) + self.around(x))
+
+
+def convolution(inputs: int, outputs: int, side: int, stride: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, side, stride, side // 2, bias=False), nn.BatchNorm2d(outputs))
+
+
+def resnet(width: int) -> nn.Module:
+    """ResNet-18 where the width is 64."""
+    sizes = [width, width, 2 * width, 4 * width, 8 * width]
+    blocks: list[nn.Module] = []
+    for stage, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+        blocks += [Block(inputs, outputs, 2 if stage else 1), Block(outputs, outputs, 1)]
+    stem = [convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, CLASSES))
 
 
 class Transformer(nn.Module):
@@ -134,12 +167,12 @@ class InMemory(Dataset[Any]):
         return self.tensors[index % len(self.tensors)]
 
 
-def jpeg(size: Size) -> Job:
+def resnet_jpeg(size: Size) -> Job:
     folder = Path(tempfile.gettempdir()) / f"autotune-loader-gpu-study-{size.picture[0]}"
     make_jpegs(folder, size.pictures, size.picture)
     return Job(
-        name="jpeg", binds="loader", dataset=ConcatDataset([JpegFolder(folder, size.crop)] * size.times), model=SmallCnn(),
-        train_step=picture_step, batch_size=size.batch,
+        name="resnet_jpeg", binds="loader", dataset=ConcatDataset([JpegFolder(folder, size.crop)] * size.times),
+        model=resnet(size.width), train_step=picture_step, batch_size=size.batch,
     )  # fmt: skip
 
 
@@ -158,5 +191,5 @@ def large_batches(size: Size) -> Job:
     )  # fmt: skip
 
 
-JOBS: dict[str, Callable[[Size], Job]] = {make.__name__: make for make in (jpeg, transformer, large_batches)}
+JOBS: dict[str, Callable[[Size], Job]] = {make.__name__: make for make in (resnet_jpeg, transformer, large_batches)}
 """Most valuable first."""

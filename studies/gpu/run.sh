@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in parts of less than 8 minutes, most valuable first. From the repository's root:
 #
 #     sh studies/gpu/run.sh              # all of them, about 20 minutes
-#     sh studies/gpu/run.sh first        # the tests marked gpu, then jpeg
+#     sh studies/gpu/run.sh first        # resnet_jpeg: tune() and the grid; then the tests marked gpu
 #     sh studies/gpu/run.sh second       # AutoLoader, watch, compare()
 #     sh studies/gpu/run.sh third        # transformer, large_batches
 #     sh studies/gpu/run.sh check        # on a CPU: the same code in small, as far as it goes without CUDA
@@ -44,7 +44,7 @@ tests() {
 }
 study() { limited "${2:-$(left)}" "$1.txt" -m studies.gpu --only "$1"; }
 uses() { limited "$(left)" uses.txt -m studies.gpu.uses "$@"; }
-first() { tests; study jpeg; }
+first() { study resnet_jpeg 250; tests; }
 second() { uses; }
 third() { study transformer 225; study large_batches; }
 check() {

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from autotune_loader import LoaderConfig
 from autotune_loader.pipeline.prefetch import move, prefetched_as_tuned
@@ -46,13 +45,13 @@ class Loop:
 
     def train(self, config: LoaderConfig, *, with_step: bool = True) -> Rate:
         """Train with the loader that `config` makes; without a step, only load and copy: what the loader allows."""
-        loader: DataLoader[Any] = DataLoader(self.job.dataset, **self.job.parts(), **config.to_kwargs())
+        loader = self.job.loader(**config.to_kwargs())
         depth = max(1, config.num_workers) * (config.prefetch_factor or 1)
         return self.timed(prefetched_as_tuned(loader, config, self.device), depth, with_step=with_step)
 
     def step(self) -> Rate:
         """Only step, on one batch that lies on the device: what the step allows."""
-        batch = move(next(iter(DataLoader(self.job.dataset, **self.job.parts()))), self.device)
+        batch = move(next(iter(self.job.loader())), self.device)
         return self.timed([batch], depth=4)
 
     def timed(self, batches: Iterable[Any], depth: int, *, with_step: bool = True) -> Rate:

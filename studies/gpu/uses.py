@@ -1,6 +1,6 @@
 """What people do with a GPU: `python -m studies.gpu.uses live|watch|compare ... [--device cpu --quick]`
 
-live        AutoLoader on jpeg: rate of each ten seconds, and of the best fixed configuration beside it
+live        AutoLoader on resnet_jpeg: rate of each ten seconds, and of the best fixed configuration beside it
 watch       `autotune-loader watch` on a plain script that trains on the device
 compare     `compare()` of a plain and of a compiled model
 """
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig
 from studies.gpu.__main__ import check_device, record
@@ -37,7 +36,7 @@ from torch.utils.data import DataLoader
 from studies.gpu.jobs import JOBS, Size
 
 device, seconds = sys.argv[1], float(sys.argv[2])
-job = JOBS["jpeg"](Size(**eval(sys.argv[3])))
+job = JOBS["resnet_jpeg"](Size(**eval(sys.argv[3])))
 loader = DataLoader(job.dataset, batch_size=job.batch_size, shuffle=True, num_workers=2)
 model = job.model.to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -55,14 +54,14 @@ while time.monotonic() - begun < seconds:
 
 def live(device: str, size: Size, seconds: float) -> None:
     """Share of the best fixed configuration, which runs before and after it."""
-    loop, cores = Loop(JOBS["jpeg"](size), device, seconds), os.cpu_count() or 1
+    loop, cores = Loop(JOBS["resnet_jpeg"](size), device, seconds), os.cpu_count() or 1
     fixed = [LoaderConfig(num_workers=n, pin_memory=device != "cpu") for n in (max(1, cores // 2), cores)]
     loader = AutoLoader(loop.job.dataset, pin_memory=device != "cpu", **loop.job.parts())
     before = [loop.train(config).samples_per_s for config in fixed]
     rates = [loop.timed(loader, depth=1).samples_per_s for _ in range(7)]
     after = [loop.train(config).samples_per_s for config in fixed]
     best = max((first + second) / 2 for first, second in zip(before, after, strict=True))
-    record("jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report())
+    record("resnet_jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report())
 
 
 def watch(device: str, size: Size, seconds: float) -> None:
@@ -72,14 +71,11 @@ def watch(device: str, size: Size, seconds: float) -> None:
         script.write_text(SCRIPT)
         command = [sys.executable, "-W", "ignore", "-m", "autotune_loader", "watch", str(script)]
         command += [device, str(3 * seconds), repr(asdict(size))]
-        path = [
-            str(Path(__file__).parents[2]),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]  # where .whl is installed
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        installed = filter(None, [os.environ.get("PYTHONPATH")])  # of .whl
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *installed])}
         done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=110, check=False)
     print(done.stdout + done.stderr, flush=True)
-    record("jpeg", "watch", status=done.returncode)
+    record("resnet_jpeg", "watch", status=done.returncode)
     if done.returncode:
         raise RuntimeError(f"watch ended with {done.returncode}")
 
@@ -88,7 +84,7 @@ def compare(device: str, size: Size, seconds: float) -> None:
     from autotune_loader import compare as compare_sides
 
     job = JOBS["transformer"](size)
-    loader = DataLoader(job.dataset, **job.parts())
+    loader = job.loader()
     sides = {"plain": (loader, job.train_step), "compiled": (loader, Compiled(job.train_step))}
     found = compare_sides(sides, job.model.to(device), device=device)
     print(found, flush=True)

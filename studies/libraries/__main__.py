@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from studies.libraries.attempt import Outcome
-from studies.libraries.environments import ENVIRONMENTS, Environment
+from studies.libraries.environments import ENVIRONMENTS, install, python_of
 
 # tune() has 10 s; importing a library, and an epoch, may take some more. What takes longer hangs.
 DEADLINE_S = 120.0
@@ -25,10 +25,10 @@ HEAD = "| library | passed to `tune()` | outcome | what it says |\n|---|---|---|
 ABOUT_LOADERS = ("data=", "the dataset makes", "how many samples", "every worker")
 
 
-def run_attempt(environment: Environment, number: int) -> dict[str, Any] | None:
+def run_attempt(library: str, number: int) -> dict[str, Any] | None:
     """Make it in a process group of its own, which is gone afterwards; None where there is none of this number."""
     process = subprocess.Popen(
-        [environment.python, "-m", "studies.libraries.attempt", environment.library, str(number)],
+        [python_of(library), "-m", "studies.libraries.attempt", library, str(number)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
@@ -47,17 +47,17 @@ def run_attempt(environment: Environment, number: int) -> dict[str, Any] | None:
     return {"what": f"attempt {number}", "version": "?", "outcome": "wrong", "says": says}
 
 
-def rows_of(environment: Environment) -> Iterator[str]:
+def rows_of(library: str) -> Iterator[str]:
     """Make the attempts of a library; a row for each, up to one that does not answer."""
-    if why_not := environment.make():
-        yield row(environment.library, "-", "-", Outcome("not tried", why_not))
+    if why_not := install(library):
+        yield row(library, "-", "-", Outcome("not tried", why_not))
         return
     for number in itertools.count():
-        answer = run_attempt(environment, number)
+        answer = run_attempt(library, number)
         if answer is None:
             return
         what, version = answer.pop("what"), answer.pop("version")
-        yield row(environment.library, version, what, Outcome(**answer))
+        yield row(library, version, what, Outcome(**answer))
         if version == "?":
             return
 
@@ -93,7 +93,7 @@ def summary(kept: dict[str, list[str]]) -> str:
 
 def write(kept: dict[str, list[str]]) -> None:
     """Both tables, with the libraries in the order of `ENVIRONMENTS`."""
-    kept = {each.library: kept[each.library] for each in ENVIRONMENTS if each.library in kept}
+    kept = {library: kept[library] for library in ENVIRONMENTS if library in kept}
     RESULTS.write_text(HEAD + "".join(f"{line}\n" for rows in kept.values() for line in rows))
     whole = PAGE.read_text(encoding="utf-8")
     before, after = whole.partition(BEGIN)[0], whole.partition(END)[2]
@@ -101,17 +101,16 @@ def write(kept: dict[str, list[str]]) -> None:
 
 
 def main() -> None:
-    asked, known = sys.argv[1:], [each.library for each in ENVIRONMENTS]
-    if unknown := set(asked) - set(known):
-        raise SystemExit(f"{', '.join(unknown)}: one of {', '.join(known)} would work")
+    asked = sys.argv[1:]
+    if unknown := set(asked) - set(ENVIRONMENTS):
+        raise SystemExit(f"{', '.join(unknown)}: one of {', '.join(ENVIRONMENTS)} would work")
     kept = rows_by_library()
-    for environment in ENVIRONMENTS:
-        if not asked or environment.library in asked:
-            kept[environment.library] = []
-            for line in rows_of(environment):
-                print(line, flush=True)
-                kept[environment.library].append(line)
-            write(kept)
+    for library in asked or ENVIRONMENTS:
+        kept[library] = []
+        for line in rows_of(library):
+            print(line, flush=True)
+            kept[library].append(line)
+        write(kept)
     rows = [line for lines in kept.values() for line in lines]
     wrong = sum("| wrong |" in line for line in rows)
     print(f"{len(rows)} rows, {wrong} wrong")

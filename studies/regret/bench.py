@@ -2,8 +2,8 @@
 
 Nothing of autotune_loader's measuring is used here, only what defines the job: the dataset, the step, `LoaderConfig`.
 
-    parent   Bench("jpeg").time(config, Timing(...))  ── one line of JSON ──►  child   DataLoader, step, clock
-             Timed                                    ◄── one line of JSON ──
+    parent   Bench("jpeg").time(config, ...)  ── one line of JSON ──►  child   DataLoader, step, clock
+             samples/s                        ◄── one line of JSON ──
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from autotune_loader.values.config import LoaderConfig
 
@@ -34,39 +34,10 @@ DEADLINE_S = 90.0
 FILLS = 2
 LONGEST_WARM_UP_S = 2.0
 # How often an epoch that is shorter than a study needs is shown again; where epochs are short on purpose, once.
-REPEATS = {"short_epoch": 1, "in_memory": 1, "tutorial": 1, "guide": 1, "lesson": 1, "article": 1, "imbalance": 1}
+REPEATS = {"short_epoch": 1, "in_memory": 1}
 MOST_REPEATS = 16
-# Epochs of these end within a window. Which part of an epoch it ends in would decide the rate, so that it holds whole ones.
-SHORT_EPOCHS = ("short_epoch", "tutorial")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """How to time one configuration."""
-
-    clock: Literal["start", "steady"]
-    """When it starts: before the loader's iterator is made, or when the queues have settled.
-
-    Where epochs are short (`SHORT_EPOCHS`) "steady" is whole epochs, from the second on.
-    """
-    seconds: float
-    """Length of the window."""
-    seed: int = 0
-    epochs: bool = True
-    """Whether to go on with the next epoch; otherwise the end of an epoch ends the window, as when one times an epoch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
-    """What came of it."""
-
-    samples_per_s: float
-    batches: int
-    window_s: float
-    wall_s: float
-    """Seconds that the whole request took, start-up and shutdown of the workers included."""
-    foreign_share: float | None = None
-    """Share of the cores that everything else on the machine used meanwhile."""
+# Its epochs end within a window. Which part of an epoch it ends in would decide the rate, so that it holds whole ones.
+SHORT = "short_epoch"
 
 
 class BenchError(RuntimeError):
@@ -87,18 +58,27 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def time(self, config: LoaderConfig, timing: Timing) -> Timed:
-        """Time one configuration.
+    def time(self, config: LoaderConfig, *, seconds: float, seed: int, is_steady: bool = True) -> float:
+        """Samples/s of one configuration.
+
+        Args:
+            config: of the loader.
+            seconds: length of the window.
+            seed: of the order and of the samples.
+            is_steady: whether the window opens when the queues have settled, and goes on with the next epoch; where
+                epochs are short (`SHORT`) it is whole epochs, from the second on. Otherwise it opens before the loader's
+                iterator is made and ends with the epoch, as when one times an epoch.
 
         Raises:
             BenchError: it failed, or did not answer in time.
         """
         if self._child is None:
             self._start()
-        answer = self._ask({"config": config.to_dict(), "timing": asdict(timing)})
+        window = {"seconds": seconds, "seed": seed, "is_steady": is_steady}
+        answer = self._ask({"config": config.to_dict(), "window": window})
         if "error" in answer:
             raise BenchError(answer["error"])
-        return Timed(**answer)
+        return float(answer["samples_per_s"])
 
     def _start(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "studies.regret.bench", self._workload]
@@ -129,29 +109,6 @@ class Bench:
         self._child = None
 
 
-class ForeignCpu:
-    """What share of the cores others use, from now on; children count as ours once they have ended."""
-
-    def __init__(self) -> None:
-        self._before, self._begun = _foreign_cpu_s(), time.perf_counter()
-
-    def share(self) -> float | None:
-        after = _foreign_cpu_s()
-        if self._before is None or after is None:
-            return None
-        cores = len(os.sched_getaffinity(0))
-        return max(0.0, after - self._before) / (time.perf_counter() - self._begun) / cores
-
-
-def _foreign_cpu_s() -> float | None:
-    """CPU seconds since boot that neither this process nor a child of it that has ended used."""
-    from autotune_loader.machine.host import host_cpu
-    from autotune_loader.machine.limits import affinity
-
-    cpu = host_cpu(affinity())
-    return None if cpu is None else cpu.busy_s - sum(os.times()[:4])
-
-
 def step_of(workload: Any, batch: Any) -> Any:
     """The training step of a workload, given its first batch."""
     from autotune_loader.bursts.step import build_step
@@ -174,9 +131,7 @@ class StudyJob:
 
     def loader(self, kind: Callable[..., Any], **options: Any) -> Any:
         """One of `kind`: DataLoader or AutoLoader."""
-        sampler = self.workload.sampler
-        order: dict[str, Any] = {"sampler": sampler} if sampler is not None else {"shuffle": True}
-        return kind(self.workload.dataset, batch_size=self.workload.batch_size, drop_last=True, **order, **options)
+        return kind(self.workload.dataset, batch_size=self.workload.batch_size, shuffle=True, drop_last=True, **options)
 
 
 class TimedJob(StudyJob):
@@ -184,27 +139,20 @@ class TimedJob(StudyJob):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._has_short_epochs = name in SHORT_EPOCHS
+        self._has_short_epochs = name == SHORT
 
-    def time(self, config: LoaderConfig, timing: Timing) -> Timed:
+    def time(self, config: LoaderConfig, seconds: float, seed: int, is_steady: bool) -> float:
         import torch
         from torch.utils.data import DataLoader
 
-        begun, foreign = time.perf_counter(), ForeignCpu()
-        torch.manual_seed(timing.seed)
-        random.seed(timing.seed)
+        torch.manual_seed(seed)
+        random.seed(seed)
         loader = self.loader(DataLoader, **config.to_kwargs())
-        if timing.clock == "steady" and self._has_short_epochs:
-            batches, window_s = self._run_epochs(loader, timing.seconds)
+        if is_steady and self._has_short_epochs:
+            batches, window_s = self._run_epochs(loader, seconds)
         else:
-            batches, window_s = self._run(loader, config, timing)
-        return Timed(
-            samples_per_s=batches * self.workload.batch_size / window_s,
-            batches=batches,
-            window_s=window_s,
-            wall_s=time.perf_counter() - begun,
-            foreign_share=foreign.share(),
-        )
+            batches, window_s = self._run(loader, config, seconds, is_steady)
+        return batches * self.workload.batch_size / window_s
 
     def _run_epochs(self, loader: Any, seconds: float) -> tuple[int, float]:
         """Batches and seconds of whole epochs after the first, for at least so many seconds."""
@@ -217,12 +165,12 @@ class TimedJob(StudyJob):
                 batches += 1
         return batches, time.perf_counter() - started
 
-    def _run(self, loader: Any, config: LoaderConfig, timing: Timing) -> tuple[int, float]:
+    def _run(self, loader: Any, config: LoaderConfig, seconds: float, is_steady: bool) -> tuple[int, float]:
         """Batches and seconds of a window."""
         started = opened = time.perf_counter()
-        is_steady, ends = timing.clock == "steady", list[float]()
+        ends: list[float] = []
         skip = batches_until_settled(config) if is_steady else 0
-        for batch in itertools.chain.from_iterable(itertools.repeat(loader) if timing.epochs else [loader]):
+        for batch in itertools.chain.from_iterable(itertools.repeat(loader) if is_steady else [loader]):
             self.step.run(batch)
             now = time.perf_counter()
             if skip and not ends and now - started < LONGEST_WARM_UP_S:
@@ -231,7 +179,7 @@ class TimedJob(StudyJob):
                 continue
             ends.append(now)
             # The ends are averaged over as many batches as there are workers, so there must be more than that.
-            if now - opened > timing.seconds and (not is_steady or len(ends) > 2 * config.num_workers + 2):
+            if now - opened > seconds and (not is_steady or len(ends) > 2 * config.num_workers + 2):
                 break
         return between_smooth_ends(ends, config.num_workers) if is_steady else (len(ends), ends[-1] - started)
 
@@ -252,9 +200,9 @@ def between_smooth_ends(ends: Sequence[float], workers: int) -> tuple[int, float
 
 def regret_workload(name: str) -> Any:
     """The study's workload with an epoch that is long against a window, except where short epochs are the point."""
-    from studies.workloads import DOCUMENTS, WORKLOADS, repeated
+    from studies.workloads import WORKLOADS, repeated
 
-    study = (WORKLOADS | DOCUMENTS)[name]()
+    study = WORKLOADS[name]()
     times = REPEATS.get(name, MOST_REPEATS)
     return study if times == 1 else replace(study, dataset=repeated(study.dataset, times))
 
@@ -275,8 +223,7 @@ def main(name: str) -> None:
         for line in sys.stdin:
             request = json.loads(line)
             try:
-                config = LoaderConfig(**request["config"])
-                answer = asdict(job.time(config, Timing(**request["timing"])))
+                answer = {"samples_per_s": job.time(LoaderConfig(**request["config"]), **request["window"])}
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(answer), file=answers, flush=True)

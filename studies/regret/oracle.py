@@ -19,7 +19,7 @@ from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval, Round, log_ratios, mean_interval
 from studies.regret import NEAR
-from studies.regret.bench import Bench, BenchError, Timing, regret_workload
+from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.strategies import PREFETCH_FACTORS
 
 SURVEY_S, ROUND_S = 0.5, 1.2
@@ -28,8 +28,6 @@ ENTRANTS = 4
 LEAST_ROUNDS, ROUNDS, CONFIRMING_ROUNDS = 3, 6, 6
 # Who is this far behind after the first rounds is out.
 HOPELESS = 0.88
-# A round in which others used more of the cores than this is run again, so often at most.
-FOREIGN_LIMIT, MOST_DISTURBED = 0.08, 4
 # Seeds of the rounds lie apart from those of every strategy.
 SURVEY_SEED, ROUND_SEED, CONFIRMING_SEED = 10_000, 20_000, 30_000
 
@@ -86,8 +84,7 @@ def survey(bench: Bench, counts: Sequence[int]) -> dict[str, float]:
 def _burst_each(bench: Bench, configs: Sequence[LoaderConfig], known: dict[str, float]) -> None:
     for config in configs:
         try:
-            timing = Timing(clock="steady", seconds=SURVEY_S, seed=SURVEY_SEED + len(known))
-            known[key(config)] = bench.time(config, timing).samples_per_s
+            known[key(config)] = bench.time(config, seconds=SURVEY_S, seed=SURVEY_SEED + len(known))
         except BenchError:
             known[key(config)] = 0.0
 
@@ -108,16 +105,12 @@ def judge(bench: Bench, choices: Sequence[str], known: dict[str, float]) -> dict
 
 def race(bench: Bench, arms: Sequence[str], rounds: int, first_seed: int) -> list[Round]:
     """Rounds in which the arms take turns; from `LEAST_ROUNDS` on without those that are clearly out."""
-    counted: list[Round] = []
-    for number in range(rounds + MOST_DISTURBED):
-        leader = leader_of(counted) if len(counted) >= LEAST_ROUNDS else None
-        running = [arm for arm in arms if leader is None or arm == leader or _may_win(arm, leader, counted)]
-        latest = _round(bench, running, first_seed + number)
-        if (latest.foreign_cpu_share or 0.0) <= FOREIGN_LIMIT or number >= rounds:
-            counted.append(latest)
-        if len(counted) == rounds:
-            break
-    return counted
+    found: list[Round] = []
+    for number in range(rounds):
+        leader = leader_of(found) if len(found) >= LEAST_ROUNDS else None
+        running = [arm for arm in arms if leader is None or arm == leader or _may_win(arm, leader, found)]
+        found.append(_round(bench, running, first_seed + number))
+    return found
 
 
 def paired_ratio(rounds: Sequence[Round], a: str, b: str) -> Interval:
@@ -133,15 +126,12 @@ def _may_win(arm: str, leader: str, rounds: Sequence[Round]) -> bool:
 def _round(bench: Bench, arms: Sequence[str], seed: int) -> Round:
     """Each arm once, in a random order, over the same samples."""
     rates: dict[str, float] = {}
-    foreign = 0.0
     for arm in random.Random(seed).sample(list(arms), len(arms)):
         try:
-            timed = bench.time(config_of(arm), Timing(clock="steady", seconds=ROUND_S, seed=seed))
+            rates[arm] = bench.time(config_of(arm), seconds=ROUND_S, seed=seed)
         except BenchError:
             continue
-        rates[arm] = timed.samples_per_s
-        foreign = max(foreign, timed.foreign_share or 0.0)
-    return Round(rates=rates, foreign_cpu_share=foreign)
+    return Round(rates=rates)
 
 
 def leader_of(rounds: Sequence[Round]) -> str:

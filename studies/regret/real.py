@@ -27,10 +27,10 @@ from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from studies.regret import OURS, Outcome, oracle, table
-from studies.regret.bench import Bench, BenchError, Timing, regret_workload
+from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.child import choice_in_child
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
-from studies.workloads import DOCUMENTS, WORKLOADS, workload_of
+from studies.workloads import WORKLOADS, workload_of
 
 RESULTS = Path(__file__).parent / "results"
 NAIVE_S, TRIALS = 1.0, 16
@@ -38,13 +38,11 @@ IN_CHILD = (OURS, "loadtune")
 DEFAULT = (OURS, "torch default", "workers = cores", "plain rule", "tpe", "random", "grid", "loadtune")
 # In this order, so that a run that is cut short has some of every kind.
 ORDER = (
-    *("jpeg", "wait_light_tail", "cpu_bound", "guide", "in_memory", "tutorial", "text", "imbalance", "large_tensors"),
-    *("short_epoch", "article", "wait_heavy_tail", "lesson", "step_bound"),
+    *("jpeg", "wait_light_tail", "cpu_bound", "in_memory", "text", "large_tensors", "short_epoch", "wait_heavy_tail"),
+    "step_bound",
 )
 # On few cores: where the number of workers follows from the job, and one of each other kind.
-FEW_CORES = (
-    *("wait_behind_step", "wait_heavy_tail", "python_loops", "jpeg", "wait_light_tail", "in_memory", "cpu_bound"),
-)
+FEW_CORES = ("wait_behind_step", "wait_heavy_tail", "python_loops", "jpeg", "wait_light_tail", "in_memory", "cpu_bound")
 FEW = 2
 
 
@@ -58,9 +56,8 @@ class RealField:
 
     def rate(self, config: LoaderConfig) -> float:
         self.asked += 1
-        timing = Timing(clock="start", seconds=NAIVE_S, seed=self.asked, epochs=False)
         try:
-            return self._bench.time(oracle.keeping(config), timing).samples_per_s
+            return self._bench.time(oracle.keeping(config), seconds=NAIVE_S, seed=self.asked, is_steady=False)
         except BenchError:
             return 0.0
 
@@ -142,7 +139,7 @@ def main() -> None:
     if options.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     usual = FEW_CORES if usable_cores().usable <= FEW else ORDER
-    workloads = listed(options.workloads or ",".join(usual), tuple(WORKLOADS | DOCUMENTS), parser)
+    workloads = listed(options.workloads or ",".join(usual), tuple(WORKLOADS), parser)
     strategies = listed(options.strategies, (*IN_CHILD, *STRATEGIES), parser)
     records = RESULTS / (f"real_{options.cores}.jsonl" if options.cores else "real.jsonl")
     lines = records.read_text().splitlines() if records.exists() else []

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from invariants import contradictions
 
 from autotune_loader.results.result import TuningResult
 from tests.support import SimulatedMachine, simulated_result
-from tests.support.invariants import contradictions
 
 JOBS: dict[str, dict[str, Any]] = {  # seconds of one batch
     "decodes": {"cpu_s": 0.04, "step_s": 0.005, "receive_s": 1e-4},

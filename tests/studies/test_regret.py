@@ -10,8 +10,8 @@ import pytest
 
 from autotune_loader.values.config import LoaderConfig
 from studies.regret import Outcome, real, table
-from studies.regret.bench import BenchError, Timed
-from studies.regret.oracle import CONFIRMING_ROUNDS, HOPELESS, ROUNDS, judge, key, race
+from studies.regret.bench import BenchError
+from studies.regret.oracle import CONFIRMING_ROUNDS, HOPELESS, judge, key
 from studies.regret.simulated import SimulatedField
 from studies.regret.strategies import STRATEGIES
 from tests.support import SimulatedMachine
@@ -25,16 +25,13 @@ class FakeBench:
     def __init__(self, rates: dict[LoaderConfig, float]) -> None:
         self.rates = rates
         self.asked: list[LoaderConfig] = []
-        self.foreign: dict[int, float] = {}
 
-    def time(self, config: LoaderConfig, timing: Any) -> Timed:
+    def time(self, config: LoaderConfig, *, seconds: float, seed: int) -> float:
         self.asked.append(config)
         if config not in self.rates:
             raise BenchError("no answer")
-        level = 1 + 0.3 * math.sin(timing.seed)
-        rate = self.rates[config] * level * math.exp(random.Random(len(self.asked)).gauss(0, 0.01))
-        foreign = self.foreign.pop(len(self.asked), 0.0)
-        return Timed(samples_per_s=rate, batches=10, window_s=1.0, wall_s=1.0, foreign_share=foreign)
+        level = 1 + 0.3 * math.sin(seed)
+        return self.rates[config] * level * math.exp(random.Random(len(self.asked)).gauss(0, 0.01))
 
 
 def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out() -> None:
@@ -52,14 +49,6 @@ def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out() -> None:
     assert regrets[key(WORSE)].ratio.count == CONFIRMING_ROUNDS
     assert bench.asked.count(SLOW) == 3
     assert regrets[key(SLOW)].ratio.high < HOPELESS
-
-
-def test_a_round_beside_foreign_work_is_run_again() -> None:
-    bench: Any = FakeBench({FAST: 100.0, SLOW: 99.0})
-    bench.foreign = {1: 0.5}
-    rounds = race(bench, [key(FAST), key(SLOW)], ROUNDS, 0)
-    assert [each.foreign_cpu_share for each in rounds] == [0.0] * ROUNDS
-    assert len(bench.asked) == 2 * (ROUNDS + 1)
 
 
 def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost() -> None:

@@ -22,44 +22,38 @@ class FakeGpu:
 
 
 class FakeGpus:
-    """Stands in for the module `pynvml`: the same function names and error, over GPUs that a test describes."""
+    """Stands in for the module `pynvml`: the same function names and error, over GPUs that a test describes.
+
+    Args:
+        gpus: what there is.
+        has_driver: whether NVML can be opened.
+        unsupported: functions that no device answers.
+    """
 
     NVMLError = NVMLError
 
     def __init__(
         self, gpus: Sequence[FakeGpu] = (), *, has_driver: bool = True, unsupported: Sequence[str] = ()
     ) -> None:
-        self.gpus, self.has_driver = tuple(gpus), has_driver
-        self.unsupported = frozenset(unsupported)
-        """Functions that no device answers."""
-        self.calls: list[str] = []
-        """Names of the functions called, in order."""
+        self.gpus, self.has_driver, self.unsupported = tuple(gpus), has_driver, frozenset(unsupported)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in ANSWERS:
+            raise AttributeError(name)
+        if name in self.unsupported:
+            return lambda *_: _refuse("Not Supported")
+        return lambda *arguments: ANSWERS[name](self, *arguments)
 
 
-def _init(nvml: FakeGpus) -> None:
-    if not nvml.has_driver:
-        raise NVMLError("NVML Shared Library Not Found")
+def _refuse(message: str) -> None:
+    raise NVMLError(message)
 
 
 ANSWERS: dict[str, Callable[..., Any]] = {
-    "nvmlInit": _init,
+    "nvmlInit": lambda nvml: None if nvml.has_driver else _refuse("NVML Shared Library Not Found"),
     "nvmlDeviceGetCount": lambda nvml: len(nvml.gpus),
     "nvmlDeviceGetHandleByIndex": lambda nvml, index: nvml.gpus[index],
     "nvmlDeviceGetUUID": lambda nvml, gpu: gpu.uuid,
     "nvmlDeviceGetName": lambda nvml, gpu: gpu.name,
     "nvmlDeviceGetMemoryInfo": lambda nvml, gpu: SimpleNamespace(total=gpu.memory_bytes),
 }
-
-
-def _function(name: str) -> Callable[..., Any]:
-    def function(nvml: FakeGpus, *arguments: Any) -> Any:
-        nvml.calls.append(name)
-        if name in nvml.unsupported:
-            raise NVMLError("Not Supported")
-        return ANSWERS[name](nvml, *arguments)
-
-    return function
-
-
-for name in ANSWERS:
-    setattr(FakeGpus, name, _function(name))

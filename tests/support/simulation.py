@@ -45,7 +45,7 @@ class SimulatedProbe:
             return failure
         disturbed, begun = self._disturbed(), self._clock()
         next_check, traces = begun, list[BatchTrace]()
-        for trace in self._batches(disturbed, config, plan):
+        for trace in Run(disturbed, config, self._order(plan.seed), begun, pause_s=plan.prefill_s).batches():
             traces.append(trace)
             now = trace.step_end
             if now - begun > plan.deadline_s:
@@ -88,11 +88,6 @@ class SimulatedProbe:
             begun, ended = sum(ends[warm : warm + wave]) / wave, sum(ends[-wave:]) / wave
             self._truths[config] = self.machine.batch_size * (batches - wave) / (ended - begun)
         return self._truths[config]
-
-    def _batches(self, disturbed: Disturbed, config: LoaderConfig, plan: BurstPlan) -> Iterator[BatchTrace]:
-        """Batches without end."""
-        order, begun = self._order(plan.seed), self._clock()
-        yield from Run(disturbed, config, order, begun, pause_s=plan.prefill_s).batches()
 
     def _order(self, seed: int) -> Iterator[int]:
         """Numbers of the batches that a run reads: ever new ones, or all of the dataset again and again, shuffled."""
@@ -201,17 +196,13 @@ class Run:
         order: Iterator[int],
         begun: float,
         *,
-        is_running: bool = False,
         pause_s: float = 0.0,
     ) -> None:
-        """A run over these batches, by workers that start when it begins or, if `is_running`, are there already.
-
-        The loop asks for its first batch `pause_s` seconds after they have started.
-        """
+        """A run over these batches; the loop asks for its first batch `pause_s` seconds after the workers have started."""
         self.config, self.order = config, order
-        self.disturb(disturbed)
+        self.disturbed, self.machine = disturbed, disturbed.machine
         workers = config.num_workers
-        self.now = begun if is_running else begun + (self.machine.start_s + workers * self.machine.worker_start_s)
+        self.now = begun + (self.machine.start_s + workers * self.machine.worker_start_s)
         self.asked_from = self.now + pause_s
         self.ticks = itertools.count()
         # What happens when: (moment, tie-breaker, what, to which batch), and (work at which it is whole, index, batch).
@@ -222,7 +213,7 @@ class Run:
         # worker 0 is the training process.
         self.tasks: list[deque[tuple[int, Batch]]] = [deque() for _ in range(workers)]
         self.idle = set(range(workers))
-        self.fresh = set() if is_running else set(range(max(workers, 1)))
+        self.fresh = set(range(max(workers, 1)))
         # The loop: what is ready, in the order of completion, what waits for the step, what the step is at.
         self.ready: dict[int, Batch] = {}
         self.to_step: deque[Batch] = deque()
@@ -232,12 +223,6 @@ class Run:
         self.handed_out = self.asked_for = self.received = self.done = 0
         self.is_receiving = False
         self.requested_at: float | None = None
-
-    def disturb(self, disturbed: Disturbed) -> None:
-        """From now on the machine is this one."""
-        self.disturbed, self.machine = disturbed, disturbed.machine
-        self.step_cores = disturbed.step_cores
-        self.step_s = disturbed.step_seconds
 
     def batches(self) -> Iterator[BatchTrace]:
         """Every batch when its step is done."""
@@ -264,7 +249,7 @@ class Run:
             yield batch.trace(self.now, self.machine.batch_size)
 
     def _step_seconds(self, index: int) -> float:
-        return self.step_s * max(0.1, random.Random(~index).gauss(1.0, self.machine.step_cv))
+        return self.disturbed.step_seconds * max(0.1, random.Random(~index).gauss(1.0, self.machine.step_cv))
 
     def _hand_out(self, worker: int) -> None:
         number = next(self.order, None)
@@ -296,9 +281,11 @@ class Run:
     def _speeds(self) -> tuple[float, float]:
         """Work per second of each computing worker and of the step."""
         computing, cores = len(self.computing), self.machine.cores
-        demand = computing + (self.step_cores if self.stepping is not None else 0.0) + self.disturbed.neighbours
+        demand = (
+            computing + (self.disturbed.step_cores if self.stepping is not None else 0.0) + self.disturbed.neighbours
+        )
         fair = min(1.0, cores / demand) if demand else 1.0
-        return fair / self._stretched(max(0, min(computing, cores) - 1)), fair if self.step_cores else 1.0
+        return fair / self._stretched(max(0, min(computing, cores) - 1)), fair if self.disturbed.step_cores else 1.0
 
     def _request(self) -> None:
         """The training loop takes the batch it wants next, where that is ready and the step lets it."""
