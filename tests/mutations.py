@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comparison: the last of the first batches is not compared", "autoloader",
-        "number <= FIRST or", "number < FIRST or", "autoloader/test_proof.py -k compared",
+        "delivered <= FIRST or", "delivered < FIRST or", "autoloader/test_proof.py -k compared",
     ),
     Mutation(
         "ledger: what training has earned is owed", "autoloader",

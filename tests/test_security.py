@@ -25,7 +25,7 @@ PACKAGE = ROOT / "autotune_loader"
 UNPICKLING = {
     "bursts/packing.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
-    "autoloader/transport.py": {"load", "loads"},  # between the loop and workers that it has forked
+    "autoloader/transport.py": {"loads"},  # between the loop and workers that it has forked
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

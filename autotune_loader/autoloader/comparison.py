@@ -1,37 +1,151 @@
 """Whether workers' batches may be used: their first ones, and then ever fewer, are fetched by the loop as well.
 
-    a worker's batch comes ── the loop fetches it, too, under the same seed ── the same? ── the loop's own is delivered
+    first fetch   what it makes ready (a file that is opened) is noted, so that workers begin without it
+    4 fetches     watched: what they change or write, only the training process may
+    workers       a batch comes ── the loop fetches it, too, under the same seed ── the same? ── the loop's own is delivered
+    each batch    has the training changed what workers have a copy of?
 
-Batches 1 to 8 of workers, then 16, 32, 64 ... Before any worker starts, four fetches of the loop are watched: what fetching
-changes, and what it writes, only the process that trains may do.
+Batches 1 to 8 of workers are compared, then 16, 32, 64 ...
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import random
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from autotune_loader.autoloader.parts import Noted, Parts, Prepared
+from autotune_loader.autoloader.tuner import GATE_BATCHES
+from autotune_loader.diagnosis import Kept
+from autotune_loader.results.record import Finding
+
 FIRST = 8
 """Batches of workers that are compared at first."""
 WATCHED = 4
 """Fetches of the loop that are watched before workers may start."""
+UNWATCHED = GATE_BATCHES // 2 - WATCHED
+"""Batches of the loop before some are watched: short loops are left alone."""
 MOST_DEPTH = 32
-ULPS = 64
+ULPS, ULPS_OF_HALVES = 64, 4
 """Units in the last place by which floats may differ, relative to the largest: threads add up in another order."""
 WRITES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
 """Audit events that change files; their first argument is the file."""
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def is_due(number: int) -> bool:
-    """Whether the batch of workers with this number, from 1, is compared."""
-    return number <= FIRST or number & (number - 1) == 0
+class Comparison:
+    """What is known of one loader's data.
+
+    Args:
+        named: dataset, collate function and samplers, by the names that people know them by.
+        refuse: told what speaks against workers.
+        is_asked: whether the script asked for workers: then fetches of the loop leave nothing behind.
+
+    Attributes:
+        prepared: what the loop's fetches have made ready, which workers begin without.
+        compared: batches of workers that were the loop's own.
+    """
+
+    def __init__(self, named: dict[str, Any], refuse: Callable[[Finding], None], *, is_asked: bool) -> None:
+        self._named, self._refuse, self._is_asked = named, refuse, is_asked
+        self.prepared = Prepared()
+        self.fetched = self.watched = self.compared = self.delivered = self._drawn = 0
+        self._parts = Parts(named)
+        self._first: Noted | None = None
+        self._seen: Noted | None = None
+        self._whole: Noted | None = None
+
+    @property
+    def allows_another(self) -> bool:
+        """Whether another number of workers than the one asked for may run: or be started, to be compared."""
+        return self.compared >= FIRST if self._is_asked else self.watched >= WATCHED
+
+    def own(self, make: Callable[[], Any]) -> Any:
+        """A fetch of the loop; the first one and some before workers start are watched."""
+        self.fetched += 1
+        if self.fetched == 1:
+            before = self._parts.noted()
+            try:
+                return make()
+            finally:
+                self.prepared.add(before)
+                self._parts = Parts(self._named)
+        if self.fetched <= UNWATCHED or self.watched >= WATCHED:
+            return make()
+        return self._watch(make)
+
+    def _watch(self, make: Callable[[], Any]) -> Any:
+        before, self.watched = self._parts.noted(), self.watched + 1
+        self._first = self._first or before
+        with written() as files:
+            try:
+                made = make()
+            finally:
+                self.prepared.add(before)
+                if (what := before.changed()) is not None:
+                    self._refuse(Kept.DATASET_CHANGES(what=what))
+        if files:
+            self._refuse(Kept.WRITES_FILES(path=files[0]))
+        if self.watched == WATCHED and not self._is_asked and (what := self._first.changed()) is not None:
+            self._refuse(Kept.TRAINING_CHANGES(what=what))
+        return made
+
+    def is_due(self) -> bool:
+        """Whether the batch that has come from a worker now is to be fetched by the loop as well."""
+        self.delivered += 1
+        return self.delivered <= FIRST or self.delivered & (self.delivered - 1) == 0
+
+    def compare(self, make: Callable[[], Any], other: Any, number: int) -> Any:
+        """The loop's own batch; where a worker's is another one, workers are refused."""
+        own = self._watch(make)
+        if self._is_asked:
+            self.prepared.undo()
+        what = difference(own, other)
+        if what is None:
+            self.compared += 1
+        else:
+            self._refuse(Kept.SAMPLES_DIFFER(batch=number, what=what))
+        return own
+
+    def draw(self, draw: Callable[[], Any]) -> Any:
+        """An index batch of a sampler of the script's own, which may draw from global generators between two of them.
+
+        Then nothing may be drawn ahead. With the first one a whole order may be drawn.
+        """
+        if self._drawn >= WATCHED:
+            return draw()
+        self._drawn += 1
+        before = _global_states()
+        drawn = draw()
+        if self._drawn > 1 and _global_states() != before:
+            self._refuse(Kept.SAMPLER_DRAWS())
+        return drawn
+
+    def begin(self) -> None:
+        """Workers are started."""
+        self._parts = Parts(self._named)
+        self._seen, self._whole = self._parts.noted(), self._parts.noted(whole=True)
+
+    def changed(self) -> str | None:
+        """What the training has changed since workers began."""
+        return None if self._seen is None else self._seen.changed()
+
+    def has_stayed(self) -> bool:
+        """Whether all is as it was when workers began, so that they can be kept for another epoch."""
+        seen, whole = self._seen, self._whole
+        return seen is not None and whole is not None and whole.is_whole and not (seen.changed() or whole.changed())
+
+
+def _global_states() -> tuple[Any, ...]:
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
 
 
 def difference(own: Any, other: Any, path: str = "batch", depth: int = MOST_DEPTH) -> str | None:
@@ -46,59 +160,48 @@ def difference(own: Any, other: Any, path: str = "batch", depth: int = MOST_DEPT
         return None if _are_same_arrays(np.asarray(own), np.asarray(other)) else path
     if own is None or isinstance(own, (bool, int, str, bytes, bytearray, type, set, frozenset)):
         return None if own == other else path
-    if isinstance(own, Mapping):
-        if list(own) != list(other):
-            return path
-        pairs = [(f"{path}[{key!r}]", own[key], other[key]) for key in own]
-    elif isinstance(own, (list, tuple)):
-        if len(own) != len(other):
-            return path
-        pairs = [(f"{path}[{number}]", *both) for number, both in enumerate(zip(own, other, strict=True))]
-    else:
-        mine, others = _inside(own), _inside(other)
-        if mine.keys() != others.keys():
-            return path
-        pairs = [(path + name, mine[name], others[name]) for name in mine]
-    for where, a, b in pairs:
-        if a is not b and (found := difference(a, b, where, depth - 1)) is not None:
+    mine, others = _inside(own), _inside(other)
+    if list(mine) != list(others):
+        return path
+    for name, value in mine.items():
+        if value is not others[name] and (found := difference(value, others[name], path + name, depth - 1)) is not None:
             return found
     return None
 
 
 def _inside(value: Any) -> dict[str, Any]:
-    """What an object consists of, as pickle sees it."""
+    """What a container or an object consists of; of the latter, as pickle sees it."""
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": each for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"[{number}]": each for number, each in enumerate(value)}
     reduced = value.__reduce_ex__(4)
     if isinstance(reduced, str):  # a global's name
         return {"": reduced}
     made_with, state = (*reduced, None)[1:3]
-    if isinstance(state, dict):
-        return {" as it was made": made_with, **{f".{name}": inner for name, inner in state.items()}}
-    return {" as it was made": made_with, "": state}
+    named = {f".{name}": each for name, each in state.items()} if isinstance(state, dict) else {"": state}
+    return {" as it was made": made_with, **named}
 
 
 def _are_same_tensors(own: torch.Tensor, other: torch.Tensor) -> bool:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        a, b = own, other
-        if (a.dtype, a.layout, a.device.type, a.requires_grad) != (b.dtype, b.layout, b.device.type, b.requires_grad):
+        kinds = [(each.dtype, each.layout, each.device.type, each.requires_grad) for each in (own, other)]
+        if kinds[0] != kinds[1]:
             return False
-        if a.is_nested:
-            return a.size(0) == b.size(0) and all(map(_are_same_tensors, a.unbind(), b.unbind()))
-        if a.shape != b.shape:
+        if own.is_nested:
+            return own.size(0) == other.size(0) and all(map(_are_same_tensors, own.unbind(), other.unbind()))
+        if own.shape != other.shape:
             return False
-        if a.layout is not torch.strided:
-            a, b = a.to_dense(), b.to_dense()
-        if torch.equal(a, b):
+        if own.layout is not torch.strided:
+            own, other = own.to_dense(), other.to_dense()
+        if torch.equal(own, other):
             return True
-        if not (a.is_floating_point() or a.is_complex()):
+        if not (own.is_floating_point() or own.is_complex()):
             return False
-        unit = (
-            ULPS * torch.finfo(a.dtype).eps
-            if a.dtype in (torch.float32, torch.float64)
-            else 4 * torch.finfo(a.dtype).eps
-        )
-        finite = a[torch.isfinite(a)].abs()
-        largest = float(finite.max()) if finite.numel() else 0.0
-        return torch.allclose(a, b, rtol=0.0, atol=unit * largest, equal_nan=True)
+        finite = own[torch.isfinite(own)].abs()
+        ulps = ULPS if own.dtype in (torch.float32, torch.float64) else ULPS_OF_HALVES
+        most = ulps * torch.finfo(own.dtype).eps * (float(finite.max()) if finite.numel() else 0.0)
+        return torch.allclose(own, other, rtol=0.0, atol=most, equal_nan=True)
 
 
 def _are_same_arrays(own: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
@@ -107,43 +210,37 @@ def _are_same_arrays(own: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> 
     if own.dtype.kind not in "fc":
         return own.tobytes() == other.tobytes()
     finite = np.abs(own[np.isfinite(own)])
-    largest = float(finite.max()) if finite.size else 0.0
-    return np.allclose(own, other, rtol=0.0, atol=ULPS * float(np.finfo(own.dtype).eps) * largest, equal_nan=True)
+    most = ULPS * float(np.finfo(own.dtype).eps) * (float(finite.max()) if finite.size else 0.0)
+    return np.allclose(own, other, rtol=0.0, atol=most, equal_nan=True)
 
 
-class _Writing(threading.local):
-    is_watched = False
-    found: str | None = None
+@contextlib.contextmanager
+def written() -> Iterator[list[str]]:
+    """The files that this thread writes or removes in the meantime."""
+    _listen()
+    found = _listening[threading.get_ident()] = list[str]()
+    try:
+        yield found
+    finally:
+        del _listening[threading.get_ident()]
 
 
-_writing = _Writing()
-_hooks: list[Any] = []
+_listening: dict[int, list[str]] = {}
+"""By thread."""
 
 
-class watching_files:  # noqa: N801 - used as a statement
-    """Within it, what this thread writes or removes is noted; `found` is the first such file."""
-
-    found: str | None = None
-
-    def __enter__(self) -> watching_files:
-        if not _hooks:  # they cannot be removed
-            _hooks.append(_audit)
-            sys.addaudithook(_audit)
-        _writing.is_watched, _writing.found = True, None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _writing.is_watched, self.found = False, _writing.found
+@functools.cache
+def _listen() -> None:
+    sys.addaudithook(_audit)  # it cannot be removed
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _writing.is_watched or _writing.found is not None:
+    if not _listening or (found := _listening.get(threading.get_ident())) is None:
         return
     if event == "open":
-        path, mode, flags = (*arguments, None, None)[:3]
-        writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool((flags or 0) & WRITE_FLAGS)
-        if not writes or isinstance(path, int) or "__pycache__" in str(path) or str(path) == os.devnull:
+        path, _, flags = arguments
+        if not flags & WRITE_FLAGS or isinstance(path, int) or "__pycache__" in str(path) or str(path) == os.devnull:
             return
     elif event not in WRITES:
         return
-    _writing.found = os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes)) else str(arguments[0])
+    found.append(os.fsdecode(arguments[0]) if isinstance(arguments[0], bytes) else str(arguments[0]))

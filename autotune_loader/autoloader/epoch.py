@@ -7,11 +7,12 @@ next ── the last step is noted ── tuner, if it is time ── the next n
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,12 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from autotune_loader.autoloader.comparison import WATCHED
-from autotune_loader.autoloader.log import Loop
+from autotune_loader.autoloader.comparison import Comparison
+from autotune_loader.autoloader.found import Found
 from autotune_loader.autoloader.order import Order
-from autotune_loader.autoloader.seeds import mixed
-from autotune_loader.autoloader.state import DrawnAhead, LoaderState
-from autotune_loader.autoloader.tuner import GATE_BATCHES
-from autotune_loader.autoloader.workers import LostError, Made, SilentError, Workers
+from autotune_loader.autoloader.seeds import Seeds, mixed
+from autotune_loader.autoloader.work import Made, Sent, Times
+from autotune_loader.autoloader.workers import GivenUpError, LostError, Workers
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.results.record import Finding
@@ -36,76 +36,124 @@ PATIENCE_S, PATIENCE_FETCHES = 10.0, 20.0
 """Workers that nobody asked for are given up after the longer of these."""
 MOST_TRAINING_CHANGES = 3
 """Epochs in whose midst the training changes the data; then workers are given up for good."""
-UNWATCHED = GATE_BATCHES // 2 - WATCHED
-"""Batches of the loop before some are watched: short loops are left alone."""
+NO_WORKERS = LoaderConfig()
 
 log = logging.getLogger("autotune_loader.autoloader")
+
+
+@dataclass(eq=False, kw_only=True)
+class Shared:
+    """What all iterators of one loader share, as long as its parts and its settings are the same."""
+
+    found: Found
+    sent: Sent
+    samplers: dict[str, Any]
+    seeds: Seeds | None
+    """None where no batch draws."""
+    context: Any
+    timeout_s: float
+    pins: bool
+    keeps: bool
+    """Whether workers are kept whatever they did: `persistent_workers`."""
+    workers: Workers | None = None
+    """Those that no iterator has now."""
+    users: int = 0
+    """Iterators that have some."""
+    training_changes: int = 0
+
+    def __post_init__(self) -> None:
+        self.is_asked = self.found.tuner.asked.num_workers > 0
+
+    @functools.cached_property
+    def comparison(self) -> Comparison:
+        """What is known of the data; the first call looks at them."""
+        return Comparison({**self.sent.named, **self.samplers}, self.found.tuner.refuse, is_asked=self.is_asked)
+
+    def take_workers(self) -> Workers:
+        """Those that are there, fit for another epoch, or new ones."""
+        workers, self.workers = self.workers, None
+        is_fit = self.keeps or (self.sent.init_fn is None and workers is not None and workers.are_like_new)
+        if workers is not None and not (is_fit and (self.keeps or self.comparison.has_stayed())):
+            workers.close()
+        if workers is None or not len(workers):
+            self.comparison.begin()
+            asked, prepared = self.found.tuner.asked.num_workers, self.comparison.prepared
+            workers = Workers(self.sent, self.context, asked=asked, prepared=prepared, pins=self.pins)
+        self.users += 1
+        return workers
+
+    def give_workers(self, workers: Workers, *, are_wanted: bool = True) -> None:
+        self.users -= 1
+        self.found.lost, workers.lost = self.found.lost + workers.lost, 0
+        if are_wanted and self.workers is None:
+            workers.rest()
+            self.workers = workers
+        else:
+            workers.close()
+
+    def end_workers(self) -> None:
+        workers, self.workers = self.workers, None
+        if workers is not None:
+            workers.close()
 
 
 class EpochIterator(_BaseDataLoaderIter):
     """The batches of an epoch, in order, whoever makes them. With persistent workers it begins again.
 
     To whoever looks it is torch's iterator. It does not know the loader, so that both go, and the workers with them, when
-    the last reference does.
+    the last reference does. The one that was begun last is the one that tunes.
 
     Args:
         loader: whose names are shown.
-        state: shared by all iterators of the loader.
+        shared: by all iterators of the loader.
         order: of the epoch.
         begun: when `iter()` was called.
     """
 
-    def __init__(self, loader: Any, state: LoaderState, order: Order, begun: float) -> None:
+    def __init__(self, loader: Any, shared: Shared, order: Order, begun: float) -> None:
         self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
         self._num_workers, self._persistent_workers = loader.num_workers, loader.persistent_workers
         self._pool: Workers | None = None
-        self._here = state.sent.fetcher(time.thread_time)
-        _running.add(self)
-        self._begin(loader, state, order, begun)
+        self._here = shared.sent.fetcher(time.thread_time)
+        self._begin(shared, order, begun)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:  # noqa: ARG002 - torch's signature
         """Start another epoch, with the workers of the one before."""
         begun = time.monotonic()
         self._leave()
-        state, order = loader._next_epoch()
-        self._begin(loader, state, order, begun)
+        shared, order = loader._next_epoch()
+        self._begin(shared, order, begun)
 
-    def _begin(self, loader: Any, state: LoaderState, order: Order, begun: float) -> None:
-        self._state, self.order, self._in_order = state, order, loader.in_order
+    def _begin(self, shared: Shared, order: Order, begun: float) -> None:
+        self._shared, self.order = shared, order
         self._base_seed, self._num_yielded, self._next = order.seed, 0, order.delivered
-        self._config, self._is_parked = LoaderConfig(), False
-        self._slowest_s = 0.0
-        self._loop: Loop = state.found.log.begin(begun)
-        self._begun_with = state.found.log.totals.active_s, state.found.log.totals.samples
-        self._is_pure = True
-        if (previous := None if state.current is None else state.current()) is not None and previous is not self:
-            previous._tuner = None
-        state.current = weakref.ref(self)
-        self._tuner = state.found.tuner
-        self._ahead = None
-        if self._tuner is not None and self._tuner.wanted != self._config:
-            self._tuner.wake = 0.0  # it is taken up with the first batch
-        if self._tuner is not None and not state.found.is_asked:
-            state.known()
-            self._ahead = None if order.source.is_torchs else DrawnAhead(self._refuse)
-        if state.found.is_asked:
-            self._guarded(self._apply) if self._tuner is not None else self._apply()
+        self._tuner, self._log = shared.found.tuner, shared.found.log
+        self._config = NO_WORKERS if shared.is_asked else self._tuner.asked
+        self._is_parked, self._slowest_s, self._is_pure = False, 0.0, True
+        self._loop = self._log.begin(begun)
+        self._begun_with = self._log.totals.active_s, self._log.totals.samples
+        # Fetches of a loop that asked for no workers are watched, and what its sampler draws.
+        self._watches = not shared.is_asked and self._tuner.refused is None
+        if self._watches:
+            _ = shared.comparison
+        if shared.is_asked:
+            self._guarded(self._apply)
         self._loop.started(time.monotonic())
 
     def __next__(self) -> Any:
-        now = time.monotonic()
+        now, tuner = time.monotonic(), self._tuner
         self._loop.ask(now)
-        tuner = self._tuner
-        if tuner is not None and now >= tuner.wake:
+        is_time = now >= tuner.wake or tuner.wanted is not self._config
+        if is_time and (self._log.current is self._loop or tuner.refused is not None):
             self._guarded(self._think)
-        if self._pool is None:
-            return self._fetched()
-        return self._from_workers()
+        return self._fetched() if self._pool is None else self._from_workers()
 
     def _think(self) -> None:
-        if self._tuner is not None:
-            self._tuner.look(time.monotonic())
-        self._follow()
+        now = time.monotonic()
+        if now >= self._tuner.wake:
+            self._tuner.look(now)
+        if self._tuner.wanted is not self._config:
+            self._apply()
 
     def _guarded(self, ours: Callable[[], None]) -> None:
         """Whatever goes wrong there, the epoch goes on; what it takes is tuning's own time."""
@@ -114,100 +162,87 @@ class EpochIterator(_BaseDataLoaderIter):
             ours()
         except Exception as error:
             log.warning("AutoLoader no longer tunes this loader: %s: %s", type(error).__name__, error, exc_info=True)
-            self._tuner, found = None, self._state.found
-            if tuner is not None:
-                tuner.freeze()
-                tuner.wanted = found.asked
-            if self._config != found.asked:
+            tuner.freeze()
+            tuner.wanted = tuner.asked
+            if self._config != tuner.asked:
                 self._apply()
-        if tuner is not None:
-            tuner.ledger.own_s += time.monotonic() - begun
+        tuner.own_s += time.monotonic() - begun
 
     def _apply(self) -> None:
         """Run what is wanted, as soon as it may."""
-        state, wanted = self._state, self._state.found.config
-        if wanted != state.found.asked and not state.known().allows_another:
-            return  # as long as not, batches are watched or compared
+        shared, tuner = self._shared, self._tuner
+        wanted = tuner.wanted
+        if wanted != tuner.asked and not shared.comparison.allows_another:
+            wanted = tuner.asked  # as long as not, batches are watched or compared
+        if wanted is self._config:
+            return
         if wanted.num_workers:
-            if self._pool is None and (self._is_parked or self._is_held_elsewhere()):
+            if self._pool is None and (self._is_parked or (shared.users and not shared.is_asked)):
                 return
-            self._start(wanted)
+            try:
+                self._start(wanted)
+            except Exception as error:
+                if wanted == tuner.asked:
+                    raise
+                tuner.refuse(Kept.CANNOT_START(why=f"{type(error).__name__}: {error}"))
+                self._apply()
+                return
+        elif tuner.refused is not None:
+            self._end_workers()
         elif self._pool is not None:
             self._pool.resize(0, 1)
         self._is_pure = self._is_pure and (self._num_yielded == 0 or wanted == self._config)
         self._config = wanted
-        if self._tuner is not None:
-            self._tuner.applied(time.monotonic())
-
-    def _is_held_elsewhere(self) -> bool:
-        """Whether another iterator of a script that asked for no workers has them."""
-        mine = self._state
-        return not mine.found.is_asked and any(
-            other is not self and other._state is mine and other._pool is not None for other in list(_running)
-        )
+        if wanted is tuner.wanted:
+            tuner.applied(time.monotonic())
 
     def _start(self, wanted: LoaderConfig) -> None:
-        state = self._state
+        shared = self._shared
         if self._pool is None:
-            pool = state.take_workers(state.known().undo)
-            pool.begin(self.order, self._initial_seed())
-            self._pool = pool
-        try:
-            self._pool.resize(wanted.num_workers, wanted.prefetch_factor or 1)
-        except Exception as error:
-            if state.found.is_asked and wanted == state.found.asked:
-                raise
-            self._refuse(Kept.CANNOT_START(why=f"{type(error).__name__}: {error}"))
-            return
-        if self._tuner is not None and self._pool.start_s is not None:
+            self._pool = shared.take_workers()
+            self._pool.begin(self.order, self._initial_seed)
+        self._pool.resize(wanted.num_workers, wanted.prefetch_factor or 1)
+        if self._pool.start_s is not None:
             self._tuner.start_s = self._pool.start_s
-        self._pool.wait_at_most(state.timeout_s if state.found.is_asked else self._patience_s)
+        self._pool.wait_at_most(shared.timeout_s if shared.is_asked else self._patience_s)
 
     @property
     def _patience_s(self) -> float:
         return max(PATIENCE_S, PATIENCE_FETCHES * self._slowest_s)
 
+    @property
     def _initial_seed(self) -> int:
         """What `torch.initial_seed()` tells in a fetch: the training's own, or with asked workers the epoch's."""
-        return self.order.seed if self._state.found.is_asked else torch.initial_seed()
+        return self.order.seed if self._shared.is_asked else torch.initial_seed()
 
     def _fetched(self) -> Any:
-        order = self.order
+        order, shared, comparison = self.order, self._shared, None
+        if self._watches and self._tuner.refused is None:
+            comparison = shared.comparison
         try:
-            item = next(order) if self._ahead is None else self._ahead.next(order.__next__)
+            is_own = comparison is not None and not order.is_torchs
+            number, indices = comparison.draw(order.__next__) if comparison and is_own else next(order)
         except StopIteration:
             self._end()
             raise
-        number, indices = item
         try:
-            batch, times = self._made(number, indices)
+            if comparison is None:
+                batch, times = self._make(number, indices)
+            else:
+                batch, times = comparison.own(lambda: self._make(number, indices))
         finally:
             order.had(number)
             self._next = number + 1
-        if self._state.pins and not self._state.found.is_asked:
+        if shared.pins and not shared.is_asked:
             batch = pin_memory(batch)
         return self._delivered(batch, indices, (MAIN_PROCESS, *times))
 
-    def _made(self, number: int, indices: Any) -> Any:
-        """The batch and its times; the first one and those before workers start are watched."""
-        tuner, proof = self._tuner, self._state.proof
-        if tuner is None or proof is None or self._state.found.is_asked:
-            return self._make(number, indices)
-        if not proof.has_fetched:
-            return proof.first(lambda: self._make(number, indices))
-        self._state.fetched += 1
-        if self._state.fetched < UNWATCHED or self._state.found.refused is not None or proof.is_watched:
-            return self._make(number, indices)
-        made = proof.watch(lambda: self._make(number, indices))
-        if tuner.wanted.num_workers or self._state.found.refused is not None:
-            self._guarded(self._follow)
-        return made
-
-    def _make(self, number: int, indices: Any) -> Any:
-        seeds, order = self._state.seeds, self.order
+    def _make(self, number: int, indices: Any) -> tuple[Any, Times]:
+        seeds = self._shared.seeds
         if seeds is None or threading.current_thread() is not threading.main_thread():
             return self._here(indices)  # elsewhere the training may draw meanwhile
-        return seeds.fetch(self._here, indices, mixed(order.seed, number), self._initial_seed())
+        made: tuple[Any, Times] = seeds.fetch(self._here, indices, mixed(self.order.seed, number), self._initial_seed)
+        return made
 
     def _delivered(self, batch: Any, indices: Any, fetch: tuple[int, float, float, float, float]) -> Any:
         samples = len(indices) if isinstance(indices, list) else samples_in(batch) or 1
@@ -217,47 +252,45 @@ class EpochIterator(_BaseDataLoaderIter):
         return batch
 
     def _from_workers(self) -> Any:
-        pool, state = self._pool, self._state
+        pool, shared, tuner = self._pool, self._shared, self._tuner
         assert pool is not None
-        if not state.found.is_asked and (what := state.known().changed()) is not None:
+        if not shared.is_asked and (what := shared.comparison.changed()) is not None:
             self._park(what)
             return self._fetched()
-        if not pool.makes(self._next, in_order=self._in_order):
+        if not pool.makes(self._next):
             return self._fetched()
         try:
-            number, made = pool.get(self._next, in_order=self._in_order)
-        except SilentError as error:
-            if state.timeout_s and state.found.is_asked:
-                raise RuntimeError(f"DataLoader timed out after {state.timeout_s} seconds") from error
-            return self._without(Kept.WORKER_SILENT(silent=self._patience_s))
-        except LostError as error:
-            if state.found.is_asked and (self._config == state.found.asked or state.found.tuner is None):
-                self._shutdown_workers()
-                raise RuntimeError(str(error)) from None
-            return self._without(Kept.WORKERS_LOST(error=error))
+            made = pool.get(self._next)
         except KeyError:  # it was put back
             return self._fetched()
-        except Exception as error:  # what a worker sent cannot be made into a batch here
-            if state.found.is_asked:
+        except Exception as error:  # or what a worker sent cannot be made into a batch here
+            is_lost = isinstance(error, LostError)
+            if shared.is_asked and not (is_lost and self._config != tuner.asked):
+                if is_lost:
+                    self._shutdown_workers()
+                if isinstance(error, GivenUpError):  # as torch's
+                    raise RuntimeError(str(error)) from None
                 raise
-            return self._without(Kept.WORKER_ERROR(error=error))
-        return self._taken(number, made)
+            return self._without(error.why if isinstance(error, GivenUpError) else Kept.WORKER_ERROR(error=error))
+        if made.changed is not None and not shared.is_asked:
+            self.order.put_back([self._next])
+            return self._without(Kept.DATASET_CHANGES(what=made.changed))
+        return self._taken(self._next, made)
 
     def _taken(self, number: int, made: Made) -> Any:
-        state, indices, batch = self._state, self.order.in_hand[number][1], made.batch
-        proof = state.known()
-        if made.changed is not None and not state.found.is_asked:
-            self.order.put_back([number])
-            return self._without(Kept.DATASET_CHANGES(what=made.changed))
-        fetch: tuple[int, float, float, float, float] = (made.worker, *made.times)
-        tuner, found = self._tuner, state.found
-        may_change = tuner is not None and found.refused is None and (tuner.wanted != found.asked or proof.compared > 0)
-        is_compared = (may_change or not found.is_asked) and proof.is_due()
+        shared, tuner, indices, batch = self._shared, self._tuner, self.order.in_hand[number], made.batch
+        fetch = (made.worker, *made.times)
+        # Where some were asked for it begins when another number of them is wanted.
+        is_in_question = not shared.is_asked or (
+            tuner.refused is None and (tuner.wanted is not tuner.asked or shared.comparison.compared > 0)
+        )
+        is_compared = is_in_question and shared.comparison.is_due()
         self._next = number + 1
         try:
-            if isinstance(batch, ExceptionWrapper) and state.found.is_asked:
+            if isinstance(batch, ExceptionWrapper) and shared.is_asked:
                 batch.reraise()
             elif is_compared or isinstance(batch, ExceptionWrapper):
+                self._is_pure = False
                 batch, fetch = self._compared(number, indices, batch)
         finally:
             self.order.had(number)
@@ -265,64 +298,41 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def _compared(self, number: int, indices: Any, other: Any) -> tuple[Any, tuple[int, float, float, float, float]]:
         """The loop's own batch; that of a worker which was asked for."""
-        state, times, self._is_pure = self._state, [(0.0, 0.0, 0.0, 0.0)], False
+        shared, tuner, times = self._shared, self._tuner, [(0.0, 0.0, 0.0, 0.0)]
 
         def make() -> Any:
             batch, times[0] = self._make(number, indices)
             return batch
 
         if isinstance(other, ExceptionWrapper):
-            chosen = make()  # raises, where it is the data's own
-            state.found.refuse(Kept.WORKER_ERROR(error=str(other.exc_msg).strip().splitlines()[-1]))
-        elif not state.found.is_asked:
-            chosen = state.known().compare(make, other, number)
+            batch = make()  # raises, where it is the data's own
+            tuner.refuse(Kept.WORKER_ERROR(error=str(other.exc_msg).strip().splitlines()[-1]))
+        elif not shared.is_asked:
+            batch = shared.comparison.compare(make, other, number)
         else:  # what was asked for is the worker's
-            chosen = other
+            batch = other
             try:
-                state.known().compare(make, other, number)
+                shared.comparison.compare(make, other, number)
             except Exception as error:
-                state.found.refuse(Kept.SAMPLES_DIFFER(batch=number, what=f"the loop's raises {type(error).__name__}"))
-        self._guarded(self._follow)
-        return chosen, (MAIN_PROCESS, *times[0])
-
-    def _follow(self) -> None:
-        """What is known of the data decides what may run."""
-        found = self._state.found
-        if found.refused is not None:
-            self._refuse(found.refused)
-        elif found.config != self._config:
-            self._apply()
-
-    def _refuse(self, why: Finding) -> None:
-        """Only what was asked for may run from now on; what workers have in hand is fetched here."""
-        state = self._state
-        state.found.refuse(why)
-        if self._pool is not None and not state.found.is_asked:
-            self._end_workers()
-        elif self._config != state.found.asked:
-            self._apply()
+                tuner.refuse(Kept.SAMPLES_DIFFER(batch=number, what=f"the loop's raises {type(error).__name__}"))
+        return batch, (MAIN_PROCESS, *times[0])
 
     def _without(self, why: Finding) -> Any:
         """The next batch, from now on without those workers."""
         self._end_workers()
-        self._refuse(why)
+        self._tuner.refuse(why)
+        self._apply()
         return self._fetched() if self._pool is None else self._from_workers()
 
     def _park(self, what: str) -> None:
         """The training has changed what workers have copies of: until the epoch ends batches are fetched here."""
         self._end_workers()
         self._is_parked = True
-        self._state.training_changes += 1
-        if self._state.training_changes >= MOST_TRAINING_CHANGES:
-            self._state.found.refuse(Kept.TRAINING_CHANGES(what=what))
-        if what.partition(".")[0] in self._state.samplers:
+        self._shared.training_changes += 1
+        if self._shared.training_changes >= MOST_TRAINING_CHANGES:
+            self._tuner.refuse(Kept.TRAINING_CHANGES(what=what))
+        if what.partition(".")[0] in self._shared.samplers:
             self.order.batch_anew()
-
-    def _end_workers(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._state.found.lost += self._pool.lost
-        self._pool, self._config = None, LoaderConfig()
 
     def _end(self) -> None:
         if self.order.is_over:
@@ -330,15 +340,18 @@ class EpochIterator(_BaseDataLoaderIter):
         self.order.is_over = True
         self._give_workers()
         self._loop.end(time.monotonic())
-        tuner, totals = self._tuner, self._state.found.log.totals
-        if tuner is not None and self._is_pure:
-            active_s, samples = self._begun_with
-            tuner.epoch(self._config, totals.active_s - active_s, totals.samples - samples, self._num_yielded)
+        totals, (active_s, samples) = self._log.totals, self._begun_with
+        if self._log.current is self._loop and self._is_pure:
+            self._tuner.epoch(self._config, totals.active_s - active_s, totals.samples - samples, self._num_yielded)
 
-    def _give_workers(self) -> None:
+    def _give_workers(self, *, are_wanted: bool = True) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
-            self._state.give_workers(pool)
+            self._shared.give_workers(pool, are_wanted=are_wanted)
+
+    def _end_workers(self) -> None:
+        self._give_workers(are_wanted=False)
+        self._config = NO_WORKERS
 
     def _leave(self) -> None:
         """Left early: a generator is the loader's and perhaps others', which draw before the next epoch begins."""
@@ -356,9 +369,4 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def _shutdown_workers(self) -> None:
         self._end_workers()
-        if self._state.workers is not None:
-            self._state.workers.close()
-            self._state.workers = None
-
-
-_running: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+        self._shared.end_workers()

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing import current_process
 from typing import Any, Generic, TypeVar
 
@@ -15,15 +15,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from autotune_loader.autoloader.arguments import asked_for
-from autotune_loader.autoloader.epoch import EpochIterator
+from autotune_loader.autoloader.epoch import EpochIterator, Shared
+from autotune_loader.autoloader.found import Found
 from autotune_loader.autoloader.learnt import Registry
 from autotune_loader.autoloader.log import Log
-from autotune_loader.autoloader.order import Order, Source, drawn_again, restore_own, states_of
+from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.parts import Parts
-from autotune_loader.autoloader.result import Found
 from autotune_loader.autoloader.seeds import Seeds, draws_nothing, mixed
-from autotune_loader.autoloader.state import LoaderState
-from autotune_loader.autoloader.tuner import MOST_WORKERS, Tuner
+from autotune_loader.autoloader.tuner import MOST_WORKERS, Tried, Tuner
 from autotune_loader.autoloader.work import Sent
 from autotune_loader.diagnosis import Kept
 from autotune_loader.machine.host import require_linux
@@ -40,11 +39,10 @@ from autotune_loader.values.validation import require_bool
 require_linux("AutoLoader")
 
 T = TypeVar("T")
-SCHEMA_VERSION = 1
-WORKER_BYTES = 1 << 26
-"""Memory of its own that a worker is counted with, beside its batches."""
+WORKER_BYTES = 1 << 27
+"""Memory of its own that a worker is counted with, and its batches."""
 
-_learnt: Registry[LoaderConfig] = Registry()
+_learnt: Registry[Tried] = Registry()
 
 
 class AutoLoader(DataLoader[T], Generic[T]):
@@ -99,15 +97,14 @@ class AutoLoader(DataLoader[T], Generic[T]):
         self._how = asked.how
         self._seed: int | None = None
         self._epochs = 0
-        self._saved: Mapping[str, Any] | None = None
         self._order: Order | None = None
         self._line = users_line(sys._getframe(1), libraries=True)
-        self._state = self._fresh_state()
+        self._shared = self._fresh()
 
     @property
     def found(self) -> Found:
         """What is known of the loader, which lives on without it and its data."""
-        return self._state.found
+        return self._shared.found
 
     @property
     def config(self) -> LoaderConfig:
@@ -134,9 +131,6 @@ class AutoLoader(DataLoader[T], Generic[T]):
         """What was tried and found, as `tune()` returns it."""
         return self.found.result
 
-    def __str__(self) -> str:
-        return str(self.result)
-
     def report(self) -> str:
         """What was tried, what was found and what binds, as text; and why nothing was tried, where that is so."""
         return self.result.report()
@@ -148,25 +142,31 @@ class AutoLoader(DataLoader[T], Generic[T]):
     def freeze(self) -> None:
         """Try and change nothing any more."""
         self.tune = False
-        if self.found.tuner is not None:
-            self.found.tuner.freeze()
+        self.found.tuner.freeze()
 
     def _get_iterator(self) -> Any:
         """As torch's, which `iter(loader)` calls for each epoch; with persistent workers once."""
         begun = time.monotonic()
         is_stream = isinstance(self.dataset, (IterableDataset, IterDataPipe, MapDataPipe))
-        if is_stream or (self.timeout and not self.num_workers):
+        if is_stream or not self.in_order or (self.timeout and not self.num_workers):
             return super()._get_iterator()
         if self.num_workers:
             self.check_worker_number_rationality()
         return EpochIterator(self, *self._next_epoch(), begun)
 
-    def _next_epoch(self) -> tuple[LoaderState, Order]:
+    def _next_epoch(self) -> tuple[Shared, Order]:
         if self._of != self._settings():
-            self._state = self._fresh_state()
-        self._order = self._next_order()
+            self._shared = self._fresh()
+        if self._order is not None:
+            self._order.leave()
+        seed = None
+        if self._seed is not None and self.persistent_workers:  # torch draws one for them once, when it starts them
+            seed = mixed(self._seed, self._epochs) >> 1
+        ahead = self.num_workers * (self.prefetch_factor or 0)
+        self._order = Order(self._index_sampler, self.generator, ahead=ahead, seed=seed)
+        self._seed = self._order.seed if seed is None else self._seed
         self._epochs += 1
-        return self._state, self._order
+        return self._shared, self._order
 
     def _settings(self) -> tuple[Any, ...]:
         """Torch lets everybody set `num_workers`, `collate_fn` and others, and by a trick the dataset: another loader, then."""
@@ -174,52 +174,46 @@ class AutoLoader(DataLoader[T], Generic[T]):
         numbers = self.num_workers, self.prefetch_factor, self.pin_memory, self.timeout, self.in_order
         return *map(id, parts), *numbers
 
-    def _fresh_state(self) -> LoaderState:
+    def _fresh(self) -> Shared:
         """Nothing is known of what the loader reads, and how: it is new, or attributes of it were set."""
-        self._of, self._site = self._settings(), Site.of(self, self._line)
-        how = self._how
-        found = Found(
-            site=self._site,
-            asked=LoaderConfig.from_loader(self),
-            log=Log(),
-            has_batched_fetch=hasattr(self.dataset, "__getitems__"),
+        self._of, site, log, how = self._settings(), Site.of(self, self._line), Log(), self._how
+        sent = Sent(self.dataset, self.collate_fn, self.worker_init_fn, self.batch_sampler is not None)
+        alive, on_change = weakref.ref(sent), self.on_change  # a loop's iterator outlives a loader that has no name
+        tuner = Tuner(
+            log,
+            LoaderConfig.from_loader(self),
             refused=self._kept_as_asked(),
+            cores=usable_cores().usable,
+            epoch_batches=length_of(self),
+            max_workers=min(self.max_workers or MOST_WORKERS, _most_that_fit()),
+            depth=how.get("prefetch_factor"),
+            tried=_learnt.find(site, sent),
+            on_tried=lambda tried: None if (owner := alive()) is None else _learnt.keep(site, owner, tried),
+            on_settled=lambda: None if on_change is None else on_change(found),
         )
-        if found.refused is None:
-            on_change = self.on_change
-            found.tuner = Tuner(
-                found.log,
-                found.asked,
-                cores=usable_cores().usable,
-                fits=_fits,
-                epoch_batches=length_of(self),
-                max_workers=self.max_workers,
-                depth=how.get("prefetch_factor"),
-                first=_learnt.find(self._site, self),
-                on_found=self._learn(),
-                on_settled=(lambda: None) if on_change is None else (lambda: on_change(found)),
-            )
-        state = LoaderState(
+        has_batched_fetch = hasattr(self.dataset, "__getitems__")
+        found = Found(site=site, log=log, tuner=tuner, has_batched_fetch=has_batched_fetch)
+        draws = not draws_nothing(self.dataset, self.collate_fn)
+        # Workers that nobody asked for are forked: started anew they would run a script that has no `__main__` guard.
+        context = self.multiprocessing_context or how.get("multiprocessing_context")
+        return Shared(
             found=found,
-            sent=Sent(self.dataset, self.collate_fn, self.worker_init_fn, self.batch_sampler is not None),
+            sent=sent,
             samplers={"batch_sampler" if self.batch_sampler is not None else "sampler": self._index_sampler},
-            # Workers that nobody asked for are forked: started anew they would run a script that has no `__main__` guard.
-            context=self.multiprocessing_context
-            or how.get("multiprocessing_context")
-            or (None if found.is_asked else "fork"),
+            seeds=Seeds(Parts(sent.named).generators) if draws else None,
+            context=context or (None if self.num_workers else "fork"),
             timeout_s=self.timeout or how.get("timeout", 0.0),
             pins=self.pin_memory and torch.accelerator.is_available(),
             keeps=self.persistent_workers or bool(how.get("persistent_workers")),
         )
-        if not draws_nothing(self.dataset, self.collate_fn):
-            state.seeds = Seeds(Parts(state.sent.named()).generators)
-        return state
 
     def _kept_as_asked(self) -> Finding | None:
         if not self.tune:
             return Kept.FROZEN()
         if isinstance(self.dataset, IterableDataset):
             return Kept.ITERABLE()
+        if not self.in_order:
+            return Kept.OUT_OF_ORDER()
         if not self.workers:
             return Kept.NO_CONSENT()
         if self.worker_init_fn is not None and is_users(getattr(self.worker_init_fn, "__module__", None)):
@@ -228,83 +222,15 @@ class AutoLoader(DataLoader[T], Generic[T]):
             return Kept.CANNOT_START(why="this process is daemonic, which may have no children.")
         return None
 
-    def _learn(self) -> Callable[[LoaderConfig], None]:
-        """What the tuner calls, without a reference to the loader."""
-        site, this = self._site, weakref.ref(self)
-
-        def learn(config: LoaderConfig) -> None:
-            if (loader := this()) is not None:
-                _learnt.keep(site, loader, config)
-
-        return learn
-
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a loader that is sent to another process, has no epoch running and has learnt nothing."""
-        fresh = dict.fromkeys(("_iterator", "_order", "_state", "_of"))
-        return {**self.__dict__, **fresh}
+        return {**self.__dict__, **dict.fromkeys(("_iterator", "_order", "_shared", "_of"))}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
-        self._state = self._fresh_state()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, for `load_state_dict` of another one with the same dataset and arguments.
-
-        In mid-epoch, also after `break`, batches count as had once the loop has received them. Nothing is fetched; it may be
-        called at any time.
-        """
-        order, epoch = self._order, None
-        if order is not None and not order.is_over:
-            epoch = {"begun_with": order.begun_with, "drew_seed": order.drew_seed, "seed": order.seed}
-            epoch["delivered"] = order.delivered
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "samples": length_of(self.dataset),
-            "batch_size": self.batch_size,
-            "epochs": self._epochs,
-            "seed": self._seed,
-            "own": states_of(self._source()),
-            "epoch": epoch,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, in the next iteration; the number of workers may be another.
-
-        The process' own random state is the training's to restore.
-
-        Raises:
-            ValueError: the state is of another dataset or batch size.
-        """
-        for name, mine in (("samples", length_of(self.dataset)), ("batch_size", self.batch_size)):
-            if state[name] != mine:
-                raise ValueError(
-                    f"{name}={state[name]} of the saved state is not that of this loader ({mine}); load it into a loader of "
-                    "the same dataset and batch size"
-                )
-        self._saved, self._iterator, self._order = state, None, None
-        self._epochs, self._seed = state["epochs"], state["seed"]
-
-    def _next_order(self) -> Order:
-        source, saved, self._saved = self._source(), self._saved, None
-        if self._order is not None:
-            self._order.leave()
-        if saved is not None and saved["epoch"] is not None:
-            self._epochs -= 1
-            return drawn_again(source, saved["epoch"])
-        if saved is not None:
-            restore_own(source, saved["own"])
-        if self._seed is not None and self.persistent_workers:
-            # Torch draws a seed for the workers once, when it starts them.
-            return Order(source, seed=mixed(self._seed, self._epochs) >> 1)
-        order = Order(source)
-        self._seed = order.seed
-        return order
-
-    def _source(self) -> Source:
-        ahead = self.num_workers * (self.prefetch_factor or 0)
-        return Source(sampler=self._index_sampler, generator=self.generator, ahead=ahead)
+        self._shared = self._fresh()
 
 
-def _fits(prefetch: int) -> int:
+def _most_that_fit() -> int:
     available = memory_budget().available_bytes
-    return MOST_WORKERS if available is None else max(1, available // 2 // (WORKER_BYTES * prefetch))
+    return MOST_WORKERS if available is None else min(MOST_WORKERS, max(1, available // 2 // WORKER_BYTES))

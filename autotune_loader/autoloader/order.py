@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -33,75 +30,52 @@ from torch.utils.data import (
 from autotune_loader.pipeline.workload import length_of
 
 TORCH_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-"""They draw from torch only, so that the states of `random` and numpy (60 us) need not be noted at each epoch's start."""
+"""They draw an epoch at once, or from a generator that is held."""
 
 Item = tuple[int, Any]
 """number of the batch in its epoch, indices (one index where the dataset makes the batches)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """What the order is drawn from: arguments of the loader, whatever number of workers runs."""
-
-    sampler: Any
-    """The batch sampler; the sampler of indices where the dataset makes the batches."""
-    generator: torch.Generator | None
-    ahead: int = 0
-    """Index batches that torch draws before the first batch is asked for: with `num_workers` as asked for."""
-
-    @property
-    def samplers(self) -> list[Any]:
-        """The batch sampler and the one within."""
-        inner = getattr(self.sampler, "sampler", None)
-        return [self.sampler] if inner is None else [self.sampler, inner]
-
-    @property
-    def is_torchs(self) -> bool:
-        """Whether torch's own classes draw."""
-        inner = self.sampler.sampler if type(self.sampler) is BatchSampler else self.sampler
-        return type(inner) in TORCH_SAMPLERS
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """What the loader and its samplers hold, each once, in a fixed order."""
-        held = [self.generator, *(getattr(sampler, "generator", None) for sampler in self.samplers)]
-        return list({id(each): each for each in held if isinstance(each, torch.Generator)}.values())
 
 
 class Order(Iterator[Item]):
     """One epoch's index batches; who takes one has it in hand.
 
     Args:
-        source: what to draw from.
+        sampler: the batch sampler; the sampler of indices where the dataset makes the batches.
+        generator: of the loader.
+        ahead: index batches that torch draws before the first batch is asked for: with `num_workers` as asked for.
         seed: of the epoch, where it is known; else it is drawn, as torch does.
 
     Attributes:
-        begun_with: states of all generators before anything was drawn.
-        drew_seed: whether the seed was drawn.
-        in_hand: batches that were taken and not delivered, by number.
+        is_torchs: whether the sampler is one of torch's, which draw nothing between two batches.
+        in_hand: indices of the batches that were taken and not delivered, by number.
         delivered: batches that the loop has had.
         is_over: whether the loop was told that the epoch has ended.
     """
 
-    def __init__(self, source: Source, *, seed: int | None = None) -> None:
-        self.source, self.begun_with, self.drew_seed = source, states_of(source), seed is None
-        batches = iter(source.sampler)
+    def __init__(
+        self, sampler: Any, generator: torch.Generator | None = None, *, ahead: int = 0, seed: int | None = None
+    ) -> None:
+        self._sampler, self._ahead = sampler, ahead
+        inner = getattr(sampler, "sampler", None)
+        self.is_torchs = type(inner if type(sampler) is BatchSampler else sampler) in TORCH_SAMPLERS
+        held = (generator, getattr(sampler, "generator", None), getattr(inner, "generator", None))
+        self._generators = list({id(each): each for each in held if isinstance(each, torch.Generator)}.values())
+        batches = iter(sampler)
         if seed is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=source.generator).item())
-            if source.ahead:
-                batches = iter(source.sampler)
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+            if ahead:
+                batches = iter(sampler)
         self.seed = seed
-        self.in_hand: dict[int, Item] = {}
+        self.in_hand: dict[int, Any] = {}
         self.delivered, self.is_over = 0, False
-        self._again: deque[Item] = deque()
+        self._again = list[Item]()
         self._number = self._draws = 0
         # Without workers torch finds the sampler's end last of all; many a sampler draws once more there.
-        self._expected = None if source.ahead else length_of(source.sampler)
-        self._generators = source.generators
+        self._expected = None if ahead else length_of(sampler)
         self._before: deque[tuple[int, list[torch.Tensor]]] = deque()
         self._batches: Iterator[Any] = batches
         self._drawn: deque[Any] = deque()
-        for _ in range(source.ahead):
+        for _ in range(ahead):
             with contextlib.suppress(StopIteration):
                 self._drawn.append(self._draw())
 
@@ -113,33 +87,33 @@ class Order(Iterator[Item]):
 
     def __next__(self) -> Item:
         if self._again:
-            item = self._again.popleft()
+            item = self._again.pop(0)
         elif self._number == self._expected and self.in_hand:
             raise StopIteration
         else:
             item = (self._number, self._drawn.popleft() if self._drawn else self._draw())
             self._number += 1
-        self.in_hand[item[0]] = item
+        self.in_hand[item[0]] = item[1]
         return item
 
     def had(self, number: int) -> None:
         del self.in_hand[number]
         self.delivered += 1
-        while self._before and self._before[0][0] < self.delivered + self.source.ahead:
+        while self._before and self._before[0][0] < self.delivered + self._ahead:
             self._before.popleft()
 
     def put_back(self, numbers: Iterable[int]) -> None:
         """Give these out again, first and in order."""
-        again = [*self._again, *(self.in_hand.pop(number) for number in list(numbers))]
-        self._again = deque(sorted(again, key=lambda item: item[0]))
+        self._again += [(number, self.in_hand.pop(number)) for number in list(numbers)]
+        self._again.sort(key=lambda item: item[0])
 
     def batch_anew(self) -> None:
         """The batch sampler was changed: what is not in hand is batched as it says now, from torch's own."""
-        sampler = self.source.sampler
-        if type(sampler) is BatchSampler and not sampler.drop_last and not self.source.ahead:
+        sampler = self._sampler
+        if type(sampler) is BatchSampler and not sampler.drop_last and not self._ahead:
             indices = itertools.chain.from_iterable([*(item[1] for item in self._again), *self._batches])
             self._number -= len(self._again)
-            self._again, self._expected = deque(), None
+            self._again, self._expected = [], None
             self._batches = iter(lambda: [*itertools.islice(indices, sampler.batch_size)], [])
 
     def leave(self) -> None:
@@ -147,59 +121,7 @@ class Order(Iterator[Item]):
 
         How far ahead was drawn depends on the workers; torch's RandomSampler, for one, draws once more at its end.
         """
-        if self.is_over or not self._before or not self.source.is_torchs:
-            return
-        for generator, state in zip(self._generators, self._before[0][1], strict=True):
-            generator.set_state(state)
-        self._before.clear()
-
-
-def states_of(source: Source) -> dict[str, Any]:
-    """The states of all that the sampler may draw from, as plain values that torch.save can take."""
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "generators": [generator.get_state() for generator in source.generators],
-        "samplers": [each.state_dict() for each in source.samplers if hasattr(each, "state_dict")],
-    }
-    if not source.is_torchs:
-        states |= {"python": random.getstate(), "numpy": np.random.get_state()}
-    return states
-
-
-def restore_own(source: Source, states: Mapping[str, Any]) -> None:
-    """Give the samplers and the generators that they hold the states that were noted."""
-    for generator, state in zip(source.generators, states["generators"], strict=False):
-        generator.set_state(state)
-    stateful = [sampler for sampler in source.samplers if hasattr(sampler, "state_dict")]
-    for sampler, state in zip(stateful, states["samplers"], strict=False):
-        sampler.load_state_dict(state)
-
-
-def drawn_again(source: Source, saved: Mapping[str, Any]) -> Order:
-    """The order of a saved epoch, where it was left; the process' own random state is left as it is.
-
-    Raises:
-        ValueError: the sampler ends before, so it is not the one that was saved.
-    """
-    ours = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    restore_own(source, saved["begun_with"])
-    try:
-        _set_global(*(saved["begun_with"].get(name) for name in ("torch", "python", "numpy")))
-        order = Order(source, seed=None if saved["drew_seed"] else saved["seed"])
-        for number in range(saved["delivered"]):
-            if next(order, None) is None:
-                raise ValueError(
-                    f"the saved epoch was at batch {saved['delivered']}, but this sampler ends after {number}: it is not the "
-                    "one that was saved; load the state into a loader of the same dataset and batch size"
-                )
-            order.had(number)
-    finally:
-        _set_global(*ours)
-    return order
-
-
-def _set_global(torch_state: Any, python_state: Any, numpy_state: Any) -> None:
-    torch.set_rng_state(torch_state)
-    if python_state is not None:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        if not self.is_over and self._before and self.is_torchs:
+            for generator, state in zip(self._generators, self._before[0][1], strict=True):
+                generator.set_state(state)
+            self._before.clear()

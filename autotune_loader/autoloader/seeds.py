@@ -47,7 +47,7 @@ class Seeds:
     """
 
     def __init__(self, held: Sequence[Any] = ()) -> None:
-        self.held = [seeding for each in held if (seeding := _seeding(each)) is not None]
+        self.held = [_seeding(each) for each in held]
 
     def begin(self, seed: int, initial_seed: int) -> None:
         """Before a batch, in a worker.
@@ -59,42 +59,39 @@ class Seeds:
         # Torch seeds its CPU generator, and numpy the same algorithm, by 32 bits: they get different ones.
         random.seed(seed)
         np.random.seed(seed >> 32)
-        _seed_torch((seed >> 1) & 0x7FFFFFFF, initial_seed)
+        # As `torch.manual_seed`, which would also look at every accelerator, for 75 us, and change the initial seed.
+        state = torch.default_generator.manual_seed((seed >> 1) & 0x7FFFFFFF).get_state()
+        ctypes.c_uint64.from_address(state.data_ptr()).value = initial_seed & MASK
+        torch.default_generator.set_state(state)
         for number, seeding in enumerate(self.held):
             seeding(mixed(seed, number))
 
     def fetch(self, make: Callable[[Any], Any], indices: Any, seed: int, initial_seed: int) -> Any:
         """The same in the loop, around making a batch: the training's own state is put back, also after an exception."""
-        states = torch.default_generator.get_state(), PYTHON.save(), NUMPY.save()
+        state, of_python, of_numpy = torch.default_generator.get_state(), _python.save(), _numpy.save()
         try:
             self.begin(seed, initial_seed)
-            NUMPY.noted()
+            _numpy.noted()
             return make(indices)
         finally:
-            torch.default_generator.set_state(states[0])
-            PYTHON.restore(states[1])
-            NUMPY.restore(states[2])
+            torch.default_generator.set_state(state)
+            _python.restore(of_python)
+            _numpy.restore(of_numpy)
 
 
-def _seeding(generator: Any) -> Callable[[int], object] | None:
+def _seeding(generator: Any) -> Callable[[int], object]:
     if isinstance(generator, torch.Generator):
         return lambda seed: generator.manual_seed(seed >> 1)
     if isinstance(generator, random.Random):
         return generator.seed
     if isinstance(generator, np.random.RandomState):
         return lambda seed: generator.seed(seed & 0xFFFFFFFF)
-    if isinstance(generator, np.random.Generator):
-        bits: Any = generator.bit_generator
-        return lambda seed: setattr(bits, "state", type(bits)(seed).state)
-    return None
+    bits = generator.bit_generator
+    return lambda seed: setattr(bits, "state", type(bits)(seed).state)
 
 
-def _seed_torch(seed: int, initial_seed: int) -> None:
-    """As `torch.manual_seed`, which would also look at every accelerator, for 75 us, and change the initial seed."""
-    generator = torch.default_generator.manual_seed(seed)
-    state = generator.get_state()
-    ctypes.c_uint64.from_address(state.data_ptr()).value = initial_seed & MASK
-    generator.set_state(state)
+def _words(address: int) -> Any:
+    return (ctypes.c_char * STATE_BYTES).from_address(address)
 
 
 class _Python:
@@ -102,8 +99,7 @@ class _Python:
 
     def __init__(self) -> None:
         self._generator: Any = random._inst
-        words = (ctypes.c_char * STATE_BYTES).from_address(id(self._generator) + object.__basicsize__)
-        *key, position = self._generator.getstate()[1]
+        words, (*key, position) = _words(id(self._generator) + object.__basicsize__), self._generator.getstate()[1]
         self._words = words if words.raw == struct.pack("i624I", position, *key) else None
 
     def save(self) -> Any:
@@ -124,27 +120,21 @@ class _Numpy:
     """
 
     def __init__(self) -> None:
-        self._bits = bits = np.random.mtrand._rand._bit_generator
-        address = bits.ctypes.state_address if isinstance(bits, np.random.MT19937) else None
-        self._words = None if address is None else (ctypes.c_char * STATE_BYTES).from_address(address)
+        self._words = _words(np.random.mtrand._rand._bit_generator.ctypes.state_address)
         self._left = self._seeded = b""
 
     def save(self) -> Any:
-        if self._words is None:
-            return np.random.get_state()
         now = self._words.raw
-        if now != self._left:
-            state = np.random.get_state(legacy=False)
-            return state if state["has_gauss"] else now
+        if now != self._left and (state := np.random.get_state(legacy=False))["has_gauss"]:
+            return state
         return now
 
     def noted(self) -> None:
         """It has been seeded."""
-        if self._words is not None:
-            self._seeded = self._words.raw
+        self._seeded = self._words.raw
 
     def restore(self, state: Any) -> None:
-        if self._words is None or not isinstance(state, bytes):
+        if not isinstance(state, bytes):
             self._left = b""
             np.random.set_state(state)
             return
@@ -153,4 +143,4 @@ class _Numpy:
         self._words.raw = self._left = state
 
 
-PYTHON, NUMPY = _Python(), _Numpy()
+_python, _numpy = _Python(), _Numpy()

@@ -16,10 +16,10 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from autotune_loader.autoloader.log import PAUSE_S, PAUSE_STEPS, Log
+from autotune_loader.results.record import Finding
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
@@ -54,7 +54,7 @@ MOST_WORKERS = 32
 FEW_WORKERS, DEEP, USUAL = 4, 4, 2
 """Up to so many workers a deeper queue costs little memory: its depth, and that of more workers."""
 
-log = logging.getLogger("autotune_loader.autoloader")
+logger = logging.getLogger("autotune_loader.autoloader")
 
 
 class Block(NamedTuple):
@@ -81,16 +81,12 @@ class Run(NamedTuple):
     whole: bool = False
 
 
-@dataclass(slots=True)
-class Ledger:
-    """What tuning has cost, in seconds, and what it has gained."""
+class Tried(NamedTuple):
+    """What a loader of the same place has tried before: the next one goes on from there."""
 
-    own_s: float = 0.0
-    gained_s: float = 0.0
-
-    def may(self, price_s: float, trained_s: float) -> bool:
-        """Whether something of this price may be tried."""
-        return self.own_s + price_s <= CREDIT_S + SHARE * trained_s + 0.5 * self.gained_s
+    config: LoaderConfig
+    gains: tuple[float, ...]
+    """How many times as fast it was as what was asked for, as logarithms."""
 
 
 class Tuner:
@@ -99,13 +95,13 @@ class Tuner:
     Args:
         log: of the loader.
         asked: what the loader was asked for.
+        refused: why nothing else may be tried; None where it may.
         cores: that may be counted on.
-        fits: how many workers fit into memory, with so many batches each.
-        epoch_batches: of an epoch; None where that is not known.
+        epoch_batches: None where that is not known.
         max_workers: at most.
         depth: `prefetch_factor` of workers, where the script says so.
-        first: what an earlier loader of the same place had found; tried first.
-        on_found: told what is faster, at first sight and when it was shown.
+        tried: by an earlier loader of the same place.
+        on_tried: told what is faster, each time it was compared with what was asked for.
         on_settled: called when a choice is made, after `best` is set.
     """
 
@@ -114,34 +110,37 @@ class Tuner:
         log: Log,
         asked: LoaderConfig,
         *,
+        refused: Finding | None = None,
         cores: int,
-        fits: Callable[[int], int] = lambda prefetch: MOST_WORKERS,
         epoch_batches: int | None = None,
-        max_workers: int | None = None,
+        max_workers: int = MOST_WORKERS,
         depth: int | None = None,
-        first: LoaderConfig | None = None,
-        on_found: Callable[[LoaderConfig], None] = lambda config: None,
+        tried: Tried | None = None,
+        on_tried: Callable[[Tried], None] = lambda tried: None,
         on_settled: Callable[[], None] = lambda: None,
     ) -> None:
-        self._log, self.asked, self.wanted, self.best = log, asked, asked, asked
-        self._cores, self._fits, self._epoch_batches = cores, fits, epoch_batches
-        self._most, self._first, self._on_found, self._on_settled = max_workers, first, on_found, on_settled
+        self._log, self.asked, self.refused = log, asked, refused
+        self.wanted = self.best = asked
+        """What is to run; what is known to be best."""
+        self._cores, self._epoch_batches = cores, epoch_batches
+        self._most, self._tried, self._on_tried, self._on_settled = max_workers, tried, on_tried, on_settled
         self._given = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
-        self.ledger = Ledger()
-        self.blocks: list[Block] = []
-        """What was measured, in order."""
+        self.own_s = self.gained_s = 0.0
+        """What tuning has cost, and what it has gained."""
+        self.blocks = list[Block]()
         self.gain: Interval | None = None
         """Of `best` over `asked`, from pairs."""
         self.waiting: float | None = None
         """Share of waiting when it was looked at last."""
-        self.start_s = START_S
-        self.wake = 0.0
-        """When `look` is to be called."""
+        self.start_s, self.wake = START_S, 0.0
+        """What starting a worker takes; when `look` is to be called."""
         self._are_short = False
         self._epochs: list[Block] = []
         self._plan = self._decide()
         self._request = next(self._plan)
         self._since, self._applied_at = log.end, -math.inf
+        if refused is not None:
+            self.freeze()
 
     @property
     def is_settled(self) -> bool:
@@ -152,11 +151,18 @@ class Tuner:
         self._plan.close()
         self.wake = math.inf
 
-    def refuse(self) -> None:
-        """Workers may not be used, or their number not changed: back to what was asked for."""
+    def refuse(self, why: Finding) -> None:
+        """Only what was asked for may run from now on, for good; the first reason counts."""
+        if self.refused is None:
+            self.refused = why
+            logger.info("the number of workers stays: %s", why.sentence)
         self.freeze()
         self.wanted = self.best = self.asked
         self.gain = None
+
+    def may(self, price_s: float) -> bool:
+        """Whether something of this price may be tried."""
+        return self.own_s + price_s <= CREDIT_S + SHARE * self._log.totals.active_s + 0.5 * self.gained_s
 
     def look(self, now: float) -> None:
         """Think, if there is something new; afterwards `wanted` says what is to run."""
@@ -169,7 +175,7 @@ class Tuner:
         self.waiting = block.waiting
         self.blocks.append(block)
         if self.wanted == self.best and self.gain is not None:
-            self.ledger.gained_s += (1 - 1 / self.gain.low) * block.seconds
+            self.gained_s += (1 - 1 / self.gain.low) * block.seconds
         try:
             self._request = self._plan.send(block)
         except StopIteration:
@@ -203,11 +209,8 @@ class Tuner:
         block = block_of(request.config, rows)
         return None if block is None or block.seconds < request.seconds else block
 
-    def _may(self, price_s: float) -> bool:
-        return self.ledger.may(price_s, self._log.totals.active_s)
-
     def _decide(self) -> Generator[Run, Block, None]:
-        pause_s, gate_s = KEEP_S, GATE_S if self._first is None else GATE_S / 4
+        pause_s, gate_s = KEEP_S, GATE_S if self._tried is None else GATE_S / 4
         asked = yield Run(self.asked, gate_s / 2, GATE_BATCHES // 2)
         if asked.waiting < MOSTLY:
             asked = yield Run(self.asked, gate_s / 2, GATE_BATCHES // 2)
@@ -221,32 +224,39 @@ class Tuner:
     def _explored(self, asked: Block) -> Generator[Run, Block, bool]:
         """Whether another configuration than the one asked for was shown to be faster, which runs then."""
         candidate: Block | None = None
+        before, gains = self._tried, list[float]()
         whole_s = asked.seconds / asked.batches * (self._epoch_batches or math.inf)
         self._are_short = whole_s < SHORT_EPOCH_S
         for config in self._candidates(asked):
             is_risky = candidate is None or candidate.samples_per_s < asked.samples_per_s
-            if not self._may(self._price(config, asked, is_risky=is_risky)):
+            if not self.may(self._price(config, asked, is_risky=is_risky)):
                 break
-            block = yield from self._tried(config, asked)
-            is_better = candidate is None or block.samples_per_s > candidate.samples_per_s
+            block = yield from self._run(config, asked)
             falls = candidate is None or candidate.waiting - block.waiting > LEAST_FALL or not config.num_workers
-            if is_better:
+            if candidate is None or block.samples_per_s > candidate.samples_per_s:
                 candidate = block
+                known = before.gains[-MOST_PAIRS // 2 :] if before is not None and config == before.config else ()
+                gains = [*known, math.log(block.samples_per_s / asked.samples_per_s)]
+                self._hand_on(config, gains)
             elif config.num_workers:
                 break
             if not falls:
                 break
+        self._tried = None
         if candidate is None or candidate.samples_per_s <= asked.samples_per_s:
             return False
-        self._on_found(candidate.config)
-        gain = yield from self._paired(candidate, asked)
+        gain = yield from self._paired(candidate.config, gains)
         if gain is None or gain.low <= 1:
             return False
         self.best, self.gain = candidate.config, gain
         self._settled()
         return True
 
-    def _tried(self, config: LoaderConfig, asked: Block) -> Generator[Run, Block, Block]:
+    def _hand_on(self, config: LoaderConfig, gains: list[float]) -> None:
+        if gains[-1] > 0:
+            self._on_tried(Tried(config, tuple(gains)))
+
+    def _run(self, config: LoaderConfig, asked: Block) -> Generator[Run, Block, Block]:
         block = yield Run(config, whole=self._are_short)
         if self._are_short and config.num_workers:
             block = yield Run(config, whole=True)  # the first one has started workers
@@ -254,26 +264,28 @@ class Tuner:
         return block
 
     def _charge(self, block: Block, asked: Block) -> None:
-        self.ledger.own_s += max(0.0, block.seconds * (1 - block.samples_per_s / asked.samples_per_s))
+        self.own_s += max(0.0, block.seconds * (1 - block.samples_per_s / asked.samples_per_s))
 
     def _price(self, config: LoaderConfig, block: Block, *, is_risky: bool = True) -> float:
         more = max(0, config.num_workers - block.config.num_workers)
         block_s = max(BLOCK_S, BLOCK_BATCHES / block.batches * block.seconds)
         return self.start_s * more + (RISK * min(block_s, 1.0) if is_risky else 0.0)
 
-    def _paired(self, candidate: Block, asked: Block) -> Generator[Run, Block, Interval | None]:
-        logs = [math.log(candidate.samples_per_s / asked.samples_per_s)]
-        while len(logs) < MOST_PAIRS:
-            ours = yield Run(candidate.config, whole=self._are_short)
+    def _paired(self, config: LoaderConfig, gains: list[float]) -> Generator[Run, Block, Interval | None]:
+        """In turns with what was asked for, after comparisons that gave these gains."""
+        while True:
+            gain = _interval(gains)
+            if len(gains) > 1 and (gain.low > 1 or gain.high < 1):
+                return gain
+            if len(gains) >= MOST_PAIRS:
+                return None
+            ours = yield Run(config, whole=self._are_short)
             theirs = yield Run(self.asked, whole=self._are_short)
             self._charge(ours, theirs)
-            logs.append(math.log(ours.samples_per_s / theirs.samples_per_s))
-            gain = _interval(logs)
-            if gain.low > 1 or gain.high < 1:
-                return gain
-            if gain.value < 1 and not self._may(RISK * ours.seconds):
+            gains.append(math.log(ours.samples_per_s / theirs.samples_per_s))
+            self._hand_on(config, gains)
+            if _interval(gains).value < 1 and not self.may(RISK * ours.seconds):
                 return None
-        return None
 
     def _kept(self) -> Generator[Run, Block, None]:
         """Until what is kept is no longer faster than what was asked for."""
@@ -283,7 +295,7 @@ class Tuner:
             if self._log.totals.active_s - paired_s > PAIR_EVERY_S:
                 paired_s = self._log.totals.active_s
                 asked = yield Run(self.asked, whole=self._are_short)
-                gain = yield from self._paired(block, asked)
+                gain = yield from self._paired(block.config, [math.log(block.samples_per_s / asked.samples_per_s)])
                 if gain is None or gain.low <= 1:
                     self.best, self.gain = self.asked, None
                     self._settled()
@@ -291,10 +303,10 @@ class Tuner:
                 self.gain = gain
                 continue
             other = self._other(block)
-            if other is None or not self._may(self._price(other, block)):
+            if other is None or not self.may(self._price(other, block)):
                 pause_s = min(2 * pause_s, PAIR_EVERY_S)
                 continue
-            tried = yield from self._tried(other, block)
+            tried = yield from self._run(other, block)
             fewer = other.num_workers < block.config.num_workers
             if tried.waiting < 2 * IDLE if fewer else tried.waiting < block.waiting - LEAST_FALL:
                 self.best = other
@@ -323,8 +335,8 @@ class Tuner:
         is_short = self._epoch_batches is not None and asked.fetch_s * self._epoch_batches < STARTS * self.start_s
         if not own and (is_cheap or is_short):
             return []
-        if self._first is not None and 0 < self._first.num_workers <= most:
-            found.append(self._first.num_workers)
+        if self._tried is not None and own != self._tried.config.num_workers <= most:
+            return [self._with(self._tried.config.num_workers)]
         workers = 2 * own or min(2, most)
         step = max(2.0, math.sqrt(most / workers))  # two or three stages: each takes time
         while workers < most:
@@ -339,18 +351,14 @@ class Tuner:
         most = min(most, self._cores * block.fetch_s / max(block.fetch_cpu_s, 1e-6) + 1)
         if self._epoch_batches is not None:
             most = min(most, self._epoch_batches / 2)
-        most = min(most, self._most or MOST_WORKERS, MOST_WORKERS)
-        return max(1, min(int(most), self._fits(self._depth(int(most)))))
-
-    def _depth(self, workers: int) -> int:
-        return self._given or (DEEP if workers <= FEW_WORKERS else USUAL)
+        return max(1, min(int(most), self._most))
 
     def _with(self, workers: int) -> LoaderConfig:
-        return self.asked.with_workers(workers, self._depth(workers) if workers else None)
+        depth = self._given or (DEEP if workers <= FEW_WORKERS else USUAL)
+        return self.asked.with_workers(workers, depth if workers else None)
 
     def _settled(self) -> None:
-        log.info("settled on %s after %.0f s of training", self.best, self._log.totals.active_s)
-        self._on_found(self.best)
+        logger.info("settled on %s after %.0f s of training", self.best, self._log.totals.active_s)
         self._on_settled()
 
 

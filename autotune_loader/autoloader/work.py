@@ -1,6 +1,6 @@
 """What runs in a worker: made harmless first, then it fetches what it is told to, one message for each batch.
 
-socket ── (ticket, seed, initial seed, indices) ─► seeds ── fetch ── collate ─► (ticket, times, has changed, batch) ── socket
+socket ── (round, number, epoch's seed, initial seed, indices) ─► seeds ── fetch ── collate ─► (round, number, Made) ── socket
 """
 
 from __future__ import annotations
@@ -11,27 +11,40 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from autotune_loader.autoloader import transport
 from autotune_loader.autoloader.parts import Parts
-from autotune_loader.autoloader.seeds import Seeds
+from autotune_loader.autoloader.seeds import Seeds, mixed
 from autotune_loader.machine.elsewhere import cut_channels, die_with_owner, own_files
 
-Job = tuple[int, int, int, Any]
-"""ticket, seed of the batch, what `torch.initial_seed()` tells, indices"""
-CANCELLED = -1
-"""In place of a ticket: all that was asked for before is not wanted any more."""
+Job = tuple[int, int, int, int, Any]
+"""round, number of the batch, seed of the epoch, what `torch.initial_seed()` tells, indices"""
+Times = tuple[float, float, float, float]
+"""fetch_start, fetch_end, collate_end, cpu_s; collating is a part of fetching here"""
+IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""Signals that are for the loop, such as Ctrl-C; others whose handlers are inherited end the worker."""
 
 
-@dataclass(frozen=True, slots=True)
+class Made(NamedTuple):
+    """A batch of a worker's, or the exception (`ExceptionWrapper`) that it had instead."""
+
+    batch: Any
+    times: Times
+    worker: int
+    changed: str | None
+    """What fetching has changed in the worker."""
+
+
+@dataclass(frozen=True, eq=False)
 class Sent:
     """What a worker is sent, in one piece: what is one object in the loop is one object there."""
 
@@ -41,80 +54,73 @@ class Sent:
     batched: bool
     """Whether samples are collated; False where the dataset makes the batches."""
 
-    def fetcher(self, cpu_clock: Callable[[], float]) -> Callable[[Any], tuple[Any, tuple[float, float, float, float]]]:
-        """What makes a batch of indices, and tells when fetching began and ended, when it was collated, and CPU seconds."""
-        dataset, collate, batched, clock = self.dataset, self.collate_fn, self.batched, time.monotonic
-        many = getattr(dataset, "__getitems__", None) if batched else None
+    def fetcher(self, cpu_clock: Callable[[], float]) -> Callable[[Any], tuple[Any, Times]]:
+        """What makes a batch of indices, as torch does, and its times."""
+        torchs: Any = _MapDatasetFetcher
+        make, clock = torchs(self.dataset, self.batched, self.collate_fn, drop_last=False).fetch, time.monotonic
 
-        def fetch(indices: Any) -> tuple[Any, tuple[float, float, float, float]]:
+        def fetch(indices: Any) -> tuple[Any, Times]:
             cpu, begun = cpu_clock(), clock()
-            if not batched:
-                samples = dataset[indices]
-            elif many:
-                samples = many(indices)
-            else:
-                samples = [dataset[index] for index in indices]
-            fetched = clock()
-            batch = collate(samples)
-            return batch, (begun, fetched, clock(), cpu_clock() - cpu)
+            batch, end = make(indices), clock()
+            return batch, (begun, end, end, cpu_clock() - cpu)
 
         return fetch
 
+    @property
     def named(self) -> dict[str, Any]:
         """By the names that people know them by."""
         return {"dataset": self.dataset, "collate_fn": self.collate_fn}
 
 
-def work(end: socket.socket, sent: Sent, number: int, count: int, seed: int) -> None:
+def work(end: socket.socket, sent: Sent, worker: int, count: int, seed: int) -> None:
     """The life of a worker.
 
     Args:
         end: its end of the socket.
         sent: of the user.
-        number: `get_worker_info().id`.
+        worker: `get_worker_info().id`.
         count: `get_worker_info().num_workers`.
         seed: of its random numbers until the first batch, without its number.
     """
-    parts = Parts(sent.named())
+    parts, failure = Parts(sent.named), None
     _become_harmless(end, parts.channels)
     torch.set_num_threads(1)
     transport.collate_into_files()
-    random.seed(seed + number)
-    torch.manual_seed(seed + number)
-    np.random.seed(torch_worker._generate_state(seed, number))
-    info = torch_worker.WorkerInfo(id=number, num_workers=count, seed=seed + number, dataset=sent.dataset)
+    random.seed(seed + worker)
+    torch.manual_seed(seed + worker)
+    np.random.seed(torch_worker._generate_state(seed, worker))
+    info = torch_worker.WorkerInfo(id=worker, num_workers=count, seed=seed + worker, dataset=sent.dataset)
     torch_worker._worker_info = info
-    failure = None
     try:
         if sent.init_fn is not None:
-            sent.init_fn(number)
+            sent.init_fn(worker)
     except Exception:
-        failure = ExceptionWrapper(where=f"in DataLoader worker process {number}")
+        failure = _failure(worker)
     torch.multiprocessing.set_sharing_strategy("file_descriptor")
-    jobs, fetch, seeds, noted = _Jobs(end), sent.fetcher(time.process_time), Seeds(parts.generators), parts.noted()
-    while (job := jobs.next()) is not None:
-        ticket, batch_seed, initial_seed, indices = job
-        times = (0.0, 0.0, 0.0, 0.0)
+    fetch, seeds, noted = sent.fetcher(time.process_time), Seeds(parts.generators), parts.noted()
+    for turn, number, epoch_seed, initial_seed, indices in _jobs(end):
+        batch, times = failure, (0.0, 0.0, 0.0, 0.0)
         try:
             if failure is None:
-                seeds.begin(batch_seed, initial_seed)
+                seeds.begin(mixed(epoch_seed, number), initial_seed)
                 batch, times = fetch(indices)
-            else:
-                batch = failure
         except Exception:
-            batch = ExceptionWrapper(where=f"in DataLoader worker process {number}")
+            batch = _failure(worker)
         changed = noted.changed()
         if changed is not None:
-            parts = Parts(sent.named())
+            parts = Parts(sent.named)
             noted, seeds = parts.noted(), Seeds(parts.generators)
         try:
-            transport.send(end, (ticket, times, changed, batch))
+            transport.send(end, (turn, number, Made(batch, times, worker, changed)))
         except BrokenPipeError:
             return
         except Exception:  # it cannot be pickled, or there is no room
-            batch = ExceptionWrapper(where=f"in DataLoader worker process {number}")
-            transport.send(end, (ticket, times, changed, batch))
+            transport.send(end, (turn, number, Made(_failure(worker), times, worker, changed)))
         del batch
+
+
+def _failure(worker: int) -> ExceptionWrapper:
+    return ExceptionWrapper(where=f"in DataLoader worker process {worker}")
 
 
 def _become_harmless(end: socket.socket, channels: list[int]) -> None:
@@ -124,32 +130,22 @@ def _become_harmless(end: socket.socket, channels: list[int]) -> None:
         cut_channels([end.fileno(), *channels])
     torch._C._set_worker_signal_handlers()
     for each in signal.valid_signals():
-        if callable(signal.getsignal(each)) and each != signal.SIGINT:
-            signal.signal(
-                each, signal.SIG_IGN if each in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP) else signal.SIG_DFL
-            )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the loop
+        if callable(signal.getsignal(each)):
+            signal.signal(each, signal.SIG_IGN if each in IGNORED else signal.SIG_DFL)
 
 
-class _Jobs:
-    """What the loop has asked for and not taken back."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._waiting: deque[Job] = deque()
-
-    def next(self) -> Job | None:
-        """The next job; None once the loop is gone."""
-        flags = 0 if not self._waiting else socket.MSG_DONTWAIT
+def _jobs(end: socket.socket) -> Iterator[Job]:
+    """What the loop asks for, until it is gone; a round without a number takes back what was asked for before."""
+    waiting: deque[Job] = deque()
+    while True:
         try:
-            while True:
-                job = transport.receive(self._end, flags)
-                if job[0] == CANCELLED:
-                    self._waiting.clear()
-                else:
-                    self._waiting.append(job)
-                flags = socket.MSG_DONTWAIT if self._waiting else 0
+            job = transport.receive(end, socket.MSG_DONTWAIT if waiting else 0)
         except BlockingIOError:
-            return self._waiting.popleft()
+            yield waiting.popleft()
+            continue
         except (EOFError, ConnectionError):
-            return None
+            return
+        if job[1] is None:
+            waiting.clear()
+        else:
+            waiting.append(job)

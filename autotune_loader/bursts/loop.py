@@ -208,7 +208,6 @@ class LoopRun:
         return replace(
             measured,
             batch_bytes=shape.bytes,
-            batch_tensors=shape.tensors,
             gpu=use or GpuUse(),
             traces=tuple(traces if few else traces[:KEPT_FIRST] + traces[-KEPT_LAST:]),
             stages=pooled(self._stages),

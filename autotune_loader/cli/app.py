@@ -14,7 +14,7 @@ import click
 from autotune_loader import TunerError, __version__
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.show import show_command
-from autotune_loader.cli.tune import demo_command, tune_command
+from autotune_loader.cli.tune_command import demo_command, tune_command
 from autotune_loader.cli.watch import Launch, run_command, watch_command
 
 NAME = "autotune-loader"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from autotune_loader.watch.plan import Plan, Verb
+from autotune_loader.watch.run_plan import Plan, Verb
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FILE = click.Path(dir_okay=False)

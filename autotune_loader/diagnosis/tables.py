@@ -152,6 +152,7 @@ class Kept(Table):
     OWN_ITERATOR = "{kind} makes iterators of its own."
     NO_AUTOLOADER = "No AutoLoader could take its place: {error}"
     ITERABLE = "An IterableDataset reads by itself: its workers are as asked."
+    OUT_OF_ORDER = "in_order=False leaves the order to the workers that were asked for."
     WORKER_INIT = "worker_init_fn is the script's own and may depend on the number of workers."
     NOT_WAITING = "The loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try anything."

@@ -271,19 +271,11 @@ def ended_with_us(group: int, folder: str) -> Iterator[None]:
         group: ID of the process group.
         folder: may not exist.
     """
-    lifeline, ours = os.pipe()
-    command = [sys.executable, "-I", "-S", "-c", AFTER_US, str(group), folder]
-    nowhere = subprocess.DEVNULL
-    try:
-        guard = subprocess.Popen(command, stdin=lifeline, stdout=nowhere, stderr=nowhere, start_new_session=True)
-    except OSError:
-        os.close(ours)
-        raise
-    finally:
-        os.close(lifeline)
-    try:
-        yield
-    finally:
-        guard.kill()
-        guard.wait()
-        os.close(ours)
+    command, nowhere = [sys.executable, "-I", "-S", "-c", AFTER_US, str(group), folder], subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
+    ) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()

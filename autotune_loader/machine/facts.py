@@ -81,13 +81,14 @@ class Machine:
         Args:
             dataset: What identifies the data, such as its class and length.
         """
+        torch = sys.modules.get("torch")  # who measures has imported it
         return Fingerprint(
             usable_cores=self.usable_cores,
             memory_bytes=self.memory.total_bytes,
             shm_bytes=self.shm.total_bytes if self.shm else None,
             gpus=tuple(gpu.name for gpu in self.gpus),
             dataset=dataset,
-            torch=torch_version(),
+            torch=None if torch is None else str(torch.__version__),
         )
 
 
@@ -111,18 +112,6 @@ def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.e
         gpu_reason=gpu_reason,
         why_no_workers=DAEMONIC if multiprocessing.current_process().daemon else None,
     )
-
-
-def torch_version() -> str | None:
-    """Version of torch, without importing it; None where it is not installed."""
-    if "torch" in sys.modules:
-        return str(sys.modules["torch"].__version__)
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None
 
 
 def start_method() -> str:

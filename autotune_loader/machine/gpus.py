@@ -35,9 +35,9 @@ def visible_gpus(nvml: Any = None, environ: Mapping[str, str] = os.environ) -> t
         nvml.nvmlInit()
         gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         mask = environ.get("CUDA_VISIBLE_DEVICES")
-        uuids = [_text(nvml.nvmlDeviceGetUUID(gpu)) for gpu in gpus]
+        uuids = [nvml.nvmlDeviceGetUUID(gpu) for gpu in gpus]
         shown = [gpus[position] for position in (range(len(gpus)) if mask is None else _masked(mask, uuids))]
-        names = [_text(nvml.nvmlDeviceGetName(gpu)) for gpu in shown]
+        names = [nvml.nvmlDeviceGetName(gpu) for gpu in shown]
         sizes = [int(nvml.nvmlDeviceGetMemoryInfo(gpu).total) for gpu in shown]
     except nvml.NVMLError as error:  # no driver; or a call that WSL2 or a Jetson does not have
         return (), f"NVML: {error}"
@@ -57,8 +57,3 @@ def _masked(mask: str, uuids: Sequence[str]) -> list[int]:
             break
         shown += meant
     return shown
-
-
-def _text(value: str | bytes) -> str:
-    """Old bindings answer in bytes."""
-    return value.decode() if isinstance(value, bytes) else value

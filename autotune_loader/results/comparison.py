@@ -80,7 +80,7 @@ class Comparison:
 
     def report(self) -> str:
         """A table of the sides and what it says, 80 columns wide."""
-        from autotune_loader.report.comparison import report_of
+        from autotune_loader.report.sides import report_of
 
         return report_of(self)
 
@@ -91,7 +91,7 @@ class Comparison:
         return sides_frame(self)
 
     def __str__(self) -> str:
-        from autotune_loader.report.comparison import summary_of
+        from autotune_loader.report.sides import summary_of
 
         return summary_of(self)
 

@@ -347,7 +347,7 @@ def _told(trial: Trial) -> Trial:
     if trial.failure is not None:
         return replace(trial, failure=replace(trial.failure, retryable=False))
     assert trial.measurement is not None
-    asked: dict[str, Any] = {"samples": 0, "window_s": 0.0, "read_bytes": None, "batch_tensors": 0}
+    asked: dict[str, Any] = {"samples": 0, "window_s": 0.0, "read_bytes": None}
     return replace(trial, measurement=replace(trial.measurement, traces=(), stages=None, **asked))
 
 

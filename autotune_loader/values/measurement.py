@@ -92,8 +92,6 @@ class Measurement:
     """Bytes that the loop and its workers read from storage in the window; 0 where the data came from memory."""
     batch_bytes: int = 0
     """Bytes of the tensors in one batch."""
-    batch_tensors: int = 0
-    """Tensors in one batch; each takes a descriptor while it travels."""
     memory: MemoryUse | None = None
     gpu: GpuUse = GpuUse()
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune_loader.watch.hook import Hook, active
-from autotune_loader.watch.plan import Plan, Verb
+from autotune_loader.watch.run_plan import Plan, Verb
 
 VERBS = ("watch", "run")
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.values.lines import is_ours, users_line
-from autotune_loader.watch.plan import LINE, Plan
+from autotune_loader.watch.run_plan import LINE, Plan
 from autotune_loader.watch.stderr import say
 
 if TYPE_CHECKING:

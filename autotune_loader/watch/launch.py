@@ -22,7 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from autotune_loader.watch.hook import Hook, active, tell_nothing
-from autotune_loader.watch.plan import Plan
+from autotune_loader.watch.run_plan import Plan
 
 WAITS_TOO_LONG = 4
 """Exit code where the loop waited for longer than `--fail-if-wait` allows."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune_loader.machine.processes import PROC, process_use, queued_s
 from autotune_loader.pipeline.batches import BatchShape, samples_in
-from autotune_loader.watch.loader import CpuTimes, ScriptLoader
+from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
 
 WATCH = "_autotune_loader_watch"
 """Attribute of an iterator that is watched."""

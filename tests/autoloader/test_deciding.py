@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from autotune_loader.autoloader.log import Log
-from autotune_loader.autoloader.tuner import CREDIT_S, Ledger, Tuner
+from autotune_loader.autoloader.tuner import Tried, Tuner
+from autotune_loader.diagnosis import Kept
 from autotune_loader.values.config import LoaderConfig
 from tests.support.training import Training
 
@@ -75,10 +76,9 @@ def test_epochs_that_are_too_short_for_workers_start_none() -> None:
     assert training.started == 0
 
 
-@pytest.mark.parametrize("limits", [{"max_workers": 3}, {"fits": lambda prefetch: 3}])
-def test_no_more_workers_than_are_allowed_or_fit(limits: dict[str, Any]) -> None:
+def test_no_more_workers_than_are_allowed_or_fit() -> None:
     training = Training(fetch_s=0.04, cpu=0.05, step_s=0.002)
-    tuner = training.tuner(NONE, **limits)
+    tuner = training.tuner(NONE, max_workers=3)
 
     training.run(tuner, 60.0)
 
@@ -87,9 +87,9 @@ def test_no_more_workers_than_are_allowed_or_fit(limits: dict[str, Any]) -> None
 
 def test_what_an_earlier_loader_found_is_tried_first_and_sooner() -> None:
     seconds = []
-    for first in (None, of(9)):
+    for tried in (None, Tried(of(9), (1.0,))):
         training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
-        tuner = training.tuner(NONE, first=first)
+        tuner = training.tuner(NONE, tried=tried)
         while tuner.gain is None:
             training.run(tuner, 0.1)
         seconds.append(training.now)
@@ -103,7 +103,6 @@ def test_who_asked_is_told_of_what_was_settled_on() -> None:
     tuner = training.tuner(NONE, on_settled=lambda: told.append(tuner.best.num_workers))
     training.run(tuner, 60.0)
     assert told[0] > 0
-    assert tuner.is_settled
 
 
 def test_a_rate_that_shifts_later_is_answered() -> None:
@@ -121,30 +120,32 @@ def test_a_rate_that_shifts_later_is_answered() -> None:
 
 def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> None:
     training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
-    told: list[LoaderConfig] = []
-    tuner = training.tuner(of(1), on_found=told.append)
+    told: list[Tried] = []
+    tuner = training.tuner(of(1), on_tried=told.append)
     training.run(tuner, 30.0)
     assert tuner.gain is not None
 
     best = tuner.best
-    assert told[-1] == best
+    assert told[-1].config == best
     tuner.freeze()
     training.run(tuner, 400.0)
     assert tuner.wanted == best
 
-    tuner.refuse()
+    tuner.refuse(Kept.FROZEN())
     assert (tuner.wanted, tuner.best, tuner.gain) == (of(1), of(1), None)
 
 
-def test_the_ledger_allows_half_a_second_and_a_hundredth_and_half_of_the_gain() -> None:
-    ledger = Ledger(own_s=0.4)
+def test_trials_may_cost_half_a_second_and_a_hundredth_and_half_of_the_gain() -> None:
+    log = Log()
+    tuner = Tuner(log, NONE, cores=2)
+    tuner.own_s = 0.4
 
-    assert ledger.may(0.05, trained_s=0.0)
-    assert not ledger.may(0.2, trained_s=0.0)
-    assert ledger.may(0.2, trained_s=20.0)
-    ledger.gained_s = 10.0
-    assert ledger.may(4.0, trained_s=0.0)
-    assert CREDIT_S == 0.5
+    assert tuner.may(0.05)
+    assert not tuner.may(0.2)
+    log.totals.stepped_s = 20.0
+    assert tuner.may(0.2)
+    log.totals.stepped_s, tuner.gained_s = 0.0, 10.0
+    assert tuner.may(4.0)
 
 
 def test_looking_costs_the_same_after_ten_thousand_epochs() -> None:

@@ -83,6 +83,7 @@ HOW = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9, "multipro
         ({"config": LoaderConfig()}, "no_consent"),
         ({"config": TWO}, "too_short"),
         ({"tune": False}, "frozen"),
+        ({"num_workers": 2, "in_order": False}, "out_of_order"),
         ({"worker_init_fn": own_init}, "worker_init"),
         ({"worker_init_fn": torch.manual_seed}, "too_short"),  # a library's
     ],
@@ -93,7 +94,7 @@ def test_when_workers_may_be_used(arguments: dict[str, Any], kept: str) -> None:
     assert loader.kept is not None
     assert loader.kept.kind == kept
     # WHEN somebody makes it anew from its attributes, as Lightning does THEN the consent goes with it
-    names = ("num_workers", "workers", "tune", "worker_init_fn")
+    names = ("num_workers", "workers", "tune", "worker_init_fn", "in_order")
     again = AutoLoader(loader.dataset, **{name: getattr(loader, name) for name in names})
     assert again.kept is not None
     assert again.kept.kind == kept
@@ -120,53 +121,6 @@ def test_copies_and_pickles_begin_anew() -> None:
     for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert [batch[:, 0].tolist() for batch in other] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert other.log is not loader.log
-
-
-def test_an_epoch_is_resumed_where_it_was_left_and_nothing_is_fetched_again() -> None:
-    class Fetching(Numbers):
-        fetched: list[int] = []  # noqa: RUF012 - shared on purpose
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            self.fetched.append(index)
-            return super().__getitem__(index)
-
-    def loader() -> AutoLoader[Any]:
-        sampler = torch.utils.data.WeightedRandomSampler([1.0] * 40, 40)
-        return AutoLoader(Fetching(40), batch_size=4, sampler=sampler)
-
-    torch.manual_seed(0)
-    first = loader()
-    iterator = iter(first)
-    for _ in range(4):
-        next(iterator)
-    state, random_state = first.state_dict(), torch.get_rng_state()
-    rest, after = ([batch.tolist() for batch in batches] for batches in (iterator, first))
-
-    torch.manual_seed(99)
-    second = loader()
-    second.load_state_dict(state)
-    torch.set_rng_state(random_state)
-    Fetching.fetched.clear()
-
-    assert [batch.tolist() for batch in second] == rest
-    assert len(Fetching.fetched) == 24
-    assert [batch.tolist() for batch in second] == after
-
-
-def test_a_state_of_another_loader_is_refused() -> None:
-    state = AutoLoader(Numbers(8), batch_size=2).state_dict()
-
-    for other in (AutoLoader(Numbers(9), batch_size=2), AutoLoader(Numbers(8), batch_size=4)):
-        with pytest.raises(ValueError, match="load it into a loader of the same dataset and batch size"):
-            other.load_state_dict(state)
-    iterator = iter(loader := AutoLoader(Numbers(8), batch_size=2))
-    next(iterator), next(iterator)
-    short = loader.state_dict()
-    short["epoch"]["delivered"] = 9
-    again = AutoLoader(Numbers(8), batch_size=2)
-    again.load_state_dict(short)
-    with pytest.raises(ValueError, match="this sampler ends after 4"):
-        iter(again)
 
 
 def test_what_was_found_lives_on_without_the_loader_and_is_saved(tmp_path: Path) -> None:

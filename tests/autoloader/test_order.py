@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset, default_collate
 
-from autotune_loader.autoloader.order import Order, Source, drawn_again
+from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.seeds import Seeds, draws_nothing, mixed
 from tests.support.schedules import SAMPLERS, Case, arguments, states
 
@@ -31,8 +31,8 @@ def seed_all(seed: int = 0) -> None:
     np.random.seed(seed)
 
 
-def source_of(asked: dict[str, Any]) -> Source:
-    return Source(sampler=asked.get("batch_sampler") or asked["sampler"], generator=asked.get("generator"))
+def order_of(asked: dict[str, Any]) -> Order:
+    return Order(asked.get("batch_sampler") or asked["sampler"], asked.get("generator"))
 
 
 def delivered(order: Order) -> Iterator[Any]:
@@ -49,14 +49,14 @@ def test_indices_and_generators_are_those_of_a_plain_loader(sampler: str, kind: 
     plain_states = states(asked.get("generator"))
 
     asked = a_case(sampler, kind)
-    order = Order(source_of(asked))
+    order = order_of(asked)
 
     assert [list(item[1]) if kind == "batch_sampler" else item[1] for item in delivered(order)] == plain
     assert states(asked.get("generator")) == plain_states
 
 
 def test_batches_in_hand_are_given_out_again_first_and_in_order() -> None:
-    order = Order(Source(sampler=SequentialSampler(range(6)), generator=None))
+    order = Order(SequentialSampler(range(6)))
     for _ in range(4):
         next(order)
     order.had(1)
@@ -69,7 +69,7 @@ def test_batches_in_hand_are_given_out_again_first_and_in_order() -> None:
 
 def test_a_batch_size_that_is_set_in_mid_epoch_holds_for_what_was_drawn_ahead() -> None:
     sampler = BatchSampler(SequentialSampler(range(20)), 2, False)
-    order = Order(Source(sampler=sampler, generator=None))
+    order = Order(sampler)
     seen = [next(order)[1] for _ in range(5)]
     order.had(0)
     order.put_back([2, 3, 4])
@@ -78,25 +78,6 @@ def test_a_batch_size_that_is_set_in_mid_epoch_holds_for_what_was_drawn_ahead() 
     order.batch_anew()
 
     assert seen[:2] + [item[1] for item in order] == [[0, 1], [2, 3], *([*range(i, i + 5)] for i in (4, 9, 14)), [19]]
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_saved_epoch_is_taken_up_again_and_leaves_the_random_state_alone(sampler: str) -> None:
-    source = source_of(a_case(sampler))
-    order = Order(source)
-    for _ in range(3):
-        order.had(next(order)[0])
-    state = {"begun_with": order.begun_with, "drew_seed": True, "seed": order.seed, "delivered": order.delivered}
-    rest = list(order)
-
-    seed_all(99)
-    before = states()
-    again = drawn_again(source, state)
-
-    assert states() == before
-    assert list(again) == rest
-    with pytest.raises(ValueError, match="ends after"):
-        drawn_again(source, {**state, "delivered": 99})
 
 
 def test_the_loops_own_random_state_is_put_back_and_the_initial_seed_stays() -> None:

@@ -26,8 +26,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import tuner
-from autotune_loader.autoloader.comparison import difference, is_due, watching_files
-from autotune_loader.autoloader.parts import Parts, Undo
+from autotune_loader.autoloader.comparison import Comparison, difference, written
+from autotune_loader.autoloader.parts import Parts, Prepared
 from tests.support.schedules import FixedLoader
 
 pytestmark = pytest.mark.process
@@ -76,8 +76,10 @@ def trained(make: Callable[[], Any], **arguments: Any) -> tuple[Any, Any]:
         found = next((each for own, other in zip(*epochs, strict=True) if (each := difference(own, other))), None)
         if found is not None:
             return loader, found
-        proof = loader._state.known()
-        left -= loader.found.refused is not None or (proof.is_done and any(row.worker >= 0 for row in loader.log.rows))
+        proof = loader._shared.comparison
+        left -= loader.found.tuner.refused is not None or (
+            proof.compared >= 8 and any(row.worker >= 0 for row in loader.log.rows)
+        )
     return loader, None
 
 
@@ -152,7 +154,7 @@ def test_common_data_get_workers_and_the_batches_of_the_loop(kind: str, data: Pa
     loader, found = trained(lambda: GOOD[kind](data))
 
     assert found is None
-    assert loader.found.refused is None
+    assert loader.found.tuner.refused is None
     assert {trace.worker for trace in loader.log.rows} > {-1}
 
 
@@ -170,7 +172,7 @@ def test_images_of_hugging_face_with_set_transform_get_workers(data: Path) -> No
 
     loader, found = trained(make, collate_fn=None)
 
-    assert (found, loader.found.refused) == (None, None)
+    assert (found, loader.found.tuner.refused) == (None, None)
 
 
 def bumped(values: Any, key: Any, index: int) -> int:
@@ -229,7 +231,7 @@ def test_what_workers_cannot_make_the_loop_makes_and_why_is_told(
 def trained_alone(dataset: Any) -> Any:
     Items.wait_s = 0.002
     loader, until = AutoLoader(dataset, batch_size=BATCH, collate_fn=list, max_workers=3), time.monotonic() + MOST_S
-    while loader.found.refused is None and time.monotonic() < until:
+    while loader.found.tuner.refused is None and time.monotonic() < until:
         assert len(list(loader)) == SIZE // BATCH
     return loader
 
@@ -268,8 +270,8 @@ def test_what_the_training_changes_in_mid_epoch_the_loop_sees_at_once() -> None:
 
     assert all(labels == {wanted} for wanted, labels in seen)
     assert any(row.worker >= 0 for row in loader.log.rows)
-    assert loader.found.refused is not None
-    assert loader.found.refused.kind == "training_changes"
+    assert loader.found.tuner.refused is not None
+    assert loader.found.tuner.refused.kind == "training_changes"
 
 
 class Listening:
@@ -347,7 +349,7 @@ def test_more_than_were_asked_for_or_none_come_after_the_comparison() -> None:
     for _ in range(12):
         assert [int(row[0]) for batch in loader for row in batch] == list(range(SIZE))
     assert loader.best.num_workers > 1
-    assert loader._state.known().compared >= 8
+    assert loader._shared.comparison.compared >= 8
 
 
 @pytest.mark.parametrize(
@@ -371,7 +373,8 @@ def test_where_two_batches_differ(own: Any, other: Any, where: str | None) -> No
 
 
 def test_the_first_eight_batches_and_then_ever_fewer_are_compared() -> None:
-    assert [number for number in range(1, 300) if is_due(number)] == [*range(1, 9), 16, 32, 64, 128, 256]
+    comparison = Comparison({}, lambda why: None, is_asked=False)
+    assert [number for number in range(1, 300) if comparison.is_due()] == [*range(1, 9), 16, 32, 64, 128, 256]
 
 
 @pytest.mark.parametrize(
@@ -408,7 +411,7 @@ def test_what_is_seen_at_each_batch_and_what_between_two_epochs(change: Any, qui
 
 def test_workers_begin_without_what_the_loops_fetches_have_made() -> None:
     data = Items(lambda self, i: i, file=None, known={}, step=0)
-    undo = Undo()
+    undo = Prepared()
     for _ in range(2):
         before = Parts({"dataset": data}).noted()
         data.file, data.known["a"], data.step, data.new = data.file or object(), 1, data.step + 1, 1  # type: ignore[attr-defined]
@@ -428,14 +431,14 @@ def test_workers_begin_without_what_the_loops_fetches_have_made() -> None:
 
 def test_reading_is_no_writing(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
-    with watching_files() as files:
+    with written() as files:
         (tmp_path / "a").read_text()
         list(tmp_path.iterdir())
         os.close(os.open(tmp_path / "a", os.O_RDONLY))
-    assert files.found is None
-    with watching_files() as files:
+    assert files == []
+    with written() as files:
         os.close(os.open(tmp_path / "b", os.O_WRONLY | os.O_CREAT))
-    assert files.found == str(tmp_path / "b")
+    assert files == [str(tmp_path / "b")]
 
 
 def test_plain_data_need_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

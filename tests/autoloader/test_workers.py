@@ -156,19 +156,6 @@ class Labelled(Numbers):
         return torch.tensor([index, self.label])
 
 
-def test_out_of_order_nothing_is_lost_by_changes_or_resume() -> None:
-    def loader() -> FixedLoader:
-        return FixedLoader(Slow(60), batch_size=2, num_workers=3, in_order=False)
-
-    first, seen = loader(), []
-    for number, batch in enumerate(first):
-        seen.append(batch)
-        if number == 5:
-            first.change_to(LoaderConfig(num_workers=2, in_order=False))
-
-    assert sorted(indices(seen)) == [[i, i + 1] for i in range(0, 60, 2)]
-
-
 # The loss falls into the waiting for a batch, into the step, or into a change.
 @pytest.mark.parametrize(
     ("kept", "step_s", "changes", "kills"),

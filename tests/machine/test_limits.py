@@ -74,13 +74,6 @@ def test_every_quota_above_this_process_counts_and_the_least_binds(inspect: Insp
     assert cores.usable == max(1, int(cores.available))
 
 
-def test_affinity_and_pythons_own_count_bind(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "process_cpu_count", lambda: 3, raising=False)
-    assert inspect().usable_cores == 3
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
-    assert inspect().usable_cores == 2
-
-
 @pytest.mark.parametrize(
     ("environ", "usable"),
     [
@@ -98,6 +91,13 @@ def test_cores_are_divided_among_the_ranks_that_share_them(
     inspect: Inspect, environ: dict[str, str], usable: int
 ) -> None:
     assert inspect(environ=environ).usable_cores == usable
+
+
+def test_affinity_and_pythons_own_count_bind(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "process_cpu_count", lambda: 3, raising=False)
+    assert inspect().usable_cores == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
+    assert inspect().usable_cores == 2
 
 
 V2_MEMORY = {
@@ -128,6 +128,8 @@ def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(
     assert [limit.value for limit in machine.memory.inputs] == left
     assert (machine.memory.available_bytes, machine.memory.total_bytes) == (min(left), total)
     assert machine.memory_budget_bytes == min(left) // 4
+    # AND what files can stay in memory from epoch to epoch goes by the whole
+    assert (machine.holds(total * 3 // 5), machine.holds(total * 9 // 10)) == (True, False)
 
 
 def test_what_a_system_does_not_tell_is_none(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,30 +158,18 @@ def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice() 
     assert 0 < one.busy_s <= whole.busy_s
 
 
-def test_data_larger_than_memory_are_read_from_storage_in_every_epoch(inspect: Inspect) -> None:
-    machine = inspect(files={"memory.max": "500"})
-    assert (machine.holds(300), machine.holds(450)) == (True, False)
+def test_a_daemonic_process_has_no_workers(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert inspect().why_no_workers is None
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    assert "may have no children" in (inspect().why_no_workers or "")
 
 
-@pytest.mark.parametrize(("is_daemon", "told"), [(False, ""), (True, "may have no children")])
-def test_a_daemonic_process_has_no_workers(inspect: Inspect, is_daemon: bool, told: str) -> None:
-    current = multiprocessing.current_process()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(current._config, "daemon", is_daemon)  # type: ignore[attr-defined]
-        assert told in (inspect().why_no_workers or "")
-        assert (inspect().why_no_workers is None) is not is_daemon
-
-
-def test_a_temporary_folder_with_a_long_name_is_not_used_for_sockets(tmp_path: Path) -> None:
-    long = tmp_path / ("a" * 70)
-    long.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        for own, root in ((str(long), "/tmp"), ("/short", "/short")):
-            patch.setattr(tempfile, "tempdir", own)
-            assert scratch_root() == root
-        patch.setattr("autotune_loader.machine.scratch.OTHERS", ())
-        patch.setattr(tempfile, "tempdir", str(long))
-        assert scratch_root() == str(long)
+def test_a_temporary_folder_with_a_long_name_is_not_used_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own, others, root in (("a" * 70, None, "/tmp"), ("short", None, "short"), ("a" * 70, (), "a" * 70)):
+        monkeypatch.setattr(tempfile, "tempdir", own)
+        if others is not None:
+            monkeypatch.setattr("autotune_loader.machine.scratch.OTHERS", others)
+        assert scratch_root() == root
 
 
 @pytest.mark.process

@@ -5,7 +5,6 @@ A case is drawn from its seed alone, so that a difference can be run again: `pyt
 
 from __future__ import annotations
 
-import math
 import random
 import time
 import warnings
@@ -30,32 +29,10 @@ from torch.utils.data import (
 
 from autotune_loader.autoloader.comparison import FIRST
 from autotune_loader.autoloader.loader import AutoLoader
-from autotune_loader.autoloader.tuner import Ledger
 from autotune_loader.values.config import LoaderConfig
 
 SAMPLERS = ("none", "shuffle", "generator", "random", "replacement", "subset", "weighted", "distributed", "eager")
 KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
-
-
-class Script:
-    """Stands where the tuner stands, and wants what it was told."""
-
-    best = gain = waiting = None
-    start_s = 0.0
-
-    def __init__(self, asked: LoaderConfig) -> None:
-        self.wanted, self.wake, self.ledger, self.blocks = asked, 0.0, Ledger(), list[Any]()
-        self._asked = asked
-
-    def look(self, now: float) -> None:
-        self.wake = math.inf
-
-    def refuse(self) -> None:
-        self.wanted = self._asked
-
-    def applied(self, now: float) -> None: ...
-    def epoch(self, *_: Any) -> None: ...
-    def freeze(self) -> None: ...
 
 
 class FixedLoader(AutoLoader[Any]):
@@ -64,20 +41,19 @@ class FixedLoader(AutoLoader[Any]):
     def __init__(self, dataset: Any, *args: Any, **arguments: Any) -> None:
         super().__init__(dataset, *args, workers=True, **arguments)
 
-    def _fresh_state(self) -> Any:
-        state = super()._fresh_state()
-        if state.found.tuner is not None:
-            script: Any = Script(state.found.asked)
-            state.found.tuner = script
-            proof = state.known()
-            proof.watched = proof.compared = proof._delivered = FIRST
-        return state
+    def _fresh(self) -> Any:
+        shared = super()._fresh()
+        tuner = shared.found.tuner
+        tuner.freeze()
+        if tuner.refused is None:
+            comparison = shared.comparison
+            comparison.watched = comparison.compared = comparison.delivered = FIRST
+        return shared
 
     def change_to(self, config: LoaderConfig) -> None:
         """From the next batch on that allows it."""
-        tuner: Any = self.found.tuner
-        if tuner is not None:
-            tuner.wanted, tuner.wake = config, 0.0
+        if self.found.tuner.refused is None:
+            self.found.tuner.wanted = config
 
 
 class Numbers(Dataset[Any]):

@@ -114,7 +114,6 @@ class SimulatedProbe:
             cpu_share=own,
             foreign_cpu_share=foreign,
             batch_bytes=self.machine.batch_bytes,
-            batch_tensors=2,
             memory=MemoryUse(rss_bytes=BASE_BYTES + config.num_workers * worker_bytes),
             traces=tuple(traces),
         )

@@ -133,7 +133,7 @@ class Training:
         workers = tuner.wanted.num_workers
         more = max(0, workers - self.most)
         self.now += more * self.start_s
-        tuner.ledger.own_s += more * self.start_s
+        tuner.own_s += more * self.start_s
         if more:
             tuner.start_s = self.start_s
         self.started, self.most = self.started + more, max(self.most, workers)

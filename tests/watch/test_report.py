@@ -19,8 +19,8 @@ from autotune_loader.values.errors import TunerError
 from autotune_loader.values.lines import Line
 from autotune_loader.values.statistics import Interval
 from autotune_loader.watch import report
-from autotune_loader.watch.loader import CpuTimes, ScriptLoader
-from autotune_loader.watch.plan import Plan
+from autotune_loader.watch.run_plan import Plan
+from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.session import Session
 
 SITE = Site(line=Line("/x/train.py", 15), dataset="Images", samples=4000, batch_size=8, is_shuffled=True)

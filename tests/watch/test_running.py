@@ -35,29 +35,22 @@ def main_loader(told: dict[str, Any]) -> dict[str, Any]:
     return loader
 
 
-def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring_is_measured(bench: Bench) -> None:
+@pytest.mark.parametrize("kind", ["KEPT", "ANEW"])
+def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring_is_measured(
+    bench: Bench, kind: str
+) -> None:
     text = bench.write(WAITING)
-    _, plain = bench.run("train.py", "6", "kept", FETCH_S="0")
+    arguments = ["train.py", "6", *(["kept"] if kind == "KEPT" else [])]
+    _, plain = bench.run(*arguments, FETCH_S="0")
 
-    printed, told = bench.told("run", "--workers", "--max-workers", "4", "-o", "loader.json", "train.py", "6", "kept")
+    printed, told = bench.told("run", "--workers", "--max-workers", "4", "-o", "loader.json", *arguments)
 
     assert printed == plain
     (loader,) = told["loaders"]
-    assert (loader["name"], loader["epochs"], loader["batches"]) == (f"train.py:{line_of(text, 'KEPT')}", 6, 600)
+    assert (loader["name"], loader["epochs"], loader["batches"]) == (f"train.py:{line_of(text, kind)}", 6, 600)
     assert 0 < loader["settings_now"]["num_workers"] <= 4
     assert loader["speedup"]["low"] > 1
     assert TuningResult.load(bench.folder / "loader.json").best.num_workers > 0
-
-
-def test_loaders_that_are_made_anew_are_one_with_the_same_samples(bench: Bench) -> None:
-    text = bench.write(WAITING)
-    _, plain = bench.run("train.py", "3", FETCH_S="0")
-
-    printed, told = bench.told("run", "--workers", "--max-workers", "4", "train.py", "3")
-
-    assert printed == plain
-    (loader,) = told["loaders"]
-    assert (loader["name"], loader["epochs"], loader["batches"]) == (f"train.py:{line_of(text, 'ANEW')}", 3, 300)
 
 
 def test_loaders_that_ask_for_no_workers_get_none_and_the_command_that_allows_them_is_named(bench: Bench) -> None:

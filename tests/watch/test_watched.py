@@ -24,7 +24,7 @@ from autotune_loader.pipeline.site import Site
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.lines import Line
 from autotune_loader.watch.hook import Hook, active
-from autotune_loader.watch.loader import CpuTimes, ScriptLoader
+from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.watched import Watch, process_times, thread_times
 
 NUMBERS = TensorDataset(torch.arange(48))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 
@@ -18,69 +17,54 @@ from autotune_loader.values.measurement import Measurement, averaged
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trial import Trial
 
-log = logging.getLogger("autotune_loader.autoloader")
-
 
 @dataclass(eq=False, kw_only=True)
 class Found:
     site: Site
-    asked: LoaderConfig
     log: Log
+    tuner: Tuner
     has_batched_fetch: bool
-    refused: Finding | None = None
-    """Why another number of workers is not tried; None where it is, or may be."""
-    tuner: Tuner | None = None
     lost: int = 0
     """Workers that were lost and replaced."""
 
     @property
-    def is_asked(self) -> bool:
-        """Whether the script asked for workers."""
-        return self.asked.num_workers > 0
-
-    def refuse(self, why: Finding) -> None:
-        """Only what was asked for may run from now on, for good; the first reason counts."""
-        if self.refused is None:
-            self.refused = why
-            log.info("the number of workers stays: %s", why.sentence)
-            if self.tuner is not None:
-                self.tuner.refuse()
-
-    @property
     def config(self) -> LoaderConfig:
-        return self.asked if self.tuner is None else self.tuner.wanted
+        """The configuration that is wanted now."""
+        return self.tuner.wanted
 
     @property
     def best(self) -> LoaderConfig:
-        return self.asked if self.tuner is None else self.tuner.best
+        """The best configuration that is known."""
+        return self.tuner.best
 
     @property
     def gain(self) -> Interval | None:
         """How many times as fast as what was asked for, where pairs have shown that."""
-        return None if self.tuner is None else self.tuner.gain
+        return self.tuner.gain
 
     @property
     def kept(self) -> Finding | None:
         """Why the number of workers is what was asked for; None where it is another."""
-        if self.refused is not None or self.best != self.asked:
-            return self.refused
         tuner = self.tuner
-        if tuner is not None and len({block.config for block in tuner.blocks}) > 1:
+        if tuner.refused is not None or tuner.best != tuner.asked:
+            return tuner.refused
+        if len({block.config for block in tuner.blocks}) > 1:
             return Kept.NOT_FASTER()
-        if tuner is None or tuner.waiting is None or tuner.waiting >= WAITING:
+        if tuner.waiting is None or tuner.waiting >= WAITING:
             return Kept.TOO_SHORT()
         return Kept.NOT_WAITING(wait=tuner.waiting)
 
     @property
     def result(self) -> TuningResult:
         """As `tune()` returns it: what was measured of a configuration, all in all, is its trial."""
-        trials = self._trials()
+        tuner, trials = self.tuner, self._trials()
         own = next((trial.measurement for trial in trials if trial.config == self.best), None)
+        is_settled = any(block.config == tuner.best for block in tuner.blocks) and tuner.wanted == tuner.best
         found = TuningResult(
             best=self.best,
-            status="complete" if self.tuner is not None and self.tuner.is_settled else "partial",
+            status="complete" if is_settled else "partial",
             found_by="autoloader",
-            baseline=self.asked,
+            baseline=tuner.asked,
             batch_size=self.site.batch_size,
             rate=None if own is None else own.samples_per_s,
             speedup=self.gain,
@@ -93,20 +77,15 @@ class Found:
         return judged(found, has_batched_fetch=self.has_batched_fetch)
 
     def _trials(self) -> tuple[Trial, ...]:
-        blocks = [] if self.tuner is None else self.tuner.blocks
+        blocks = self.tuner.blocks
         if not blocks and len(self.log.rows) >= GATE_BATCHES:
-            blocks = [each for each in [block_of(self.asked, self.log.rows)] if each is not None]
-        by_config: dict[LoaderConfig, list[Measurement]] = {}
+            blocks = [each for each in [block_of(self.tuner.asked, self.log.rows)] if each is not None]
+        measured: dict[LoaderConfig, list[Measurement]] = {}
         for block in blocks:
-            by_config.setdefault(block.config, []).append(_measured(block))
+            measured.setdefault(block.config, []).append(_measured(block))
         return tuple(
-            Trial(
-                number=number,
-                config=config,
-                measurement=averaged(measured),
-                seconds=sum(each.window_s for each in measured),
-            )
-            for number, (config, measured) in enumerate(by_config.items())
+            Trial(number=number, config=config, measurement=averaged(all_), seconds=sum(each.window_s for each in all_))
+            for number, (config, all_) in enumerate(measured.items())
         )
 
 
