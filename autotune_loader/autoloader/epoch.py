@@ -24,8 +24,8 @@ from autotune_loader.autoloader.comparison import Comparison
 from autotune_loader.autoloader.found import Found
 from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.seeds import Seeds, mixed
-from autotune_loader.autoloader.work import Made, Sent, Times
-from autotune_loader.autoloader.workers import GivenUpError, LostError, Workers
+from autotune_loader.autoloader.work import Sent, Times
+from autotune_loader.autoloader.workers import GivenUpError, LostError, Made, Workers
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.results.record import Finding

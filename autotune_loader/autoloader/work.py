@@ -1,6 +1,6 @@
 """What runs in a worker: made harmless first, then it fetches what it is told to, one message for each batch.
 
-socket ── (round, number, epoch's seed, initial seed, indices) ─► seeds ── fetch ── collate ─► (round, number, Made) ── socket
+socket ── job ─► seeds ── fetch ── collate ─► (round, number, batch, times, what has changed) ── socket
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,16 +32,6 @@ Times = tuple[float, float, float, float]
 """fetch_start, fetch_end, collate_end, cpu_s; collating is a part of fetching here"""
 IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Signals that are for the loop, such as Ctrl-C; others whose handlers are inherited end the worker."""
-
-
-class Made(NamedTuple):
-    """A batch of a worker's, or the exception (`ExceptionWrapper`) that it had instead."""
-
-    batch: Any
-    times: Times
-    worker: int
-    changed: str | None
-    """What fetching has changed in the worker."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +101,11 @@ def work(end: socket.socket, sent: Sent, worker: int, count: int, seed: int) -> 
             parts = Parts(sent.named)
             noted, seeds = parts.noted(), Seeds(parts.generators)
         try:
-            transport.send(end, (turn, number, Made(batch, times, worker, changed)))
+            transport.send(end, (turn, number, batch, times, changed))
         except BrokenPipeError:
             return
         except Exception:  # it cannot be pickled, or there is no room
-            transport.send(end, (turn, number, Made(_failure(worker), times, worker, changed)))
+            transport.send(end, (turn, number, _failure(worker), times, changed))
         del batch
 
 

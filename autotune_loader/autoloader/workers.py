@@ -20,14 +20,14 @@ import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from autotune_loader.autoloader import transport
 from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.parts import Prepared
-from autotune_loader.autoloader.work import Made, Sent, work
+from autotune_loader.autoloader.work import Sent, Times, work
 from autotune_loader.diagnosis import Kept
 from autotune_loader.results.record import Finding
 
@@ -49,6 +49,16 @@ class GivenUpError(RuntimeError):
 
 class LostError(GivenUpError):
     """Workers were lost again and again."""
+
+
+class Made(NamedTuple):
+    """A batch of a worker's, or the exception (`ExceptionWrapper`) that it had instead."""
+
+    batch: Any
+    times: Times
+    worker: int
+    changed: str | None
+    """What fetching has changed in the worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -198,12 +208,13 @@ class Workers:
 
     def _receive(self, worker: Worker, flags: int) -> None:
         try:
-            turn, number, made = transport.receive(worker.end, flags)
+            turn, number, batch, times, changed = transport.receive(worker.end, flags)
             worker.fetched += 1
-            if made.changed is not None and worker.fetched == 1:
-                made = made._replace(changed=None)
-            worker.is_like_new = worker.is_like_new and made.changed is None
+            if worker.fetched == 1:
+                changed = None
+            worker.is_like_new = worker.is_like_new and changed is None
             if turn == worker.turn:
+                made = Made(batch, times, worker.number, changed)
                 worker.has.remove(number)
                 self._ready[number] = made if self._pinner is None else self._pinner.submit(_pinned, made)
                 self._losses = 0

@@ -71,6 +71,7 @@ def environment(scratch: str) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": compiled,
         **os.environ,
         **TRACKERS_OFF,
+        "AUTOTUNE_LOADER_BURST": "1",  # `watch` leaves its loaders alone
         "MLFLOW_TRACKING_URI": f"file://{scratch}/mlflow",
         "TMPDIR": scratch,
     }

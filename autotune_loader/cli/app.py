@@ -76,9 +76,7 @@ def _parsed(arguments: list[str]) -> int | Launch:
 
     A command returns nothing, the status of a result, or a script to run.
     """
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        for stream in (sys.stdout, sys.stderr):
-            _survive_any_encoding(stream, stack)
+    with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
             returned = cli.main(arguments, prog_name=NAME, standalone_mode=False)
@@ -103,12 +101,3 @@ def _parsed(arguments: list[str]) -> int | Launch:
 def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
     """A warning as one line: where in our code it was raised tells a user of the command line nothing."""
     click.echo(f"Warning: {message}", err=True)
-
-
-def _survive_any_encoding(stream: Any, stack: contextlib.ExitStack) -> None:
-    """Let an ASCII terminal show "?" for a table's line instead of ending in an exception."""
-    if hasattr(stream, "reconfigure"):
-        with contextlib.suppress(ValueError):  # closed
-            before = stream.errors
-            stream.reconfigure(errors="replace")
-            stack.callback(stream.reconfigure, errors=before)

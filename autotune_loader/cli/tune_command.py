@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+import autotune_loader
+
 ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
 
 
@@ -52,7 +54,7 @@ def tune_command(factory: str, as_json: bool, quiet: bool, storage: str | None, 
         # Only now: a script may set variables that torch reads as it is imported.
         data, arguments = load_workload(factory)
         wanted = {"output": "loader.json", "progress": not quiet, **arguments, **given}
-        result = _tune(data, **wanted)
+        result = autotune_loader.tune(data, **wanted)
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:
@@ -80,16 +82,10 @@ def demo_command(budget: str) -> str:
     folder = demo.cache_folder()
     click.echo(f"The training job: JPEG files in {folder}, decoded and augmented, and a small CNN.", err=True)
     output = str(Path(tempfile.mkdtemp(prefix="autotune-loader-demo-")) / "loader.json")
-    result = _tune(*demo.job(), budget=budget, output=output, progress=True)
+    result = autotune_loader.tune(*demo.job(), budget=budget, output=output, progress=True)
     click.echo(result.report())
     _say_where(result, output)
     return str(result.status)
-
-
-def _tune(*job: Any, **options: Any) -> Any:
-    import autotune_loader
-
-    return autotune_loader.tune(*job, **options)
 
 
 def _say_where(result: Any, output: str | None) -> None:

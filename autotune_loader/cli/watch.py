@@ -26,20 +26,17 @@ class Launch:
     is_module: bool
 
 
-class Share(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+def _share(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
     """A share of "5%" or "0.05"."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value).strip()
-        try:
-            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= 1:
-            self.fail(f"{text!r} is no share; 5% would work", param, ctx)
-        return share
+    if text is None:
+        return None
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise click.BadParameter(f"{text!r} is no share; 5% would work")
+    return share
 
 
 def _of_scripts(command: _Function) -> _Function:
@@ -53,7 +50,7 @@ def _of_scripts(command: _Function) -> _Function:
         click.option(
             "--fail-if-wait",
             "most_waiting",
-            type=Share(),
+            callback=_share,
             metavar="SHARE",
             help="Exit with 4 if the training loop waits for data more than this share of its time, such as 10%.",
         ),

@@ -127,12 +127,12 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
                 yield _waited(evidence)
                 yield Fact.FETCHES(share=evidence.fetching_share)
             yield Fact.BUSY(share=foreign) if foreign > HARDLY_WAITS else None
-        case Bottleneck.IN_MEMORY:
+        case Bottleneck.IN_MEMORY | Bottleneck.LITTLE:
             return
     yield Fact.WAITS(wait=evidence.wait_share)
     if row in (Bottleneck.STEP, Bottleneck.UNCLEAR):
         yield None if ceiling is None else Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value)
-    elif row not in (Bottleneck.LITTLE, Bottleneck.START_UP):
+    elif row is not Bottleneck.START_UP:
         gain = evidence.headroom or 0.0
         yield Fact.AT_MOST(gain=gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
 

@@ -29,8 +29,6 @@ class LoaderReport:
     """None where that time is no step long."""
     wait_share: float | None
     """The loop waited for data; None before there was a step."""
-    starting_share: float
-    """Part of the wait that went into the start of epochs, where workers start."""
     settings: dict[str, Any]
     """As the script has them."""
     settings_now: dict[str, Any]

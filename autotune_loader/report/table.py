@@ -12,10 +12,10 @@ NARROWEST = 10
 
 
 def wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> str:
-    """Each line of a text, wrapped; what does not fit goes on indented."""
-    lines = text.splitlines() or [""]
+    """Each line of a text, wrapped; what does not fit goes on indented. A number and its percent sign stay together."""
+    lines = text.replace(" %", "\u00a0%").splitlines() or [""]
     fill = {"width": width, "subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(textwrap.fill(line, **fill) for line in lines)  # type: ignore[arg-type]
+    return "\n".join(textwrap.fill(line, **fill) for line in lines).replace("\u00a0%", " %")  # type: ignore[arg-type]
 
 
 def table_text(

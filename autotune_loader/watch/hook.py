@@ -17,11 +17,11 @@ import os
 import sys
 import time
 from importlib.abc import MetaPathFinder
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.machine.limits import rank_of_environment
-from autotune_loader.values.lines import is_ours, users_line
+from autotune_loader.values.lines import users_line
 from autotune_loader.watch.run_plan import LINE, Plan
 from autotune_loader.watch.stderr import say
 
@@ -33,6 +33,8 @@ active: list[Hook] = []
 TORCH_MODULE = "torch.utils.data.dataloader"
 NOTHING = "Nothing can be told: no PyTorch DataLoader gave a batch in this process."
 HOOKED = "_autotune_loader_hooked"
+BURST = "AUTOTUNE_LOADER_BURST"
+"""Of the environment of `tune()`'s own processes, whose loaders are nobody's business."""
 
 log = logging.getLogger(__name__)
 _told_at_end_of: list[int] = []
@@ -117,6 +119,11 @@ def begin_as_handed_on() -> None:
         Hook(plan).install()
 
 
+def hook_here() -> Hook | None:
+    """The hook that looks at what happens here and now, if any."""
+    return active[-1] if active and BURST not in os.environ else None
+
+
 def _look_after_the_end() -> None:
     """Tell at the end of the process: multiprocessing's run this, unlike atexit, and others do once their children are gone."""
     if _told_at_end_of != [os.getpid()]:
@@ -150,24 +157,24 @@ def _hook_into(module: ModuleType) -> None:
     def make_loader(kind: Any, *args: Any, **arguments: Any) -> Any:
         make = super(loaders, kind).__new__
         loader = make(kind) if make is object.__new__ else make(kind, *args, **arguments)
-        if active and (line := users_line(sys._getframe(1))) is not None:
+        if hook_here() and (line := users_line(sys._getframe(1))) is not None:
             vars(loader)[LINE] = tuple(line)
         return loader
 
     @functools.wraps(iterate)
     def iterate_loader(loader: Any) -> Any:
-        is_left = not active or (active[-1].plan.verb == "watch" and not is_auto(loader))
-        if is_left or _is_asked_by_us(sys._getframe(1)):
+        hook = hook_here()
+        if hook is None or (hook.plan.verb == "watch" and not is_auto(loader)):
             return iterate(loader)  # whose iterator begins below
-        return active[-1].session.iterate(loader, iterate)
+        return hook.session.iterate(loader, iterate)
 
     @functools.wraps(begin)
     def begin_iterator(iterator: Any, loader: Any, *args: Any, **arguments: Any) -> None:
         begun = time.monotonic()
         begin(iterator, loader, *args, **arguments)
-        if active and not _is_asked_by_us(sys._getframe(1)):
+        if (hook := hook_here()) is not None:
             try:
-                active[-1].session.watch(iterator, loader, begun)
+                hook.session.watch(iterator, loader, begun)
             except Exception:  # whatever it is, it is no reason to end somebody's training
                 log.debug("an iterator is not watched", exc_info=True)
 
@@ -178,13 +185,6 @@ def is_auto(loader: Any) -> bool:
     """Whether it is an AutoLoader, which the script itself has made."""
     module = sys.modules.get("autotune_loader.autoloader.loader")
     return module is not None and isinstance(loader, module.AutoLoader)
-
-
-def _is_asked_by_us(frame: FrameType | None) -> bool:
-    """Whether the nearest code outside of torch's loaders and this room is this package's: an AutoLoader, a burst."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.utils.data", __package__)):
-        frame = frame.f_back
-    return frame is not None and is_ours(frame.f_code.co_filename)
 
 
 class _WhenImported(MetaPathFinder):

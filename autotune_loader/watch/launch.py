@@ -15,10 +15,11 @@ import pkgutil
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from autotune_loader.watch.hook import Hook, active, tell_nothing
@@ -42,7 +43,8 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     Raises:
         SystemExit: the script's own; or nothing of that name is there; or the loop waited for too long.
     """
-    main, code = (_module if is_module else _script)(target, arguments)
+    sys.argv[:] = ["-m" if is_module else target, *arguments]
+    main, run = _module(target) if is_module else _script(target)
     hook = Hook(plan)
     pid, is_by_sigint = os.getpid(), False
 
@@ -59,7 +61,7 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     # The second name is the one by which spawned processes send objects of its classes.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
-        exec(code, vars(main))  # noqa: S102 - the script
+        run()
     except KeyboardInterrupt:
         is_by_sigint = not is_module  # which Python ends otherwise
         raise
@@ -70,15 +72,14 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
         raise SystemExit(WAITS_TOO_LONG)
 
 
-def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
-    """`__main__` and the code of a file, a zipapp or a folder, as Python sets them up."""
-    sys.argv[:] = [path, *arguments]
+def _script(path: str) -> tuple[ModuleType, Callable[[], Any]]:
+    """`__main__` and what runs a file, a zipapp or a folder, as Python sets them up."""
     is_safe = getattr(sys.flags, "safe_path", False)
     # As Python itself does, dots and all; the current folder may be gone.
     absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH117, PTH118
     if pkgutil.get_importer(absolute) is not None:  # a zipapp or a folder
         sys.path[: 0 if is_safe else 1] = [absolute]
-        return _found(vars(runpy)["_get_main_module_details"])
+        return _new_main(), partial(_run_module, "__main__", alter_argv=False)
     try:
         source = Path(absolute).read_bytes()
     except OSError as error:
@@ -87,39 +88,26 @@ def _script(path: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
         raise SystemExit(CANNOT_OPEN) from None
     if not is_safe:
         sys.path[0] = os.path.dirname(os.path.realpath(absolute))  # noqa: PTH120
-    main = _new_main(SourceFileLoader("__main__", absolute), absolute)
-    return main, compile(source, absolute, "exec", dont_inherit=True)
+    main = _new_main(__file__=absolute, __loader__=SourceFileLoader("__main__", absolute), __cached__=None)
+    code = compile(source, absolute, "exec", dont_inherit=True)
+    return main, lambda: exec(code, vars(main))  # noqa: S102 - the script
 
 
-def _module(name: str, arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
-    """`__main__` and the code of a module or package, as `python -m` sets them up."""
-    sys.argv[:] = ["-m", *arguments]
+def _module(name: str) -> tuple[ModuleType, Callable[[], Any]]:
+    """`__main__` and what runs a module or package, as `python -m` sets them up."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()  # noqa: PTH109
-    main, code = _found(vars(runpy)["_get_module_details"], name)
-    sys.argv[0] = vars(main)["__file__"]
-    return main, code
+    return _new_main(), partial(_run_module, name)
 
 
-class _NotThereError(Exception):
-    """There is no such module, or it cannot be run."""
+def _run_module(name: str, *, alter_argv: bool = True) -> None:
+    """What `python -m` itself calls, by this name since Python 2.5; it says where there is no such module."""
+    vars(runpy)["_run_module_as_main"](name, alter_argv)
 
 
-def _found(find: Any, *name: str) -> tuple[ModuleType, CodeType]:
-    """What runpy finds, or its words where there is nothing."""
-    try:
-        _, spec, code = find(*name, _NotThereError)
-    except _NotThereError as error:
-        raise SystemExit(f"{sys.executable}: {error}") from None
-    main = _new_main(spec.loader, spec.origin)
-    vars(main).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
-    return main, code
-
-
-def _new_main(loader: Any, file: str) -> ModuleType:
+def _new_main(**known: Any) -> ModuleType:
     main = ModuleType("__main__")
-    more = {"__file__": file, "__loader__": loader, "__cached__": None, "__annotations__": {}, "__builtins__": builtins}
-    vars(main).update(more)
+    vars(main).update(__annotations__={}, __builtins__=builtins, **known)
     return main
 
 

@@ -65,8 +65,7 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
     totals, found = loader.log.totals, loader.found
     evidence = evidence_of(loader, script_s)
     bottleneck, advice = diagnose(evidence)
-    result: TuningResult | None = None if found is None else found.result
-    if result is not None and result.bottleneck is not None and result.rate is not None:
+    if found is not None and found.config != loader.own and (result := found.result).bottleneck is not None:
         bottleneck, advice = result.bottleneck, result.advice
     kept = loader.kept if found is None else found.kept
     return LoaderReport(
@@ -76,7 +75,6 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
         batches=totals.batches,
         samples_per_s=evidence.samples_per_s if totals.batches >= FEWEST_BATCHES and totals.stepped_s else None,
         wait_share=totals.wait_share,
-        starting_share=totals.starting_share,
         settings=loader.own.to_kwargs(),
         settings_now=(loader.own if found is None else found.config).to_kwargs(),
         speedup=None if found is None or found.config == loader.own else found.gain,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 import weakref
@@ -27,8 +26,6 @@ AUTO = "_autotune_loader_auto"
 """Attribute of a loader: the AutoLoader in its place. Kept there, it goes when the loader does."""
 MOST_FIRST_LOOKS = 3
 """Loaders of a process that are told of before its end."""
-
-log = logging.getLogger(__name__)
 
 
 class Session:
@@ -62,20 +59,24 @@ class Session:
         """An iterator of torch's has begun to be made; its loop is watched. Workers read loaders of their own."""
         if get_worker_info() is None:
             known = self._loader_of(loader)
-            if self.plan.verb == "run":
+            if self.plan.verb == "run" and known.kept is None:
                 known.kept = why_not(loader)
             watch_iterator(iterator, known, loader, begun)
 
     def iterate(self, loader: Any, plain: Callable[[Any], Any]) -> Any:
         """An iterator of a loader; `plain` is torch's way, whose iterators come to `watch` by themselves."""
-        begun, auto = time.monotonic(), None
+        if get_worker_info() is not None:
+            return plain(loader)
+        begun, known, auto = time.monotonic(), None, None
         try:
-            if get_worker_info() is None:
-                known = self._loader_of(loader)
-                auto = self._auto_of(loader, known)
-        except Exception:  # whatever it is, torch's own iterator does without
-            log.debug("a loader is not tuned", exc_info=True)
-        if auto is None:
+            known = self._loader_of(loader)
+            auto = self._auto_of(loader, known)
+        except Exception as error:  # whatever it is, torch's own iterator does without
+            from autotune_loader.diagnosis import Kept
+
+            if known is not None:
+                known.kept = Kept.NO_AUTOLOADER(error=f"{type(error).__name__}: {error}")
+        if known is None or auto is None:
             return plain(loader)
         iterator = plain(auto)
         known.found = auto.found

@@ -26,13 +26,14 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class WithData(Module):
-    """Has its training loader itself."""
+def noted(name: str) -> Any:
+    """A hook that notes that it was called, and gives back the batch if it has one."""
 
-    dataset: Any = None
+    def hook(self: Any, *arguments: Any, **_: Any) -> Any:
+        self.called.add(name)
+        return arguments[0] if arguments else None
 
-    def train_dataloader(self) -> Any:
-        return DataLoader(self.dataset, batch_size=32, shuffle=True)
+    return hook
 
 
 class Points(lightning.LightningDataModule):
@@ -42,37 +43,15 @@ class Points(lightning.LightningDataModule):
 
     def __init__(self, dataset: Any) -> None:
         super().__init__()
-        self.dataset, self.ready, self.called = dataset, False, set[str]()
-
-    def prepare_data(self) -> None:
-        self.called.add("prepare_data")
-
-    def setup(self, stage: str) -> None:
-        self.ready = True
-        self.called.add("setup")
-
-    def teardown(self, stage: str) -> None:
-        self.called.add("teardown")
+        self.dataset, self.called = dataset, set[str]()
 
     def train_dataloader(self) -> Any:
-        assert self.ready
+        assert "setup" in self.called
         return DataLoader(self.dataset, batch_size=32, shuffle=True)
 
     def val_dataloader(self) -> Any:
         self.called.add("val_dataloader")
         return DataLoader(self.dataset, batch_size=64)
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.called.add("on_before_batch_transfer")
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        self.called.add("transfer_batch_to_device")
-        return batch
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.called.add("on_after_batch_transfer")
-        return batch
 
     def state_dict(self) -> dict[str, Any]:
         self.called.add("state_dict")
@@ -83,4 +62,8 @@ class Points(lightning.LightningDataModule):
         assert state == {"rows": len(self.dataset)}
 
 
-HOOKS = {name for name in vars(Points) if not name.startswith("_")} - {"num_classes", "train_dataloader"}
+NOTED = ("prepare_data", "setup", "teardown")
+NOTED += ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+for _name in NOTED:
+    setattr(Points, _name, noted(_name))
+HOOKS = {*NOTED, "val_dataloader", "state_dict", "load_state_dict"}

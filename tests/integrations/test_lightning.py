@@ -65,19 +65,6 @@ def test_a_data_module_is_tuned_before_the_first_epoch_and_keeps_every_hook(
     assert own.called == parts.HOOKS
 
 
-def test_a_model_with_its_own_loader_is_tuned_and_stays_itself(
-    fit: Callable[..., Any], parts: Any, few: Waiting, quick: Any
-) -> None:
-    model = parts.WithData()
-    model.dataset = few
-    assert tuned(model, **quick) is model
-
-    trainer = fit(model)
-
-    assert trainer.train_dataloader.num_workers == model.tuning_result.best.num_workers
-    assert trainer.global_step == 2 * 8
-
-
 def test_a_configuration_from_a_file_needs_no_tuning(fit: Callable[..., Any], parts: Any, few: Waiting) -> None:
     model, loader = parts.Module(), DataLoader(few, batch_size=64, shuffle=True)
 

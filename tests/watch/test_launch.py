@@ -98,8 +98,8 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
         ("left.py", ""),
         ("ended.py", ""),
         ("nowhere.py", ""),
-        ("empty", ""),
-        ("-m nowhere", ""),
+        ("empty", NOTHING),
+        ("-m nowhere", NOTHING),
     ],
 )
 def test_a_script_runs_and_ends_as_under_plain_python(folder: Path, target: str, told: str) -> None:

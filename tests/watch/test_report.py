@@ -111,7 +111,7 @@ def test_a_loader_that_the_script_hardly_waits_for_is_left_alone(four_cores: Non
 
 REPORT = LoaderReport(
     name="train.py:41", contents="Images[1200], batches of 32, shuffled", epochs=5, batches=190, samples_per_s=212.3,
-    wait_share=0.12, starting_share=0.0, settings={"num_workers": 0, "pin_memory": False},
+    wait_share=0.12, settings={"num_workers": 0, "pin_memory": False},
     settings_now={"num_workers": 2, "pin_memory": False, "prefetch_factor": 4},
     speedup=Interval(value=1.83, low=1.75, high=1.92, count=40), bottleneck=Bottleneck.CPU(),
     advice=(Advice.LEAVE_IT(), Advice.SPEED_UP_STEP()),
@@ -127,7 +127,7 @@ def test_a_script_with_hundreds_of_loaders_can_be_read() -> None:
 def test_a_report_says_what_was_changed_and_what_it_brought() -> None:
     kept = LoaderReport(
         name="train.py:47", contents="Images[200], batches of 32", epochs=1, batches=7, samples_per_s=None, wait_share=None,
-        starting_share=0.0, settings={"num_workers": 0}, settings_now={"num_workers": 0}, kept=Kept.ITERABLE(),
+        settings={"num_workers": 0}, settings_now={"num_workers": 0}, kept=Kept.ITERABLE(),
         bottleneck=Bottleneck.UNCLEAR(),
     )  # fmt: skip
     found = ScriptReport(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import util
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,6 +103,13 @@ def test_copies_of_a_loader_have_the_data_that_they_were_given(verb: Any, capsys
             vars(copied)["dataset"] = TensorDataset(100 + torch.arange(48))
             assert [[value - 100 for value in batch.tolist()] for (batch,) in copied] == first
         assert [batch.tolist() for (batch,) in loader] == first
+
+
+def test_under_run_the_report_says_why_no_autoloader_takes_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune_loader.AutoLoader.__init__", Mock(side_effect=OSError("no room")))
+    with enable("run") as enabled:
+        assert len(list(make())) == 12
+        assert "not changed: No AutoLoader could take its place: OSError: no room" in enabled.report()
 
 
 def test_enabling_again_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
