@@ -7,7 +7,7 @@ site. It is never evidence about the data, and two loaders that live at once nev
 from __future__ import annotations
 
 import weakref
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from autotune_loader.pipeline.site import NOWHERE, Site
 
@@ -17,35 +17,25 @@ MOST_KNOWN = 256
 V = TypeVar("V")
 
 
-class _Known(NamedTuple):
-    owner: weakref.ref[Any]
-    value: Any
-
-
 class Registry(Generic[V]):
     """One value for each site. No loader is kept alive."""
 
     def __init__(self) -> None:
-        self._known: dict[Site, list[_Known]] = {}
+        self._known: dict[Site, list[tuple[weakref.ref[Any], V]]] = {}
 
     def find(self, site: Site, loader: Any) -> V | None:
         """What was kept for this loader, or for one of the same site that is gone; None where there is nothing."""
-        gone = None
-        for known in self._known.get(site, ()):
-            owner = known.owner()
-            if owner is loader:
-                return known.value  # type: ignore[no-any-return]
-            if owner is None:
-                gone = known
-        return None if gone is None else gone.value
+        known = self._known.get(site, [])
+        gone = [value for owner, value in known if owner() is None]
+        return next((value for owner, value in known if owner() is loader), gone[-1] if gone else None)
 
     def keep(self, site: Site, loader: Any, value: V) -> None:
         """From now on this is the loader's; what one that is gone has left at the site goes."""
         if site.line == NOWHERE:
             return
         others = [
-            each for each in self._known.pop(site, ()) if (owner := each.owner()) is not None and owner is not loader
+            each for each in self._known.pop(site, ()) if (owner := each[0]()) is not None and owner is not loader
         ]
-        self._known[site] = [*others, _Known(weakref.ref(loader), value)]
+        self._known[site] = [*others, (weakref.ref(loader), value)]
         while len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]

@@ -9,7 +9,7 @@ notebook left alone) is no step. Torch is not needed here.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from autotune_loader.values.trace import BatchTrace
 
@@ -24,7 +24,7 @@ Fetch = tuple[int, float, float, float, float]
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all loops of a loader; those of two loaders can be added."""
+    """Sums over all loops of a loader."""
 
     epochs: int = 0
     """In which a batch was asked for."""
@@ -37,9 +37,6 @@ class Totals:
     stepped_s: float = 0.0
     fetch_cpu_s: float = 0.0
     """CPU seconds of fetching, where it was clocked."""
-
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def active_s(self) -> float:

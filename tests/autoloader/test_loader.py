@@ -185,7 +185,6 @@ def test_totals_and_rows_of_a_loop_that_pauses() -> None:
     assert totals.stepped_s == pytest.approx(7 * 0.02)
     assert totals.started_s == pytest.approx(0.2 + 2 * 0.01)
     assert totals.wait_share == pytest.approx(totals.waited_s / (totals.waited_s + totals.stepped_s))
-    assert (totals + totals).batches == 16
     assert Totals().wait_share is None
     assert len(log.rows) == 4  # of the first epoch: the others have no history
     assert log.rows[0].step_s == pytest.approx(0.02)
