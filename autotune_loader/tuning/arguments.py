@@ -77,12 +77,13 @@ def _loader_arguments() -> Mapping[str, inspect.Parameter]:
     return inspect.signature(DataLoader).parameters
 
 
-def make_workload(
+def make_workload(  # noqa: PLR0913 - what tune() is given
     data: Any,
     model: Any = None,
     *,
     batch_size: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
+    worker_init_fn: Callable[[int], Any] | None = None,
     train_step: Any = None,
     loss_fn: Any = None,
     optimizer: Any = None,
@@ -95,6 +96,7 @@ def make_workload(
         model: what the step trains.
         batch_size: samples per batch.
         collate_fn: of the DataLoader.
+        worker_init_fn: of the DataLoader.
         train_step: the whole step, or its seconds.
         loss_fn: of the inferred step.
         optimizer: of the inferred step.
@@ -115,7 +117,8 @@ def make_workload(
         batch_size = int(batch_size)  # numpy's
     require_count("batch_size", batch_size, minimum=1)
     train_step = _as_step_time(train_step)
-    for name, value in {"loss_fn": loss_fn, "train_step": train_step, "collate_fn": collate_fn}.items():
+    of_loader = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
+    for name, value in {"loss_fn": loss_fn, "train_step": train_step, **of_loader}.items():
         instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
         refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")
     training = _training(model, train_step, loss_fn, optimizer, device)
@@ -123,7 +126,7 @@ def make_workload(
     own_config = None
     if _kind(found) == "loader":
         own_config = LoaderConfig.from_loader(found)
-        for name, value in {"batch_size": batch_size, "collate_fn": collate_fn}.items():
+        for name, value in {"batch_size": batch_size, **of_loader}.items():
             twice = (
                 f"{name}={value!r:.60} was given together with a DataLoader (and not its dataset), which has its own"
             )
@@ -134,7 +137,7 @@ def make_workload(
         if batch_size is None:
             batch_size = ASSUMED_BATCH_SIZE
             notes.append(f"batch_size was not given: measured with {batch_size}; pass the one you train with")
-        side = DataSide.from_dataset(found, batch_size=batch_size, collate_fn=collate_fn)
+        side = DataSide.from_dataset(found, batch_size=batch_size, **of_loader)
     notes += _check_epoch(side)
     if training.compiled:
         notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
@@ -171,17 +174,44 @@ def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device:
     shown, a_step = f"model={_shown(model)}", "train_step=lambda model, batch: ..."
     refuse(isinstance(model, type), f"{shown} is a class", f"{shown}(...)")
     refuse(model is not None and train_step is None and not callable(model), f"{shown} is not callable", a_step)
+    called = (
+        f"train_step={_shown(train_step)} is called as train_step(model, batch), which its signature does not allow"
+    )
+    refuse(train_step is not None and not _takes_two(train_step), called, a_step)
+    steps = optimizer is None or callable(optimizer) or all(hasattr(optimizer, name) for name in ("step", "zero_grad"))
+    no_optimizer = f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer"
+    refuse(not steps, no_optimizer, "optimizer=torch.optim.AdamW, or one over the model's parameters,")
     model = _without_ranks(model)
     named = model.named_modules() if _kind(model) == "module" else ()
     return TrainingSide(
         model=model,
         train_step=train_step,
-        loss_fn=loss_fn() if isinstance(loss_fn, type) else loss_fn,
+        loss_fn=_loss_of(loss_fn) if isinstance(loss_fn, type) else loss_fn,
         optimizer=optimizer,
         device=_device_name(device, model),
         precision=getattr(getattr(model, "_trainer", None), "precision_plugin", None),
         compiled=tuple(name for name, part in named if getattr(part, "_compiled_call_impl", None) is not None),
     )
+
+
+def _loss_of(loss_class: type) -> Any:
+    try:
+        return loss_class()
+    except TypeError as error:
+        name = f"loss_fn={loss_class.__name__}"
+        raise TypeError(
+            f"{name} is a class that cannot be made without arguments ({error}); {name}(...) would work"
+        ) from error
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind("model", "batch")
+    except TypeError:
+        return False
+    except ValueError:  # written in C
+        return True
+    return True
 
 
 def _device_name(device: str | torch.device, model: Any) -> str:

@@ -41,6 +41,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
     *,
     batch_size: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
+    worker_init_fn: Callable[[int], Any] | None = None,
     train_step: Callable[[Any, Any], Any] | float | None = None,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = None,
@@ -63,10 +64,11 @@ def tune(  # noqa: PLR0913 - all that a user may say
 
     Args:
         data: a DataLoader, whose configuration becomes the baseline, or a dataset. A loader is only read, never iterated. What
-            `tune()` has no argument for (a sampler, a worker_init_fn, ...) a DataLoader says.
+            `tune()` has no argument for (a sampler, a generator, ...) a DataLoader says.
         model: what the step trains; None tunes the loader alone.
         batch_size: samples per batch, where a dataset is given.
         collate_fn: as in `DataLoader`, where a dataset is given.
+        worker_init_fn: likewise.
         train_step: `train_step(model, batch)`, run as it is; where it returns a loss that requires gradients, backward and the
             optimizer's step follow. Without it the step is inferred. A number is the seconds of a step: the loader is tuned
             against a wait as long, without the model.
@@ -104,6 +106,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
         model,
         batch_size=batch_size,
         collate_fn=collate_fn,
+        worker_init_fn=worker_init_fn,
         train_step=train_step,
         loss_fn=loss_fn,
         optimizer=optimizer,
