@@ -10,18 +10,9 @@ import pytest
 # What costs start-up time and is needed only by those who tune.
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 PUBLIC = {
-    *(
-        "AutoLoader",
-        "Comparison",
-        "DevicePrefetcher",
-        "LoaderConfig",
-        "TunerError",
-        "TuningResult",
-        "TwinSampler",
-        "__version__",
-    ),
-    *("compare", "enable", "load_config", "tune", "ConfigFileError", "MachineMismatchError", "MissingExtraError"),
-    *("PlatformError", "TwinSampler", "WorkloadError"),
+    *("AutoLoader", "Comparison", "DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "TwinSampler"),
+    *("__version__", "compare", "enable", "load_config", "tune", "ConfigFileError", "MachineMismatchError"),
+    *("MissingExtraError", "PlatformError", "WorkloadError"),
 }
 
 

@@ -66,18 +66,7 @@ def test_each_rank_trains_on_its_half_and_rank_0_reports(tmp_path: Path) -> None
     (tmp_path / "train.py").write_text(SCRIPT)
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a longer path leaves no room for the names of torch's sockets
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-    run = (
-        "-m",
-        "autotune_loader",
-        "run",
-        "--workers",
-        "--json",
-        "report.json",
-        "-o",
-        "loader.json",
-        "train.py",
-        str(EPOCHS),
-    )
+    run = f"-m autotune_loader run --workers --json report.json -o loader.json train.py {EPOCHS}".split()
     done = subprocess.run(
         [sys.executable, "-m", *LAUNCH, *run],
         cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=HARD_DEADLINE_S,

@@ -72,8 +72,8 @@ def loader(**parts: Any) -> Any:
         (SAMPLES, nn.Linear, {}, TypeError, r"model=Linear is a class; model=Linear\(...\) would work"),
         # the step
         (SAMPLES, None, {"train_step": -1}, ValueError, r"train_step=-1 is not the seconds of a step; train_step=0.05 would"),
-        (SAMPLES, None, {"train_step": len}, TypeError, r"train_step=.*which its signature does not allow; train_step=lambda m"),
-        (SAMPLES, None, {"optimizer": 3}, TypeError, r"optimizer=3 has no step\(\) .*; optimizer=torch.optim.AdamW.* would work"),
+        (SAMPLES, None, {"train_step": len}, TypeError, r"train_step=.*which its signature does not allow; train_step=lambda"),
+        (SAMPLES, None, {"optimizer": 3}, TypeError, r"optimizer=3 has no step\(\) .*; optimizer=torch.optim.AdamW.* would"),
         (SAMPLES, None, {"loss_fn": nn.AdaptiveLogSoftmaxWithLoss}, TypeError, r"loss_fn=A.* is a class .*\(...\) would work"),
         (SAMPLES, None, {"device": "gpu:7"}, ValueError, r"device='gpu:7' is not a torch device; device='auto' would work"),
         (SAMPLES, None, {"device": "cuda:97"}, ValueError, r"device='cuda:97' is not there \(torch sees \d+\)"),
