@@ -116,9 +116,9 @@ def test_what_is_wrong_is_named_with_what_would_work(
 
 def test_tune_has_the_arguments_that_are_promised() -> None:
     names = (
-        "data model batch_size collate_fn train_step loss_fn optimizer device budget max_workers allow tolerance study "
+        "data model batch_size collate_fn worker_init_fn train_step loss_fn optimizer device budget max_workers allow "
     )
-    assert " ".join(inspect.signature(tune).parameters) == names + "sampler output progress"
+    assert " ".join(inspect.signature(tune).parameters) == names + "tolerance study sampler output progress"
 
 
 @pytest.mark.parametrize(("budget", "seconds"), [(60, 60), (" 60 s ", 60), ("1.5min", 90), ("5m", 300)])
