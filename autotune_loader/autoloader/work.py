@@ -5,6 +5,7 @@ socket ── job ─► seeds ── fetch ── collate ─► (round, number
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import signal
 import socket
@@ -115,7 +116,8 @@ def _failure(worker: int) -> ExceptionWrapper:
 def _become_harmless(end: socket.socket, channels: list[int]) -> None:
     die_with_owner()
     own_files(writable=True)
-    cut_channels([end.fileno(), *channels])
+    if getattr(multiprocessing.current_process(), "_start_method", "fork") == "fork":  # the others inherit nothing
+        cut_channels([end.fileno(), *channels])
     torch._C._set_worker_signal_handlers()
     for each in signal.valid_signals():
         if callable(signal.getsignal(each)):

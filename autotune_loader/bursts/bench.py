@@ -29,11 +29,9 @@ SECOND_LOOK_S = 0.5
 """A first batch that took no longer is looked at twice: a cold file or a busy machine is no habit."""
 SLOW_FETCH_S = 2.0
 """A burst of half a second has no room for several batches that take longer to fetch."""
-WARM_UP_STEPS, WARM_UP_S = 3, 1.0
-"""The first steps are slow (allocator, thread pools, cuDNN's choice of algorithms): that many, or that long, is enough."""
-MOST_WARM_UP_STEPS, SETTLED = 10, 1.2
-"""On a device torch.compile compiles in the first step, may do so again in the second and records graphs in the third: it is
-warm when two steps in a row take the same time, and not before the second."""
+WARM_UP_STEPS, MOST_WARM_UP_STEPS, WARM_UP_S, SETTLED = 3, 10, 1.0, 1.2
+"""The first steps are slow: allocator, thread pools, cuDNN's choice of algorithms. torch.compile compiles in the first, may do
+so again in the second and records graphs in the third. A step is warm when it took the same time twice in a row."""
 BATCHES_COUNTED = (
     "How many samples a batch has cannot be told: it is made by the dataset, and holds no tensor with a first dimension. "
     "Every batch counts as one sample, so rates are batches/s."
@@ -97,7 +95,8 @@ class Bench:
         assert step is not None, "prepare() comes first"
         try:
             data = self._data if has_workers or request.what == "step_ceiling" else self._read_private()
-            return Message.of(run_burst(request, step, lambda: self._loader(request, data), self._timeline, announce))
+            outcome = run_burst(request, step, lambda: self._loader(request, data), self._timeline, announce)
+            return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
                 alone = f"{error.failure.message}, in a worker, and not when it is read again alone"
@@ -147,12 +146,7 @@ class Bench:
         first, took = None, list[tuple[float, float]]()
         while first is None or (len(took) == 1 and took[0][0] <= SECOND_LOOK_S):
             begun = time.monotonic()
-            try:
-                batch, fetch = next(batches)
-            except StopIteration:
-                if first is None:
-                    raise
-                break
+            batch, fetch = next(batches)
             took.append((time.monotonic() - begun, fetch[4]))
             first = first or Cached(checked(batch), fetch[5])
         return first, took
@@ -195,7 +189,7 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
     if timeline is not None:
         timeline.open()
         now = timeline.now
-    while not (_is_warm(took) if timeline is not None else len(took) >= WARM_UP_STEPS or sum(took) > WARM_UP_S):
+    while not _is_warm(took):
         begun = now()
         step.run(batch)
         if timeline is not None:
@@ -204,7 +198,7 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
 
 
 def _is_warm(took: list[float]) -> bool:
-    """Whether steps on a device have settled, or are so long that waiting for it costs more than it tells."""
+    """Whether steps have settled, or are so long that waiting for it costs more than it tells."""
     if len(took) < 2:
         return False
     if len(took) * min(took) > WARM_UP_S or len(took) >= MOST_WARM_UP_STEPS:

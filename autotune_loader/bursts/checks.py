@@ -37,11 +37,9 @@ HANDLES = {
     "h5py._hl.files.File": "an open HDF5 file",
     "netCDF4._netCDF4.Dataset": "an open NetCDF file",
     "sqlite3.Connection": "a database connection",
-    "zipfile.ZipFile": "an open archive",
-    "tarfile.TarFile": "an open archive",
-    "cv2.VideoCapture": "an open video",
 }
-"""What forked workers would share, to each other's harm, by the class that a dataset's attribute has."""
+"""What forked workers would share, to each other's harm, by the class that a dataset's attribute has. Other open files are seen
+by their positions."""
 SHARED_FILE = (
     "{dataset} reads from {file}, which was open before: forked workers would share its position, and training would get wrong "
     "samples without a word, so none are tried (num_workers=0). Open it on first use in each process, and not before."

@@ -44,7 +44,6 @@ from autotune_loader.machine.elsewhere import (
 )
 from autotune_loader.pipeline.workload import DataSide, Workload
 
-PARENT_IS_GONE = (EOFError, ConnectionResetError, BrokenPipeError)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 """Of the caller's handlers none is to run in a fork."""
 
@@ -62,23 +61,18 @@ def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[s
         os.set_inheritable(fd, False)  # private: no program that the dataset starts may have them
     sys.modules["__main__"] = types.ModuleType("__main__")  # for the classes of the caller's script
     settings_fd, data_fd, training_fd = fds
-    code = 1
-    try:
-        with Connection(connection_fd) as connection, contextlib.suppress(*PARENT_IS_GONE):
-            settings: Settings = read_archive(settings_fd)
-            notes += settings.set_process()
 
-            def make_bench() -> Bench:
-                workload = Workload(data=read_archive(data_fd), training=read_archive(training_fd))
-                notes.extend(settings.set_modules())
-                return _bench_of(workload, lambda: read_archive(data_fd), seed)
+    def make_bench() -> Bench:
+        workload = Workload(data=read_archive(data_fd), training=read_archive(training_fd))
+        notes.extend(settings.set_modules())
+        return _bench_of(workload, lambda: read_archive(data_fd), seed)
 
-            serve(connection, make_bench, notes, _answer)
-        code = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        leave(code)
+    def run() -> None:
+        notes.extend(settings.set_process())
+        serve(Connection(connection_fd), make_bench, notes, _answer)
+
+    settings: Settings = read_archive(settings_fd)
+    _live(run)
 
 
 def fork(workload: Workload, connection: int, output: int, scratch: str, seed: int) -> int:
@@ -94,10 +88,8 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
 
     def live() -> None:
         _become_own_process(caller, connection, output, scratch)
-        notes = confine()
-        with contextlib.suppress(*PARENT_IS_GONE):
-            bench = _bench_of(workload, lambda: workload.data, seed)
-            serve(Connection(connection), lambda: bench, notes, _fork_answer)
+        bench = _bench_of(workload, lambda: workload.data, seed)
+        serve(Connection(connection), lambda: bench, confine(), _fork_answer)
 
     caller = os.getpid()
     with warnings.catch_warnings():
@@ -111,16 +103,26 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
 
 def _forked(run: Callable[[], None]) -> int:
     """Run this in a fork, which then ends; the ID of that process."""
-    if pid := os.fork():
-        return pid
+    pid = os.fork()
+    if not pid:
+        _live(run)
+    return pid
+
+
+def _live(run: Callable[[], None]) -> NoReturn:
+    """Run this, and end the process after what was printed is written: nothing of the user's is finalised."""
     code = 1
     try:
-        run()
+        with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the parent is gone
+            run()
         code = 0
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
-        leave(code)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
 
 
 def _become_own_process(caller: int, connection: int, output: int, scratch: str) -> None:
@@ -191,7 +193,7 @@ def _fork_answer(bench: Bench, request: Request, connection: Connection) -> None
     if status < 0:
         os.kill(os.getpid(), -status)
     elif status:
-        leave(status)
+        os._exit(status)
 
 
 def _of_thread(bench: Bench, connection: Connection, raised: threading.ExceptHookArgs) -> None:
@@ -210,22 +212,17 @@ def _bench_of(workload: Workload, read_private: Callable[[], DataSide], seed: in
 class WorkerInit:
     """Runs in each new worker before the user's own `worker_init_fn`: it ends with its parent.
 
-    Torch's workers look for their parent every 5 s, and only between batches.
+    Torch's workers look for their parent every 5 s, and only between batches. How tensors are handed over is set anew, for a
+    worker that inherits nothing.
     """
 
     def __init__(self, inner: Callable[[int], None] | None) -> None:
-        self._inner = inner
-        self._sharing_strategy: str | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a worker that inherits nothing: how tensors are handed over is set anew in it."""
-        return {**self.__dict__, "_sharing_strategy": torch.multiprocessing.get_sharing_strategy()}
+        self._inner, self._sharing_strategy = inner, torch.multiprocessing.get_sharing_strategy()
 
     def __call__(self, worker: int) -> None:
         die_with_owner()
         leave_segments()
-        if self._sharing_strategy is not None:
-            torch.multiprocessing.set_sharing_strategy(self._sharing_strategy)
+        torch.multiprocessing.set_sharing_strategy(self._sharing_strategy)
         if self._inner is not None:
             self._inner(worker)
 
@@ -239,11 +236,3 @@ def leave_segments() -> None:
             register(name, rtype)
 
     resource_tracker.register = but_memory
-
-
-def leave(code: int = 0) -> NoReturn:
-    """End this process at once, after what was printed is written: nothing of the user's is finalised."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,55 +21,36 @@ AGAINST_SECONDS = "train_step=0.05, the seconds of one step, tunes the loader ag
 SHM_ADVICE = "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"
 MEMORY_ADVICE = "use a smaller batch or fewer workers"
 KILLED = "was killed, most likely by the OOM killer: use fewer workers"
+DEVICE_MEMORY_ADVICE = (
+    f"use a smaller batch, or free what else is on the device: models of this process count too; {AGAINST_SECONDS}"
+)
+DEVICE_TAKEN_ADVICE = f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}"
+DESCRIPTORS_ADVICE = "raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system')"
+COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
+NOT_MOVED_ADVICE = "a train_step gets the batch as the loader gives it, and moves it to the device as your loop does"
 ENDS_TRAINING = "; training would end there too: mend that sample, or leave it out of the dataset"
 IN_FORKED = "re-initialize cuda in forked"
-_TEXTS: tuple[tuple[tuple[str, ...], FailureKind, str], ...] = (
+_TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     (
-        (
-            "out of shared memory", "bus error", "unable to write to file </torch_", "unable to open shared memory",
-            "no space left on device: '/dev/shm",
-        ),
+        r"out of shared memory|bus error|to write to file </torch_|to open shared memory|left on device: '/dev/shm",
         "shared_memory",
         SHM_ADVICE,
     ),
-    (("no space left on device: '",), "user_exception", "a disk is full, such as that of the temporary folder"),
-    (("no space left on device",), "shared_memory", SHM_ADVICE),
-    (
-        ("too many open files", "received 0 items of ancdata"),
-        "descriptors",
-        "raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system')",
-    ),
-    (
-        # the first is torch's, of whatever device; the last cuBLAS's and cuDNN's
-        ("outofmemoryerror", "cuda out of memory", "cuda error: out of memory", "status_alloc_failed"),
-        "device_memory",
-        f"use a smaller batch, or free what else is on the device: models of this process count too; {AGAINST_SECONDS}",
-    ),
-    (
-        ("busy or unavailable",),
-        "user_exception",
-        f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}",
-    ),
-    (("out of memory", "can't allocate memory", "cannot allocate memory"), "out_of_memory", MEMORY_ADVICE),
-    (("killed by signal: killed",), "oom_killed", f"a worker {KILLED}"),
-    ((IN_FORKED,), "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
-    (("can't pickle", "cannot pickle"), "pickling", "make the named object picklable or use the 'fork' start method"),
-    (("can't get attribute",), "pickling", "define the class in a module instead of a notebook cell or __main__"),
-    (
-        ("expected all tensors to be on the same device",),
-        "user_exception",
-        "a train_step gets the batch as the loader gives it, and moves it to the device as your loop does",
-    ),
-    (
-        (
-            "default_collate: batch must", "stack expects each tensor to be equal",
-            "each element in list of batch should",
-        ),
-        "user_exception",
-        "pass collate_fn=, or the loader that your library makes: tune(loader, model)",
-    ),
-    (("exited unexpectedly", "killed by signal"), "crashed", "a worker died; run with 0 workers to see where"),
-)  # fmt: skip
+    (r"no space left on device: '", "user_exception", "a disk is full, such as that of the temporary folder"),
+    (r"no space left on device", "shared_memory", SHM_ADVICE),
+    (r"too many open files|received 0 items of ancdata", "descriptors", DESCRIPTORS_ADVICE),
+    # the first is torch's, of whatever device; the last cuBLAS's and cuDNN's
+    (r"outofmemoryerror|cuda (error: )?out of memory|status_alloc_failed", "device_memory", DEVICE_MEMORY_ADVICE),
+    (r"busy or unavailable", "user_exception", DEVICE_TAKEN_ADVICE),
+    (r"out of memory|can(not|'t) allocate memory", "out_of_memory", MEMORY_ADVICE),
+    (r"killed by signal: killed", "oom_killed", f"a worker {KILLED}"),
+    (IN_FORKED, "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),
+    (r"can(not|'t) pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
+    (r"can't get attribute", "pickling", "define the class in a module instead of a notebook cell or __main__"),
+    (r"expected all tensors to be on the same device", "user_exception", NOT_MOVED_ADVICE),
+    (r"default_collate: batch must|stack expects each tensor|each element in list", "user_exception", COLLATE_ADVICE),
+    (r"exited unexpectedly|killed by signal", "crashed", "a worker died; run with 0 workers to see where"),
+)
 """What torch, Python and the kernel print, most specific first. The first text that is found decides."""
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 OUR_FRAMES = re.compile(rf'^ *File "{re.escape(PACKAGE)}(?!demo)[^\n]*\n(?: {{4,}}[^\n]*\n)*', re.MULTILINE)
@@ -160,30 +141,26 @@ def deaths_of(workers: Iterable[BaseProcess]) -> list[str]:
     Torch knows the signal of its own children alone, so not where a fork server started them; and it tells it by raising
     in the midst of anything, where it may be lost. Exit codes are always there.
     """
-    codes = [(worker.pid, worker.exitcode) for worker in workers]
     return [
-        f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
-        for pid, code in codes
-        if code and code < 0
+        f"DataLoader worker (pid {worker.pid}) is killed by signal: {signal.strsignal(-worker.exitcode)}"
+        for worker in workers
+        if worker.exitcode is not None and worker.exitcode < 0
     ]
 
 
 def _diagnosis(error: BaseException, deaths: Iterable[str] = ()) -> tuple[FailureKind, str, str]:
     """Kind, text and advice. Torch reports a dead worker as "exited unexpectedly" and gives the signal as the cause."""
-    texts = [*(f"{type(each).__name__}: {each}" for each in _with_causes(error)), *deaths]
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    texts = [*(f"{type(each).__name__}: {each}" for each in causes), *deaths]
     if isinstance(error, MemoryError):
         return "out_of_memory", texts[0], MEMORY_ADVICE
-    for needles, kind, advice in _TEXTS:
+    for pattern, kind, advice in _TEXTS:
         for text in texts:
-            if any(needle in text.lower() for needle in needles):
+            if re.search(pattern, text, re.IGNORECASE):
                 return kind, text, advice
     return "user_exception", texts[0], ""
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _first_sentence(text: str, limit: int = 600) -> str:

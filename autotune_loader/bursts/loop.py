@@ -80,7 +80,7 @@ def run_burst(
         Raised: a sample of the dataset raised.
         StepError: the step raised.
     """
-    run, open_loader = Run(request, step, timeline, announce), OpenLoader()
+    run, open_loader = LoopRun(request, step, timeline, announce), OpenLoader()
     try:
         with open_loader:
             try:
@@ -96,7 +96,7 @@ def run_burst(
         return failure_of(error, run.phase, deaths_of(open_loader.workers))
 
 
-def _measured(run: Run, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
+def _measured(run: LoopRun, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
     run.enter("start")
     loader, window = make_loader(), Window(reads_pss=run.request.reads_pss)
     if run.timeline is not None and isinstance(loader, Cached):
@@ -118,7 +118,7 @@ def _measured(run: Run, make_loader: Callable[[], Any], open_loader: OpenLoader)
     return measured
 
 
-class Run:
+class LoopRun:
     """The state of one running burst: the batches so far and when to stop. The arguments are those of `run_burst`."""
 
     def __init__(

@@ -155,11 +155,11 @@ def _pickled(value: Any, file: _Limited) -> list[memoryview]:
             file.count(view.nbytes)
         return view.nbytes < SMALLEST_BUFFER
 
-    _Pickler(file, is_copied).dump(value)
+    _ArchivePickler(file, is_copied).dump(value)
     return views
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, so that classes of a notebook cell travel too; the memory of tensors and arrays stays out of the pickle."""
 
     def __init__(self, file: Any, is_copied: Callable[[pickle.PickleBuffer], bool]) -> None:

@@ -57,7 +57,6 @@ PAYLOAD_MEMORY_SHARE, LARGEST_PAYLOAD_BYTES = 0.3, 8 << 30
 """What is sent is in memory once more. It may take this share of what is available, and no more than takes seconds to copy."""
 CUDA_CONTEXT_BYTES = 1 << 29
 """What a second process takes of a GPU before it has any tensor there, at the least."""
-STILL_RUNS = (subprocess.TimeoutExpired, psutil.TimeoutExpired)
 LAST_WORDS_BYTES = 16384
 """Of what a process that died has printed: the end of it holds the error, and C++ a long traceback behind it."""
 RUN = (
@@ -115,10 +114,15 @@ def open_probe(
         warmup = probe.start()
         return OpenProbe(probe=probe, warmup=warmup, notes=[*notes, *warmup.notes])
 
-    with standard_streams_taken(), contextlib.ExitStack() as exits:
+    with contextlib.ExitStack() as exits:
+        # Where the caller was started without standard input (`<&-`) no descriptor of ours may get its number.
+        while (taken := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < FIRST_OWN_FD:
+            exits.callback(os.close, taken)
+        os.close(taken)
         _check_device(workload)
         try:
-            payload = Payload(workload, Settings.read(), _largest_payload(machine))
+            share = int((machine.memory.available_bytes or LARGEST_PAYLOAD_BYTES) * PAYLOAD_MEMORY_SHARE)
+            payload = Payload(workload, Settings.read(), min(LARGEST_PAYLOAD_BYTES, share))
             exits.callback(payload.close)
             opened = started(payload, max(START_DEADLINE_S, budget_s))
         except (NotSentError, WorkloadError) as fresh:
@@ -133,20 +137,6 @@ def open_probe(
                 told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
                 raise WorkloadError(told, fork.user_traceback) from None
         yield opened
-
-
-@contextlib.contextmanager
-def standard_streams_taken() -> Iterator[None]:
-    """In a process that was started without standard input (`<&-`) no descriptor of ours may get its number."""
-    held: list[int] = []
-    try:
-        while not held or held[-1] < FIRST_OWN_FD:
-            held.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-        os.close(held.pop())
-        yield
-    finally:
-        for fd in held:
-            os.close(fd)
 
 
 def _check_device(workload: Workload) -> None:
@@ -165,12 +155,6 @@ def _check_device(workload: Workload) -> None:
         raise WorkloadError(NO_ROOM.format(device=device, needed=needed / 1e9, free=free / 1e9))
 
 
-def _largest_payload(machine: Machine) -> int:
-    available = machine.memory.available_bytes
-    share = LARGEST_PAYLOAD_BYTES if available is None else int(available * PAYLOAD_MEMORY_SHARE)
-    return min(LARGEST_PAYLOAD_BYTES, share)
-
-
 class ProcessProbe:
     """A `Probe` that runs every burst in a process of its own.
 
@@ -182,11 +166,7 @@ class ProcessProbe:
     """
 
     def __init__(
-        self,
-        source: Payload | Workload,
-        memory_budget_bytes: int | None = None,
-        *,
-        start_s: float = START_DEADLINE_S,
+        self, source: Payload | Workload, memory_budget_bytes: int | None = None, *, start_s: float = START_DEADLINE_S
     ) -> None:
         self._source, self._memory_budget_bytes, self._start_s = source, memory_budget_bytes, start_s
         self._starts = 0
@@ -234,55 +214,44 @@ class ProcessProbe:
         self.close()
         self._starts += 1
         self._child = _Child(self._source, self._starts)
-        try:
-            message = self._child.ask(None, self._start_s)
-        except BaseException:
-            self.close()  # Ctrl-C: no orphan may outlive it
-            raise
+        message = self._ask(self._child, None, self._start_s)
         if message.ready is None:
             self.close()
         return message
 
+    def _ask(self, child: _Child, request: Request | None, deadline_s: float) -> Message:
+        try:
+            return child.ask(request, deadline_s)
+        except BaseException:
+            self.close()  # Ctrl-C: no orphan may outlive it
+            raise
+
     def _run(self, request: Request) -> Measurement | Failure:
         if self._child is None and (failure := self._start().failure) is not None:
             return failure
-        child = self._child
+        child, budget_bytes, over_budget = self._child, self._memory_budget_bytes, threading.Event()
         assert child is not None
-        try:
-            outcome = self._guarded(child, request)
-        except BaseException:
-            self.close()
-            raise
-        if child.is_lost or (isinstance(outcome, Failure) and needs_new_process(outcome)):
-            self.close()
-        return outcome
-
-    def _guarded(self, child: _Child, request: Request) -> Measurement | Failure:
-        over_budget = threading.Event()
 
         def on_memory_limit() -> None:
             over_budget.set()
             child.kill()
 
-        with MemoryGuard(child.pid, self._memory_budget_bytes, on_memory_limit):
-            message = child.ask(request, request.plan.deadline_s)
-        if over_budget.is_set():
-            child.is_lost = True  # also where the burst was over by then: the next one needs a new process
-            return failure_of_memory_guard(request.config, self._memory_budget_bytes)
-        if message.measurement is not None:
-            return message.measurement
+        with MemoryGuard(child.pid, budget_bytes, on_memory_limit):
+            message = self._ask(child, request, request.plan.deadline_s)
+        if over_budget.is_set():  # also where the burst was over by then: the next one needs a new process
+            message = Message(failure=failure_of_memory_guard(request.config, budget_bytes))
         failure = message.failure
-        assert failure is not None
+        if over_budget.is_set() or child.is_lost or (failure is not None and needs_new_process(failure)):
+            self.close()
+        if failure is None:
+            assert message.measurement is not None
+            return message.measurement
         if message.ends_run:
             raise WorkloadError(failure.message, failure.traceback or "")
-        others = ", ".join(each.name for each in threading.enumerate() if each is not threading.main_thread())
-        if (
-            failure.kind == "deadline"
-            and isinstance(self._source, Workload)
-            and others
-            and not request.config.num_workers
-        ):
-            raise WorkloadError(THREADS.format(message=failure.message, names=others))
+        if failure.kind == "deadline" and isinstance(self._source, Workload) and not request.config.num_workers:
+            others = ", ".join(each.name for each in threading.enumerate() if each is not threading.main_thread())
+            if others:
+                raise WorkloadError(THREADS.format(message=failure.message, names=others))
         return failure
 
 
@@ -297,13 +266,13 @@ class _Child:
             held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             self._process: subprocess.Popen[bytes] | psutil.Process
             if isinstance(source, Workload):
-                output = self._output.fileno()
-                pid = child.fork(source, theirs.fileno(), output, self._scratch, seed)
+                pid = child.fork(source, theirs.fileno(), self._output.fileno(), self._scratch, seed)
                 self._process = psutil.Process(pid)
             else:
                 self._process = self._spawned(source, theirs.fileno(), seed)
             held.callback(self._process.wait)
             held.callback(self.kill)
+            self.pid = self._process.pid
             held.enter_context(ended_with_us(self.pid, self._scratch))
             theirs.close()
             self._connection = Connection(ours.detach())
@@ -315,16 +284,11 @@ class _Child:
                 self._ends.append(os.pidfd_open(self.pid))
                 held.callback(os.close, self._ends[0])
             self._held = held.pop_all()
-        self._phase: FailurePhase = "start"
         self.is_lost = False
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def ask(self, request: Request | None, deadline_s: float) -> Message:
         """The answer to a request, or the first word of a new child; a failure where none comes in time or the process dies."""
-        self._phase = "start"
+        self._phase: FailurePhase = "start"
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the child writes on at the same offset
         try:
@@ -359,21 +323,18 @@ class _Child:
     def _hang(self, deadline_s: float) -> Message:
         self.is_lost = True
         message = f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}"
-        traceback = self._last_words() or None
-        return Message(failure=Failure(kind="deadline", phase=self._phase, message=message, traceback=traceback))
+        words = self._last_words() or None
+        return Message(failure=Failure(kind="deadline", phase=self._phase, message=message, traceback=words))
 
     def _death(self) -> Message:
-        self.is_lost = True
-        code = None
-        with contextlib.suppress(*STILL_RUNS):
+        self.is_lost, code = True, None
+        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
             code = self._process.wait(DEATH_S)
         return Message(failure=failure_of_death(code, self._phase, self._last_words()))
 
     def _last_words(self) -> str:
-        with contextlib.suppress(OSError, ValueError):
-            output, size = self._output.fileno(), os.fstat(self._output.fileno()).st_size
-            return os.pread(output, LAST_WORDS_BYTES, max(0, size - LAST_WORDS_BYTES)).decode(errors="replace")
-        return ""
+        output, size = self._output.fileno(), os.fstat(self._output.fileno()).st_size
+        return os.pread(output, LAST_WORDS_BYTES, max(0, size - LAST_WORDS_BYTES)).decode(errors="replace")
 
     def kill(self) -> None:
         """Kill the process and its group at once."""

@@ -84,10 +84,6 @@ class Message:
     ends_run: bool = False
     """Whether no other configuration would be without that failure."""
 
-    @classmethod
-    def of(cls, outcome: Measurement | Failure) -> Message:
-        return cls(failure=outcome) if isinstance(outcome, Failure) else cls(measurement=outcome)
-
 
 def send(connection: Connection, record: Request | Message) -> None:
     connection.send_bytes(msgspec.msgpack.encode(record))

@@ -31,13 +31,18 @@ MOST_TOLD = 6
 """Modules' values that a note names."""
 NOT_READ = {*sys.stdlib_module_names, "autotune_loader", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"}
 """Modules whose values are not looked at: torch's have a table, and functions of `__main__` bring theirs."""
+MODES = ("default", "warn", "error")
+"""Of deterministic algorithms."""
 PLAIN = (bool, int, float, str, bytes, types.NoneType)
 BACKENDS = (
-    "cudnn.benchmark", "cudnn.deterministic", "cudnn.enabled", "cudnn.allow_tf32",
-    # The second exists since torch 2.9. A setting that was given by one of them cannot be read by the other.
-    "cuda.matmul.allow_tf32", "cuda.matmul.fp32_precision",
-)  # fmt: skip
-"""Attributes of `torch.backends`."""
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "cudnn.enabled",
+    "cudnn.allow_tf32",
+    "cuda.matmul.allow_tf32",
+    "cuda.matmul.fp32_precision",
+)
+"""Attributes of `torch.backends`. The last exists since torch 2.9: what was given by it cannot be read by its older name."""
 _Setting: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], Any]]"
 """How it is read and how it is written."""
 
@@ -120,13 +125,11 @@ def _is_plain(value: Any, deepest: int = DEEPEST) -> bool:
 def _put(module: Any, key: str, value: Any) -> None:
     """Set a value; a container in place, since others may have imported it."""
     present = vars(module).get(key)
-    if type(present) is type(value) and isinstance(value, (dict, set)):
-        present.clear()
-        present.update(value)
-    elif type(present) is type(value) and isinstance(value, list):
-        present[:] = value
-    else:
+    if type(present) is not type(value) or not isinstance(value, (dict, set, list)):
         setattr(module, key, value)
+        return
+    present.clear()
+    present.extend(value) if isinstance(value, list) else present.update(value)
 
 
 # torch
@@ -145,19 +148,16 @@ def set_torch(values: Mapping[str, Any]) -> list[str]:
     changed, table = [], _table()
     for name, value in values.items():
         if name in table and _read(table[name]) != value:
-            with contextlib.suppress(
-                RuntimeError, ValueError
-            ):  # an older name of a setting that was given by its newer one
+            with contextlib.suppress(RuntimeError, ValueError):  # an older name
                 table[name][1](value)
                 changed.append(f"{name}={value}")
     return changed
 
 
 def _read(setting: _Setting) -> Any:
-    try:
+    with contextlib.suppress(RuntimeError, AttributeError):  # an older name
         return setting[0]()
-    except (RuntimeError, AttributeError):  # torch refuses the older name of a setting that was given by its newer one
-        return None
+    return None
 
 
 def _table() -> dict[str, _Setting]:
@@ -165,15 +165,16 @@ def _table() -> dict[str, _Setting]:
     table: dict[str, _Setting] = {
         "grad_mode": (torch.is_grad_enabled, torch._C._set_grad_enabled),
         "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        "deterministic_algorithms": (_deterministic, torch.set_deterministic_debug_mode),
+        "deterministic_algorithms": (
+            lambda: MODES[torch.get_deterministic_debug_mode()],
+            torch.set_deterministic_debug_mode,
+        ),
         "default_device": (lambda: str(torch.get_default_device()), torch.set_default_device),
         "default_dtype": (
             lambda: _name(torch.get_default_dtype()),
             lambda name: torch.set_default_dtype(getattr(torch, name)),
         ),
         "sharing_strategy": (sharing.get_sharing_strategy, sharing.set_sharing_strategy),
-        "autocast.cpu": _autocast("cpu"),
-        "autocast.cuda": _autocast("cuda"),
     }
     for name in BACKENDS:
         place, _, last = name.rpartition(".")
@@ -183,22 +184,6 @@ def _table() -> dict[str, _Setting]:
     if cv2 is not None and hasattr(cv2, "setNumThreads"):
         table["cv2.threads"] = cv2.getNumThreads, cv2.setNumThreads
     return table
-
-
-def _deterministic() -> str:
-    return ("default", "warn", "error")[torch.get_deterministic_debug_mode()]
-
-
-def _autocast(device: str) -> _Setting:
-    def read() -> str:
-        return _name(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
-
-    def write(name: str) -> None:
-        torch.set_autocast_enabled(device, name != "off")
-        if name != "off":
-            torch.set_autocast_dtype(device, getattr(torch, name))
-
-    return read, write
 
 
 def _name(dtype: torch.dtype) -> str:

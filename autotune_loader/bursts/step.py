@@ -61,8 +61,6 @@ class TrainingStep:
     device: torch.device
     moves: bool = False
     """Whether batches are brought to the device before the step, and not by it."""
-    is_own: bool = False
-    """Whether it is the user's `train_step`."""
     notes: list[str] = field(default_factory=list)
     """What the user should know of it; complete once a batch was trained on."""
 
@@ -117,7 +115,7 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
         for name in side.compiled:
             model.get_submodule(name).compile()
     form = _form_of(side, first_batch)
-    step = TrainingStep(lambda batch: None, form.name, device, device.type != "cpu" and not form.is_own, form.is_own)
+    step = TrainingStep(lambda batch: None, form.name, device, device.type != "cpu" and not form.is_own)
     step.train = _Training(side, form, step)
     return step
 
@@ -145,8 +143,6 @@ class _Training:
             cause = textwrap.shorten(next(iter(str(error).splitlines()), ""), LONGEST_CAUSE, placeholder="...")
             said = f"`{form.name}`, as {form.batch} was read, failed with {type(error).__name__}: {cause}; {ASKS}"
             raise StepInferenceError(said) from error
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            torch.clear_autocast_cache()  # as the end of a `with torch.autocast` around the step does
 
     def _learn(self, loss: Any, step: TrainingStep) -> None:
         """See at the first batch what the form leaves to do, and do it."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import inspect
 import mmap
 import multiprocessing
 import os
@@ -130,8 +131,12 @@ def cut_channels(keep: Collection[int]) -> None:
     Args:
         keep: descriptors of this process's own; the standard three and those of `multiprocessing`'s books stay too.
     """
-    owner = multiprocessing.parent_process()
-    books = (getattr(resource_tracker._resource_tracker, "_fd", None), getattr(owner, "_sentinel", None))
+    owner, frame = multiprocessing.parent_process(), inspect.currentframe()
+    while frame is not None and "child_w" not in frame.f_locals:
+        frame = frame.f_back
+    # The third is the pipe by whose end `Process.join` sees this process end: it is known in a frame of `_launch` alone.
+    joined = None if frame is None else frame.f_locals["child_w"]
+    books = (getattr(resource_tracker._resource_tracker, "_fd", None), getattr(owner, "_sentinel", None), joined)
     for fd in descriptors(FIRST_OWN_FD):
         if fd in keep or fd in books:
             continue

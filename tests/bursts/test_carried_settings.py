@@ -25,7 +25,6 @@ CHANGES: dict[str, Any] = {
     "sharing_strategy": "file_system",
     "cudnn.benchmark": True,
     "cudnn.allow_tf32": False,
-    "autocast.cpu": "bfloat16",
     "grad_mode": False,
     "cv2.threads": 0,
 }

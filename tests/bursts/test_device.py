@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autotune_loader.bursts.bench import warm_up
-from autotune_loader.bursts.loop import Cached, OpenLoader, Run, run_burst
+from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader, run_burst
 from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.values.config import LoaderConfig
@@ -114,7 +114,7 @@ def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1):
     timeline = FakeTimeline(clock, clock.sleep, copy_s)
     step = step_on(timeline, step_s, 0.0 if ahead else copy_s, host_s)
     config = LoaderConfig(num_workers=workers, device_prefetch=ahead)
-    run, open_loader = Run(Request(what="burst", plan=PLAN, config=config), step, timeline), OpenLoader()
+    run, open_loader = LoopRun(Request(what="burst", plan=PLAN, config=config), step, timeline), OpenLoader()
     run.begin(open_loader, IterableLoader(batches_of(clock, fetch_s, workers)))
     run.deliver(open_loader.iterator)
     while not run.knows_enough():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from typing import Any
 
@@ -37,6 +38,11 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.full((2 if key in self.odd else 1,), float(key))
 
 
+class Exiting(Numbers):
+    def __getitem__(self, key: int) -> torch.Tensor:
+        return super().__getitem__(key) if key != 21 else sys.exit(3)
+
+
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Any:
         yield from torch.arange(10.0)
@@ -48,6 +54,7 @@ class Stream(IterableDataset[torch.Tensor]):
     [
         (Numbers(bad=(3,)), {"sampler": range(64)}, "sample 3 raises ValueError: broken image 3"),  # in the first batch
         (Numbers(bad=(21,)), {}, "sample 21 raises ValueError: broken image 21"),
+        (Exiting(), {}, "sample 21 raises SystemExit: 3"),
         (Numbers(odd=(42,)), {}, "RuntimeError: stack expects each tensor to be equal size"),
         (Stream(), {}, "the sample after 10 of a process's stream raises OSError: connection lost"),
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +135,16 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
     code = "from autotune_loader.machine.elsewhere import die_with_parent; die_with_parent(1 << 22); print('lives')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (1, "")
+
+
+def test_a_forked_process_that_has_cut_its_channels_is_joined_when_it_ends_and_not_before() -> None:
+    def live() -> None:
+        elsewhere.cut_channels([])
+        time.sleep(1000)
+
+    process = multiprocessing.get_context("fork").Process(target=live)
+    process.start()
+    process.join(0.5)  # WHEN the time is over it returns
+    assert process.is_alive()
+    process.kill()
+    process.join()
