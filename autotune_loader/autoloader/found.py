@@ -13,9 +13,8 @@ from autotune_loader.pipeline.site import Site
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement, averaged
+from autotune_loader.values.measurement import Measurement, Trial, averaged
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Trial
 
 
 @dataclass(eq=False, kw_only=True)

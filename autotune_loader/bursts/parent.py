@@ -42,8 +42,7 @@ from autotune_loader.machine.scratch import scratch_root
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, FailurePhase, Measurement, MemoryUse
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure, FailurePhase, Measurement, MemoryUse
 
 START_DEADLINE_S = 120.0
 """Generous: torch may come from a network file system, the first sample from a cold bucket."""

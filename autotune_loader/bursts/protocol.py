@@ -13,8 +13,7 @@ from typing import Literal, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure, FailurePhase, Measurement
 
 T = TypeVar("T")
 Announce: TypeAlias = "Callable[[FailurePhase], None]"

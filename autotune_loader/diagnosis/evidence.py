@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import FailureKind, Measurement
+from autotune_loader.values.measurement import FailureKind, Measurement, Trial
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
-from autotune_loader.values.trial import Trial
 
 SAME_RATE = 0.05
 """Bursts whose rates differ by less are no faster than each other."""

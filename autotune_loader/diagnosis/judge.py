@@ -23,7 +23,7 @@ CHEAPER = {
     "read": ": larger pieces, or files that need no parsing",
     "collate": ": fewer and larger tensors",
 }
-NO_LINES = (HAND_OVER, "other threads", "rest")
+NO_LINES = (HAND_OVER, "other threads")
 """Stages that are no lines of the user's."""
 
 

@@ -20,10 +20,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Literal, NamedTuple
 
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Measurement
 from autotune_loader.values.statistics import (
     Z_95,
     Interval,
@@ -67,8 +67,8 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
     inside = traces[window.first :]
     window_s = inside[-1].step_end - traces[window.first - 1].step_end
     rate = _sustained(traces, workers, window)
-    step_s = _mean([trace.step_s for trace in inside])
-    batch_size = _mean([trace.samples for trace in inside])
+    step_s = fmean(trace.step_s for trace in inside)
+    batch_size = fmean(trace.samples for trace in inside)
     return Measurement(
         samples_per_s=rate,
         samples=sum(trace.samples for trace in inside),
@@ -78,9 +78,9 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
         first_batch_s=traces[0].collate_end - started + traces[0].receive_s,
         # Summed up over a short window instead, waiting depends on how full the queues were when it opened.
         wait_share=min(max(0.0, 1 - rate.value / batch_size * step_s), 1.0),
-        service_s=_mean([trace.service_s for trace in inside]),
-        service_cpu_s=_mean([trace.cpu_s for trace in inside]),
-        receive_s=_mean([trace.receive_s for trace in inside]),
+        service_s=fmean(trace.service_s for trace in inside),
+        service_cpu_s=fmean(trace.cpu_s for trace in inside),
+        receive_s=fmean(trace.receive_s for trace in inside),
         step_s=step_s,
     )
 
@@ -94,9 +94,9 @@ def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
     if not workers or len(inside) < 2 * workers:
         return 0.0
     first, last = inside[:workers], inside[-workers:]
-    grown_s = _mean([trace.received - trace.collate_end for trace in last])
-    grown_s -= _mean([trace.received - trace.collate_end for trace in first])
-    return grown_s / (_mean([trace.step_end for trace in last]) - _mean([trace.step_end for trace in first]))
+    grown_s = fmean(trace.received - trace.collate_end for trace in last)
+    grown_s -= fmean(trace.received - trace.collate_end for trace in first)
+    return grown_s / (fmean(trace.step_end for trace in last) - fmean(trace.step_end for trace in first))
 
 
 def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | None:
@@ -148,11 +148,11 @@ def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> I
     if window.stock == "left" and made.value < rate.value:
         return replace(made, count=rate.count)
     inside = traces[window.first :]
-    consumer_s = _mean([trace.receive_s + trace.step_s for trace in inside])
-    if made.value * consumer_s > HOLDING_UP * _mean([trace.samples for trace in inside]):
+    consumer_s = fmean(trace.receive_s + trace.step_s for trace in inside)
+    if made.value * consumer_s > HOLDING_UP * fmean(trace.samples for trace in inside):
         return rate
     if window.stock == "none":
-        made = _made(traces, workers, _mean(_pauses_s(traces, since=inside[0].requested)))
+        made = _made(traces, workers, fmean(_pauses_s(traces, since=inside[0].requested)))
     return _middle(rate, made)
 
 
@@ -192,7 +192,7 @@ def _consumed(traces: Sequence[BatchTrace], workers: int, first: int) -> Interva
     seconds = [after.step_end - before.step_end for before, after in pairwise(ends)]
     # With strides of whole rounds the bursts of W no longer show.
     period = round_ if stride == 1 else 1
-    return _rate(correlated_mean_interval(seconds, period), _mean(sizes) * stride, count)
+    return _rate(correlated_mean_interval(seconds, period), fmean(sizes) * stride, count)
 
 
 def _made_at_best(traces: Sequence[BatchTrace], workers: int) -> Interval:
@@ -214,7 +214,7 @@ def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interva
     cycles = mean_interval([trace.service_s for trace in seen])
     extra_s = _slowest_mean_s(seen) - cycles.value + pause_s
     shifted = replace(cycles, value=cycles.value + extra_s, low=cycles.low + extra_s, high=cycles.high + extra_s)
-    return _rate(shifted, workers * _mean([trace.samples for trace in seen]), len(seen))
+    return _rate(shifted, workers * fmean(trace.samples for trace in seen), len(seen))
 
 
 def _pauses_s(traces: Sequence[BatchTrace], since: float = -math.inf) -> list[float]:
@@ -230,15 +230,15 @@ def _pauses_s(traces: Sequence[BatchTrace], since: float = -math.inf) -> list[fl
 
 def _slowest_mean_s(traces: Sequence[BatchTrace]) -> float:
     """Mean service of the worker that delivery in order waits for; that of all unless one is shown to be slower."""
-    mean_s, by_worker = _mean([trace.service_s for trace in traces]), dict[int, list[float]]()
+    mean_s, by_worker = fmean(trace.service_s for trace in traces), dict[int, list[float]]()
     for trace in traces:
         by_worker.setdefault(trace.worker, []).append(trace.service_s)
-    worst = max(by_worker.values(), key=_mean)
+    worst = max(by_worker.values(), key=fmean)
     if len(worst) < 3:
         return mean_s
     # The slowest of many was picked for being slow: each of them had its chance of an extreme mean.
     is_slower = mean_interval(worst, 1 - 2 * SLOWER_BY_CHANCE / len(by_worker)).low > mean_s
-    return _mean(worst) if is_slower else mean_s
+    return fmean(worst) if is_slower else mean_s
 
 
 def _rate(seconds: Interval, samples: float, count: int) -> Interval:
@@ -249,7 +249,3 @@ def _rate(seconds: Interval, samples: float, count: int) -> Interval:
         half = student_t_quantile(0.975, 1)
     value = samples / seconds.value
     return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=count)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -75,7 +75,7 @@ class Comparison:
         """How many times as fast as the first side each other one is, from paired rounds; sides that failed are not in it."""
         first, sure = self.sides[0].name, 1 - (1 - SURE) / max(1, len(self.sides) - 1)
         others = [name for name in self.rates if name != first and log_ratios(self.rounds, name, first)]
-        effects = Effects.of(self.rounds) if others else None
+        effects = Effects(self.rounds) if others else None
         return {} if effects is None else {name: effects.ratio(name, first, sure) for name in others}
 
     def report(self) -> str:

@@ -14,11 +14,10 @@ from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
 from autotune_loader.results.record import Finding, FoundBy, RateUnit, Status
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement, averaged
+from autotune_loader.values.measurement import Measurement, Trial, averaged
 from autotune_loader.values.serialization import from_plain, to_plain, write_json
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Trial
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
@@ -210,7 +209,7 @@ class TuningResult:
         own = replace(self, trials=tuple(map(_told, self.trials)))
         kept = {each.name: _sparse(getattr(own, each.name)) for each in fields(self) if each.name not in NOT_IN_FILE}
         kept["tuned_at"] = self.tuned_at or datetime.now(timezone.utc).isoformat(timespec="seconds")
-        extras = {**self.best.to_extras(), "batch_size": self.best.batch_size}
+        extras = {name: getattr(self.best, name) for name in ("device_prefetch", "batch_size")}
         plain: dict[str, Any] = to_plain(
             {
                 "schema_version": SCHEMA_VERSION,

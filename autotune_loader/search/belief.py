@@ -22,8 +22,8 @@ from autotune_loader.search.space import UNMODELLED, Context, Space
 from autotune_loader.search.sufficiency import sufficient, with_sufficiency
 from autotune_loader.search.twin import Solved, Twin
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Trial
 from autotune_loader.values.statistics import Z_95
-from autotune_loader.values.trial import Trial
 
 MODEL_SD = 0.06
 """Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %)."""
@@ -107,21 +107,11 @@ class Belief:
         """What it is expected to lose against the best of all, relatively."""
         return float(self.draws.losses[:, self._where(config)].mean())
 
-    def ratio(self, one: LoaderConfig, other: LoaderConfig) -> tuple[float, float]:
-        """Mean and standard deviation of ln(rate of the one / rate of the other)."""
-        return self.draws.ratio(self._where(one), self._where(other))
-
     def predicted(self, config: LoaderConfig) -> float | None:
         """Samples/s that are expected; None before anything was measured, and of what is not in the grid."""
         if not self._seen or config.key() not in self.configs:
             return None
         return math.exp(float(self.draws.paths[:, self._where(config)].mean()))
-
-    @property
-    def is_safe(self) -> bool:
-        """Whether the choice is within the tolerance of the best, almost certainly."""
-        choice = self.choice
-        return choice is not None and self.probability(choice) >= SAFE
 
     # What to measure
 
@@ -140,7 +130,7 @@ class Belief:
         wanted = self.choice_of(self.configs)
         if wanted.key() not in self._proven and wanted.key() not in taken:
             return wanted
-        if self.is_safe:
+        if self.probability(choice) >= SAFE:
             return None
         gains = self.draws.knowledge_gradient(self._where(choice))
         untried = [index for index, config in enumerate(self.configs) if config not in taken]

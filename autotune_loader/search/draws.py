@@ -81,11 +81,6 @@ class Draws:
         within: Floats = (self.losses <= tolerance).mean(axis=0)
         return within
 
-    def ratio(self, one: int, other: int) -> tuple[float, float]:
-        """Mean and standard deviation of ln(rate of the one / rate of the other)."""
-        logs = self.paths[:, one] - self.paths[:, other]
-        return float(logs.mean()), float(logs.std())
-
     def knowledge_gradient(self, chosen: int) -> Floats:
         """By how much a burst of each is expected to raise the rate of what is chosen then, beside what is known already.
 

@@ -30,8 +30,6 @@ class Observation:
     """What one traced burst tells the twin. The sample arrays may differ in length: each is cleaned on its own."""
 
     num_workers: int
-    prefetch_factor: int
-    """Batches each worker was handed ahead; 1 without workers."""
     service_s: Floats
     """Wall seconds of fetch and collate, one per warm batch."""
     cpu_s: Floats
@@ -58,7 +56,6 @@ class Observation:
         """
         seen = cls(
             num_workers=config.num_workers,
-            prefetch_factor=config.prefetch_factor or 1,
             service_s=np.array([measurement.service_s]),
             cpu_s=np.array([measurement.service_cpu_s]),
             receive_s=np.array([measurement.receive_s]),

@@ -221,7 +221,7 @@ class Rounds:
         return means[side] >= NEAR_CEILING * ceiling
 
     def _effects(self) -> Effects:
-        return Effects.of([each for each in self.rounds if each.rates])
+        return Effects([each for each in self.rounds if each.rates])
 
     def _draws(self, sides: Sequence[Any]) -> Draws:
         """What is believed of some sides that ran: by all that is known, or by the rounds alone."""

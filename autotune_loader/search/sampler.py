@@ -29,10 +29,9 @@ from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values.measurement import Failure, Measurement, Trial
 from autotune_loader.values.serialization import from_plain, to_plain
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Trial
 
 RECORD = "autotune_loader"
 """Attribute of an Optuna trial: the JSON text of its record."""
@@ -152,9 +151,6 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     ) -> Any:
         """What was enqueued in part, or what an objective asks beside the space, is drawn at random."""
         return self._random.sample_independent(study, trial, param_name, param_distribution)
-
-    def reseed_rng(self) -> None:
-        self._random.reseed_rng()
 
     def _elsewhere(self, study: optuna.Study) -> list[LoaderConfig]:
         """What other processes, or threads of this one, measure at this moment."""

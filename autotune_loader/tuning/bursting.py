@@ -15,9 +15,7 @@ from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.search.space import Context
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.plan import CEILING_BURST, BurstPlan
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.measurement import CEILING_BURST, BurstPlan, Failure, Measurement, Trial
 
 SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
 """One burst of the search: it need only rank and feed the twin; the rounds measure."""

@@ -25,8 +25,7 @@ from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import make_context
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, Measurement, averaged
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.measurement import Failure, Measurement, Trial, averaged
 
 if TYPE_CHECKING:
     import torch

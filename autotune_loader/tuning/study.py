@@ -27,8 +27,7 @@ from autotune_loader.tuning.bursting import Budget, Bursts, run_rounds
 from autotune_loader.tuning.run import Run
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import without_password
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.measurement import Measurement, Trial
 
 if TYPE_CHECKING:
     import optuna

@@ -116,10 +116,6 @@ class LoaderConfig:
                 kwargs["multiprocessing_context"] = self.multiprocessing_context
         return kwargs
 
-    def to_extras(self) -> dict[str, Any]:
-        """The settings that are not arguments of `DataLoader`."""
-        return {"device_prefetch": self.device_prefetch}
-
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain JSON values; the inverse of `from_dict`."""
         return asdict(self)

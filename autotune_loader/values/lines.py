@@ -38,12 +38,8 @@ class Line(NamedTuple):
         if "ipykernel" in self.file or self.file.startswith("<"):
             return f"cell:{self.number}"
         relative = os.path.relpath(os.path.join(_STARTED_IN, self.file), _STARTED_IN)  # noqa: PTH118
-        return f"{self.base if relative.startswith('..') else relative}:{self.number}"
-
-    @property
-    def base(self) -> str:
-        """The file's name without its folders."""
-        return os.path.basename(self.file)  # noqa: PTH119
+        named = os.path.basename(self.file) if relative.startswith("..") else relative  # noqa: PTH119
+        return f"{named}:{self.number}"
 
 
 def users_line(frame: FrameType | None, *, libraries: bool = False) -> Line | None:

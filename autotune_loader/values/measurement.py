@@ -1,15 +1,17 @@
-"""What one burst measured, or how it failed.
+"""One burst: how it is to be run, what it measured or how it failed, and the configuration that it is a trial of.
 
 Times are seconds, sizes are bytes, shares lie between 0 and 1. `None` means "not measured"; zero is a measurement.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, Literal
 
+from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.statistics import Interval, mean_interval
 from autotune_loader.values.trace import BatchTrace
@@ -31,6 +33,30 @@ FailureKind = Literal[
 AVERAGED = ("wait_share", "service_s", "service_cpu_s", "receive_s", "step_s", "cpu_share", "foreign_cpu_share")
 """Of several bursts."""
 FailurePhase = Literal["plan", "start", "first_batch", "batches", "step", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurstPlan:
+    """How one burst is to be run."""
+
+    max_s: float = 2.0
+    """Longest time the timed window may last, in seconds."""
+    min_s: float = 0.3
+    """Shortest timed window, in seconds."""
+    relative_error: float = 0.02
+    """The window closes early once the rate's 95 % half-width, relative to the rate, is below this."""
+    seed: int = 0
+    """Where a probe that is started for this burst begins to read; every burst reads on where the one before it stopped."""
+    deadline_s: float = 60.0
+    """The burst fails when it has not answered after this many seconds, start-up included."""
+    stages: bool = False
+    """Watch in the workers where the time of a sample goes."""
+    prefill_s: float = 0.0
+    """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""
+
+
+CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
+"""The step alone, on a batch that lies ready: more exact than a burst of the search, because it bounds them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +148,52 @@ class Failure:
     """Whether the same configuration may well work the next time."""
     traceback: str | None = None
     """The user's own traceback, where user code raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One burst of one configuration: exactly one of `measurement` and `failure` is there."""
+
+    number: int
+    """Of a burst of the search that of its trial in the Optuna study; of a paired round its position in the result."""
+    config: LoaderConfig
+    """As it ran."""
+    round: int | None = None
+    """Number of the paired round that it was run in, from 0; None for the search. Bursts of one round ran in turns."""
+    measurement: Measurement | None = None
+    failure: Failure | None = None
+    predicted_samples_per_s: float | None = None
+    """What was expected before the burst, where anything was."""
+    seconds: float = 0.0
+    """Wall seconds the trial took, start-up and shutdown included."""
+
+    def __post_init__(self) -> None:
+        if (self.measurement is None) == (self.failure is None):
+            raise ValueError(f"trial {self.number} needs exactly one of measurement and failure")
+
+    @classmethod
+    def of(cls, number: int, config: LoaderConfig, outcome: Measurement | Failure, **more: float | None) -> Trial:
+        """The trial with this outcome; `more` are other fields."""
+        is_measured = isinstance(outcome, Measurement)
+        kept = {"measurement" if is_measured else "failure": outcome}
+        return cls(number=number, config=config, **kept, **more)  # type: ignore[arg-type]
+
+    @property
+    def outcome(self) -> Measurement | Failure:
+        """What came of it."""
+        found = self.measurement or self.failure
+        assert found is not None
+        return found
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """The measured rate; None when the trial failed."""
+        return self.measurement.samples_per_s.value if self.measurement else None
+
+    @property
+    def log_rate(self) -> float | None:
+        """Logarithm of the rate; None where nothing was delivered."""
+        return math.log(self.samples_per_s) if self.samples_per_s else None
 
 
 def averaged(bursts: Sequence[Measurement]) -> Measurement:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 
 _UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 SHORTEST_BUDGET_S = 1.0
@@ -51,13 +50,10 @@ def parse_seconds(name: str, value: object) -> float:
     works = f"{name}='60s' would work"
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f"{name}={value!r} is neither seconds nor a text such as '60s'; {works}")
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].lower() not in _UNITS_S:
-            raise ValueError(f"{name}={value!r} cannot be read (units: {', '.join(filter(None, _UNITS_S))}); {works}")
-        seconds = float(match[1]) * _UNITS_S[match[2].lower()]
-    else:  # an integer may be too long for a float, which then could only be infinite
-        seconds = float("inf") if abs(value) > sys.float_info.max else float(value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2].lower() not in _UNITS_S:
+        raise ValueError(f"{name}={value!r} cannot be read (units: {', '.join(filter(None, _UNITS_S))}); {works}")
+    seconds = float(match[1]) * _UNITS_S[match[2].lower()]
     if not SHORTEST_BUDGET_S <= seconds < float("inf"):
         raise ValueError(f"{name}={value!r} is not at least {SHORTEST_BUDGET_S:.0f} s; {works}")
     return seconds

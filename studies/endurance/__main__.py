@@ -34,8 +34,7 @@ from autotune_loader.bursts.settings import Settings
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure, Measurement
 from studies.endurance.faults import MIX, workload
 from studies.workloads import Items
 from tests.support.bursts import orphaned_segments

@@ -18,9 +18,7 @@ from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.search.predict import Prediction, predict
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.plan import CEILING_BURST, BurstPlan
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.measurement import CEILING_BURST, BurstPlan, Failure, Measurement, Trial
 from studies.regret import at
 from studies.workloads import WORKLOADS, workload_of
 

@@ -26,8 +26,7 @@ from functools import cache, partial
 from autotune_loader.diagnosis.units import is_claimed
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Measurement
 from autotune_loader.values.statistics import Interval
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 

@@ -28,8 +28,7 @@ from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.bursting import SEARCH_BURST
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.plan import CEILING_BURST
+from autotune_loader.values.measurement import CEILING_BURST, Failure
 from autotune_loader.values.statistics import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
 from studies.gpu.training import Loop, Rate

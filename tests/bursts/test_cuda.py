@@ -16,8 +16,7 @@ from autotune_loader import tune
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure
 from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]

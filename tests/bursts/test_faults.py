@@ -24,7 +24,7 @@ from autotune_loader.bursts.packing import Payload
 from autotune_loader.bursts.parent import ProcessProbe
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan
 from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, failed, measured, workload
 
 PLAN = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)

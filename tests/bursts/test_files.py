@@ -22,7 +22,7 @@ from autotune_loader.bursts import files
 from autotune_loader.bursts.files import refused_path
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
 
 ROWS = [torch.rand(4) for _ in range(64)]

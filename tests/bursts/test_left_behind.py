@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from autotune_loader.bursts import parent
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
 
 pytestmark = pytest.mark.process
@@ -39,7 +39,7 @@ def wait_until(holds: Callable[[], Any]) -> Any:
 # A run in the midst of a burst with workers, and a program that its dataset has started. It says which processes these are.
 RUNNING = """
 import os, subprocess, sys, threading, time, psutil, torch
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan
 from tests.support.bursts import ONE_WORKER, opened, workload
 
 class Rows:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from autotune_loader.bursts.checks import workers_repeat_each_other
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan
 from tests.support.bursts import ALONE, ONE_WORKER, failed, measured, opened, workload
 
 pytestmark = pytest.mark.process

@@ -11,8 +11,8 @@ from report.example import KILLED, synthetic_result
 
 from autotune_loader.report.progress import make_progress
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Trial
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Trial
 
 NONE, FOUR = LoaderConfig(), LoaderConfig(num_workers=4, prefetch_factor=4)
 FAILED = Trial(number=3, config=LoaderConfig(num_workers=16), failure=KILLED)

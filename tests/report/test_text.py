@@ -14,9 +14,8 @@ from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
+from autotune_loader.values.measurement import Failure, Measurement, MemoryUse, Trial
 from autotune_loader.values.statistics import Interval, Round
-from autotune_loader.values.trial import Trial
 
 
 def ran(number: int, config: LoaderConfig, rate: float | Failure, round_number: int | None = None) -> Trial:

@@ -18,10 +18,8 @@ from autotune_loader.search.draws import PATHS, Draws
 from autotune_loader.search.rounds import MAX_FAILURES, MOST_ROUNDS, Rounds, RoundsEnd, RoundsOutcome
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, Trial
 from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trial import Trial
 from tests.support.clock import FakeClock
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe

@@ -12,9 +12,7 @@ import pytest
 from autotune_loader.search.sampler import RECORD, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.plan import BurstPlan
-from autotune_loader.values.trial import Trial
+from autotune_loader.values.measurement import BurstPlan, Failure, Trial
 from tests.support.clock import FakeClock
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe

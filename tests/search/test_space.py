@@ -19,8 +19,7 @@ from autotune_loader.search.space import (
     Space,
 )
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import GpuUse, MemoryUse
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, GpuUse, MemoryUse
 from tests.support.clock import FakeClock
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe

@@ -18,11 +18,9 @@ from autotune_loader.search.queue import simulate
 from autotune_loader.search.space import Context
 from autotune_loader.search.twin import Twin
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement, MemoryUse
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Measurement, MemoryUse, Trial
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import BatchTrace
-from autotune_loader.values.trial import Trial
 from tests.support.clock import FakeClock
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe
@@ -128,7 +126,7 @@ def observation(
 ) -> Any:
     bound = max(workers, 1) / service if workers else 1 / (service + receive + step)
     return Observation(
-        num_workers=workers, prefetch_factor=2, service_s=np.full(80, service), cpu_s=np.full(80, cpu),
+        num_workers=workers, service_s=np.full(80, service), cpu_s=np.full(80, cpu),
         receive_s=np.full(80, receive), step_s=np.full(80, step), batch_size=8.0,
         samples_per_s=8 * min(bound, 1 / (receive + step)),
     )  # fmt: skip

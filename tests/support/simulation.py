@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement, MemoryUse
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, MemoryUse
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 from tests.support.clock import FakeClock
 from tests.support.machine import BASE_BYTES, SPIKE_FACTOR, SimulatedMachine

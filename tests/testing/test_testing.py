@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 PLAN = BurstPlan(max_s=1.0, relative_error=0.0)

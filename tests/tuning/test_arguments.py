@@ -72,8 +72,8 @@ def loader(**parts: Any) -> Any:
         (SAMPLES, nn.Linear, {}, TypeError, r"model=Linear is a class; model=Linear\(...\) would work"),
         # the step
         (SAMPLES, None, {"train_step": -1}, ValueError, r"train_step=-1 is not the seconds of a step; train_step=0.05 would"),
-        (SAMPLES, None, {"train_step": len}, TypeError, r"train_step=.*which its signature does not allow; train_step=lambda"),
-        (SAMPLES, None, {"optimizer": 3}, TypeError, r"optimizer=3 has no step\(\) .*; optimizer=torch.optim.AdamW.* would"),
+        (SAMPLES, None, {"train_step": len}, TypeError, r"train_step=.*which its signature does not allow; train_step=la"),
+        (SAMPLES, None, {"optimizer": 3}, TypeError, r"optimizer=3 has no step\(\) .*; optimizer=torch.* would work"),
         (SAMPLES, None, {"loss_fn": nn.AdaptiveLogSoftmaxWithLoss}, TypeError, r"loss_fn=A.* is a class .*\(...\) would work"),
         (SAMPLES, None, {"device": "gpu:7"}, ValueError, r"device='gpu:7' is not a torch device; device='auto' would work"),
         (SAMPLES, None, {"device": "cuda:97"}, ValueError, r"device='cuda:97' is not there \(torch sees \d+\)"),
@@ -115,10 +115,9 @@ def test_what_is_wrong_is_named_with_what_would_work(
 
 
 def test_tune_has_the_arguments_that_are_promised() -> None:
-    names = (
-        "data model batch_size collate_fn worker_init_fn train_step loss_fn optimizer device budget max_workers allow "
-    )
-    assert " ".join(inspect.signature(tune).parameters) == names + "tolerance study sampler output progress"
+    parts = "data model batch_size collate_fn worker_init_fn train_step loss_fn optimizer device"
+    search = "budget max_workers allow tolerance study sampler output progress"
+    assert " ".join(inspect.signature(tune).parameters) == f"{parts} {search}"
 
 
 @pytest.mark.parametrize(("budget", "seconds"), [(60, 60), (" 60 s ", 60), ("1.5min", 90), ("5m", 300)])

@@ -18,8 +18,7 @@ from autotune_loader.search.space import Space
 from autotune_loader.tuning.assemble import assembled
 from autotune_loader.tuning.study import CHOSEN, MOST_REPEATS, ROUNDS, Search, open_study
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure, Measurement
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 from tests.support.tuned import simulated_run, simulated_search
 

@@ -19,8 +19,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.torchrun import decided, joined_ranks, slowest
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import TunerError
-from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure, Measurement
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,7 @@ from autotune_loader.diagnosis import Caution
 from autotune_loader.search.sampler import TwinSampler
 from autotune_loader.tuning.study import CHOSEN
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.plan import BurstPlan
+from autotune_loader.values.measurement import BurstPlan, Failure, Measurement
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, on_simulated_machines
 
 ROWS = TensorDataset(torch.zeros(100_000, 3), torch.zeros(100_000, dtype=torch.long))

@@ -62,9 +62,9 @@ def test_intervals_of_correlated_series_cover() -> None:
 def test_a_ratio_is_that_of_a_faster_machine_and_the_inverse_of_the_other_way_round(
     values: list[tuple[float, float]], scale: float
 ) -> None:
-    known = Effects.of(rounds_of(values))
+    known = Effects(rounds_of(values))
     forth, back = known.ratio("a", "b"), known.ratio("b", "a")
-    faster = Effects.of(rounds_of([(a * scale, b * scale) for a, b in values])).ratio("a", "b")
+    faster = Effects(rounds_of([(a * scale, b * scale) for a, b in values])).ratio("a", "b")
     assert faster.value == pytest.approx(forth.value, rel=1e-6)
     assert faster.low == pytest.approx(forth.low, rel=1e-4, abs=1e-300)
     assert forth.value * back.value == pytest.approx(1)
@@ -75,15 +75,15 @@ def test_a_ratio_is_that_of_a_faster_machine_and_the_inverse_of_the_other_way_ro
 def test_slow_rounds_cancel_and_those_that_miss_a_side_count_for_others_only() -> None:
     # GIVEN rounds between which the machine's speed changes by a factor of three, and one without "a"
     rounds = [*rounds_of([(102, 100), (306, 300), (51, 50)]), Round(rates={"b": 9.0, "c": 9.0})]
-    ratio = Effects.of(rounds).ratio("a", "b")
+    ratio = Effects(rounds).ratio("a", "b")
     assert (ratio.value, ratio.count) == (pytest.approx(1.02), 3)
     assert ratio.low < 1.02 < ratio.high
     # THEN two that never met are compared over a third, without a claim
-    apart = Effects.of(rounds).ratio("a", "c")
+    apart = Effects(rounds).ratio("a", "c")
     assert (apart.value, apart.count) == (pytest.approx(1.02), 0)
     assert not apart.is_telling
     with pytest.raises(ValueError, match="not in tuple"):
-        Effects.of(rounds).ratio("a", "d")
+        Effects(rounds).ratio("a", "d")
 
 
 def test_a_ratio_holds_at_whatever_round_one_stops() -> None:
@@ -93,15 +93,12 @@ def test_a_ratio_holds_at_whatever_round_one_stops() -> None:
         rounds: list[Round] = []
         for _ in range(12):
             rounds.append(Round(rates={key: 100.0 * math.exp(rng.gauss(0.0, 0.03)) for key in "ab"}))
-            ratio = Effects.of(rounds).ratio("a", "b")
+            ratio = Effects(rounds).ratio("a", "b")
             if len(rounds) > 1 and not ratio.low <= 1.0 <= ratio.high:
                 missed += 1
                 break
     # THEN the interval misses the truth in no more than 5 % of all runs, at any of its rounds
     assert missed <= 0.05 * 400
-    for rate in (0.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="leave a failed candidate out"):
-            Round(rates={"a": rate})
 
 
 def test_the_fastest_of_equal_ones_has_its_true_rate_in_its_interval() -> None:
@@ -112,7 +109,7 @@ def test_the_fastest_of_equal_ones_has_its_true_rate_in_its_interval() -> None:
         best = max("abcde", key=lambda key: fmean(each.rates[key] for each in rounds))
         own = mean_interval([each.rates[best] for each in rounds])
         plain += own.low <= 100.0 <= own.high
-        allowing = Effects.of(rounds).rate(best, chosen_of=5)
+        allowing = Effects(rounds).rate(best, chosen_of=5)
         selected += allowing.low <= 100.0 <= allowing.high
     # THEN its own interval misses the truth too often, and the one that allows for the choice does not
     assert plain < 0.92 * 1500
