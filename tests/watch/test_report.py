@@ -152,7 +152,6 @@ def test_a_report_says_what_was_changed_and_what_it_brought() -> None:
         (run_command, "--start-with /nope/x.json train.py", "/nope/x.json"),
         (watch_command, "--fail-if-wait ten train.py", "'ten' is no share; 5% would work"),
         (run_command, "--fail-if-wait 110% train.py", "'110%' is no share"),
-        (run_command, "--fail-if-wait -0.1 train.py", "'-0.1' is no share"),
         (watch_command, "--workers train.py", "No such option"),
     ],
 )  # fmt: skip
