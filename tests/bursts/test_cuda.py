@@ -70,9 +70,9 @@ def test_a_burst_is_timed_by_the_device_and_knows_its_memory():
     assert burst.step_s > 0.002
     assert burst.gpu.copy_s < burst.step_s
     assert ahead.gpu.copy_s > 0.0
-    assert burst.gpu.memory_bytes is not None
+    assert burst.gpu_memory_bytes is not None
     # THEN the device was at work for the share of its step in its cycle
-    assert burst.gpu.busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
+    assert burst.gpu_busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
     assert all(t.requested <= t.received <= t.step_end for t in burst.traces)
 
 
