@@ -52,7 +52,7 @@ MUTATIONS = (
     ),
     Mutation(
         "order: batches are given out again backwards", "autoloader",
-        "key=lambda item: item[0]", "key=lambda item: -item[0]", "autoloader/test_order.py -m unit",
+        "key=lambda item: item[0]", "key=lambda item: -item[0]", "autoloader/test_workers.py -k killed_workers",
     ),
     Mutation(
         "comparison: the wrong ones of the later batches are compared", "autoloader",

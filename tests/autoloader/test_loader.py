@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
-import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
 from autotune_loader.autoloader.learnt import Registry
 from autotune_loader.autoloader.log import Log, Totals
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.lines import Line
-from tests.support.schedules import Numbers, Stream
+from tests.support.schedules import Noise, Numbers, Stream, states
 
 TWO = LoaderConfig(num_workers=2)
 
@@ -102,25 +101,8 @@ def test_when_workers_may_be_used(arguments: dict[str, Any], kept: str) -> None:
 
 def test_who_wraps_a_loader_that_asked_for_none_gets_none() -> None:
     assert AutoLoader(DataLoader(Numbers(8))).kept.kind == "no_consent"  # type: ignore[union-attr]
+    assert AutoLoader(Stream(9)).kept.kind == "iterable"  # type: ignore[union-attr]
     assert AutoLoader(DataLoader(Numbers(8)), workers=True).kept.kind == "too_short"  # type: ignore[union-attr]
-
-
-def test_a_stream_is_read_by_torchs_own_iterator() -> None:
-    loader = AutoLoader(Stream(9), batch_size=2)
-
-    assert type(iter(loader)) is type(iter(DataLoader(Stream(9))))
-    assert loader.kept is not None
-    assert loader.kept.kind == "iterable"
-    assert isinstance(loader.dataset, IterableDataset)
-
-
-def test_copies_and_pickles_begin_anew() -> None:
-    loader = AutoLoader(Numbers(8), batch_size=4)
-    next(iter(loader))
-
-    for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        assert [batch[:, 0].tolist() for batch in other] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        assert other.log is not loader.log
 
 
 def test_what_was_found_lives_on_without_the_loader_and_is_saved(tmp_path: Path) -> None:
@@ -166,6 +148,19 @@ def test_what_ours_raises_ends_tuning_and_the_epoch_goes_on(caplog: pytest.LogCa
     assert "no longer tunes" in caplog.text
     assert len(list(loader)) == 10
     assert caplog.text.count("no longer tunes") == 1
+
+
+def test_where_another_thread_fetches_nothing_is_seeded() -> None:
+    seen: list[Any] = []
+    batches = iter(AutoLoader(Noise(8), batch_size=8, num_workers=0))
+    seed, before = torch.initial_seed(), states()[1:3]
+    thread = threading.Thread(target=lambda: seen.extend(next(batches).tolist()))
+    thread.start()
+    thread.join()
+
+    assert len(seen) == 8
+    assert states()[1:3] != before  # the thread draws from what there is, as with DataLoader
+    assert torch.initial_seed() == seed
 
 
 def test_totals_and_rows_of_a_loop_that_pauses() -> None:

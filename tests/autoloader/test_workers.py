@@ -7,6 +7,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import random
 import select
 import signal
 import subprocess
@@ -15,23 +16,24 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_worker_info
 
-from autotune_loader.autoloader import transport, workers
+from autotune_loader.autoloader import workers
 from autotune_loader.autoloader.comparison import difference
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.values.config import LoaderConfig
-from tests.support.schedules import KINDS, FixedLoader, Noise, Numbers, Slow, Where, differences, draw_case
+from tests.support.schedules import KINDS, FixedLoader, Noise, Numbers, Slow, Where, differences, draw_case, states
 
 pytestmark = pytest.mark.process
 
 REPOSITORY = Path(__file__).parents[2]
-TWO = LoaderConfig(num_workers=2)
+ALONE, TWO = LoaderConfig(), LoaderConfig(num_workers=2)
 KEPT = LoaderConfig(num_workers=2, persistent_workers=True)
 FOURS = [list(range(i, i + 4)) for i in range(0, 160, 4)]
 Pair = namedtuple("Pair", ["x", "y"])
@@ -41,7 +43,7 @@ def indices(batches: Any) -> list[Any]:
     return [batch[..., 0].tolist() for batch in batches]
 
 
-def changed(loader: FixedLoader, configs: list[LoaderConfig], every: int = 3) -> Iterator[Any]:
+def changed(loader: Any, configs: list[LoaderConfig], every: int = 3) -> Iterator[Any]:
     for number, batch in enumerate(loader):
         if number % every == every - 1 and configs:
             loader.change_to(configs.pop(0))
@@ -62,58 +64,6 @@ MESSAGES = [
     [torch.full((2,), number) for number in range(300)], [torch.full((20_000,), float(number)) for number in range(40)],
     [np.full(20_000, number) for number in range(600)], torch.nn.Parameter(torch.ones(30_000)), "x" * 100_000,
 ]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda each: f"{type(each).__name__}")
-def test_a_message_arrives_as_it_was_and_holds_no_descriptor(message: Any) -> None:
-    ours, theirs = transport.pair()
-    gc.collect()
-    before = descriptors()
-
-    transport.send(ours, message)
-    arrived = transport.receive(theirs)
-
-    assert difference(message, arrived) is None
-    gc.collect()
-    assert len(descriptors()) == len(before)
-    if isinstance(arrived, torch.Tensor) and not arrived.requires_grad and arrived.layout is torch.strided:
-        arrived.zero_()  # it is the loop's own
-    ours.close()
-    with pytest.raises(EOFError):
-        transport.receive(theirs)
-    theirs.close()
-
-
-class Everything(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        large = torch.full((5_000,), float(index))
-        parts = {
-            "half": large.half(),
-            "yes": large > 7,
-            "array": np.full(5_000, index),
-            "name": f"{index}",
-            "pair": Pair(index, large),
-        }
-        return {**parts, **{f"field{number}": torch.tensor([index, number]) for number in range(100)}}
-
-
-def test_batches_of_many_kinds_are_those_of_the_loop() -> None:
-    plain = DataLoader(Everything(48), batch_size=16)
-    loader = FixedLoader(Everything(48), batch_size=16, num_workers=2)
-
-    assert [difference(own, other) for own, other in zip(plain, loader, strict=True)] == [None] * 3
-
-
-def test_augmentations_do_not_depend_on_the_workers() -> None:
-    runs = []
-    for start, configs in ((LoaderConfig(), []), (TWO, []), (TWO, [LoaderConfig(), LoaderConfig(num_workers=3), TWO])):
-        torch.manual_seed(0)
-        loader = FixedLoader(Noise(40), batch_size=4, shuffle=True, config=start)
-        runs.append([batch.tolist() for batch in changed(loader, configs)])
-
-    assert runs[0] == runs[1] == runs[2]
-    assert len({tuple(sample[1:]) for batch in runs[0] for sample in batch}) == 40
 
 
 def test_worker_init_fn_runs_in_each_worker_which_knows_who_it_is() -> None:
@@ -147,6 +97,89 @@ def test_workers_stay_for_the_next_epoch_while_nothing_has_changed(persistent: b
     assert processes[0] == processes[1]
     assert seen == [{0}, {0}, {0} if persistent else {3}]  # with persistent workers as torch
     assert (processes[1] == processes[2]) is persistent
+
+
+class Given(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return MESSAGES[index]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_batches_of_all_kinds_arrive_as_they_were_and_hold_no_descriptor() -> None:
+    loader = FixedLoader(Given(len(MESSAGES)), batch_size=None, collate_fn=lambda each: each, num_workers=2)
+    held = set()
+    for _ in range(3):
+        for own, arrived in zip(MESSAGES, loader, strict=True):
+            assert difference(own, arrived) is None
+            if isinstance(arrived, torch.Tensor) and arrived is not own and arrived.layout is torch.strided:
+                arrived.detach().zero_()  # it is the loop's own
+        del arrived
+        gc.collect()
+        held.add(len(descriptors()))
+    assert len(held) == 1
+
+
+def drawn(seed: int, loader_of: Any, dataset: Any, *configs: LoaderConfig, **arguments: Any) -> Any:
+    """Batches, what the loop itself draws beside them, and how the generators end."""
+    torch.manual_seed(0)
+    random.seed(seed)
+    np.random.seed(seed)
+    seen, own, left = list[Any](), list[Any](), list(configs)
+    loader = loader_of(dataset, batch_size=4, shuffle=True, collate_fn=list, **arguments)
+    for number, batch in enumerate(changed(loader, left)):
+        seen += [
+            sample.tolist() for sample in batch
+        ]  # some of these leave a second Gaussian number in a generator's hands
+        own.append((number % 3 and random.gauss(0, 1), number % 2 and np.random.normal(), torch.rand(()).item()))
+    return seen, (own, states())
+
+
+def test_augmentations_do_not_depend_on_the_workers_and_the_loops_own_draws_not_on_them() -> None:
+    batches = []
+    for number, configs in enumerate([(ALONE,), (TWO,), (TWO, ALONE, LoaderConfig(num_workers=3), TWO)]):
+        seen, own = drawn(number, FixedLoader, Noise(40), *configs[1:], config=configs[0])
+        assert own == drawn(number, DataLoader, Numbers(40))[1]
+        batches.append(seen)
+
+    assert batches[0] == batches[1] == batches[2]
+    assert len({tuple(sample[1:]) for sample in batches[0]}) == 40
+
+
+class Attributed(Numbers):
+    shared = None
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.epoch, self.labels, self.tensor, self.known = 1, np.zeros(1000), torch.zeros(1000), dict[str, int]()
+        self.paths, self.part = [f"{number}.jpg" for number in range(1000)], SimpleNamespace(scale=0.1 + 0.2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: setattr(d, "epoch", 3),
+        lambda d: d.__dict__.pop("epoch"),
+        lambda d: d.labels.__setitem__(17, 5),
+        lambda d: d.paths.__setitem__(17, "other"),
+        lambda d: d.known.update(a=1),
+        lambda d: setattr(d.part, "scale", 2.5),
+        lambda d: d.tensor.add_(1),
+        lambda d: setattr(type(d), "shared", object()),
+    ],
+)
+def test_workers_begin_anew_after_whatever_has_changed_between_two_epochs(change: Any) -> None:
+    data = Attributed()
+    loader = FixedLoader(data, batch_size=2, num_workers=2)
+
+    def epoch() -> set[int | None]:
+        assert len(list(loader)) == 8
+        return {process.pid for process in multiprocessing.active_children()}
+
+    first = epoch()
+    data.part.scale = 0.1 + 0.2  # another object, the same value
+    assert epoch() == first
+    change(data)
+    assert epoch().isdisjoint(first)
 
 
 class Labelled(Numbers):
@@ -231,12 +264,20 @@ def a_generator_that_loops_share(make: Any) -> list[Any]:
     return seen
 
 
+def a_batch_sampler_that_grows(make: Any) -> list[Any]:
+    sampler, seen = BatchSampler(SequentialSampler(range(40)), 2, False), list[Any]()
+    for number, batch in enumerate(make(Numbers(40), batch_sampler=sampler)):
+        seen += indices([batch])
+        sampler.batch_size = 5 if number == 3 else sampler.batch_size
+    return seen
+
+
 def loaders_in_turn(make: Any) -> list[Any]:
     loaders = [make(Numbers(24), batch_size=4, shuffle=True) for _ in range(2)]
     return [indices(pair) for pair in zip(*loaders, strict=True)]
 
 
-@pytest.mark.parametrize("loop", [a_generator_that_loops_share, loaders_in_turn])
+@pytest.mark.parametrize("loop", [a_generator_that_loops_share, a_batch_sampler_that_grows, loaders_in_turn])
 def test_workers_that_nobody_asked_for_draw_what_the_loop_would_when_it_would(loop: Any) -> None:
     def with_workers(*args: Any, **arguments: Any) -> Any:
         loader = FixedLoader(*args, **arguments)

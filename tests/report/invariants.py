@@ -75,7 +75,7 @@ def _each_figure_is_that_of_the_table(result: TuningResult) -> Iterator[str]:
         if row.config != result.best or row.measurement is None:
             continue
         own = row.measurement
-        table = {"wait_share": own.wait_share, "memory_bytes": row.memory_bytes}
+        table = {"wait_share": own.wait_share, "memory_bytes": own.taken_bytes}
         for name, shown in table.items():
             figure = getattr(result, name)
             if figure is not None and not _same(figure, shown):

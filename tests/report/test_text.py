@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from report.example import FULL, exactly
 
-from autotune_loader.diagnosis import Undecided, source_of
+from autotune_loader.diagnosis import Source, Undecided
 from autotune_loader.report.text import configurations_of, report_of
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
@@ -76,9 +76,6 @@ def test_a_legend_explains_the_marks_that_occur_and_no_other() -> None:
     assert configurations_of(worked).splitlines()[-1] == "> chosen  b before tuning"
 
 
-LARGE = (1e5, 120 << 30, 16 << 30)
-
-
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -94,10 +91,7 @@ LARGE = (1e5, 120 << 30, 16 << 30)
         ({"speedup": Interval(value=1.13, low=0.85, high=1.51, count=4)}, "Keep your settings if memory matters."),
         ({"speedup": Interval(value=0.99, low=0.95, high=1.02, count=4)}, "It costs less, and counts as equally fast."),
         ({"speedup": None}, "It was not timed in turns with 0 workers"),
-        ({"source": source_of(0.0, 0, 16 << 30, fits=True)}, "Bursts had their samples from memory."),
-        ({"source": source_of(*LARGE, fits=None)}, "Bursts read 97.7 KiB per sample from storage."),
-        ({"source": source_of(*LARGE, fits=True)}, "Training will in its first epoch"),
-        ({"source": source_of(*LARGE, fits=False)}, "about 120 GiB, do not fit into"),
+        ({"source": Source.STORAGE(sample=1e5)}, "Bursts read 97.7 KiB per sample from storage."),
         ({"step": "SmallCnn"}, "Step: SmallCnn."),
     ],
 )
