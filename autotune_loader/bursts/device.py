@@ -77,7 +77,7 @@ class Timeline:
     def lane(self) -> CudaLane:
         """A way to copy batches ahead of the step."""
         if self._lane is None:  # kept: each new stream would fill a memory pool of its own
-            self._lane = CudaLane(self._device, non_blocking=True)
+            self._lane = CudaLane(self._device)
         return self._lane
 
     def peak_bytes(self) -> int:

@@ -6,8 +6,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import click
 
@@ -15,20 +14,16 @@ from autotune_loader import TunerError, __version__
 from autotune_loader.cli.doctor import doctor_command
 from autotune_loader.cli.show import show_command
 from autotune_loader.cli.tune_command import demo_command, tune_command
-from autotune_loader.cli.watch import Launch, run_command, watch_command
+from autotune_loader.cli.watch import run_command, watch_command
 
-NAME = "autotune-loader"
-"""Of the command, as pyproject.toml installs it; `python -m autotune_loader` has the same name."""
 # 2 is click's own for a wrong command line, 130 a shell's for SIGINT (128 + 2).
 FINE, BAD_INPUT, NOTHING_WORKED, INTERRUPTED = 0, 2, 3, 130
 OF_STATUS = {"fallback": NOTHING_WORKED, "partial": INTERRUPTED}
 """Exit codes of results that are not what was asked for."""
-TRACEBACK_VARIABLE = "AUTOTUNE_LOADER_TRACEBACK"
-"""Set to anything, shows the whole traceback of an error, for a bug report."""
 
 
-@click.group(name=NAME, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name=NAME)
+@click.group(name="autotune-loader", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__)
 def cli() -> None:
     """Find the fewest DataLoader workers that keep a training loop fed, and measure what they bring.
 
@@ -63,24 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; `sys.argv[1:]` if None.
     """
     returned = _parsed(list(sys.argv[1:] if arguments is None else arguments))
-    if not isinstance(returned, Launch):
+    if isinstance(returned, int):
         return returned
-    from autotune_loader.watch.launch import launch
-
-    launch(returned.plan, returned.target, returned.arguments, is_module=returned.is_module)
+    returned()
     return FINE
 
 
-def _parsed(arguments: list[str]) -> int | Launch:
+def _parsed(arguments: list[str]) -> int | Callable[[], None]:
     """Do what is asked for, and return its exit code; a script is run later, where nothing of ours is in its way.
 
-    A command returns nothing, the status of a result, or a script to run.
+    A command returns nothing, the status of a result, or what runs a script.
     """
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        # Where in our code it was raised tells a user of the command line nothing.
+        warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
         try:
-            returned = cli.main(arguments, prog_name=NAME, standalone_mode=False)
-            return returned if isinstance(returned, Launch) else OF_STATUS.get(str(returned), FINE)
+            returned = cli.main(arguments, prog_name=cli.name, standalone_mode=False)
+            return returned if callable(returned) else OF_STATUS.get(str(returned), FINE)
         except click.ClickException as error:
             error.show()
             return BAD_INPUT
@@ -92,12 +86,5 @@ def _parsed(arguments: list[str]) -> int | Launch:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FINE
         except (TunerError, ValueError, TypeError) as error:
-            if os.environ.get(TRACEBACK_VARIABLE):
-                raise
             click.echo(f"Error: {error}", err=True)
             return BAD_INPUT
-
-
-def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
-    """A warning as one line: where in our code it was raised tells a user of the command line nothing."""
-    click.echo(f"Warning: {message}", err=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import platform
 import textwrap
 from collections.abc import Iterator
@@ -57,6 +55,7 @@ def examination(machine: Any) -> str:
 def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     """Name and text of each line, and what to do where its limit is low."""
     from autotune_loader.diagnosis.units import bytes_text
+    from autotune_loader.machine.facts import start_method
 
     cores, memory, shm, files = machine.cores, machine.memory_budget_bytes, machine.shm, machine.open_files
     yield "versions", _versions(), None
@@ -75,12 +74,7 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     text = "no limit" if files is None else f"{files:,} (soft RLIMIT_NOFILE)"
     fix = "ulimit -n 65536 before starting Python"
     yield "open files", text, fix if files is not None and files < FEW_FILES else None
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    yield "start method", method, None
-    threads = ", ".join(
-        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.endswith("_NUM_THREADS")
-    )
-    yield "threads", threads or "no variable is set", None
+    yield "start method", start_method(), None
     gpus = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for gpu in machine.gpus)
     none = f"none: {machine.gpu_reason or 'CUDA sees none'}"
     yield "GPUs", gpus or none, None

@@ -35,9 +35,7 @@ def show_command(path: str, as_code: bool, page: str | None) -> None:
         try:
             result.save_html(page)
         except OSError as error:
-            raise ValueError(
-                f"--html={page!r} cannot be written ({error.strerror}); --html=report.html would work"
-            ) from error
+            raise ValueError(f"--html={page!r} cannot be written: {error.strerror}") from error
         click.echo(f"Written to {page}.")
 
 

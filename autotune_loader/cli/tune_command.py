@@ -14,8 +14,6 @@ import click
 
 import autotune_loader
 
-ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
-
 
 @click.command("tune")
 @click.argument("factory", metavar="MODULE:FUNCTION")
@@ -25,7 +23,7 @@ ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
 @click.option(
     "--allow",
     multiple=True,
-    type=click.Choice(ALLOWED),
+    type=click.Choice(["batch_size", "in_order", "persistent_workers", "device_prefetch"]),
     help="Search this too, though it changes training. Repeatable.",
 )
 @click.option("--storage", help="Keep the Optuna study here: a file, or the URL of a database.")

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from autotune_loader.watch.run_plan import Plan, Verb
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Launch = Callable[[], None]
 _FILE = click.Path(dir_okay=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """A script that is to be run once the command line has been read: nothing of ours is to be in its way."""
-
-    plan: Plan
-    target: str
-    arguments: tuple[str, ...]
-    is_module: bool
 
 
 def _share(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
@@ -39,7 +29,7 @@ def _share(_context: click.Context, _option: click.Parameter, text: str | None) 
     return share
 
 
-def _of_scripts(command: _Function) -> _Function:
+def _of_scripts(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of `watch` and `run`."""
     options = [
         click.argument("script"),
@@ -62,7 +52,7 @@ def _of_scripts(command: _Function) -> _Function:
 
 @click.command("watch", context_settings={"allow_interspersed_args": False})
 @_of_scripts
-def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
+def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> _Launch:
     """Run a script, unchanged, and tell what its loaders cost.
 
     Batches, random numbers and weights are those of python SCRIPT. The report comes at the end, on stderr: one block
@@ -84,7 +74,7 @@ def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **op
 )
 @click.option("--start-with", type=_FILE, help="Start with the settings of this loader.json.")
 @click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers of each loader.")
-def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> Launch:
+def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> _Launch:
     """Run a script, unchanged, and tune its loaders meanwhile.
 
     Samples and their order stay those of python SCRIPT; random augmentations are drawn by batch. A loader with
@@ -99,8 +89,13 @@ def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **opti
     return _launch("run", script, arguments, is_module=is_module, **options)
 
 
-def _launch(verb: Verb, script: str, arguments: tuple[str, ...], *, is_module: bool, **options: Any) -> Launch:
-    """What the options ask for, checked now and not after hours of training; they are fields of the plan."""
+def _launch(verb: Verb, script: str, arguments: tuple[str, ...], *, is_module: bool, **options: Any) -> _Launch:
+    """What runs the script, once the command line has been read, so that nothing of ours is in its way.
+
+    The options are fields of the plan, checked now and not after hours of training.
+    """
+    from autotune_loader.watch.launch import launch
+
     if options.get("start_with") is not None:
         from autotune_loader import TuningResult
 
@@ -112,4 +107,4 @@ def _launch(verb: Verb, script: str, arguments: tuple[str, ...], *, is_module: b
     for name in ("output", "report", "start_with"):
         options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
     plan = Plan(verb=verb, script=f"-m {script}" if is_module else script, **options)
-    return Launch(plan=plan, target=script, arguments=arguments, is_module=is_module)
+    return partial(launch, plan, script, arguments, is_module=is_module)

@@ -1,15 +1,15 @@
 """What figures of a run mean: who is fastest, what limits it, what to do. Pure: records go in, findings come out.
 
 evidence     what was measured of a loader in its loop
-bottleneck   what limits it             advice     what to do about it
+bottleneck   what limits it
+judge        what to do about it, and both put into a result
 ranking      every configuration once, with the best evidence there is of it
-judge        these put into a result
 tables       every sentence that can be said      units     numbers for people
 """
 
 from autotune_loader.diagnosis.evidence import Evidence
-from autotune_loader.diagnosis.judge import diagnose, judged, source_of
-from autotune_loader.diagnosis.tables import Advice, Answer, Bottleneck, Caution, Ended, Kept, Undecided
+from autotune_loader.diagnosis.judge import diagnose, judged
+from autotune_loader.diagnosis.tables import Advice, Answer, Bottleneck, Caution, Ended, Kept, Source, Undecided
 from autotune_loader.results.record import Finding
 
 __all__ = [
@@ -21,8 +21,8 @@ __all__ = [
     "Evidence",
     "Finding",
     "Kept",
+    "Source",
     "Undecided",
     "diagnose",
     "judged",
-    "source_of",
 ]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autotune_loader.diagnosis.evidence import Evidence
-from autotune_loader.diagnosis.tables import Bottleneck, Fact, all_of
-from autotune_loader.diagnosis.units import counted
+from autotune_loader.diagnosis.tables import Bottleneck, Fact
 from autotune_loader.results.record import Finding
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT
 
@@ -21,22 +20,18 @@ LITTLE_GAIN, LARGE_GAIN = 0.02, 9.0
 only says that the step takes next to no time."""
 LONG_START = 0.1
 """Share of the time in the starts of epochs from which on they are what the loop waits for."""
-NEAR_CEILING = 0.95
-"""As fast as the step alone, as far as noise lets one tell."""
 COMPUTING_SHARE = 0.6
 """A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network."""
-CORES_FULL_SHARE = 0.85
-"""Above this share of the cores in use there is no core left to gain with."""
 HAND_OVER_SHARE = 0.3
 """Receiving a batch costs more than this share of the loop: handing over is the bottleneck."""
 HARDLY_WAITS = 0.05
-"""The loop has its batches in time, as far as clocks tell."""
+"""The loop has its batches in time, or is as fast as the step alone, as far as clocks tell."""
 MUCH_SLOWER = 0.8
 """A step that has its batches in time and is slower than this share of what it does alone is held up by something."""
 RARELY_FETCHES = 0.2
 """Workers that fetch for less than this share of their time are not what a loop waits for."""
 IDLE_SHARE = 0.15
-"""More of the cores idle than this: a fetch that does not compute waits for something else than a core."""
+"""More of the cores idle than this: there is one to gain with, and a fetch that waits does so for something else."""
 LARGE_STAGE = 0.2
 """A stage that takes more than this share of a worker is worth naming."""
 LARGE_BATCH_BYTES = 1 << 20
@@ -52,7 +47,8 @@ def bottleneck_of(evidence: Evidence) -> Finding:
     found = row(share=share, fetch=evidence.fetch_s, batches=evidence.batches or 0)
     if row in (Bottleneck.TOO_SHORT, Bottleneck.NO_STEP):
         return found
-    return all_of(found, *_facts(row, evidence), gain=evidence.headroom)
+    facts = filter(None, _facts(row, evidence))
+    return Finding(kind=found.kind, sentence=" ".join([found, *facts]), gain=evidence.headroom)
 
 
 def _row(evidence: Evidence) -> Bottleneck:
@@ -65,7 +61,7 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.LITTLE
     if evidence.starting_share > LONG_START:
         return Bottleneck.START_UP
-    if evidence.ceiling is not None and evidence.samples_per_s >= NEAR_CEILING * evidence.ceiling.value:
+    if evidence.ceiling is not None and evidence.samples_per_s >= (1 - HARDLY_WAITS) * evidence.ceiling.value:
         return Bottleneck.STEP
     if wait < HARDLY_WAITS:
         return _never_waiting(evidence)
@@ -94,37 +90,37 @@ def _never_waiting(evidence: Evidence) -> Bottleneck:
 
 
 def _cpu_or_storage(evidence: Evidence) -> Bottleneck:
-    fetch, is_full = evidence.undisturbed, (evidence.cpu_share or 0.0) > CORES_FULL_SHARE
+    fetch, is_full = evidence.undisturbed, (evidence.cpu_share or 0.0) > 1 - IDLE_SHARE
     if not is_full and evidence.fetching_share < RARELY_FETCHES:
         return Bottleneck.UNCLEAR
     if is_full or fetch.computing_share > COMPUTING_SHARE:
         return Bottleneck.CPU
     # A fetch waits for something else than a core where cores were idle, or where it waits longer than others took these.
-    has_core = fetch.idle_share is None or fetch.idle_share > IDLE_SHARE
-    own = 1 - (fetch.foreign_cpu_share or 0.0)
-    return Bottleneck.STORAGE if has_core or fetch.computing_share <= COMPUTING_SHARE * own else Bottleneck.UNCLEAR
+    others = fetch.foreign_cpu_share
+    had_core = fetch.cpu_share is None or others is None or 1 - fetch.cpu_share - others > IDLE_SHARE
+    waits_longer = fetch.computing_share <= COMPUTING_SHARE * (1 - (others or 0.0))
+    return Bottleneck.STORAGE if had_core or waits_longer else Bottleneck.UNCLEAR
 
 
 def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
     """What shows it, a sentence each."""
-    trial, ceiling, foreign = evidence.ran_out, evidence.ceiling, evidence.foreign_cpu_share or 0.0
+    fetch, trial, ceiling = evidence.undisturbed, evidence.ran_out, evidence.ceiling
+    foreign = evidence.foreign_cpu_share or 0.0
     match row:
         case Bottleneck.CPU:
             yield Fact.CPU_OF_BATCH(cpu=evidence.fetch_cpu_s, step=evidence.step_s)
             if evidence.cpu_share is not None:
-                cores = counted(round(evidence.cores), "core")
-                yield Fact.CORES(share=min(1.0, evidence.cpu_share), cores=cores)
-            yield _stage(evidence, is_waiting=False)
+                yield Fact.CORES(share=min(1.0, evidence.cpu_share), cores=round(evidence.cores))
         case Bottleneck.STORAGE:
-            yield _waited(evidence)
-            yield _stage(evidence, is_waiting=True)
+            yield Fact.WAITED(fetch=fetch.fetch_s, cpu=fetch.fetch_cpu_s)
+            yield _stage_that_waits(evidence)
         case Bottleneck.HAND_OVER:
             yield Fact.RECEIVING(size=evidence.batch_bytes, receive=evidence.receive_s)
         case Bottleneck.MEMORY if trial is not None and trial.failure is not None:
             yield Fact.RAN_OUT(config=trial.config, kind=trial.failure.kind.replace("_", " "))
         case Bottleneck.UNCLEAR:
             if evidence.fetch_s is not None and (evidence.wait_share or 0.0) >= HARDLY_WAITS:
-                yield _waited(evidence)
+                yield Fact.WAITED(fetch=fetch.fetch_s, cpu=fetch.fetch_cpu_s)
                 yield Fact.FETCHES(share=evidence.fetching_share)
             yield Fact.BUSY(share=foreign) if foreign > HARDLY_WAITS else None
         case Bottleneck.IN_MEMORY | Bottleneck.LITTLE:
@@ -134,18 +130,13 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         yield None if ceiling is None else Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value)
     elif row is not Bottleneck.START_UP:
         gain = evidence.headroom or 0.0
-        yield Fact.AT_MOST(gain=gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
+        yield Fact.AT_MOST(factor=1 + gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
 
 
-def _waited(evidence: Evidence) -> Finding:
-    return Fact.WAITED(fetch=evidence.undisturbed.fetch_s, cpu=evidence.undisturbed.fetch_cpu_s)
-
-
-def _stage(evidence: Evidence, *, is_waiting: bool) -> Finding | None:
-    """The stage that takes the largest part of what a worker does, and its line."""
-    seconds = {each: each.waited_s if is_waiting else each.cpu_s for each in evidence.stages}
-    stage, whole_s = max(seconds, key=lambda each: seconds[each], default=None), sum(seconds.values())
-    if stage is None or seconds[stage] < LARGE_STAGE * whole_s or not whole_s:
+def _stage_that_waits(evidence: Evidence) -> Finding | None:
+    """The stage with the largest part of a worker's waiting, and its line; one that computes is named by the advice."""
+    longest = max(evidence.stages, key=lambda each: each.waited_s, default=None)
+    whole_s = sum(each.waited_s for each in evidence.stages)
+    if longest is None or not whole_s or longest.waited_s < LARGE_STAGE * whole_s:
         return None
-    row = Fact.STAGE_WAITS if is_waiting else Fact.STAGE_COMPUTES
-    return row(stage=stage.stage, share=seconds[stage] / whole_s, where=stage.where)
+    return Fact.STAGE_WAITS(stage=longest.stage, share=longest.waited_s / whole_s, where=longest.where)

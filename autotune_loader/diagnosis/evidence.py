@@ -12,8 +12,6 @@ from autotune_loader.values.measurement import FailureKind, Measurement, Trial
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
 
-MIN_BATCHES = 4
-"""Fewer batches say nothing of a mean."""
 SAME_RATE = 0.05
 """Bursts whose rates differ by less are no faster than each other."""
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
@@ -128,13 +126,6 @@ class Evidence:
         return (self.fetch_cpu_s or 0.0) / self.fetch_s if self.fetch_s else 1.0
 
     @property
-    def idle_share(self) -> float | None:
-        """Share of the cores that nobody used: what a fetch did not wait for; None without a meter."""
-        if self.cpu_share is None or self.foreign_cpu_share is None:
-            return None
-        return max(0.0, 1 - self.cpu_share - self.foreign_cpu_share)
-
-    @property
     def ran_out(self) -> Trial | None:
         """The smallest configuration with more batches in flight that ran out of memory, and was missed; None where none was.
 
@@ -155,4 +146,4 @@ def ready_s(measured: Measurement) -> float:
     if not measured.traces:
         return measured.receive_s
     ready = [trace.receive_s for trace in measured.traces[1:] if trace.collate_end <= trace.requested]
-    return statistics.median(ready) if len(ready) >= max(MIN_BATCHES, len(measured.traces) // 2) else 0.0
+    return statistics.median(ready) if 2 * len(ready) >= len(measured.traces) else 0.0

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from autotune_loader.diagnosis.advice import advise
-from autotune_loader.diagnosis.bottleneck import bottleneck_of
+from autotune_loader.diagnosis.bottleneck import LARGE_BATCH_BYTES, LARGE_STAGE, bottleneck_of
 from autotune_loader.diagnosis.evidence import Evidence
-from autotune_loader.diagnosis.tables import Bottleneck, Caution, Source
+from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
+from autotune_loader.values.stages import HAND_OVER
 
 BURSTS_DIFFER = 0.15
 """A burst and the step alone may differ by so much, and nothing is wrong."""
 HARDLY_STEPS = 0.95
 """A loop that waits for more than this tells nothing of its step."""
-FROM_MEMORY_BYTES = 64
-"""Less than this for each sample is what reading the code of the first batch takes."""
+PYTHON_SAMPLE_S = 200e-6
+"""Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves."""
+CHEAPER = {
+    "decode": ": smaller source images, a faster decoder, or decoded once and kept",
+    "read": ": larger pieces, or files that need no parsing",
+    "collate": ": fewer and larger tensors",
+}
+NO_LINES = (HAND_OVER, "other threads")
+"""Stages that are no lines of the user's."""
 
 
 def diagnose(evidence: Evidence) -> tuple[Finding, tuple[Finding, ...]]:
-    """What limits a loader, and what to do about it, from what was measured of it alone.
-
-    The `gain` of what limits it is what a loader without any cost would bring at most.
-    """
+    """What limits a loader, and what to do about it, the best first, from what was measured of it alone."""
     if ceiling_doubt(evidence) is not None:
         evidence = replace(evidence, ceiling=None)
     bottleneck = bottleneck_of(evidence)
-    return bottleneck, advise(evidence, bottleneck)
+    return bottleneck, tuple(_advice(evidence, bottleneck))
 
 
 def judged(result: TuningResult, *, epoch_batches: int | None = None, **known: bool) -> TuningResult:
@@ -59,6 +64,53 @@ def judged(result: TuningResult, *, epoch_batches: int | None = None, **known: b
     return replace(result, bottleneck=bottleneck, advice=advice)
 
 
+def _advice(evidence: Evidence, bottleneck: Finding) -> Iterator[Finding]:
+    """One to three sentences for each bottleneck, with the figures that call for them."""
+    config = evidence.config
+    match Bottleneck[bottleneck.kind.upper()]:
+        case Bottleneck.STEP:
+            yield Advice.SPEED_UP_STEP()
+        case Bottleneck.LITTLE:
+            yield Advice.LEAVE_IT()
+        case Bottleneck.NO_STEP:
+            yield Advice.KEEP_ITERATOR()
+        case Bottleneck.CPU:
+            yield from _cheaper_fetching(evidence)
+            yield from _batched_fetch(evidence)
+        case Bottleneck.IN_MEMORY:
+            yield from _batched_fetch(evidence)
+        case Bottleneck.STORAGE:
+            yield Advice.LARGER_READS()
+        case Bottleneck.HAND_OVER:
+            is_large = evidence.batch_bytes >= LARGE_BATCH_BYTES
+            row = Advice.SEND_LESS if is_large else Advice.HAND_OVER_LESS_OFTEN
+            yield row(size=evidence.batch_bytes, receive=evidence.receive_s)
+            yield Advice.AUTOLOADER_HANDS_OVER(workers=config.num_workers)
+        case Bottleneck.MEMORY:
+            trial = evidence.ran_out
+            is_shared = trial and trial.failure and trial.failure.kind == "shared_memory"
+            yield Advice.MORE_SHARED_MEMORY() if is_shared else Advice.SMALLER_WORKERS()
+        case Bottleneck.START_UP if config.num_workers and not config.persistent_workers:
+            yield Advice.KEEP_WORKERS()
+
+
+def _cheaper_fetching(evidence: Evidence) -> Iterator[Finding]:
+    """The stages that take much of a worker's CPU, the largest first; the transforms as a whole where none is known."""
+    large = [each for each in evidence.stages if each.cpu_share >= LARGE_STAGE and each.stage not in NO_LINES]
+    for each in sorted(large, key=lambda stage: -stage.cpu_share):
+        how = CHEAPER.get(each.stage, "")
+        yield Advice.CHEAPER_STAGE(stage=each.stage, where=each.where, how=how, share=each.cpu_share, cpu=each.cpu_s)
+    if not large and evidence.fetch_cpu_s:
+        yield Advice.CHEAPER_TRANSFORMS(cpu=evidence.fetch_cpu_s / evidence.batch_size)
+
+
+def _batched_fetch(evidence: Evidence) -> Iterator[Finding]:
+    sample_s = (evidence.fetch_s or 0.0) / evidence.batch_size
+    is_python = 0 < sample_s <= PYTHON_SAMPLE_S and evidence.undisturbed.computing_share >= 0.5
+    if is_python and not evidence.has_batched_fetch:
+        yield Advice.BATCHED_FETCH(sample=sample_s)
+
+
 def ceiling_doubt(evidence: Evidence) -> Finding | None:
     """Why the ceiling is none: no rate may lie above it, and no step be faster in the loop than alone."""
     if evidence.ceiling is None:
@@ -68,20 +120,3 @@ def ceiling_doubt(evidence: Evidence) -> Finding | None:
     in_loop = evidence.samples_per_s / (1 - wait) if wait <= HARDLY_STEPS else evidence.samples_per_s
     fastest = max([in_loop, *rates])
     return Caution.CEILING_PASSED(alone=alone, rate=fastest) if fastest > (1 + BURSTS_DIFFER) * alone else None
-
-
-def source_of(sample: float | None, data: int | None, memory: int | None, *, fits: bool | None) -> Finding | None:
-    """Where bursts had their samples from, and where training will have them from; None where no kernel tells.
-
-    Args:
-        sample: bytes that bursts read from storage for one.
-        data: bytes that all samples of an epoch take at this rate.
-        memory: bytes of the machine.
-        fits: whether that much data can stay in memory from one epoch to the next.
-    """
-    if sample is None:
-        return None
-    if sample < FROM_MEMORY_BYTES:
-        return Source.MEMORY()
-    row = Source.STORAGE if fits is None else Source.STORAGE_AT_FIRST if fits else Source.STORAGE_ALWAYS
-    return row(sample=sample, data=data, memory=memory)

@@ -14,8 +14,6 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
 from autotune_loader.values.statistics import Interval, mean_interval
 
-ORDER = ("rounds", "search", "failed")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
@@ -34,12 +32,6 @@ class Standing:
     is_as_fast: bool
     """Whether it counts as equally fast, by the rule that made the choice."""
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """Of all processes together; None where it was not measured."""
-        memory = None if self.measurement is None else self.measurement.memory
-        return None if memory is None else memory.taken_bytes
-
 
 def ranking(result: TuningResult) -> tuple[Standing, ...]:
     """Those of the rounds, fastest first; then those that only the search ran; then those that failed."""
@@ -48,29 +40,27 @@ def ranking(result: TuningResult) -> tuple[Standing, ...]:
     kept = {trial.config.key(): trial.config for trial in result.trials if trial.measurement is not None}
     configs = (t.config if t.config in own else kept.get(t.config.key(), t.config) for t in result.trials)
     rows = [_standing(config, result) for config in dict.fromkeys(configs)]
-    return tuple(sorted(rows, key=lambda row: (ORDER.index(row.source), -row.rate.value if row.rate else 0.0)))
+    return tuple(sorted(rows, key=lambda row: (row.source != "rounds", -row.rate.value if row.rate else 0.0)))
 
 
 def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
-    rate, in_rounds = _rate_of(config, result), bool(result.rates_of(config))
+    rates, measurement = result.rates_of(config), result.measurement_of(config)
+    # Those of the best and the baseline are as the result has them, which allows for the choice.
+    rate = {result.baseline: result.baseline_rate, result.best: result.rate}.get(config)
+    if rate is None and len(rates) > 1:
+        rate = mean_interval(list(rates.values()))
+    if rate is None and measurement is not None:
+        rate = measurement.samples_per_s
+    if rate is not None and rates:
+        rate = replace(rate, count=len(rates))
     failures = (trial.failure for trial in result.trials if trial.config == config and trial.failure)
     return Standing(
         config=config,
         rate=rate,
-        source="failed" if rate is None else "rounds" if in_rounds else "search",
-        measurement=result.measurement_of(config),
+        source="failed" if rate is None else "rounds" if rates else "search",
+        measurement=measurement,
         failure=next(failures, None) if rate is None else None,
         is_best=config == result.best,
         is_baseline=config == result.baseline,
         is_as_fast=config in result.as_fast,
     )
-
-
-def _rate_of(config: LoaderConfig, result: TuningResult) -> Interval | None:
-    """The rate of a configuration; of the best and the baseline as the result has it, which allows for the choice."""
-    rates, measurement = result.rates_of(config), result.measurement_of(config)
-    of_result = {result.baseline: result.baseline_rate, result.best: result.rate}.get(config)
-    if of_result is None and len(rates) > 1:
-        of_result = mean_interval(list(rates.values()))
-    rate = of_result or (None if measurement is None else measurement.samples_per_s)
-    return replace(rate, count=len(rates)) if rates and rate is not None else rate

@@ -1,7 +1,6 @@
 """Everything that can be said of a run, one row a sentence. Rows are called with their figures and give a `Finding`.
 
 `Bottleneck.CPU()` is `Finding(kind="cpu", sentence="Bottleneck: CPU.")`. Figures are written in the unit that the row names.
-What is said of several things is several sentences: `all_of` joins them under the first one's kind.
 """
 
 from __future__ import annotations
@@ -37,11 +36,6 @@ class Table(Enum):
         return finding is not None and finding.kind == self.kind
 
 
-def all_of(first: Finding, *facts: Finding | None, gain: float | None = None) -> Finding:
-    """One finding of several sentences, of the first one's kind; what is None is not said."""
-    return Finding(kind=first.kind, sentence=" ".join(filter(None, (first, *facts))), gain=gain)
-
-
 class Bottleneck(Table):
     """What limits the rate."""
 
@@ -63,13 +57,12 @@ class Fact(Table):
     """The figures behind a bottleneck."""
 
     WAITS = "The loop waits for data {wait:share} of the time."
-    AT_MOST = "A loader without any cost would make training at most {gain:times} as fast."
+    AT_MOST = "A loader without any cost would make training at most {factor:.2f}x as fast."
     OF_CEILING = "That is {rate:rate} of the {ceiling:rate} that the step alone can do."
     CPU_OF_BATCH = "A batch takes {cpu:seconds} of CPU to fetch and {step:seconds} of step."
-    CORES = "{share:share} of {cores} are in use."
+    CORES = "{share:share} of {cores:# core} are in use."
     WAITED = "Of {fetch:seconds} per batch, a fetch computes for {cpu:seconds}."
     FETCHES = "A worker fetches for {share:share} of its time."
-    STAGE_COMPUTES = "{stage} takes {share:share} of a worker's CPU ({where})."
     STAGE_WAITS = "{stage} takes {share:share} of a worker's waiting ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
     RAN_OUT = "{config} ran out of it ({kind})."
@@ -83,9 +76,7 @@ class Advice(Table):
     SPEED_UP_STEP = "Speed up the step (torch.compile, mixed precision, a larger batch), not the loader."
     CHEAPER_STAGE = "Make {stage} cheaper ({where}){how}: {share:share} of a worker's CPU, {cpu:seconds} per sample."
     CHEAPER_TRANSFORMS = "Make transforms cheaper (smaller images, a faster decoder): {cpu:seconds} of CPU per sample."
-    LARGER_READS = (
-        "Read larger pieces (tar shards, Parquet), or from a local disk: a fetch waits {wait:share} of its time."
-    )
+    LARGER_READS = "Read larger pieces (tar shards, Parquet), or from a local disk."
     SEND_LESS = "Send less per batch (uint8 instead of float32, cropped in the worker): it carries {size:bytes}."
     HAND_OVER_LESS_OFTEN = "Hand over less often, in larger batches: even a small one takes {receive:seconds}."
     AUTOLOADER_HANDS_OVER = "Try AutoLoader(dataset, num_workers={workers}, tune=False), which hands over at less cost."
@@ -94,13 +85,8 @@ class Advice(Table):
     KEEP_WORKERS = "Keep workers (persistent_workers=True), unless they have to see what training changes."
     KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
     BATCHED_FETCH = "Fetch a whole batch at once, by __getitems__(indices): a sample takes only {sample:seconds}."
-    ONE_THREAD_WORKERS = (
-        "Keep libraries to one thread in workers (OMP_NUM_THREADS=1): each keeps {busy:.1f} cores busy."
-    )
     RUN = "`autotune-loader run {script}` tries other settings."
-    RUN_WITH_WORKERS = (
-        "`autotune-loader run --workers {script}` tries workers, if the data may be read from other processes."
-    )
+    RUN_WITH_WORKERS = "`autotune-loader run --workers {script}` tries workers, if other processes may read the data."
     TRAIN_LONGER = "Train for longer: the script ended before it was known what other settings bring."
 
 
@@ -122,12 +108,8 @@ class Undecided(Table):
 
     NO_ROUNDS = "No paired round fitted into the budget; a larger budget would decide it."
     FEW_ROUNDS = "Only {rounds:# paired round} fitted into the budget; a larger budget would decide it."
-    CLOSE = (
-        "After {rounds:# paired round} something else may be {tolerance:share} faster; a larger budget would decide it."
-    )
-    TOO_NOISY = (
-        "After {rounds:# paired round} something else may be {tolerance:share} faster; rates vary too much to tell."
-    )
+    CLOSE = "After {rounds:# paired round} others may be {tolerance:share} faster; a larger budget would decide it."
+    TOO_NOISY = "After {rounds:# paired round} others may be {tolerance:share} faster; rates vary too much to tell."
     BUSY = "Other processes kept the cores busy in {busy} of {rounds:# paired round}; a quiet machine would decide it."
     ONE_TRIED = "The budget ended before a second configuration was measured; a larger budget would decide it."
 
@@ -173,9 +155,7 @@ class Caution(Table):
 
     FAILED = "{trials:# trial} failed ({kind}): {message}"
     BATCH_SIZE = "The batch size was tuned from {old} to {new}: tune the learning rate and its schedule again."
-    OUT_OF_ORDER = (
-        "in_order=False delivers batches as they come: their order differs from run to run, even with a seed."
-    )
+    OUT_OF_ORDER = "in_order=False: the order differs from run to run, even with a seed."
     EPOCH_NOT_SEEN = "persistent_workers=True: set_epoch() on the dataset does not reach workers that live on."
     FEWER_SAMPLES = "drop_last=True: each of {workers} workers drops its own last batch, so an epoch has fewer samples."
     DISTURBED = "Other processes kept more than {limit:share} of the cores busy in {busy} of {rounds:# paired round}."

@@ -51,11 +51,6 @@ def is_claimed(ratio: Interval) -> bool:
     return ratio.is_telling and ratio.low > 1 and ratio.value > WORTH_CLAIMING
 
 
-def times_text(gain: float) -> str:
-    """How many times as fast a relative gain is: "1.25x", "3.2x"."""
-    return f"{1 + gain:.2f}x" if gain < 1 else f"{1 + gain:.1f}x"
-
-
 def share_text(share: float | None) -> str:
     """A share as percent: "12 %", "0.4 %"."""
     if share is None:
@@ -70,9 +65,8 @@ def bytes_text(size: float | None) -> str:
         return UNKNOWN
     units = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
     factor, unit = next(((factor, unit) for factor, unit in units if abs(size) >= factor), (1, "B"))
-    value = size / factor
-    decimals = 0 if factor == 1 or abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2
-    return f"{value:,.{decimals}f}".removesuffix(".0").removesuffix(".00") + f" {unit}"
+    text = number_text(size / factor) if factor > 1 else f"{size:.0f}"
+    return f"{text.removesuffix('.00').removesuffix('.0')} {unit}"
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -82,10 +76,8 @@ def seconds_text(seconds: float | None) -> str:
     if seconds >= 119.5:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s"
-    if seconds >= 9.95:
-        return f"{seconds:.0f} s"
     if seconds >= 0.9995:
-        return f"{seconds:.2f} s"
+        return f"{seconds:.{0 if seconds >= 9.95 else 2}f} s"
     milliseconds = seconds * 1000
     if 0 < milliseconds < 0.0995:
         return f"{milliseconds * 1000:.2g} us"
@@ -107,7 +99,6 @@ class Units(string.Formatter):
         "seconds": seconds_text,
         "rate": rate_text,
         "ratio": ratio_text,
-        "times": times_text,
     }
 
     def format_field(self, value: Any, format_spec: str) -> str:

@@ -31,7 +31,6 @@ class DevicePrefetcher:
         loader: Any iterable of batches; `len()` works if it works on the loader.
         device: Where batches go: "cuda", "cuda:1", 1, "cpu", a `torch.device`.
         depth: Batches that are ahead of the training loop; each takes its size in device memory. Without CUDA there are none.
-        non_blocking: As in `Tensor.to`.
 
     Raises:
         TypeError: `depth` is not an integer.
@@ -39,12 +38,11 @@ class DevicePrefetcher:
         RuntimeError: `device` is CUDA and there is none.
     """
 
-    def __init__(self, loader: Iterable[Any], device: Any, depth: int = 1, non_blocking: bool = True) -> None:
+    def __init__(self, loader: Iterable[Any], device: Any, depth: int = 1) -> None:
         require_int("depth", depth, minimum=1)
         self.loader = loader
         self.device = torch.device(device)
         self.depth = depth
-        self.non_blocking = non_blocking
         if self.device.type == "cuda" and not torch.cuda.device_count():  # asks NVML, and does not open the driver
             raise RuntimeError(f"device={device!r} needs CUDA, which is not available here; device='cpu' would work")
         self._lane: CudaLane | None = None
@@ -54,9 +52,9 @@ class DevicePrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         if self.device.type != "cuda":
-            return (move(batch, self.device, non_blocking=self.non_blocking) for batch in self.loader)
+            return (move(batch, self.device) for batch in self.loader)
         if self._lane is None:  # kept: each new stream would fill a memory pool of its own
-            self._lane = CudaLane(self.device, non_blocking=self.non_blocking)
+            self._lane = CudaLane(self.device)
         return prefetched(self.loader, self._lane, self.depth)
 
 
@@ -96,21 +94,16 @@ def prefetched(loader: Iterable[Any], lane: Any, depth: int) -> Iterator[Any]:
 class CudaLane:
     """Copies on a side stream of one device, each beside the step that is launched after it was begun."""
 
-    def __init__(self, device: Any, *, non_blocking: bool) -> None:
-        self._device, self._non_blocking = device, non_blocking
+    def __init__(self, device: Any) -> None:
+        self._device = device
         self.stream = torch.cuda.Stream(device)
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Begin to copy; the answer is to be given to `receive`."""
+        """Begin to copy; the batch, and an event behind the copy, are to be given to `receive`."""
         # The allocator hands memory of batches that have been dropped to the next copy: their steps must be done by then.
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        return self.copy(batch)
-
-    def copy(self, batch: Any) -> tuple[Any, Any]:
-        """The copy itself, and an event behind it."""
         with torch.cuda.stream(self.stream):
-            moved = move(batch, self._device, non_blocking=self._non_blocking)
-            return moved, self.stream.record_event()
+            return move(batch, self._device), self.stream.record_event()
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
         """The batch on the device, safe to use on the current stream."""
@@ -119,16 +112,16 @@ class CudaLane:
         return moved
 
 
-def move(batch: Any, device: Any, *, non_blocking: bool = True) -> Any:
+def move(batch: Any, device: Any) -> Any:
     """The batch with all that can move on `device`; containers are new, of the same type; what cannot move is kept."""
 
     def moved(value: Any) -> Any:
-        return move(value, device, non_blocking=non_blocking)
+        return move(value, device)
 
     to = None if isinstance(batch, type) else getattr(batch, "to", None)
     if callable(to):
         try:
-            return to(device, non_blocking=non_blocking)
+            return to(device, non_blocking=True)
         except TypeError:  # a method of the user's that does not take it
             return to(device)
     if is_dataclass(batch):

@@ -71,7 +71,6 @@ def row_of(trial: Trial) -> dict[str, Any]:
 
 def _side(comparison: Comparison, side: Side) -> dict[str, Any]:
     measured = side.measurement
-    memory = None if measured is None else measured.memory
     return {
         "side": side.name,
         "config": str(side.config),
@@ -81,7 +80,7 @@ def _side(comparison: Comparison, side: Side) -> dict[str, Any]:
         "wait_share": None if measured is None else measured.wait_share,
         "cpu_share": None if measured is None else measured.cpu_share,
         "gpu_busy_share": None if measured is None else measured.gpu.busy_share,
-        "memory_bytes": None if memory is None else memory.taken_bytes,
+        "memory_bytes": None if measured is None else measured.taken_bytes,
         "bottleneck": None if side.bottleneck is None else side.bottleneck.kind,
         "error": side.error,
     }

@@ -51,6 +51,13 @@ def _row(comparison: Comparison, side: Side) -> tuple[str, ...]:
     if measured is None or rate is None:
         return (side.name, "failed", "", "", workers, "", "")
     times = "1" if side is comparison.sides[0] else ratio_text(comparison.ratios.get(side.name))
-    memory = bytes_text(None if measured.memory is None else measured.memory.taken_bytes)
     limited_by = UNKNOWN if side.bottleneck is None else side.bottleneck.kind.replace("_", " ")
-    return (side.name, number_text(rate.value), times, share_text(measured.wait_share), workers, memory, limited_by)
+    return (
+        side.name,
+        number_text(rate.value),
+        times,
+        share_text(measured.wait_share),
+        workers,
+        bytes_text(measured.taken_bytes),
+        limited_by,
+    )

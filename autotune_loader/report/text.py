@@ -132,8 +132,10 @@ def _cells(row: Standing) -> tuple[str, ...]:
     ahead = UNKNOWN if row.config.prefetch_factor is None else str(row.config.prefetch_factor)
     knobs = (f"{mark:2}{row.config.num_workers:7}", ahead, ", ".join(row.config.words()))
     source = counted(row.rate.count, "round") if row.rate and row.source == "rounds" else row.source
-    wait = share_text(None if row.measurement is None else row.measurement.wait_share)
-    return (*knobs, rate, range_text(row.rate), source, wait, bytes_text(row.memory_bytes))
+    wait, memory = (
+        (None, None) if row.measurement is None else (row.measurement.wait_share, row.measurement.taken_bytes)
+    )
+    return (*knobs, rate, range_text(row.rate), source, share_text(wait), bytes_text(memory))
 
 
 def _failure_lines(rows: Sequence[Standing], width: int) -> list[str]:

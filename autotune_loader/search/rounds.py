@@ -1,11 +1,7 @@
 """Paired rounds between the few sides that are left: who runs next, whether it is decided, who is chosen.
 
-    round 1   B A C      every side once, in random order
-    round 2   C A B      ... the one that would be chosen, its strongest rival, and the baseline
-    round 3   A C        ... until the choice is safe, or another pair is not worth its time
-
-The rule: everybody runs once. Then those run who still tell something: the one that would be chosen now, the rival of which
-another pair adds most to the probability that the choice loses no more than the tolerance, and the baseline until it is
+Everybody runs once, in random order. Then those run who still tell something: the one that would be chosen now, the rival of
+which another pair adds most to the probability that the choice loses no more than the tolerance, and the baseline until it is
 clearly slower in two rounds. Whoever is shown to be slower than the chosen one by more than the tolerance sits out. Rounds
 end, two at the least, when that probability is 0.95, when the choice is as fast as the step alone, or when no pair adds a
 point to it for each second that it takes.
@@ -125,10 +121,10 @@ class Rounds:
         self._spent_s, self._ran = self._spent_s + seconds, self._ran + len(outcomes)
         return self.rounds[-1]
 
-    def admit(self, sides: Sequence[Any]) -> None:
-        """Add the first of the sides that the first rounds suggest, if it does not run yet; later ones are not taken."""
+    def admit(self, suggested: Callable[[], Sequence[Any]]) -> None:
+        """Add the first of the sides that the first rounds suggest, if it does not run yet; later ones are not asked for."""
         if self.number <= ADMITTING_ROUNDS:
-            self.sides += [side for side in sides[:1] if side not in self.sides]
+            self.sides += [side for side in suggested()[:1] if side not in self.sides]
 
     def active(self) -> list[Any]:
         """Who has not failed too often."""
@@ -185,8 +181,9 @@ class Rounds:
         best = max(worth, key=lambda side: worth[side], default=incumbent)
         end = None if new else self._end(incumbent, float(inside[here]), worth.get(best, 0.0))
         wanted = {incumbent, best, *new}
-        if self.baseline in ran and (self.number < LEAST_ROUNDS or not self._is_clearly_slower(effects, incumbent)):
-            wanted.add(self.baseline)
+        if self.baseline in ran and self.baseline != incumbent:
+            is_clearly_slower = effects.ratio(self.baseline, incumbent).high < 1 - CLEARLY * self.tolerance
+            wanted |= set() if is_clearly_slower and self.number >= LEAST_ROUNDS else {self.baseline}
         return [side for side in self.sides if side in wanted], end
 
     def _end(self, incumbent: Any, probability: float, worth: float) -> RoundsEnd | None:
@@ -205,12 +202,6 @@ class Rounds:
         """Who is not shown to be slower than this one by more than the tolerance."""
         others = [side for side in effects.keys if side != incumbent]
         return [side for side in others if effects.ratio(side, incumbent).high >= 1 - self.tolerance]
-
-    def _is_clearly_slower(self, effects: Effects, incumbent: Any) -> bool:
-        """Whether the baseline is slower than this one."""
-        if self.baseline == incumbent:
-            return False
-        return effects.ratio(self.baseline, incumbent).high < 1 - CLEARLY * self.tolerance
 
     def _is_at_ceiling(self, side: Any) -> bool:
         """Whether it is as fast as the step alone, in the mean of two rounds or more; a faster one denies that ceiling."""

@@ -18,8 +18,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import optuna
 from optuna.distributions import BaseDistribution
@@ -39,13 +38,6 @@ LOST_S = 60.0
 """A trial of another process that has run this long is taken for lost: not every storage knows heartbeats."""
 CEILING_SHARE, CEILING_TRIALS = 0.98, 2
 """The ceiling is reached when the rates of so many trials come this close to it; one alone may have been lucky."""
-
-
-class StopReason(Enum):
-    """Why a search has nothing more to ask."""
-
-    SAFE = "safe"  # no untried configuration is worth a burst
-    CEILING = "ceiling"  # as fast as the training step alone
 
 
 class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
@@ -74,7 +66,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         self.first = begin_with(self.space, self.context) if first is None else list(first)
         self.rounds: list[Trial] = []
         """Bursts of paired rounds: what is believed rests on them too."""
-        self.stop_reason: StopReason | None = None
+        self.stop_reason: Literal["SAFE", "CEILING"] | None = None
+        """No untried configuration is worth a burst, or they are as fast as the training step alone; None while it asks on."""
         self._own: dict[int, Trial] = {}
         self._belief: tuple[object, Belief] | None = None
         self._random = optuna.samplers.RandomSampler(seed=0)
@@ -117,9 +110,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         for config in first:
             if config.key() not in taken and (limit is None or config.num_workers <= limit):
                 return config
-        self.stop_reason = StopReason.CEILING if self._is_at_ceiling(belief.trials) else StopReason.SAFE
-        proposed = None if self.stop_reason is StopReason.CEILING else belief.proposal(elsewhere)
-        self.stop_reason = self.stop_reason if proposed is None else None
+        proposed = None if (at_ceiling := self._is_at_ceiling(belief.trials)) else belief.proposal(elsewhere)
+        self.stop_reason = "CEILING" if at_ceiling else "SAFE" if proposed is None else None
         return proposed
 
     def wants_more(self, study: optuna.Study) -> bool:

@@ -80,13 +80,9 @@ class Space:
     multiprocessing_context: str | None = None
     """Start method of the user's own loader; carried, never searched."""
     also: tuple[LoaderConfig, ...] = ()
-    """Legal beside the grid: the user's own."""
+    """Legal, though no grid has it: the user's own."""
     limits: Limits = Limits()
     batch: BatchCost = BatchCost()
-
-    def including(self, config: LoaderConfig) -> Space:
-        """The space in whose ranges this configuration lies, though no grid has it: the user's own."""
-        return replace(self, also=(*self.also, config))
 
     def candidates(self, most_workers: int | None = None) -> tuple[LoaderConfig, ...]:
         """Every configuration worth a thought that is not vetoed, fewest workers first.

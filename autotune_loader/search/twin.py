@@ -172,14 +172,9 @@ class Twin:
             efficiency = np.minimum(rate / stages.bound, 1.0)
         rate = np.minimum(rate, self._roof(cores))
         return Solved(
-            samples_per_s=rate * self.batch_size,
+            samples_per_s=rate * np.mean([o.batch_size for o in self.observations]),
             loop_use=np.minimum(rate * stages.loop_s, 1.0),
         )
-
-    @property
-    def batch_size(self) -> float:
-        """Mean samples per batch of the bursts."""
-        return float(np.mean([o.batch_size for o in self.observations]))
 
     @property
     def useful_workers(self) -> int:
@@ -221,7 +216,7 @@ class Twin:
         waiting = fitted.waiting_s(at_work)
         beside = np.where(serial, 0.0, wanting)
         slowed = _step_share(beside, fitted.step_cores * threads, cores)
-        slowed = slowed * self.step.at(_starved(beside, threads, cores) if _is_parallel(self.context) else at_work)
+        slowed = slowed * self.step.at(_starved(beside, threads, cores) if threads > 1 else at_work)
         return Stages(
             workers=workers,
             service_s=np.where(serial, self.serial_service_s, cpu_wall + waiting),
@@ -246,7 +241,7 @@ def _step_line(fitted: Sequence[Observation], contention: Contention, context: C
     wanting = np.array([_wanting(o, contention) for o in fitted])
     beside = np.array([o.num_workers > 0 for o in fitted])
     at_work = np.array([o.workers_at_work for o in fitted])
-    disturbance = _starved(wanting, threads, cores) if _is_parallel(context) else at_work
+    disturbance = _starved(wanting, threads, cores) if threads > 1 else at_work
     shared = alone_s * _step_share(wanting, contention.step_cores * threads, cores)
     off = np.log(np.maximum([o.step_s.mean() for o in fitted], 1e-12) / shared)
     return _line(disturbance[beside], off[beside], sampling_sd(fitted)[beside])
@@ -274,10 +269,6 @@ def _wanting(seen: Observation, contention: Contention) -> float:
 
 def _mean(serial: Sequence[Observation], stage: str, otherwise: float) -> float:
     return float(np.mean([getattr(o, stage).mean() for o in serial])) if serial else otherwise
-
-
-def _is_parallel(context: Context) -> bool:
-    return context.step_cores > 1
 
 
 def _step_share(wanting: Floats, step_cores: float, cores: float) -> Floats:

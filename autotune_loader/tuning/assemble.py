@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from autotune_loader.diagnosis import Caution, Ended, Undecided, judged, source_of
+from autotune_loader.diagnosis import Caution, Ended, Source, Undecided, judged
 from autotune_loader.machine.facts import Machine
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.results.record import Finding, Status
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 FEW_ROUNDS = 2
 MUCH_FASTER = 1.5  # the luck of single bursts is far below it
 """An interval of fewer rounds says nothing, and two that agree on who is faster are believed."""
+FROM_MEMORY_BYTES = 64
+"""Less than this for each sample is what reading the code of the first batch takes."""
 MUCH_DISTURBED = 1 / 3
 """With others on the cores in more than this share of the rounds, what they say is the neighbours' as well."""
 
@@ -76,10 +78,13 @@ def assembled(search: Search, seconds: float) -> TuningResult:
     )
     measured = found.measurement_of(best)
     if measured is not None:
-        memory = None if measured.memory is None else measured.memory.taken_bytes
-        gpu_busy_share, source = measured.gpu.busy_share, _source_of(measured, data, run.machine)
-        figures: dict[str, Any] = {"memory_bytes": memory, "gpu_busy_share": gpu_busy_share, "source": source}
-        found = replace(found, wait_share=measured.wait_share, **figures)
+        found = replace(
+            found,
+            wait_share=measured.wait_share,
+            memory_bytes=measured.taken_bytes,
+            gpu_busy_share=measured.gpu.busy_share,
+            source=source_of(measured, data, run.machine),
+        )
     return judged(
         found,
         epoch_batches=data.batches_per_epoch(best.batch_size),
@@ -88,10 +93,17 @@ def assembled(search: Search, seconds: float) -> TuningResult:
     )
 
 
-def _source_of(measured: Measurement, data: DataSide, machine: Machine) -> Finding | None:
+def source_of(measured: Measurement, data: DataSide, machine: Machine) -> Finding | None:
+    """Where bursts had their samples from, and where training will have them from; None where no kernel tells."""
     sample, samples = measured.read_bytes_per_sample, data.samples_per_epoch()
-    whole = None if sample is None or samples is None else round(sample * samples)
-    return source_of(sample, whole, machine.memory.total_bytes, fits=None if whole is None else machine.holds(whole))
+    if sample is None:
+        return None
+    if sample < FROM_MEMORY_BYTES:
+        return Source.MEMORY()
+    whole = None if samples is None else round(sample * samples)
+    fits = None if whole is None else machine.holds(whole)
+    row = Source.STORAGE if fits is None else Source.STORAGE_AT_FIRST if fits else Source.STORAGE_ALWAYS
+    return row(sample=sample, data=whole, memory=machine.memory.total_bytes)
 
 
 def why_undecided(search: Search) -> Finding | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader.tuning.arguments import in_a_loader, refuse
-from autotune_loader.values.validation import parse_seconds, require_bool, require_choice, require_count, require_number
+from autotune_loader.values.validation import parse_seconds, require_bool, require_choice, require_count
 
 ALLOWABLE = ("in_order", "batch_size", "device_prefetch", "persistent_workers")
 """What changes training, or takes memory of the device, and is searched only where the user says so."""
@@ -47,8 +47,7 @@ def parse_options(
     names = _names(allow)
     for name in sorted(names):
         require_choice("allow", name, ALLOWABLE)
-    require_number("tolerance", tolerance, example=0.02)
-    is_share = 0 <= tolerance < 1
+    is_share = isinstance(tolerance, (int, float)) and 0 <= tolerance < 1
     refuse(not is_share, f"tolerance={tolerance!r} is not a share between 0 and 1", "tolerance=0.02", ValueError)
     is_path = output is None or isinstance(output, (str, os.PathLike))
     refuse(not is_path, f"output={output!r} is not a path", "output='loader.json'")

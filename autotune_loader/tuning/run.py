@@ -89,7 +89,7 @@ def _make_space(
     own = workload.own_config
     # Persistent workers of a dataset that is told its epoch would never hear of the next.
     keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in allow)
-    space = Space(
+    return Space(
         max_workers=max_workers,
         pin_memory=(True, False) if accelerated else (False,),
         device_prefetch=(0, 1, 2) if accelerated and kind == "cuda" and "device_prefetch" in allow else (0,),
@@ -104,8 +104,8 @@ def _make_space(
             device_bytes=of_device.get(int(index or 0)),
         ),
         batch=BatchCost(bytes=warmup.batch_bytes, tensors=warmup.batch_tensors, samples=warmup.samples),
+        also=() if own is None else (own,),
     )
-    return space if own is None else space.including(own)
 
 
 def _batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ...]:

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.diagnosis.tables import Ended
 from autotune_loader.report.progress import Progress
-from autotune_loader.search.rounds import ADMITTING_ROUNDS, Rounds, RoundsOutcome
+from autotune_loader.search.rounds import Rounds, RoundsOutcome
 from autotune_loader.search.rule import begin_with
-from autotune_loader.search.sampler import StopReason, TwinSampler, quiet_optuna
+from autotune_loader.search.sampler import TwinSampler, quiet_optuna
 from autotune_loader.tuning.bursting import Budget, Bursts, run_rounds
 from autotune_loader.tuning.run import Run
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import without_password
 from autotune_loader.values.measurement import Measurement, Trial
 
 if TYPE_CHECKING:
@@ -74,10 +73,9 @@ def open_study(storage: str | None = None, name: str = "autotune_loader") -> opt
                 load_if_exists=True,
             )
         except Exception as error:
-            # What databases and their drivers say may quote the URL, with its password.
+            # Neither the URL nor what databases and their drivers say of it is quoted: it may have a password.
             raise ValueError(
-                f"storage={without_password(storage or '')!r} cannot be opened ({type(error).__name__}); "
-                "storage='study.journal' would work"
+                f"storage cannot be opened ({type(error).__name__}); storage='study.journal' would work"
             ) from None
 
 
@@ -203,9 +201,8 @@ class Search:
         if self._sampler is not None or self.twin.wants_more(self.study):
             self.study.optimize(self._objective, callbacks=stops)
         if self.ended is None:
-            of_twin = {StopReason.SAFE: Ended.SAFE, StopReason.CEILING: Ended.CEILING}
             reason = self.twin.stop_reason if self._sampler is None else None
-            self.ended = Ended.ASKED if reason is None else of_twin[reason]
+            self.ended = Ended[reason or "ASKED"]
 
     def _objective(self, asked: optuna.Trial) -> float:
         """One trial: samples/s of the configuration that the sampler proposes."""
@@ -280,8 +277,7 @@ class Search:
     def _after_round(self, rates: dict[LoaderConfig, float]) -> None:
         assert self.rounds is not None
         self._progress.round(self.rounds.number, rates, self.budget.left())
-        if self.rounds.number <= ADMITTING_ROUNDS:  # later ones would not be taken
-            self.rounds.admit(self.twin.belief(self.study).shortlist())
+        self.rounds.admit(lambda: self.twin.belief(self.study).shortlist())
 
     def _round_s(self, configs: Iterable[LoaderConfig]) -> float:
         return sum(map(self.bursts.burst_s, {each.key(): each for each in configs}.values()))

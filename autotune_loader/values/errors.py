@@ -6,15 +6,6 @@ all: it is a `Failure` (see `trial.py`), because the study goes on.
 
 from __future__ import annotations
 
-import re
-
-_USER_INFO = re.compile(r"(?<=://)[^\s'\"]*:[^\s'\"]*@")
-
-
-def without_password(url: str) -> str:
-    """A database's URL without the user's name and password."""
-    return _USER_INFO.sub("***@", url)
-
 
 class TunerError(Exception):
     """Base of every error that autotune_loader defines."""

@@ -130,6 +130,11 @@ class Measurement:
         """Bytes that a sample costs the storage; 0 where samples came from memory, None where that was not measured."""
         return None if self.read_bytes is None or not self.samples else self.read_bytes / self.samples
 
+    @property
+    def taken_bytes(self) -> int | None:
+        """Memory of all processes together; None where it was not measured."""
+        return None if self.memory is None else self.memory.taken_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:

@@ -23,11 +23,6 @@ def require_int(name: str, value: object, *, minimum: int) -> None:
         raise ValueError(f"{name}={value} is below {minimum}; {name}={max(minimum, 1)} would work")
 
 
-def require_number(name: str, value: object, *, example: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r} is not a number; {name}={example} would work")
-
-
 def require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is not a bool; {name}=False would work")

@@ -154,9 +154,6 @@ def test_an_exception_of_the_users_code_has_their_own_traceback_alone(
     tune.side_effect = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")
     assert cli.main(["tune", "train:make_numbers"]) == 2
     assert capsys.readouterr().err.endswith("Traceback ...\nRuntimeError: shapes do not fit\n")
-    monkeypatch.setenv("AUTOTUNE_LOADER_TRACEBACK", "1")
-    with pytest.raises(WorkloadError):
-        cli.main(["tune", "train:make_numbers"])
 
 
 def test_ctrl_c_before_anything_was_found_is_130(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def test_a_low_limit_is_named_with_its_source_and_what_raises_it(
 
 def test_one_screen_says_all_that_a_bug_report_needs() -> None:
     text = examination(inspect_machine())
-    for name in ("versions", "cores", "memory", "shared memory", "open files", "start method", "threads", "GPUs"):
+    for name in ("versions", "cores", "memory", "shared memory", "open files", "start method", "GPUs"):
         assert f"{name}:" in text
     assert "torch " in text
     assert len(text.splitlines()) <= 24

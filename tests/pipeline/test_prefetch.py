@@ -108,8 +108,8 @@ def test_what_moves_in_its_own_way_is_moved_so() -> None:
     assert (moved.x.device.type, moved.total) == ("meta", 7)
     assert move(MappingProxyType({"x": torch.ones(1)}), "meta")["x"].device.type == "meta"
     # `non_blocking` is given to who takes it
-    for to, told in ((str, "meta"), (lambda device, **options: f"{device} {options}", "meta {'non_blocking': False}")):
-        assert move(SimpleNamespace(to=to), "meta", non_blocking=False) == told
+    for to, told in ((str, "meta"), (lambda device, **options: f"{device} {options}", "meta {'non_blocking': True}")):
+        assert move(SimpleNamespace(to=to), "meta") == told
 
 
 @pytest.mark.gpu

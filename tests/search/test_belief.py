@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune_loader.search.belief import Belief, choose, equally_fast
+from autotune_loader.search.belief import SAFE, Belief, choose, equally_fast
 from autotune_loader.search.draws import PATHS, Draws, Observed, draw
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import Context, Space
@@ -84,6 +84,8 @@ def test_the_choice_on_a_machine_is_near_the_best_and_cheap() -> None:
     assert probe.truth(choice) >= 0.97 * best
     # THEN all answers come from the same draws
     assert belief.shortlist()[0] == choice
+    assert belief.probability(choice) < SAFE
+    assert belief.proposal() is not None
     assert belief.predicted(choice) == pytest.approx(probe.truth(choice), rel=0.1)
     mean, sd = ratio(belief, choice, workers(0))
     assert mean > 2 * sd > 0

@@ -64,7 +64,7 @@ class Bench:
     ) -> Rounds:
         while sides := rounds.entrants(budget_s - self.seconds):
             rounds.record([(side, self.burst(side)) for side in sides], BURST_S * len(sides))
-            rounds.admit(nominate())
+            rounds.admit(nominate)
         return rounds
 
 

@@ -75,7 +75,7 @@ def test_what_a_sampler_proposes_is_exactly_what_runs_and_what_the_study_says(sp
 )
 def test_the_users_own_is_proposed_as_it_is(own: LoaderConfig) -> None:
     # GIVEN a configuration of the user's that no grid has
-    space = Space(max_workers=8).including(own)
+    space = Space(max_workers=8, also=(own,))
     study = optuna.create_study()
     study.enqueue_trial(space.params(own))
     trial = study.ask()
@@ -187,5 +187,5 @@ def test_a_search_begins_with_the_users_own_the_rule_and_no_workers(
     space: Space, own: LoaderConfig | None, fetch_s: float | None, expected: list[LoaderConfig]
 ) -> None:
     context = Context(usable_cores=4, step_s=0.01)
-    space = space if own is None else space.including(own)
+    space = replace(space, also=() if own is None else (own,))
     assert begin_with(space, context, own=own, fetch_s=fetch_s, fetch_cpu_s=0.001) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,7 @@ def simulated_run(
             ),
             own_config=own,
         ),
-        space=space if own is None else space.including(own),
+        space=replace(space, also=() if own is None else (own,)),
         context=Context(
             usable_cores=machine.cores,
             step_cores=float(machine.cores) if machine.step_cores else 1.0,

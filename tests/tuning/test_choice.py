@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from autotune_loader.diagnosis import Caution, Ended, Undecided
+from autotune_loader.diagnosis import Caution, Ended, Source, Undecided
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.search.rounds import RoundsEnd
-from autotune_loader.tuning.assemble import _of_training, assembled, choice_of, why_undecided
+from autotune_loader.tuning.assemble import _of_training, assembled, choice_of, source_of, why_undecided
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
 from autotune_loader.values.statistics import Interval, Round
@@ -173,3 +173,23 @@ def test_what_a_choice_changes_in_training_is_said(
     found = list(_of_training(LoaderConfig(**best), data))
     assert [each.kind for each in found] == ([] if row is None else [row.kind])
     assert all(words in each.sentence for each in found)
+
+
+@pytest.mark.parametrize(
+    ("sample", "samples", "fits", "told"),
+    [
+        (None, 10, True, None),
+        (0.0, 10, True, Source.MEMORY()),
+        (1e5, None, True, Source.STORAGE(sample=1e5)),
+        (1e5, 10, None, Source.STORAGE(sample=1e5)),
+        (1e5, 10, True, Source.STORAGE_AT_FIRST(sample=1e5, data=10**6)),
+        (1e5, 10, False, Source.STORAGE_ALWAYS(sample=1e5, data=10**6, memory=1 << 30)),
+    ],
+)
+def test_where_samples_came_from_is_told_and_where_training_will_have_them_from(
+    sample: float | None, samples: int | None, fits: bool | None, told: str | None
+) -> None:
+    machine: Any = SimpleNamespace(memory=SimpleNamespace(total_bytes=1 << 30), holds=lambda size: fits)
+    measured: Any = SimpleNamespace(read_bytes_per_sample=sample)
+    data: Any = SimpleNamespace(samples_per_epoch=lambda: samples)
+    assert source_of(measured, data, machine) == told

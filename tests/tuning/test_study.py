@@ -102,17 +102,16 @@ def test_a_study_that_is_kept_is_gone_on_with(
 
 
 @pytest.mark.parametrize(
-    ("storage", "shown"),
+    "storage",
     [
-        ("nodb://me:swordfish@host/db", "nodb://***@host/db"),
-        ("postgresql+nodriver://me:swo:rd@fish@host/db", "postgresql"),
-        ("/dev/null/study.journal", "/dev/null/study.journal"),
+        "nodb://me:swordfish@host/db",
+        "postgresql+nodriver://me:swo:rd@fish@host/db",
+        "/dev/null/study.journal",
     ],
 )
-def test_a_storage_that_cannot_be_opened_is_named_without_its_password(storage: str, shown: str) -> None:
+def test_a_storage_that_cannot_be_opened_is_refused_without_its_password(storage: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be opened \(\w+\); storage='study.journal' would work") as caught:
         open_study(storage)
-    assert shown in str(caught.value)
     assert "fish" not in str(caught.value)
     assert caught.value.__suppress_context__
 
