@@ -24,17 +24,7 @@ def say(model):
 """
 LIGHTNING = """
 import lightning.pytorch as pl
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = Classifier()
-    def training_step(self, batch, index):
-        return self.model(*batch)["loss"]
-    def validation_step(self, batch, index):
-        self.log("loss", self.model(*batch)["loss"])
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+from tests.integrations.lightning_parts import Module
 
 if __name__ == "__main__":
     pl.seed_everything(0)

@@ -48,6 +48,11 @@ def test_every_picture_can_be_drawn_and_leaves_the_users_style_and_pyplot_alone(
     figure = draw(result)
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert svg_bytes(figure).startswith(b"<?xml")
+    # Nothing of its legend is cut.
+    figure.canvas.draw()
+    box, whole = figure.legends[0].get_window_extent(), figure.bbox
+    assert whole.x0 <= box.x0 < box.x1 <= whole.x1
+    assert whole.y0 <= box.y0 < box.y1 <= whole.y1
     # Where nothing was tried, or nothing worked, it says why it is empty.
     failed = replace(EMPTY, trials=result.trials[-2:])
     for bare in () if draw is plots.plot_timeline else (EMPTY, failed):
@@ -90,15 +95,6 @@ def test_a_ceiling_far_above_is_told_instead_of_drawn(result: TuningResult) -> N
     assert result.rate is not None
     assert figure.axes[0].get_ylim()[1] < 2 * result.rate.value
     assert any("1.00M/s, far above" in text.get_text() for text in figure.legends[0].get_texts())
-
-
-@pytest.mark.parametrize("draw", PICTURES)
-def test_nothing_of_a_legend_is_cut(draw: Callable, result: TuningResult) -> None:
-    figure = draw(result)
-    figure.canvas.draw()
-    box, whole = figure.legends[0].get_window_extent(), figure.bbox
-    assert whole.x0 <= box.x0 < box.x1 <= whole.x1
-    assert whole.y0 <= box.y0 < box.y1 <= whole.y1
 
 
 def test_stages_are_drawn_longest_first_and_no_more_than_can_be_read(result: TuningResult) -> None:
