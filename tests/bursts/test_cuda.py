@@ -68,8 +68,6 @@ def test_a_burst_is_timed_by_the_device_and_knows_its_memory():
     # THEN ceiling and burst have the device's time, and the burst the copy's, also where that runs ahead
     assert burst.step_s == pytest.approx(ceiling.step_s, rel=0.2)
     assert burst.step_s > 0.002
-    assert burst.gpu.copy_s < burst.step_s
-    assert ahead.gpu.copy_s > 0.0
     assert burst.gpu_memory_bytes is not None
     # THEN the device was at work for the share of its step in its cycle
     assert burst.gpu_busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
@@ -82,7 +80,6 @@ def test_the_ceiling_of_a_step_that_moves_its_batch_itself_has_no_copy_in_it():
         ceiling, burst = probe.probe.step_ceiling(PLAN), measured(probe.probe, ALONE, PLAN)
     # THEN the copy is in the step of its bursts and not measured apart; a loader that copies ahead could do without
     assert ceiling.step_s < burst.step_s / 2
-    assert burst.gpu.copy_s is None
 
 
 def allocated_bytes():
