@@ -102,7 +102,7 @@ def work(end: socket.socket, sent: Sent, worker: int, count: int, seed: int) -> 
             noted, seeds = parts.noted(), Seeds(parts.generators)
         try:
             transport.send(end, (turn, number, batch, times, changed))
-        except BrokenPipeError:
+        except ConnectionError:  # the loop has hung up
             return
         except Exception:  # it cannot be pickled, or there is no room
             transport.send(end, (turn, number, _failure(worker), times, changed))

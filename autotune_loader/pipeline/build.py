@@ -27,9 +27,6 @@ from autotune_loader.pipeline.tracing import (
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.config import LoaderConfig
 
-UNTUNED = ("dataset", "collate_fn", "worker_init_fn", "generator", "timeout", "sampler")
-"""Attributes of a DataLoader that are the user's, whatever is tuned."""
-
 
 def build_loader(
     dataset: Any, config: LoaderConfig | None = None, *, loader_class: type[Any] = DataLoader, **arguments: Any
@@ -81,7 +78,8 @@ def _passes_on(kind: type) -> bool:
 def _changed_copy(loader: Any, made: DataLoader[Any]) -> Any:
     """The loader itself, once more, with what is tuned as in `made`: for classes with arguments of their own."""
     changed = copy.copy(loader)
-    tuned = {name: value for name, value in vars(made).items() if name not in UNTUNED}
+    users = ("dataset", "collate_fn", "worker_init_fn", "generator", "timeout", "sampler")
+    tuned = {name: value for name, value in vars(made).items() if name not in users}
     running = {name: None for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)}
     context = {
         name: made.multiprocessing_context for name in vars(loader) if name.endswith("__multiprocessing_context")

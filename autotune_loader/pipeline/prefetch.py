@@ -114,10 +114,6 @@ class CudaLane:
 
 def move(batch: Any, device: Any) -> Any:
     """The batch with all that can move on `device`; containers are new, of the same type; what cannot move is kept."""
-
-    def moved(value: Any) -> Any:
-        return move(value, device)
-
     to = None if isinstance(batch, type) else getattr(batch, "to", None)
     if callable(to):
         try:
@@ -127,19 +123,19 @@ def move(batch: Any, device: Any) -> Any:
     if is_dataclass(batch):
         changed = copy.copy(batch)  # its constructor may not take every field, and it may be frozen
         for name, value in fields_of(batch).items():
-            object.__setattr__(changed, name, moved(value))
+            object.__setattr__(changed, name, move(value, device))
         return changed
     if isinstance(batch, Mapping):
-        items = {key: moved(value) for key, value in batch.items()}
+        items = {key: move(value, device) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return items
         changed = copy.copy(batch)  # keeps a default_factory and the like
         changed.update(items)
         return changed
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(moved, batch))
+        return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
-        values = [moved(value) for value in batch]
+        values = [move(value, device) for value in batch]
         try:
             return type(batch)(values)
         except TypeError:  # a subclass with a constructor of its own

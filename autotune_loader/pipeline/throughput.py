@@ -100,13 +100,11 @@ def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
 
 
 def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | None:
-    """Half-width of the rate's 95 % interval relative to the rate; None while there is too little to say.
+    """Half-width of the rate's 95 % interval relative to the rate, of two batches or more; None while these say too little.
 
     Cheap enough to ask every 50 ms of a running burst. It stays None while stock is being used up that the workers
     cannot replace as fast, because the true rate has then not been seen yet.
     """
-    if len(traces) <= max(workers, 1):
-        return None
     window = _open(traces, workers)
     count = len(traces) - window.first
     if count < max(8, 4 * workers):  # too few batches, or rounds of workers that deliver in bursts, to judge by
@@ -234,10 +232,8 @@ def _slowest_mean_s(traces: Sequence[BatchTrace]) -> float:
     for trace in traces:
         by_worker.setdefault(trace.worker, []).append(trace.service_s)
     worst = max(by_worker.values(), key=fmean)
-    if len(worst) < 3:
-        return mean_s
     # The slowest of many was picked for being slow: each of them had its chance of an extreme mean.
-    is_slower = mean_interval(worst, 1 - 2 * SLOWER_BY_CHANCE / len(by_worker)).low > mean_s
+    is_slower = len(worst) > 2 and mean_interval(worst, 1 - 2 * SLOWER_BY_CHANCE / len(by_worker)).low > mean_s
     return fmean(worst) if is_slower else mean_s
 
 

@@ -37,7 +37,7 @@ UNMODELLED_SD = 0.1
 """What a knob that the twin does not know may change, relative."""
 SAFE = 0.9
 """A choice is safe when it is within the tolerance of the best with this probability."""
-ALIKE = 0.05
+ALIKE = 0.02
 """Of configurations whose probability of being within the tolerance differs by no more than this, the cheapest is chosen."""
 WORTHWHILE = 0.4
 """A burst must be expected to gain more than this share of the tolerance."""
@@ -207,18 +207,13 @@ class Belief:
 
     def _observed(self, configs: Sequence[LoaderConfig]) -> Observed:
         where = {config: index for index, config in enumerate(configs)}
-        groups: dict[object, int] = {}
+        together = [(t.round is None, t.number if t.round is None else t.round) for t in self._seen]
+        groups = list(dict.fromkeys(together))
         return Observed(
             where=np.array([where[t.config.key()] for t in self._seen], dtype=np.int64),
             logs=np.array([t.log_rate for t in self._seen], dtype=np.float64),
             variances=np.array([_own_sd(t) ** 2 for t in self._seen], dtype=np.float64),
-            rounds=np.array(
-                [
-                    groups.setdefault(("search", t.number) if t.round is None else ("round", t.round), len(groups))
-                    for t in self._seen
-                ],
-                dtype=np.int64,
-            ),
+            rounds=np.array([groups.index(each) for each in together], dtype=np.int64),
         )
 
 

@@ -3,10 +3,6 @@
 Two units occur. Inside one burst the batches are correlated, and `correlated_mean_interval` allows for it. Between
 configurations the unit is the burst: each `Round` times its sides in turns, in random order, and comparisons rest on
 `Effects`, in which whatever slows a whole round cancels.
-
-The rate of a configuration that was *chosen* for being fast must come from rounds run after the choice: the best of 12 equal
-configurations looks much better than it is in the bursts that chose it (winner's curse). Nothing here can undo that; do not
-pass bursts of the search to these functions together with the rounds.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
 from autotune_loader.autoloader.learnt import Registry
-from autotune_loader.autoloader.log import Log, Totals
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.lines import Line
 from tests.support.schedules import Noise, Numbers, Stream, states
@@ -161,28 +160,6 @@ def test_where_another_thread_fetches_nothing_is_seeded() -> None:
     assert len(seen) == 8
     assert states()[1:3] != before  # the thread draws from what there is, as with DataLoader
     assert torch.initial_seed() == seed
-
-
-def test_totals_and_rows_of_a_loop_that_pauses() -> None:
-    log = Log()
-    for epoch in range(2):
-        loop = log.begin(10.0 * epoch)
-        loop.started(10.0 * epoch + 0.1)
-        for number in range(4):
-            now = 10.0 * epoch + 0.1 + number * 0.03
-            loop.ask(now)
-            loop.receive(now + 0.01, 8, (-1, now, now + 0.005, now + 0.01, 0.004) if epoch == 0 else None)
-        loop.ask(now + 0.01 + (0.02 if epoch == 0 else 5.0))  # an evaluation
-        loop.end(now + 0.04 if epoch == 0 else 15.0)
-
-    totals = log.totals
-    assert (totals.epochs, totals.batches, totals.samples) == (2, 8, 64)
-    assert totals.stepped_s == pytest.approx(7 * 0.02)
-    assert totals.started_s == pytest.approx(0.2 + 2 * 0.01)
-    assert totals.wait_share == pytest.approx(totals.waited_s / (totals.waited_s + totals.stepped_s))
-    assert Totals().wait_share is None
-    assert len(log.rows) == 4  # of the first epoch: the others have no history
-    assert log.rows[0].step_s == pytest.approx(0.02)
 
 
 class Owner:

@@ -363,6 +363,18 @@ def test_a_timeout_is_torchs_where_workers_were_asked_for(asked: int, monkeypatc
     assert workers.MOST_LOSSES == 3
 
 
+def test_workers_in_the_midst_of_a_batch_make_no_noise_when_the_loop_is_left(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(4):
+        loader = FixedLoader(Slow(400, 0.002), batch_size=2, num_workers=4, prefetch_factor=8)
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        del batches, loader
+        gc.collect()
+    time.sleep(0.3)  # for what they would say
+    assert capfd.readouterr().err == ""
+
+
 SCRIPT = """
 import time, torch
 from tests.support.schedules import FixedLoader, Numbers

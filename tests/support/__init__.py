@@ -4,7 +4,6 @@ Nothing here starts a process or sleeps.
 """
 
 from tests.support.clock import FakeClock
-from tests.support.gpus import FakeGpu, FakeGpus
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe
 from tests.support.training import Training
@@ -12,8 +11,6 @@ from tests.support.tuned import on_simulated_machines, simulated_result, simulat
 
 __all__ = [
     "FakeClock",
-    "FakeGpu",
-    "FakeGpus",
     "SimulatedMachine",
     "SimulatedProbe",
     "Training",

@@ -95,13 +95,6 @@ def test_a_guess_is_the_users_own_unless_two_rounds_agree(
     assert choice_of(search, is_decided=found is None) == best
 
 
-def test_a_budget_for_one_configuration_gives_the_users_own_and_says_why() -> None:
-    waiting = SimulatedMachine(cores=4, cpu_s=0.001, wait_s=0.1, step_s=0.001, noise_sd=0.0)
-    found = simulated_result(waiting, budget_s=4.5, own=LoaderConfig(num_workers=1))
-    assert (found.status, found.best) == ("undecided", LoaderConfig(num_workers=1))
-    assert Undecided.ONE_TRIED.said_by(found.undecided)
-
-
 def test_what_is_told_of_the_best_is_of_its_rounds_alone() -> None:
     found = simulated_result(SimulatedMachine(step_s=0.005), own=LoaderConfig(num_workers=1))
     assert found.status == "complete"

@@ -108,10 +108,11 @@ def test_ctrl_c_keeps_what_was_measured_and_a_sample_that_raises_ends_the_run_an
 ) -> None:
     monkeypatch.setattr(Ending, "raised", error, raising=False)
     path, study = tmp_path / "loader.json", optuna.create_study(direction="maximize")
+    path.write_text("{}")  # of before
     if isinstance(error, WorkloadError):
         with pytest.raises(WorkloadError, match="sample 40 raises ValueError: no"):
             tuned(monkeypatch, probe=Ending, output=path, study=study)
-        assert not path.exists()
+        assert path.read_text() == "{}"
     else:
         result = tuned(monkeypatch, probe=Ending, output=path, study=study)
         assert (result.status, len(result.trials)) == ("partial", 3)
