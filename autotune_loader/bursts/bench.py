@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+import stat
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
 
-from autotune_loader.bursts.checks import REPEATED_SAMPLES, positions, why_no_workers, workers_repeat_each_other
 from autotune_loader.bursts.device import Timeline
 from autotune_loader.bursts.failures import Raised, checked, failure_of, user_traceback
 from autotune_loader.bursts.files import STEP_WRITES, refused_path
-from autotune_loader.bursts.loop import Cached, run_burst
+from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.protocol import Announce, Message, Request, WarmupReport
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
-from autotune_loader.pipeline.batches import BatchShape, samples_in
+from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, die_with_owner
+from autotune_loader.machine.facts import start_method
+from autotune_loader.pipeline.batches import BatchShape, samples_in, tensors_in
 from autotune_loader.pipeline.build import make_traced_loader
-from autotune_loader.pipeline.reading import Reading
+from autotune_loader.pipeline.by_value import why_not_pickled
+from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.tracing import forget_open_batch
-from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailurePhase
 
+log = logging.getLogger(__name__)
 SECOND_LOOK_S = 0.5
 """A first batch that took no longer is looked at twice: a cold file or a busy machine is no habit."""
 SLOW_FETCH_S = 2.0
@@ -41,22 +51,41 @@ SLOW_BATCHES = (
     "with a smaller batch_size."
 )
 
+TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
+"""The fewest that can differ, and one batch of each is enough."""
+SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 10.0
+"""A look for repeated samples that hangs must not end the study, nor take much of its time; a burst with a deadline finds it,
+too."""
+SHARED_FILE = (
+    "{dataset} reads from {file}, which was open before: forked workers would share its position, and training would get wrong "
+    "samples without a word, so none are tried (num_workers=0). Open it on first use in each process, and not before."
+)
+UNPICKLABLE_BATCH = (
+    "A batch cannot be pickled ({fault}), so no worker could hand it over and none are tried (num_workers=0). Tensors, "
+    "numbers, and objects of classes at the top level of a module can be."
+)
+REPEATED_SAMPLES = (
+    "Every worker of this IterableDataset delivers the same samples if it is seeded alike, so at most 1 worker is used. Share "
+    "them out in __iter__ by torch.utils.data.get_worker_info().id."
+)
+
 
 class Bench:
     """Runs bursts of one workload in this process.
 
     Args:
-        data: what workers inherit; the main process never fetches from it.
+        workload: model, step and optimizer as training would begin with them; and what workers inherit, from which the main
+            process never fetches.
         read_private: gives a data side that the main process may fetch from, filled caches and open handles and all.
-        training: model, step and optimizer, as training would begin with them.
         seed: of the run's reading; another one begins at another place.
     """
 
-    def __init__(
-        self, data: DataSide, read_private: Callable[[], DataSide], training: TrainingSide, seed: int = 0
-    ) -> None:
-        self._data, self._read_private, self._training = data, read_private, training
-        self._seed, self._reading = seed, Reading(data, seed)
+    def __init__(self, workload: Workload, read_private: Callable[[], DataSide], seed: int) -> None:
+        begin = functools.partial(
+            begin_worker, workload.data.worker_init_fn, torch.multiprocessing.get_sharing_strategy()
+        )
+        self._data, self._training = replace(workload.data, worker_init_fn=begin), workload.training
+        self._read_private, self._seed, self._reading = read_private, seed, Reading(self._data, seed)
         self._first: Cached | None = None
         self._step: TrainingStep | None = None
         self._timeline: Timeline | None = None
@@ -95,7 +124,7 @@ class Bench:
         assert step is not None, "prepare() comes first"
         try:
             data = self._data if has_workers or request.what == "step_ceiling" else self._read_private()
-            outcome = run_burst(request, step, lambda: self._loader(request, data), self._timeline, announce)
+            outcome = LoopRun(request, step, self._timeline, announce).measured(lambda: self._loader(request, data))
             return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
@@ -176,8 +205,7 @@ class Bench:
             first_fetch_cpu_s=fetch_cpu_s,
             first_batch_s=first_batch_s,
             counts_batches=counts_batches,
-            shardable=not repeats,
-            same_in_workers=alone or not why_none,
+            most_workers=0 if alone or why_none else 1 if repeats else None,
             default_threads=torch.get_num_threads(),
             notes=(*step.notes, *(note for note, holds in told.items() if holds), *([] if alone else why_none)),
         )
@@ -204,3 +232,98 @@ def _is_warm(took: list[float]) -> bool:
     if len(took) * min(took) > WARM_UP_S or len(took) >= MOST_WARM_UP_STEPS:
         return True
     return len(took) >= WARM_UP_STEPS and max(took[-2:]) <= SETTLED * min(took[-2:])
+
+
+def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, worker: int) -> None:
+    """Begin a new worker, before the user's own `worker_init_fn`: it ends with its parent.
+
+    Torch's workers look for their parent every 5 s, and only between batches. How tensors are handed over is set anew, for a
+    worker that inherits nothing.
+    """
+    die_with_owner()
+    leave_segments()
+    torch.multiprocessing.set_sharing_strategy(sharing_strategy)
+    if inner is not None:
+        inner(worker)
+
+
+def leave_segments() -> None:
+    """From now on this process removes no shared memory at its end: Python takes what it attaches to for its own."""
+    register = resource_tracker.register
+
+    def but_memory(name: Any, rtype: str) -> None:
+        if rtype != "shared_memory":
+            register(name, rtype)
+
+    resource_tracker.register = but_memory
+
+
+# Whether several workers may read the dataset at all
+
+
+def positions() -> dict[int, tuple[int, int, int]]:
+    """Device, inode and position of the open regular files of this process, by their numbers."""
+    found: dict[int, tuple[int, int, int]] = {}
+    for fd in descriptors(FIRST_OWN_FD):
+        with suppress(OSError):
+            status = os.fstat(fd)
+            if stat.S_ISREG(status.st_mode):
+                found[fd] = status.st_dev, status.st_ino, os.lseek(fd, 0, os.SEEK_CUR)
+    return found
+
+
+def why_no_workers(data: DataSide, batch: Any, before: dict[int, tuple[int, int, int]]) -> list[str]:
+    """Why workers would get other samples, or none; empty where nothing is known against them.
+
+    Args:
+        data: what was read from.
+        batch: the first one.
+        before: positions of open files before it was read.
+    """
+    if start_method() == "fork":
+        after = positions()
+        for fd, (device, inode, at) in before.items():
+            if after.get(fd, ())[:2] == (device, inode) and after[fd][2] != at:
+                name = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+                return [SHARED_FILE.format(dataset=type(data.dataset).__qualname__, file=name)]
+    fault = why_not_pickled(batch)
+    return [] if fault is None else [UNPICKLABLE_BATCH.format(fault=fault)]
+
+
+def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
+    """Whether two workers begin with the very same batch: an IterableDataset that does not share its samples out.
+
+    Their throughput would be counted twice, and training would see every sample as often as there are workers. Both are
+    seeded alike, so that it is no excuse that each shuffles or augments in its own way.
+    """
+    alike = replace(data, worker_init_fn=functools.partial(_seed_alike, data.worker_init_fn))
+    first: dict[int, Any] = {}
+    try:
+        with OpenLoader() as open_loader:
+            loader = make_traced_loader(alike, TWO_WORKERS, Reading(alike))
+            loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
+            open_loader.open(loader)
+            del loader
+            for batch, fetch in islice(open_loader.iterator, 2 * TWO_WORKERS.num_workers):
+                first.setdefault(fetch[0], batch)
+    except Exception as error:
+        log.info("the look for repeated samples found nothing out: %s", error)
+        return False
+    return len(first) == TWO_WORKERS.num_workers and _is_same(first[0], first[1])
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two batches hold equal tensors; without any, whether they are written alike."""
+    ours, theirs = list(tensors_in(one)), list(tensors_in(other))
+    if not ours or len(ours) != len(theirs):
+        return not theirs and repr(one) == repr(other)
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _seed_alike(inner: Callable[[int], None] | None, worker: int) -> None:
+    """Run the user's own `worker_init_fn`, and then give every worker the same seed."""
+    if inner is not None:
+        inner(worker)
+    seed_everything(0)
+    info: Any = torch.utils.data.get_worker_info()
+    object.__setattr__(info, "seed", 0)  # datasets with a generator of their own seed that from it

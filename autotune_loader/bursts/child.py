@@ -23,13 +23,13 @@ import types
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import resource_tracker, util
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import torch
 
-from autotune_loader.bursts.bench import Bench
+from autotune_loader.bursts.bench import Bench, leave_segments
 from autotune_loader.bursts.failures import failure_of
 from autotune_loader.bursts.files import confine, environment, refused_path
 from autotune_loader.bursts.packing import read_archive
@@ -37,12 +37,11 @@ from autotune_loader.bursts.protocol import Message, Request, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import (
     cut_channels,
-    die_with_owner,
     die_with_parent,
     own_files,
     own_shared_memory,
 )
-from autotune_loader.pipeline.workload import DataSide, Workload
+from autotune_loader.pipeline.workload import Workload
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 """Of the caller's handlers none is to run in a fork."""
@@ -65,7 +64,7 @@ def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[s
     def make_bench() -> Bench:
         workload = Workload(data=read_archive(data_fd), training=read_archive(training_fd))
         notes.extend(settings.set_modules())
-        return _bench_of(workload, lambda: read_archive(data_fd), seed)
+        return Bench(workload, lambda: read_archive(data_fd), seed)
 
     def run() -> None:
         notes.extend(settings.set_process())
@@ -88,7 +87,7 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
 
     def live() -> None:
         _become_own_process(caller, connection, output, scratch)
-        bench = _bench_of(workload, lambda: workload.data, seed)
+        bench = Bench(workload, lambda: workload.data, seed)
         serve(Connection(connection), lambda: bench, confine(), _fork_answer)
 
     caller = os.getpid()
@@ -130,8 +129,6 @@ def _become_own_process(caller: int, connection: int, output: int, scratch: str)
     die_with_parent(caller)
     os.setpgid(0, 0)  # Ctrl-C on the terminal is the caller's
     gc.freeze()  # what the caller has left to the collector is the caller's to finalise
-    with contextlib.suppress(ValueError):
-        signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
@@ -202,37 +199,3 @@ def _of_thread(bench: Bench, connection: Connection, raised: threading.ExceptHoo
     if path is not None:
         send(connection, Message(failure=bench.step_writes(path, raised.exc_value), ends_run=True))
     threading.__excepthook__(raised)
-
-
-def _bench_of(workload: Workload, read_private: Callable[[], DataSide], seed: int) -> Bench:
-    data = replace(workload.data, worker_init_fn=WorkerInit(workload.data.worker_init_fn))
-    return Bench(data, read_private, workload.training, seed)
-
-
-class WorkerInit:
-    """Runs in each new worker before the user's own `worker_init_fn`: it ends with its parent.
-
-    Torch's workers look for their parent every 5 s, and only between batches. How tensors are handed over is set anew, for a
-    worker that inherits nothing.
-    """
-
-    def __init__(self, inner: Callable[[int], None] | None) -> None:
-        self._inner, self._sharing_strategy = inner, torch.multiprocessing.get_sharing_strategy()
-
-    def __call__(self, worker: int) -> None:
-        die_with_owner()
-        leave_segments()
-        torch.multiprocessing.set_sharing_strategy(self._sharing_strategy)
-        if self._inner is not None:
-            self._inner(worker)
-
-
-def leave_segments() -> None:
-    """From now on this process removes no shared memory at its end: Python takes what it attaches to for its own."""
-    register = resource_tracker.register
-
-    def but_memory(name: Any, rtype: str) -> None:
-        if rtype != "shared_memory":
-            register(name, rtype)
-
-    resource_tracker.register = but_memory

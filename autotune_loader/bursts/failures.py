@@ -14,7 +14,6 @@ from typing import Any
 
 from autotune_loader.bursts.files import SAMPLE_WRITES, refused_path
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
 
 AGAINST_SECONDS = "train_step=0.05, the seconds of one step, tunes the loader against those"
@@ -195,10 +194,3 @@ def failure_of_death(exit_code: int | None, phase: FailurePhase, last_words: str
         message = f"the process of the bursts died of {name} in user code or a native library"
     words = last_words.strip() or None
     return Failure(kind=kind, phase=phase, message=message, retryable=kind == "crashed", traceback=words)
-
-
-def failure_of_memory_guard(config: LoaderConfig, budget_bytes: int | None) -> Failure:
-    """The failure of a burst that was stopped because it took too much memory."""
-    limit = f"90 % of the memory budget of {(budget_bytes or 0) / 2**20:.0f} MiB"
-    message = f"{config} took more than {limit} and was stopped; {MEMORY_ADVICE}"
-    return Failure(kind="memory_guard", phase="batches", message=message)

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from autotune_loader.machine.elsewhere import write_only_in
@@ -77,10 +77,10 @@ def environment(scratch: str) -> dict[str, str]:
     }
 
 
-def places(environ: Mapping[str, str] = os.environ) -> list[str]:
+def places() -> list[str]:
     """Where files may be changed: scratch, caches, devices."""
-    caches = (environ.get(name) or os.path.expanduser(folder) for name, folder in CACHES.items())  # noqa: PTH111
-    return [environ["TMPDIR"], *DEVICES, *(each for each in caches if each)]
+    caches = (os.environ.get(name) or os.path.expanduser(folder) for name, folder in CACHES.items())  # noqa: PTH111
+    return [os.environ["TMPDIR"], *DEVICES, *(each for each in caches if each)]
 
 
 def confine() -> list[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import inspect
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 NOT_THERE = (
     "self.trainer.{name}: bursts have no Trainer; pass train_step=lambda model, batch: ..., which returns the loss"
@@ -59,24 +57,24 @@ class StandInTrainer(SimpleNamespace):
     """
 
     def __init__(self, model: Any, optimizer: Any = None, precision: Any = None) -> None:
-        super().__init__(**IN_TRAINING, precision=getattr(precision, "precision", "32-true"), logger=Silence())
+        precision = precision or _plain_precision(model)
+        super().__init__(**IN_TRAINING, precision=precision.precision, logger=Silence())
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
-        self.precision_plugin = precision or SimpleNamespace(clip_gradients=_clip_gradients)
+        self.precision_plugin = precision
         self.strategy = SimpleNamespace(
             backward=lambda loss, *_args, **options: loss.backward(**options),
             all_gather=lambda tensor, **_: tensor,
             _lightning_optimizers=self.optimizers,
         )
-        if precision is not None:
-            precision.convert_module(model)
+        precision.convert_module(model)
         model.trainer = self
         for module in (each for each in model.modules() if is_lightning_module(each)):
             module.log = module.log_dict = module.print = lambda *_args, **_options: None
         made, schedulers = ([optimizer], []) if optimizer is not None else _configured(model.configure_optimizers())
         self.optimizers += made
         self.lr_scheduler_configs += [SimpleNamespace(scheduler=each) for each in schedulers]
-        self._precision, self._batches = precision, 0
+        self._batches = 0
         self._takes_index = len(inspect.signature(model.training_step).parameters) > 1
 
     def __getattr__(self, name: str) -> Any:
@@ -86,20 +84,18 @@ class StandInTrainer(SimpleNamespace):
     def training_step(model: Any, batch: Any) -> Any:
         """What the module's own returns, in the precision of the user's Trainer."""
         self: StandInTrainer = model.trainer
-        precision = self._precision
-        batch = batch if precision is None else precision.convert_input(batch)
+        batch = self.precision_plugin.convert_input(batch)
         for hook in (model.on_before_batch_transfer, model.on_after_batch_transfer):
             batch = hook(batch, 0)
         number, self._batches = self._batches, self._batches + 1
-        with contextlib.nullcontext() if precision is None else precision.forward_context():
+        with self.precision_plugin.forward_context():
             return model.training_step(batch, number) if self._takes_index else model.training_step(batch)
 
 
-def _clip_gradients(optimizer: Any, clip_val: float = 0.0, algorithm: Any = "norm") -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    clip = torch.nn.utils.clip_grad_value_ if "value" in str(algorithm).lower() else torch.nn.utils.clip_grad_norm_
-    if clip_val:
-        clip(parameters, clip_val)
+def _plain_precision(model: Any) -> Any:
+    """The precision plugin of a Trainer that was asked for none, of the package that the module is of."""
+    package = next(cls.__module__ for cls in type(model).__mro__ if cls.__name__ == "LightningModule")
+    return importlib.import_module(f"{package.removesuffix('.core.module')}.plugins.precision").Precision()
 
 
 def _configured(made: Any) -> tuple[list[Any], list[Any]]:

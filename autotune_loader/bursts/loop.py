@@ -58,68 +58,15 @@ class Cached:
             yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples, None)
 
 
-def run_burst(
-    request: Request,
-    step: TrainingStep,
-    make_loader: Callable[[], Any],
-    timeline: Timeline | None = None,
-    announce: Announce = lambda phase: None,
-) -> Measurement | Failure:
-    """Train for a moment and measure it; whatever goes wrong comes back as a `Failure`.
-
-    The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
+class LoopRun:
+    """One running burst: the batches so far and when to stop.
 
     Args:
         request: how long, and with how many workers.
         step: what is done with a batch.
-        make_loader: makes a traced loader, or a batch that lies ready.
         timeline: of the device that the step runs on; None for a CPU.
         announce: told which phase begins.
-
-    Raises:
-        Raised: a sample of the dataset raised.
-        StepError: the step raised.
     """
-    run, open_loader = LoopRun(request, step, timeline, announce), OpenLoader()
-    try:
-        with open_loader:
-            try:
-                return _measured(run, make_loader, open_loader)
-            except (Raised, StepError):
-                raise
-            except Exception as error:
-                traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
-                if request.config.num_workers and isinstance(error, (OSError, EOFError)):
-                    time.sleep(NEWS_OF_DEATH_S)
-                return failure_of(error, run.phase, deaths_of(open_loader.workers))
-    except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
-        return failure_of(error, run.phase, deaths_of(open_loader.workers))
-
-
-def _measured(run: LoopRun, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
-    run.enter("start")
-    loader, window = make_loader(), Window(reads_pss=run.request.reads_pss)
-    if run.timeline is not None and isinstance(loader, Cached):
-        # On the device beforehand: a loader that copies ahead of the step can hide the copy.
-        loader = replace(loader, batch=run.step.ready(loader.batch))
-    run.begin(open_loader, loader)
-    del loader
-    window.watch()
-    if run.request.plan.prefill_s:
-        time.sleep(run.request.plan.prefill_s)
-    run.enter("first_batch")
-    if not run.deliver(open_loader.iterator, on_arrival=window.open):
-        return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
-    run.enter("batches")
-    while not run.knows_enough() and run.deliver(open_loader.iterator):
-        pass
-    measured = window.closed(run.measurement())
-    run.enter("shutdown")
-    return measured
-
-
-class LoopRun:
-    """The state of one running burst: the batches so far and when to stop. The arguments are those of `run_burst`."""
 
     def __init__(
         self,
@@ -141,6 +88,56 @@ class LoopRun:
         self._started = self._next_check = 0.0
         self.now = time.monotonic if timeline is None else timeline.now
         """Seconds of the clock that the traces are on."""
+
+    def measured(self, make_loader: Callable[[], Any]) -> Measurement | Failure:
+        """Train for a moment and measure it; whatever goes wrong comes back as a `Failure`.
+
+        The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
+
+        Args:
+            make_loader: makes a traced loader, or a batch that lies ready.
+
+        Raises:
+            Raised: a sample of the dataset raised.
+            StepError: the step raised.
+        """
+        open_loader = OpenLoader()
+        try:
+            with open_loader:
+                try:
+                    return self._window(make_loader, open_loader)
+                except (Raised, StepError):
+                    raise
+                except Exception as error:
+                    traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
+                    if self._workers and isinstance(error, (OSError, EOFError)):
+                        time.sleep(NEWS_OF_DEATH_S)
+                    return failure_of(error, self.phase, deaths_of(open_loader.workers))
+        except (
+            RuntimeError
+        ) as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
+            return failure_of(error, self.phase)  # by now we have killed the others
+
+    def _window(self, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
+        self.enter("start")
+        loader, window = make_loader(), Window(reads_pss=self.request.reads_pss)
+        if self.timeline is not None and isinstance(loader, Cached):
+            # On the device beforehand: a loader that copies ahead of the step can hide the copy.
+            loader = replace(loader, batch=self.step.ready(loader.batch))
+        self.begin(open_loader, loader)
+        del loader
+        window.watch()
+        if self.request.plan.prefill_s:
+            time.sleep(self.request.plan.prefill_s)
+        self.enter("first_batch")
+        if not self.deliver(open_loader.iterator, on_arrival=window.open):
+            return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
+        self.enter("batches")
+        while not self.knows_enough() and self.deliver(open_loader.iterator):
+            pass
+        found = window.closed(self.measurement())
+        self.enter("shutdown")
+        return found
 
     def enter(self, phase: FailurePhase) -> None:
         """Another phase begins."""
@@ -204,12 +201,11 @@ class LoopRun:
         traces, shape = self._traces, self._shape or BatchShape()
         measured, end = summarise(traces, workers=self._workers, started=self._started), traces[-1].step_end
         use = None if self._passages is None else self._passages.use(end - measured.window_s, end)
-        few = len(traces) <= KEPT_FIRST + KEPT_LAST
         return replace(
             measured,
             batch_bytes=shape.bytes,
             gpu=use or GpuUse(),
-            traces=tuple(traces if few else traces[:KEPT_FIRST] + traces[-KEPT_LAST:]),
+            traces=tuple(traces[:KEPT_FIRST] + traces[KEPT_FIRST:][-KEPT_LAST:]),
             stages=pooled(self._stages),
         )
 

@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from autotune_loader.bursts import child
-from autotune_loader.bursts.failures import ENDS_TRAINING, failure_of_death, failure_of_memory_guard, needs_new_process
+from autotune_loader.bursts.failures import ENDS_TRAINING, MEMORY_ADVICE, failure_of_death, needs_new_process
 from autotune_loader.bursts.files import environment
 from autotune_loader.bursts.packing import NotSentError, Payload, part_at_fault
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
@@ -37,17 +37,14 @@ from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.memory_guard import MemoryGuard
-from autotune_loader.machine.processes import tree, tree_use
 from autotune_loader.machine.scratch import scratch_root
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan, Failure, FailurePhase, Measurement, MemoryUse
 
-START_DEADLINE_S = 120.0
-"""Generous: torch may come from a network file system, the first sample from a cold bucket."""
-COMPILE_DEADLINE_S, BUSY_CORES = 900.0, 0.5
-"""A start that keeps so much of a core busy may take this long: compilers search among kernels. A hang waits."""
+START_DEADLINE_S = 300.0
+"""Generous: torch may come from a network file system, the first sample from a cold bucket, and a model may be compiled."""
 FORK_DEADLINE_S = 15.0
 """A fork that hangs on a lock or a thread of the caller's does so at once."""
 DEATH_S = 0.5
@@ -79,6 +76,8 @@ NO_ROOM = (
     "a second copy of the model on {device} takes at least {needed:.1f} GB, and {free:.1f} GB are free: move it to the CPU "
     "until the training begins, or train_step=0.05, the seconds of one step, tunes the loader against those"
 )
+
+OVER_BUDGET = f"{{config}} took more than 90 % of the memory budget of {{mib:.0f}} MiB and was stopped; {MEMORY_ADVICE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,17 +212,10 @@ class ProcessProbe:
         self.close()
         self._starts += 1
         self._child = _Child(self._source, self._starts)
-        message = self._ask(self._child, None, self._start_s)
+        message = self._child.ask(None, self._start_s)
         if message.ready is None:
             self.close()
         return message
-
-    def _ask(self, child: _Child, request: Request | None, deadline_s: float) -> Message:
-        try:
-            return child.ask(request, deadline_s)
-        except BaseException:
-            self.close()  # Ctrl-C: no orphan may outlive it
-            raise
 
     def _run(self, request: Request) -> Measurement | Failure:
         if self._child is None and (failure := self._start().failure) is not None:
@@ -236,9 +228,10 @@ class ProcessProbe:
             child.kill()
 
         with MemoryGuard(child.pid, budget_bytes, on_memory_limit):
-            message = self._ask(child, request, request.plan.deadline_s)
+            message = child.ask(request, request.plan.deadline_s)
         if over_budget.is_set():  # also where the burst was over by then: the next one needs a new process
-            message = Message(failure=failure_of_memory_guard(request.config, budget_bytes))
+            over = OVER_BUDGET.format(config=request.config, mib=(budget_bytes or 0) / 2**20)
+            message = Message(failure=Failure(kind="memory_guard", phase="batches", message=over))
         failure = message.failure
         if over_budget.is_set() or child.is_lost or (failure is not None and needs_new_process(failure)):
             self.close()
@@ -268,7 +261,19 @@ class _Child:
                 pid = child.fork(source, theirs.fileno(), self._output.fileno(), self._scratch, seed)
                 self._process = psutil.Process(pid)
             else:
-                self._process = self._spawned(source, theirs.fileno(), seed)
+                # A fresh interpreter with the flags of this one, which finds what this one finds.
+                path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
+                fds = (theirs.fileno(), *source.fds)
+                run = RUN.format(path=path, parent=os.getpid(), connection=fds[0], fds=fds[1:], seed=seed)
+                self._process = subprocess.Popen(
+                    [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
+                    pass_fds=fds,
+                    env=environment(self._scratch),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=self._output,
+                    start_new_session=True,  # a process group of its own, so that the whole tree can be ended
+                )
             held.callback(self._process.wait)
             held.callback(self.kill)
             self.pid = self._process.pid
@@ -299,31 +304,19 @@ class _Child:
         while True:
             heard = wait([self._connection, *self._ends], max(0.0, begun + deadline_s - time.monotonic()))
             if not heard:
-                if request is not None or not self._computes(deadline_s):
-                    return self._hang(deadline_s)
-                deadline_s += START_DEADLINE_S
-                continue
+                self.is_lost, words = True, self._last_words() or None
+                message = f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}"
+                return Message(failure=Failure(kind="deadline", phase=self._phase, message=message, traceback=words))
             # It may have answered and died in between.
             if self._connection not in heard and not self._connection.poll(0):
                 return self._death()
             try:
-                message = receive(self._connection, Message)
+                answer = receive(self._connection, Message)
             except (EOFError, OSError):
                 return self._death()
-            if message.phase is None:
-                return message
-            self._phase = message.phase
-
-    def _computes(self, waited_s: float) -> bool:
-        """Whether a start that takes long is at work, as a compiler is."""
-        use = tree_use(tree(self.pid))
-        return waited_s < COMPILE_DEADLINE_S and use is not None and use.cpu_s > BUSY_CORES * waited_s
-
-    def _hang(self, deadline_s: float) -> Message:
-        self.is_lost = True
-        message = f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}"
-        words = self._last_words() or None
-        return Message(failure=Failure(kind="deadline", phase=self._phase, message=message, traceback=words))
+            if answer.phase is None:
+                return answer
+            self._phase = answer.phase
 
     def _death(self) -> Message:
         self.is_lost, code = True, None
@@ -343,17 +336,3 @@ class _Child:
     def end(self) -> None:
         """Leave nothing: no process of the group, no descriptor, no file. Safe to call twice."""
         self._held.close()
-
-    def _spawned(self, payload: Payload, connection: int, seed: int) -> subprocess.Popen[bytes]:
-        """A fresh interpreter with the flags of this one, which finds what this one finds."""
-        path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
-        run = RUN.format(path=path, parent=os.getpid(), connection=connection, fds=tuple(payload.fds), seed=seed)
-        return subprocess.Popen(
-            [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
-            pass_fds=(connection, *payload.fds),
-            env=environment(self._scratch),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-            start_new_session=True,  # a process group of its own, so that the whole tree can be ended
-        )

@@ -51,10 +51,9 @@ class WarmupReport:
     """Wall seconds that the very first batch took."""
     counts_batches: bool = False
     """Whether a batch counts as one sample, because nothing tells how many it has."""
-    shardable: bool = True
-    """Whether several workers share the samples out; False for an IterableDataset whose workers repeat each other."""
-    same_in_workers: bool = True
-    """Whether workers can read the samples that a process alone reads; False where they would share an open file, say."""
+    most_workers: int | None = None
+    """Workers that can read what a process alone reads: 0 where they would share an open file, say, and 1 where several of an
+    IterableDataset would repeat each other."""
     default_threads: int
     """Threads that a step on the CPU has."""
     notes: tuple[str, ...] = ()

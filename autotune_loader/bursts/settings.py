@@ -31,8 +31,6 @@ MOST_TOLD = 6
 """Modules' values that a note names."""
 NOT_READ = {*sys.stdlib_module_names, "autotune_loader", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"}
 """Modules whose values are not looked at: torch's have a table, and functions of `__main__` bring theirs."""
-MODES = ("default", "warn", "error")
-"""Of deterministic algorithms."""
 PLAIN = (bool, int, float, str, bytes, types.NoneType)
 BACKENDS = (
     "cudnn.benchmark",
@@ -165,15 +163,9 @@ def _table() -> dict[str, _Setting]:
     table: dict[str, _Setting] = {
         "grad_mode": (torch.is_grad_enabled, torch._C._set_grad_enabled),
         "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        "deterministic_algorithms": (
-            lambda: MODES[torch.get_deterministic_debug_mode()],
-            torch.set_deterministic_debug_mode,
-        ),
-        "default_device": (lambda: str(torch.get_default_device()), torch.set_default_device),
-        "default_dtype": (
-            lambda: _name(torch.get_default_dtype()),
-            lambda name: torch.set_default_dtype(getattr(torch, name)),
-        ),
+        "deterministic_debug_mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        "default_device": (torch.get_default_device, torch.set_default_device),
+        "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "sharing_strategy": (sharing.get_sharing_strategy, sharing.set_sharing_strategy),
     }
     for name in BACKENDS:
@@ -184,7 +176,3 @@ def _table() -> dict[str, _Setting]:
     if cv2 is not None and hasattr(cv2, "setNumThreads"):
         table["cv2.threads"] = cv2.getNumThreads, cv2.setNumThreads
     return table
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

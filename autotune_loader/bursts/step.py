@@ -52,17 +52,29 @@ class StepError(Exception):
 
 @dataclass(slots=True)
 class TrainingStep:
-    """One optimisation step on one batch."""
+    """One optimisation step on one batch: the way to its loss, and what is left to do with that."""
 
-    train: Callable[[Any], None]
-    """Takes a batch, on the device where the step does not move it itself, and trains on it."""
-    description: str
-    """What is done with a batch, in words; complete once a batch was trained on."""
+    forward: Callable[[Any], Any]
+    """Takes a batch, on the device where it does not move it itself; gives the loss, or is the step that is done."""
+    name: str
+    """The way as code; complete once a batch was trained on."""
     device: torch.device
-    moves: bool = False
-    """Whether batches are brought to the device before the step, and not by it."""
+    optimizer: Any = None
+    is_own: bool = False
+    """Whether it is the user's `train_step`, which moves its batches, and whose errors speak for themselves."""
+    is_whole: bool = False
+    """Whether nothing is left to do, whatever `forward` returns."""
+    batch: str = ""
+    """The batch that it was read from, in words."""
     notes: list[str] = field(default_factory=list)
     """What the user should know of it; complete once a batch was trained on."""
+    description: str = ""
+    """What is done with a batch, in words; empty until one was trained on."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether batches are brought to the device before the step, and not by it."""
+        return self.device.type != "cpu" and not self.is_own
 
     def move(self, batch: Any) -> Any:
         """The batch on the device; what is there already is not copied. From pinned memory the host does not wait."""
@@ -80,12 +92,60 @@ class TrainingStep:
         return moved
 
     def run(self, batch: Any) -> None:
-        """Take a batch as the loader delivers it, move it to the device and train on it.
+        """Take a batch as the loader delivers it, move it to the device and train on it; raises as `train` does."""
+        self.train(self.move(batch))
+
+    def train(self, batch: Any) -> None:
+        """Train on a batch that lies where `forward` takes it.
 
         Raises:
             StepError: it raised for this batch.
+            StepInferenceError: the reading that was chosen does not run; at the first batch alone.
         """
-        self.train(self.move(batch))
+        is_first = not self.description
+        try:
+            loss = loss_in(self.forward(batch))
+            if is_first:
+                self._learn(loss)
+            elif not self.is_whole and has_gradient(loss):  # training passes over a batch without one, too
+                self._complete(loss)
+        except (Exception, SystemExit) as error:
+            if not is_of_user(error) or isinstance(error, StepInferenceError):
+                raise
+            if not is_first or self.is_own:
+                raise StepError(str(error)) from error
+            cause = textwrap.shorten(next(iter(str(error).splitlines()), ""), LONGEST_CAUSE, placeholder="...")
+            said = f"`{self.name}`, as {self.batch} was read, failed with {type(error).__name__}: {cause}; {ASKS}"
+            raise StepInferenceError(said) from error
+
+    def _learn(self, loss: Any) -> None:
+        """See at the first batch what is left to do, and do it."""
+        left = ""
+        if not self.is_whole and not has_gradient(loss):
+            self.is_whole = True
+            self.notes += [] if self.is_own else [TRAINS_NOTHING.format(step=self.name)]
+        elif not self.is_whole:
+            if loss.numel() != 1:
+                shape = list(loss.shape)
+                raise StepInferenceError(
+                    f"{self.name} gives a loss of shape {shape}; its mean, `loss.mean()`, would work"
+                )
+            try:
+                self._complete(loss)
+                left = f" and {type(self.optimizer).__name__}.step()" if self.optimizer is not None else ""
+                left = f", then backward{left}"
+            except RuntimeError as error:
+                if not self.is_own or "second time" not in str(error):  # autograd's words for what has run already
+                    raise
+                self.is_whole = True
+        self.description = f"{self.name}{left}"
+
+    def _complete(self, loss: Any) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
 
 
 def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
@@ -99,14 +159,13 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     Raises:
         StepInferenceError: no reading, or more than one.
     """
-    device, model = torch.device(side.device), side.model
-    if isinstance(side.train_step, StepTime):
-        wait, name = functools.partial(side.train_step, None), str(side.train_step)
-        return TrainingStep(wait, name, device, notes=[AGAINST_TIME.format(name)])
-    if model is None and side.train_step is None:
-        moves = device.type != "cpu"
-        alone = "no model: the loader alone" + (f", with the copy to {device}" if moves else "")
-        return TrainingStep(lambda batch: None, alone, device, moves)
+    device, model, train_step = torch.device(side.device), side.model, side.train_step
+    if isinstance(train_step, StepTime):
+        wait, name = functools.partial(train_step, None), str(train_step)
+        return TrainingStep(wait, name, device, is_own=True, notes=[AGAINST_TIME.format(name)])
+    if model is None and train_step is None:
+        alone = "no model: the loader alone" + (f", with the copy to {device}" if device.type != "cpu" else "")
+        return TrainingStep(lambda batch: None, alone, device, is_whole=True)
     if isinstance(model, torch.nn.Module):
         if not any(getattr(model, mark, None) for mark in PLACED):
             model.to(device)
@@ -114,63 +173,22 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
             model.train()  # else frozen parts stay as they are
         for name in side.compiled:
             model.get_submodule(name).compile()
-    form = _form_of(side, first_batch)
-    step = TrainingStep(lambda batch: None, form.name, device, device.type != "cpu" and not form.is_own)
-    step.train = _Training(side, form, step)
+    is_lightning = train_step is None and is_lightning_module(model)
+    step = TrainingStep(lambda batch: None, "", device, is_own=train_step is not None, batch=described(first_batch))
+    if side.loss_fn is not None and (step.is_own or is_lightning):
+        step.notes.append(UNUSED_LOSS.format(by="train_step" if step.is_own else "training_step"))
+    if train_step is not None:
+        step.name, step.forward = "train_step(model, batch)", functools.partial(train_step, model)
+    elif is_lightning:
+        step.name, step.forward = (
+            "LightningModule.training_step",
+            functools.partial(StandInTrainer.training_step, model),
+        )
+        step.is_whole = not model.automatic_optimization
+    else:
+        _read_form(step, model, side.loss_fn, first_batch)
+    step.optimizer = _optimizer_of(side)
     return step
-
-
-class _Training:
-    """Trains on batches: runs the form and, where that gives a loss with a gradient, backward and the optimizer."""
-
-    def __init__(self, side: TrainingSide, form: Form, step: TrainingStep) -> None:
-        self._form, self._optimizer, self._completes = form, _optimizer_of(side), not form.is_whole
-        self._step: TrainingStep | None = step  # let go after the first batch: a cycle would keep device memory
-
-    def __call__(self, batch: Any) -> None:
-        form, step, self._step = self._form, self._step, None
-        try:
-            loss = loss_in(form.run(batch))
-            if step is not None:
-                self._learn(loss, step)
-            elif self._completes and has_gradient(loss):  # training passes over a batch without one, too
-                self._complete(loss)
-        except (Exception, SystemExit) as error:
-            if not is_of_user(error) or isinstance(error, StepInferenceError):
-                raise
-            if step is None or form.is_own:
-                raise StepError(str(error)) from error
-            cause = textwrap.shorten(next(iter(str(error).splitlines()), ""), LONGEST_CAUSE, placeholder="...")
-            said = f"`{form.name}`, as {form.batch} was read, failed with {type(error).__name__}: {cause}; {ASKS}"
-            raise StepInferenceError(said) from error
-
-    def _learn(self, loss: Any, step: TrainingStep) -> None:
-        """See at the first batch what the form leaves to do, and do it."""
-        form, step.description = self._form, self._form.name
-        step.notes += form.notes
-        self._completes &= has_gradient(loss)
-        if not self._completes:
-            step.notes += [] if form.is_own or form.is_whole else [TRAINS_NOTHING.format(step=form.name)]
-            return
-        if loss.numel() != 1:
-            shape = list(loss.shape)
-            raise StepInferenceError(f"{form.name} gives a loss of shape {shape}; its mean, `loss.mean()`, would work")
-        try:
-            self._complete(loss)
-        except RuntimeError as error:
-            if not form.is_own or "second time" not in str(error):  # autograd's words for what has run already
-                raise
-            self._completes = False
-            return
-        optimizer = "" if self._optimizer is None else f" and {type(self._optimizer).__name__}.step()"
-        step.description += f", then backward{optimizer}"
-
-    def _complete(self, loss: Any) -> None:
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        if self._optimizer is not None:
-            self._optimizer.step()
 
 
 def _optimizer_of(side: TrainingSide) -> Any:
@@ -239,58 +257,32 @@ def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor
     raise StepInferenceError(f"The loss of an answer of shape {list(answer.shape)} and {words} cannot be told: {ASKS}")
 
 
-# Forms
-
-
-@dataclass(slots=True, kw_only=True)
-class Form:
-    """A way from a batch to its loss, or to a step that is done."""
-
-    run: Callable[[Any], Any]
-    name: str
-    """As code; complete once a batch was run."""
-    is_own: bool = False
-    """Whether it is the user's `train_step`, whose errors speak for themselves."""
-    is_whole: bool = False
-    """Whether it steps its optimizers itself, whatever it returns."""
-    batch: str = ""
-    """The batch that it was read from, in words."""
-    notes: list[str] = field(default_factory=list)
-
-
-def _form_of(side: TrainingSide, batch: Any) -> Form:
-    model, train_step, loss_fn, words = side.model, side.train_step, side.loss_fn, described(batch)
-    unused = [] if loss_fn is None else [UNUSED_LOSS.format(by="train_step" if train_step else "training_step")]
-    if train_step is not None:
-        name = "train_step(model, batch)"
-        return Form(run=lambda batch: train_step(model, batch), name=name, is_own=True, notes=unused)
-    if is_lightning_module(model):
-        steps, whole = functools.partial(StandInTrainer.training_step, model), not model.automatic_optimization
-        return Form(run=steps, name="LightningModule.training_step", is_whole=whole, batch=words, notes=unused)
+def _read_form(step: TrainingStep, model: Any, loss_fn: Any, batch: Any) -> None:
+    """Read from a batch what the model takes of it and where the loss comes from."""
     if loss_fn is None and isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
-        return Form(run=lambda batch: _own_loss(model(**batch)), name="model(**batch).loss", batch=words)
+        step.name, step.forward = "model(**batch).loss", lambda batch: _own_loss(model(**batch))
+        return
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise StepInferenceError(f"What the step does with {words} cannot be told: {ASKS}")
+        raise StepInferenceError(f"What the step does with {step.batch} cannot be told: {ASKS}")
     required, names = _parameters_of(model)
     if loss_fn is None and (required == 2 or (len(names) > 1 and names[1] in TARGETS)):
-        return Form(run=lambda batch: _own_loss(model(*batch)), name="model(x, y)", batch=words)
+        step.name, step.forward = "model(x, y)", lambda batch: _own_loss(model(*batch))
+        return
     if required > 1:
-        raise StepInferenceError(f"The model takes {required} arguments, and a batch is {words}: {ASKS}")
+        raise StepInferenceError(f"The model takes {required} arguments, and a batch is {step.batch}: {ASKS}")
     given = getattr(loss_fn, "func", loss_fn)  # functools.partial
     is_of_torch = str(getattr(given, "__module__", "")).startswith("torch.")
     name = "a loss" if loss_fn is None else getattr(given, "__name__", type(given).__name__)
-    form = Form(run=lambda batch: None, name=f"{name}(model(x), y)", batch=words)
 
-    def run(batch: Any) -> Any:
+    def forward(batch: Any) -> Any:
         output = model(batch[0])
         if loss_fn is not None:  # one of the user's own takes whatever the model gives; torch's take tensors
             return loss_fn(_answer_in(output) if is_of_torch else output, batch[1])
         name, loss = customary_loss(_answer_in(output), batch[1])
-        form.name = f"{name}(model(x), y)"
+        step.name = f"{name}(model(x), y)"
         return loss
 
-    form.run = run
-    return form
+    step.name, step.forward = f"{name}(model(x), y)", forward
 
 
 def _parameters_of(model: Any) -> tuple[int, list[str]]:

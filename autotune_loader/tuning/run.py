@@ -123,8 +123,7 @@ def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: 
     caps, why = [MOST_WORKERS, asked, data.shards, data.batches_per_epoch()], list[str]()
     if machine.why_no_workers is not None:
         caps, why = [0], [machine.why_no_workers]
-    caps += [0] if warmup.on_accelerator or not warmup.same_in_workers else []
-    caps += [] if warmup.shardable else [1]
+    caps += [] if warmup.most_workers is None else [warmup.most_workers]
     return min(each for each in caps if each is not None), why
 
 

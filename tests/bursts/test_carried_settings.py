@@ -19,9 +19,9 @@ from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
 
 CHANGES: dict[str, Any] = {
     "float32_matmul_precision": "high",
-    "deterministic_algorithms": "warn",
-    "default_dtype": "float64",
-    "default_device": "meta",
+    "deterministic_debug_mode": 1,
+    "default_dtype": torch.float64,
+    "default_device": torch.device("meta"),
     "sharing_strategy": "file_system",
     "cudnn.benchmark": True,
     "cudnn.allow_tf32": False,

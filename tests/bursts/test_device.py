@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autotune_loader.bursts.bench import warm_up
-from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader, run_burst
+from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.values.config import LoaderConfig
@@ -183,8 +183,8 @@ def test_the_ceilings_batch_lies_on_the_device_beforehand_where_the_step_takes_i
         seen.append(batch)
         timeline.launch(0.002)
 
-    step = TrainingStep(train, "a step", torch.device("meta"), moves)
-    run_burst(Request(what="burst", plan=QUICK), step, lambda: Cached(torch.ones(4), 4), timeline)
+    step = TrainingStep(train, "a step", torch.device("meta"), is_own=not moves)
+    LoopRun(Request(what="burst", plan=QUICK), step, timeline).measured(lambda: Cached(torch.ones(4), 4))
     # THEN every step had the very same tensor: it was copied once, outside the window
     assert {id(batch) for batch in seen} == {id(seen[0])}
     assert seen[0].device.type == lies

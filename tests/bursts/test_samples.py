@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from autotune_loader.bursts.checks import workers_repeat_each_other
+from autotune_loader.bursts.bench import workers_repeat_each_other
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan
@@ -144,5 +144,5 @@ def test_what_is_known_after_the_first_batch_is_noted(dataset: Any, parts: Any, 
     with opened(workload(dataset, **parts)) as probe:
         report = probe.warmup
     assert re.search(says, " ".join(probe.notes))
-    assert (report.shardable, report.same_in_workers) == (not isinstance(dataset, Shuffled), not parts)
+    assert report.most_workers == (1 if isinstance(dataset, Shuffled) else 0 if parts else None)
     assert (report.first_fetch_s > 2.0) is (getattr(dataset, "nap_s", 0) > 0)

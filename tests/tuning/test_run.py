@@ -90,11 +90,10 @@ ROOM = 800  # samples, in batches of 8: an epoch of a hundred batches
         (data(rows(ROOM)), {"max_workers": 3}, 3),
         (data(rows(80)), {}, 10),  # a worker beyond the batches of an epoch never gets one
         (data(Sharded()), {}, 2),
-        (data(Stream()), {"shardable": False}, 1),
-        (data(rows(ROOM)), {"on_accelerator": True}, 0),
-        (data(rows(ROOM)), {"same_in_workers": False}, 0),
+        (data(Stream()), {"most_workers": 1}, 1),
+        (data(rows(ROOM)), {"most_workers": 0}, 0),
     ],
-    ids=["free", "asked", "epoch", "shards", "repeats", "on a device", "shared file"],
+    ids=["free", "asked", "epoch", "shards", "repeats", "shared file"],
 )
 def test_no_more_workers_are_tried_than_are_right(side: DataSide, given: dict[str, Any], most: int) -> None:
     assert run_of(side, **given).space.max_workers == most
