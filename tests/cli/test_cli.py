@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 import autotune_loader
 from autotune_loader import cli, demo
-from autotune_loader.cli.show import code_of
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.result import TuningResult
@@ -268,14 +267,12 @@ def test_the_code_of_a_result_runs(
 ) -> None:
     replace(result, best=config).save("saved.json")
     assert cli.main(["show", "saved.json", "--code"]) == 0
-    names: dict[str, Any] = {}
-    exec(capsys.readouterr().out, names)
+    names, code = dict[str, Any](), capsys.readouterr().out
+    exec(code, names)
     batch_size = {} if config.batch_size is None else {"batch_size": config.batch_size}
     assert names["loader_arguments"] == {**batch_size, **config.to_kwargs()}
     assert len(DataLoader([1, 2, 3], **names["loader_arguments"])) in (1, 3)
-    assert ("DevicePrefetcher(loader, 'cuda', depth=2)" in code_of(replace(result, best=config))) == bool(
-        config.device_prefetch
-    )
+    assert ("DevicePrefetcher(loader, 'cuda', depth=2)" in code) == bool(config.device_prefetch)
 
 
 def test_demo_tunes_its_small_job_within_the_budget_and_writes_the_file(
