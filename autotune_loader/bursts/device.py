@@ -20,7 +20,6 @@ import torch
 
 from autotune_loader.pipeline.prefetch import CudaLane
 from autotune_loader.pipeline.tracing import Fetch
-from autotune_loader.values.measurement import GpuUse
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 FEWEST_AHEAD, MOST_AHEAD_S = 2, 0.05
@@ -123,11 +122,11 @@ class Passages:
             traces.append(trace)
         return traces
 
-    def use(self, start: float, end: float) -> GpuUse:
-        """What is known of the device between two moments."""
+    def use(self, start: float, end: float) -> dict[str, Any]:
+        """What is known of the device between two moments, by fields of `Measurement`."""
         at_work = sum(max(0.0, min(done, end) - max(begun, start)) for begun, done in self._steps)
         busy_share = at_work / (end - start) if end > start else None
-        return GpuUse(busy_share=busy_share, memory_bytes=self._timeline.peak_bytes())
+        return {"gpu_busy_share": busy_share, "gpu_memory_bytes": self._timeline.peak_bytes()}
 
     def _trace_of(self, seen: Passage) -> BatchTrace | None:
         copied, done = self._timeline.passed(seen.copied), self._timeline.passed(seen.done)

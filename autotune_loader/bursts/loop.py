@@ -28,7 +28,7 @@ from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
-from autotune_loader.values.measurement import Failure, FailurePhase, GpuUse, Measurement
+from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
 from autotune_loader.values.stages import StageSamples, pooled
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
@@ -200,11 +200,11 @@ class LoopRun:
             self._settle()
         traces, shape = self._traces, self._shape or BatchShape()
         measured, end = summarise(traces, workers=self._workers, started=self._started), traces[-1].step_end
-        use = None if self._passages is None else self._passages.use(end - measured.window_s, end)
+        of_device = {} if self._passages is None else self._passages.use(end - measured.window_s, end)
         return replace(
             measured,
             batch_bytes=shape.bytes,
-            gpu=use or GpuUse(),
+            **of_device,
             traces=tuple(traces[:KEPT_FIRST] + traces[KEPT_FIRST:][-KEPT_LAST:]),
             stages=pooled(self._stages),
         )

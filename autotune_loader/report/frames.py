@@ -59,7 +59,6 @@ def row_of(trial: Trial) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if measured is not None:
         own = _limits("samples_per_s", measured.samples_per_s)
-        own |= {"gpu_busy_share": measured.gpu.busy_share, "gpu_memory_bytes": measured.gpu.memory_bytes}
     if failure is not None:
         own |= {f"failure_{name}": getattr(failure, name) for name in ("kind", "phase", "message")}
     for record in (trial, trial.config, measured, measured and measured.memory):
@@ -79,7 +78,7 @@ def _side(comparison: Comparison, side: Side) -> dict[str, Any]:
         **_limits("ratio", comparison.ratios.get(side.name)),
         "wait_share": None if measured is None else measured.wait_share,
         "cpu_share": None if measured is None else measured.cpu_share,
-        "gpu_busy_share": None if measured is None else measured.gpu.busy_share,
+        "gpu_busy_share": None if measured is None else measured.gpu_busy_share,
         "memory_bytes": None if measured is None else measured.taken_bytes,
         "bottleneck": None if side.bottleneck is None else side.bottleneck.kind,
         "error": side.error,

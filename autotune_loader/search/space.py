@@ -200,7 +200,7 @@ class Space:
         host = None if measured.memory is None else measured.memory.taken_bytes
         kinds: tuple[tuple[FailureKind, str, int | None, int | None], ...] = (
             ("memory_guard", "host", host, self.limits.memory_bytes),
-            ("device_memory", "device", measured.gpu.memory_bytes, self.limits.device_bytes),
+            ("device_memory", "device", measured.gpu_memory_bytes, self.limits.device_bytes),
         )
         for kind, name, took, limit in kinds:
             if took is not None and limit is not None and took > limit * SAFE_SHARE:

@@ -82,7 +82,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
             found,
             wait_share=measured.wait_share,
             memory_bytes=measured.taken_bytes,
-            gpu_busy_share=measured.gpu.busy_share,
+            gpu_busy_share=measured.gpu_busy_share,
             source=source_of(measured, data, run.machine),
         )
     return judged(

@@ -77,16 +77,6 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuUse:
-    """What the accelerator did during a burst, as far as it tells."""
-
-    busy_share: float | None = None
-    """Share of the window in which the device was at work on a step, by its own events, copies left out; None off a GPU."""
-    memory_bytes: int | None = None
-    """Peak memory of the job on the device, as torch allocated it; None off a device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What one burst measured."""
 
@@ -119,7 +109,10 @@ class Measurement:
     batch_bytes: int = 0
     """Bytes of the tensors in one batch."""
     memory: MemoryUse | None = None
-    gpu: GpuUse = GpuUse()
+    gpu_busy_share: float | None = None
+    """Share of the window in which the device was at work on a step, by its own events, copies left out; None off a GPU."""
+    gpu_memory_bytes: int | None = None
+    """Peak memory of the job on the device, as torch allocated it; None off a device."""
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)
     """Every batch of the burst from its very first, window or not."""
     stages: StageSamples | None = field(default=None, compare=False)

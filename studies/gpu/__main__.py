@@ -155,7 +155,7 @@ def _twin_errors(result: TuningResult, grid: dict[LoaderConfig, float]) -> list[
 def _busy_share(result: TuningResult) -> float | None:
     """Of a burst of the tuned configuration, by the device's events."""
     found = [t.measurement for t in result.trials if t.config == result.best and t.measurement is not None]
-    return found[-1].gpu.busy_share if found else None
+    return found[-1].gpu_busy_share if found else None
 
 
 def _util(rates: Sequence[Rate]) -> float | None:

@@ -149,7 +149,7 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
     assert found.step_s == pytest.approx(step_s, rel=0.01)
     assert found.wait_share == pytest.approx(wait_share, abs=0.03)
     # copies are no work, nor is waiting
-    assert found.gpu.busy_share == pytest.approx(step_s / period_s, abs=0.03)
+    assert found.gpu_busy_share == pytest.approx(step_s / period_s, abs=0.03)
     # the device is waited for at the edges of the window only, and never has more before it than keeps it busy
     assert timeline.events == ["open", "synchronize"]
     for trace in found.traces:

@@ -19,7 +19,7 @@ from autotune_loader.search.space import (
     Space,
 )
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, GpuUse, MemoryUse
+from autotune_loader.values.measurement import BurstPlan, MemoryUse
 from tests.support.clock import FakeClock
 from tests.support.machine import SimulatedMachine
 from tests.support.simulation import SimulatedProbe
@@ -127,12 +127,12 @@ def test_a_larger_batch_needs_the_memory_of_its_samples_and_a_margin() -> None:
     assert tight.veto(LoaderConfig(batch_size=4)) is None
     # AND what a burst of it took leaves a tenth, on the host and on the device; asked of tuned sizes only
     burst = SimulatedProbe(SimulatedMachine(), FakeClock()).burst(workers(1), BurstPlan(max_s=0.3, min_s=0.1))
-    seen = replace(burst, memory=MemoryUse(rss_bytes=MIB), gpu=GpuUse(memory_bytes=95 * MIB))
+    seen = replace(burst, memory=MemoryUse(rss_bytes=MIB), gpu_memory_bytes=95 * MIB)
     failure = tight.over_margin(workers(1, batch_size=16), seen)
     assert failure is not None
     assert (failure.kind, "95 of 100 MiB" in failure.message) == ("device_memory", True)
     assert tight.over_margin(workers(1), seen) is None
-    assert tight.over_margin(workers(1, batch_size=16), replace(seen, gpu=GpuUse(memory_bytes=80 * MIB))) is None
+    assert tight.over_margin(workers(1, batch_size=16), replace(seen, gpu_memory_bytes=80 * MIB)) is None
 
 
 @pytest.mark.parametrize(
