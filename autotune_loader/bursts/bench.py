@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import stat
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from autotune_loader.bursts.device import Timeline
-from autotune_loader.bursts.failures import Raised, checked, failure_of, user_traceback
+from autotune_loader.bursts.failures import ENDS_TRAINING, Raised, checked, failure_of, user_traceback
 from autotune_loader.bursts.files import STEP_WRITES, refused_path
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.protocol import Announce, Message, Request, WarmupReport
@@ -34,7 +33,6 @@ from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailurePhase
 
-log = logging.getLogger(__name__)
 SECOND_LOOK_S = 0.5
 """A first batch that took no longer is looked at twice: a cold file or a busy machine is no habit."""
 SLOW_FETCH_S = 2.0
@@ -159,7 +157,8 @@ class Bench:
         """What no other configuration would be without."""
         traceback.clear_frames(error.__traceback__)
         if isinstance(error, Raised):
-            return error.ends_run
+            failure, ends = error.failure, "" if error.writes else ENDS_TRAINING
+            return replace(failure, message=f"{failure.message}{ends}")
         cause = error.__cause__ or error
         path = refused_path(cause)
         return failure_of(cause, "step") if path is None else self.step_writes(path, cause)
@@ -217,21 +216,16 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
     if timeline is not None:
         timeline.open()
         now = timeline.now
-    while not _is_warm(took):
+    while True:
         begun = now()
         step.run(batch)
         if timeline is not None:
             timeline.synchronize()
         took.append(now() - begun)
-
-
-def _is_warm(took: list[float]) -> bool:
-    """Whether steps have settled, or are so long that waiting for it costs more than it tells."""
-    if len(took) < 2:
-        return False
-    if len(took) * min(took) > WARM_UP_S or len(took) >= MOST_WARM_UP_STEPS:
-        return True
-    return len(took) >= WARM_UP_STEPS and max(took[-2:]) <= SETTLED * min(took[-2:])
+        settled = len(took) >= WARM_UP_STEPS and max(took[-2:]) <= SETTLED * min(took[-2:])
+        costs_more_than_it_tells = len(took) * min(took) > WARM_UP_S or len(took) >= MOST_WARM_UP_STEPS
+        if settled or (len(took) > 1 and costs_more_than_it_tells):
+            return
 
 
 def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, worker: int) -> None:
@@ -256,9 +250,6 @@ def leave_segments() -> None:
             register(name, rtype)
 
     resource_tracker.register = but_memory
-
-
-# Whether several workers may read the dataset at all
 
 
 def positions() -> dict[int, tuple[int, int, int]]:
@@ -306,8 +297,7 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
             del loader
             for batch, fetch in islice(open_loader.iterator, 2 * TWO_WORKERS.num_workers):
                 first.setdefault(fetch[0], batch)
-    except Exception as error:
-        log.info("the look for repeated samples found nothing out: %s", error)
+    except Exception:
         return False
     return len(first) == TWO_WORKERS.num_workers and _is_same(first[0], first[1])
 

@@ -39,7 +39,8 @@ class Timeline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lane: CudaLane | None = None
+        self.lane = CudaLane(device)
+        """A way to copy batches ahead of the step; one, since each new stream would fill a memory pool of its own."""
         self._zero: Any = None
         self._zero_s = 0.0
 
@@ -72,12 +73,6 @@ class Timeline:
     def synchronize(self) -> None:
         """The window's last edge: wait until the device has done all it was given."""
         torch.cuda.synchronize(self._device)
-
-    def lane(self) -> CudaLane:
-        """A way to copy batches ahead of the step."""
-        if self._lane is None:  # kept: each new stream would fill a memory pool of its own
-            self._lane = CudaLane(self._device)
-        return self._lane
 
     def peak_bytes(self) -> int:
         """Most memory that torch has allocated on the device since `open`."""

@@ -80,11 +80,6 @@ class Raised(Exception):  # noqa: N818 - it stands for an error of the user's, a
         message = f"{name} raises {failure.message}" if path is None else SAMPLE_WRITES.format(sample=name, path=path)
         return cls(replace(failure, message=message), tuple(keys), path is not None)
 
-    @property
-    def ends_run(self) -> Failure:
-        """The failure of a run that no configuration would help."""
-        return self.failure if self.writes else replace(self.failure, message=self.failure.message + ENDS_TRAINING)
-
     def raises_in(self, data: DataSide) -> bool:
         """Whether the samples raise where this process reads them from `data`, too; False for a stream."""
         dataset, keys = data.dataset, list(self.keys)
@@ -123,7 +118,7 @@ def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] 
     return Failure(
         kind=kind,
         phase=phase,
-        message=_first_sentence(text) + (f" ({advice})" if advice else ""),
+        message=first_sentence(text) + (f" ({advice})" if advice else ""),
         retryable=kind in ("crashed", "descriptors"),
         traceback=user_traceback(error),
     )
@@ -162,7 +157,7 @@ def _diagnosis(error: BaseException, deaths: Iterable[str] = ()) -> tuple[Failur
     return "user_exception", texts[0], ""
 
 
-def _first_sentence(text: str, limit: int = 600) -> str:
+def first_sentence(text: str, limit: int = 600) -> str:
     """The line that says what happened: torch wraps a worker's exception in its whole traceback, whose last line it is."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["unknown error"]
     wrapped = "Caught " in lines[0] and "Original Traceback" in text

@@ -96,9 +96,17 @@ def confine() -> list[str]:
             if not f"{real}{os.sep}".startswith(roots):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
 
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            flags = arguments[2] or 0
+            if flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_CREAT | os.O_TRUNC):
+                check(arguments[0])
+        elif event in CHANGES:
+            check(arguments[CHANGES[event]])
+
     is_held = write_only_in(places())
     if not is_held:
-        _refuse_by_audit(check)
+        sys.addaudithook(hook)  # for good, as Python has no way back
     import torch
 
     save: Callable[..., Any] = torch.save
@@ -110,20 +118,6 @@ def confine() -> list[str]:
 
     torch.save = checked  # type: ignore[assignment]
     return [] if is_held else [NOT_HELD]
-
-
-def _refuse_by_audit(check: Callable[[Any], None]) -> None:
-    """The same by Python's audit events, for kernels without Landlock; for good, as Python has no way back."""
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
-            flags = arguments[2] or 0
-            if flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_CREAT | os.O_TRUNC):
-                check(arguments[0])
-        elif event in CHANGES:
-            check(arguments[CHANGES[event]])
-
-    sys.addaudithook(hook)
 
 
 def refused_path(error: BaseException | None) -> str | None:

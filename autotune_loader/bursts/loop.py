@@ -152,7 +152,7 @@ class LoopRun:
         self._started = self.now()
         open_loader.open(loader)
         if timeline is not None and depth:
-            open_loader.iterator = prefetched(open_loader.iterator, timeline.lane(), depth)
+            open_loader.iterator = prefetched(open_loader.iterator, timeline.lane, depth)
 
     def deliver(self, iterator: Iterator[Any], on_arrival: Callable[[], None] = lambda: None) -> bool:
         """Take one batch and train on it, or hand it to the device; False when the loader has ended."""

@@ -10,7 +10,6 @@ nothing until it is written to.
 from __future__ import annotations
 
 import contextlib
-import io
 import mmap
 import os
 import pickle
@@ -173,7 +172,8 @@ class _ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
             layout = self._layouts.setdefault(layout, layout)
             return _tensor, (value.untyped_storage(), value.storage_offset(), layout)
         if isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
-            return _storage, (pickle.PickleBuffer(_memory_of(value)), value.nbytes(), str(value.device))
+            memory: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value.cpu()).numpy()
+            return _storage, (pickle.PickleBuffer(memory), value.nbytes(), str(value.device))
         if isinstance(value, SharedMemory):
             raise pickle.PicklingError(f"shared memory {value.name!r}, which another process would remove at its end")
         if isinstance(value, np.memmap) and (place := _place_in_file(value)) is not None:
@@ -190,10 +190,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _tensor(storage: torch.UntypedStorage, offset: int, layout: tuple[Any, ...]) -> torch.Tensor:
     dtype, shape, strides, requires_grad = layout
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides).requires_grad_(requires_grad)
-
-
-def _memory_of(storage: torch.UntypedStorage) -> Any:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu()).numpy()
 
 
 def _storage(buffer: Any, size: int, device: str) -> torch.UntypedStorage:
@@ -218,11 +214,10 @@ def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
     return os.fspath(name), array.dtype, mode, offset, array.shape, "C" if array.flags.c_contiguous else "F"
 
 
-class _Limited(io.RawIOBase):
+class _Limited:
     """A file that refuses more than a limit, so that no 100 GB are pickled in vain; without a file it only counts."""
 
     def __init__(self, max_bytes: int, file: IO[bytes] | None = None) -> None:
-        super().__init__()
         self._max_bytes, self._file, self._total = max_bytes, file, 0
 
     def write(self, data: Any) -> int:

@@ -204,7 +204,7 @@ class ProcessProbe:
     def close(self) -> None:
         """Kill the process and everything it started. Safe to call twice."""
         if self._child is not None:
-            self._child.end()
+            self._child.held.close()
             self._child = None
 
     def _start(self) -> Message:
@@ -287,7 +287,7 @@ class _Child:
             with contextlib.suppress(OSError):
                 self._ends.append(os.pidfd_open(self.pid))
                 held.callback(os.close, self._ends[0])
-            self._held = held.pop_all()
+            self.held = held.pop_all()  # closed, it leaves no process of the group, no descriptor, no file
         self.is_lost = False
 
     def ask(self, request: Request | None, deadline_s: float) -> Message:
@@ -332,7 +332,3 @@ class _Child:
         """Kill the process and its group at once."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Leave nothing: no process of the group, no descriptor, no file. Safe to call twice."""
-        self._held.close()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from autotune_loader.bursts.failures import is_of_user
+from autotune_loader.bursts.failures import first_sentence, is_of_user
 from autotune_loader.bursts.lightning_step import StandInTrainer, is_lightning_module
 from autotune_loader.pipeline.batches import described
 from autotune_loader.pipeline.prefetch import move
@@ -34,12 +33,9 @@ ANSWERS = ("logits", "out", "output", "pred", "prediction", "last_hidden_state")
 """Where a model keeps its answer, in an output with several parts."""
 PLACED = ("hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit")
 """What a model has that a library has quantised or spread over devices: `.to()` would fail or do harm."""
-LONGEST_CAUSE = 150
-"""Characters of a cause: an exception may quote a whole tensor."""
 ASKS = "pass train_step=lambda model, batch: ..., which returns the loss"
 AGAINST_TIME = "{}: workers and prefetching are tuned against it; what pin_memory and device_prefetch bring is unknown."
 TRAINS_NOTHING = "{step}: the loss has no gradient, so nothing is trained and the bursts time the forward pass alone."
-UNUSED_LOSS = "loss_fn is not used: {by} gives the loss."
 
 
 class StepInferenceError(TypeError):
@@ -114,8 +110,8 @@ class TrainingStep:
                 raise
             if not is_first or self.is_own:
                 raise StepError(str(error)) from error
-            cause = textwrap.shorten(next(iter(str(error).splitlines()), ""), LONGEST_CAUSE, placeholder="...")
-            said = f"`{self.name}`, as {self.batch} was read, failed with {type(error).__name__}: {cause}; {ASKS}"
+            cause = first_sentence(f"{type(error).__name__}: {error}")
+            said = f"`{self.name}`, as {self.batch} was read, failed with {cause}; {ASKS}"
             raise StepInferenceError(said) from error
 
     def _learn(self, loss: Any) -> None:
@@ -175,8 +171,6 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
             model.get_submodule(name).compile()
     is_lightning = train_step is None and is_lightning_module(model)
     step = TrainingStep(lambda batch: None, "", device, is_own=train_step is not None, batch=described(first_batch))
-    if side.loss_fn is not None and (step.is_own or is_lightning):
-        step.notes.append(UNUSED_LOSS.format(by="train_step" if step.is_own else "training_step"))
     if train_step is not None:
         step.name, step.forward = "train_step(model, batch)", functools.partial(train_step, model)
     elif is_lightning:

@@ -94,12 +94,11 @@ def test_a_fresh_process_has_arguments_path_and_values_of_modules(module: Any, m
 
 @pytest.mark.process
 def test_what_the_user_has_set_is_noted_and_nothing_else(module: Any) -> None:
-    with opened(workload(module.Rows())) as probe:
-        assert not [note for note in probe.notes if "has set" in note]
     module.ROOT = "/data"
     with opened(workload(module.Rows())) as probe:
-        (told,) = [note for note in probe.notes if "has set" in note]
-    assert told == "The bursts run with what this process has set in modules: settings_of_a_job.ROOT='/data'."
+        assert [note for note in probe.notes if "has set" in note] == [
+            "The bursts run with what this process has set in modules: settings_of_a_job.ROOT='/data'."
+        ]
 
 
 def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(

@@ -149,19 +149,13 @@ def test_the_death_of_the_probe_process_is_noticed_at_once(probe, trouble_file, 
 def test_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble_file):
     trouble_file.write_text("worker:hoard")
     slow = BurstPlan(max_s=20.0, min_s=20.0, relative_error=0.0001, deadline_s=60.0)
-    probe = probe_of(Trouble(trouble_file, nap_s=0.01), memory_budget_bytes=1500 << 20)
-    try:
+    with contextlib.closing(probe_of(Trouble(trouble_file, nap_s=0.01), memory_budget_bytes=1500 << 20)) as probe:
         assert "fewer workers" in failed(probe, "memory_guard", ONE_WORKER, slow).message
-    finally:
-        probe.close()
 
 
 @pytest.mark.process
 def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(trouble_file):
     trouble_file.write_text("main:hang")
-    probe = probe_of(Trouble(trouble_file, fine=0), start_s=5.0)
-    try:
-        with pytest.raises(WorkloadError, match="first_batch"):
-            probe.start()
-    finally:
-        probe.close()
+    named = pytest.raises(WorkloadError, match="first_batch")
+    with contextlib.closing(probe_of(Trouble(trouble_file, fine=0), start_s=5.0)) as probe, named:
+        probe.start()

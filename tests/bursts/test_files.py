@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from autotune_loader.bursts import files
 from autotune_loader.bursts.files import refused_path
@@ -136,17 +136,6 @@ class Filling(Dataset[torch.Tensor]):
         return torch.zeros(2)
 
 
-class FillingStream(IterableDataset[torch.Tensor]):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __iter__(self) -> Any:
-        for number in range(64):
-            if number == 40:
-                save(self.folder / "40.pt")
-            yield torch.zeros(2)
-
-
 def collate_and_save(samples: list[torch.Tensor]) -> torch.Tensor:
     save(Path("runs", "batch.pt"))
     return torch.stack(samples)
@@ -163,9 +152,8 @@ def collate_and_save(samples: list[torch.Tensor]) -> torch.Tensor:
             {"collate_fn": collate_and_save},
             r"collate_fn of .* \d+.* writes runs/batch\.pt",
         ),
-        (FillingStream, {}, r"the sample after 40 of a process's stream writes runs/40\.pt"),
     ],
-    ids=["first", "later", "collate", "stream"],
+    ids=["first", "later", "collate"],
 )
 def test_a_dataset_that_fills_a_cache_is_told_to_fill_it_first(
     make: Callable[[Path], Any], parts: dict[str, Any], says: str, runs: Path
@@ -251,7 +239,6 @@ def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(ru
         "os.remove('runs/last.pt')",
         "os.rename('runs/last.pt', 'runs/older')",
         "torch.save({}, os.environ['TMPDIR'] + '/fine')",
-        "open('runs/last.pt').read()",
         "os.mkdir('runs/more')",
     ]
     root = str(Path(files.__file__).parents[2])
@@ -261,7 +248,7 @@ def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(ru
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=True)
     first, *others = ran.stdout.splitlines()
     assert first == "True"
-    assert [line.split()[0] for line in others] == ["refused"] * 4 + ["done"] * 2 + ["refused"]
+    assert [line.split()[0] for line in others] == ["refused"] * 4 + ["done", "refused"]
     assert others[1] == "refused runs/last.pt"
     assert contents(runs)["last.pt"] == "mine"
 

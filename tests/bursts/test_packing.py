@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import numpy as np
 import pytest
 import torch
 
-from autotune_loader.bursts.packing import TooLargeError, part_at_fault, read_archive, write_archive
-from autotune_loader.pipeline.workload import TrainingSide
-from tests.support.bursts import workload
+from autotune_loader.bursts.packing import TooLargeError, read_archive, write_archive
 
 MIB = 1 << 20
 
@@ -68,17 +65,3 @@ def test_what_is_a_map_of_a_file_is_named_and_the_file_is_safe(tmp_path):
 def test_what_is_too_large_is_refused_with_its_limit(held):
     with pytest.raises(TooLargeError, match="larger than 1 MiB"):
         written(held, MIB)
-
-
-def test_the_attribute_that_cannot_be_pickled_is_named():
-    class Held:
-        def __init__(self):
-            self.fine, self.parts = 1, {"lock": threading.Lock()}
-
-        def __len__(self):
-            return 8
-
-    assert part_at_fault(workload(Held())) == "dataset.parts.lock"
-    lock = threading.Lock()
-    step = TrainingSide(train_step=lambda model, batch: lock)
-    assert part_at_fault(workload([0] * 8, training=step)) == "train_step.lock"
