@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import numpy as np
@@ -135,7 +135,16 @@ class Rounds:
         active = self.active()
         most = max((self._succeeded[side] for side in active), default=0)
         ran = [side for side in active if self._succeeded[side] >= min(least_rounds, most)]
-        return ran[choose(self._draws(ran), [self._cost(side) for side in ran], self.tolerance)] if most else None
+        if not most:
+            return None
+        chosen = ran[choose(self._draws(ran), [self._cost(side) for side in ran], self.tolerance)]
+        cheaper = [side for side in ran if self._cost(side) < self._cost(chosen) and self._beats(side, chosen)]
+        return min(cheaper, key=self._cost, default=chosen)
+
+    def _beats(self, side: Any, other: Any) -> bool:
+        """Whether its rounds say so: a choice that the table of rounds contradicts would be believed by nobody."""
+        ratios = [each.rates[side] / each.rates[other] for each in self.rounds if {side, other} <= each.rates.keys()]
+        return len(ratios) >= LEAST_ROUNDS and geometric_mean(ratios) > 1 + self.tolerance
 
     def entrants(self, seconds_left: float = math.inf) -> list[Any]:
         """Who runs in the next round; nobody, and `ended` says why, where it does not fit or would not be worth its time."""
