@@ -29,7 +29,7 @@ from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.tracing import forget_open_batch
-from autotune_loader.pipeline.workload import DataSide, Workload
+from autotune_loader.pipeline.workload import DataSide, Workload, wrapped_datasets
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, FailurePhase
 
@@ -54,6 +54,12 @@ TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
 SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 10.0
 """A look for repeated samples that hangs must not end the study, nor take much of its time; a burst with a deadline finds it,
 too."""
+HANDLES = ("lmdb.Environment", "environment_t.Environment", "h5py._hl.files.File", "sqlite3.Connection")
+"""Classes whose open objects forked workers would share, to each other's harm; other open files are seen by their positions."""
+HANDLE = (
+    "dataset.{name} is an open {kind}, which forked workers would share, so none are tried (num_workers=0). Make it on first "
+    "use in each worker, or in worker_init_fn."
+)
 SHARED_FILE = (
     "{dataset} reads from {file}, which was open before: forked workers would share its position, and training would get wrong "
     "samples without a word, so none are tried (num_workers=0). Open it on first use in each process, and not before."
@@ -277,6 +283,11 @@ def why_no_workers(data: DataSide, batch: Any, before: dict[int, tuple[int, int,
             if after.get(fd, ())[:2] == (device, inode) and after[fd][2] != at:
                 name = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
                 return [SHARED_FILE.format(dataset=type(data.dataset).__qualname__, file=name)]
+        for dataset in wrapped_datasets(data.dataset):
+            for name, value in list(getattr(dataset, "__dict__", {}).items()):
+                kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
+                if kinds.intersection(HANDLES):
+                    return [HANDLE.format(name=name, kind=type(value).__qualname__)]
     fault = why_not_pickled(batch)
     return [] if fault is None else [UNPICKLABLE_BATCH.format(fault=fault)]
 

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import re
 import socket
+import sqlite3
 import weakref
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
@@ -64,6 +65,18 @@ class OneOpenFile(Numbers):
         return self.lines.readline() and index
 
 
+class OverAConnection(Numbers):
+    """To a database, which SQLite forbids to carry across a fork."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.database = sqlite3.connect(folder / "numbers.db", check_same_thread=False)
+        weakref.finalize(self, self.database.close)
+
+    def read(self, index: int) -> Any:
+        return self.database.execute("SELECT ?", (index,)).fetchone()[0]
+
+
 class InSharedMemory(Numbers):
     """Each process attaches to it by its name."""
 
@@ -102,6 +115,7 @@ class Counts(Numbers):
     [
         (RemovesItsFiles, lambda dataset: len(list(dataset.folder.iterdir())) == LENGTH, True, ""),
         (OneOpenFile, lambda dataset: dataset.lines.readline() == b"0\n", False, "would share its position"),
+        (OverAConnection, lambda dataset: dataset.read(3) == 3, False, "dataset.database is an open Connection"),
         (InSharedMemory, lambda dataset: Path("/dev/shm", dataset.memory.name).exists(), True, ""),
         (
             Counts,
