@@ -37,7 +37,7 @@ UNMODELLED_SD = 0.1
 """What a knob that the twin does not know may change, relative."""
 SAFE = 0.9
 """A choice is safe when it is within the tolerance of the best with this probability."""
-ALIKE = 0.02
+ALIKE = 0.05
 """Of configurations whose probability of being within the tolerance differs by no more than this, the cheapest is chosen."""
 WORTHWHILE = 0.4
 """A burst must be expected to gain more than this share of the tolerance."""
