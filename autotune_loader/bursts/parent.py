@@ -43,8 +43,8 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan, Failure, FailurePhase, Measurement, MemoryUse
 
-START_DEADLINE_S = 300.0
-"""Generous: torch may come from a network file system, the first sample from a cold bucket, and a model may be compiled."""
+START_DEADLINE_S = 120.0
+"""Or the budget, where it is longer: torch may come from a network file system, and a model may be compiled."""
 FORK_DEADLINE_S = 15.0
 """A fork that hangs on a lock or a thread of the caller's does so at once."""
 DEATH_S = 0.5
@@ -306,6 +306,7 @@ class _Child:
             if not heard:
                 self.is_lost, words = True, self._last_words() or None
                 message = f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}"
+                message += "; a longer budget= waits for as long" if request is None else ""
                 return Message(failure=Failure(kind="deadline", phase=self._phase, message=message, traceback=words))
             # It may have answered and died in between.
             if self._connection not in heard and not self._connection.poll(0):

@@ -23,6 +23,8 @@ from studies.workloads import Items
 
 FINE = 8
 """Samples, or batches, that a process reads before it may be in trouble."""
+FINE_STEPS = 12
+"""Steps before a process may be in trouble: it is warmed up by ten at most, and a hang there takes a start's deadline."""
 BATCH_SIZE = 4
 HOARD: list[bytearray] = []
 
@@ -55,7 +57,7 @@ def workload(path: Path) -> Workload:
         collate_fn=Place(path, "collate", torch.stack, FINE // BATCH_SIZE),
         worker_init_fn=Place(path, "start", int, 0),
     )
-    return Workload(data=data, training=TrainingSide(train_step=Place(path, "step", len, FINE // BATCH_SIZE)))
+    return Workload(data=data, training=TrainingSide(train_step=Place(path, "step", len, FINE_STEPS)))
 
 
 def suffer(path: Path, place: str) -> None:
