@@ -4,7 +4,7 @@ Everybody runs once, in random order. Then those run who still tell something: t
 which another pair adds most to the probability that the choice loses no more than the tolerance, and the baseline until it is
 clearly slower in two rounds. Whoever is shown to be slower than the chosen one by more than the tolerance sits out. Rounds
 end, two at the least, when that probability is 0.95, when the choice is as fast as the step alone, or when no pair adds a
-point to it for each second that it takes.
+point to it.
 
 The bursts of the search chose the sides, so no rate that is reported comes from them: the best of many noisy bursts looks
 better than it is. For the choice itself a belief counts as one more witness, where there is one: few rounds cannot tell 3 %
@@ -31,8 +31,8 @@ from autotune_loader.values.statistics import Effects, Interval, Round
 
 CERTAIN = 0.95
 """A choice that loses no more than the tolerance with this probability needs no further rounds."""
-WORTH_A_SECOND = 0.01
-"""Another pair must add this much to that probability for each second that it takes."""
+WORTH = 0.01
+"""Another pair must add this much to that probability."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 40
 """One burst gives no interval; and a comparison ends."""
 ADMITTING_ROUNDS = 2
@@ -204,8 +204,7 @@ class Rounds:
             return RoundsEnd.CEILING
         if probability >= CERTAIN:
             return RoundsEnd.SAFE
-        pair_s = 2 * self._spent_s / max(self._ran, 1)
-        return RoundsEnd.NOT_WORTH_IT if worth < WORTH_A_SECOND * pair_s else None
+        return RoundsEnd.NOT_WORTH_IT if worth < WORTH else None
 
     def _contenders(self, effects: Effects, incumbent: Any) -> list[Any]:
         """Who is not shown to be slower than this one by more than the tolerance."""

@@ -62,7 +62,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         baseline_rate=_rate(search, run.baseline),
         speedup=won.speedup if won is not None and has_baseline and best != run.baseline else None,
         ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
-        as_fast=() if won is None else won.as_fast,
+        as_fast=() if won is None or undecided is not None else won.as_fast,
         undecided=undecided,
         ended=None if ended is None else ended(),
         step=warmup.step,
