@@ -1,7 +1,7 @@
 """What can go wrong through no fault of the tuner's caller arguments.
 
 A wrong argument stays a plain `ValueError` or `TypeError`. A configuration that fails during the study is no exception at
-all: it is a `Failure` (see `trial.py`), because the study goes on.
+all: it is a `Failure` (see `measurement.py`), because the study goes on.
 """
 
 from __future__ import annotations
