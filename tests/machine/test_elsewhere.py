@@ -41,6 +41,7 @@ def in_fork(run: Callable[..., Any], *, knows_pipe: bool = False) -> Any:
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "new file": lambda path: path.with_name("new").touch(),
     "truncate": lambda path: os.truncate(path, 0),
+    "unlink": lambda path: path.unlink(),
     "rename away": lambda path: path.rename(os.environ["SCRATCH"] + "/away"),
     "link away": lambda path: os.link(path, os.environ["SCRATCH"] + "/linked"),
     "mkdir": lambda path: path.with_name("folder").mkdir(),
