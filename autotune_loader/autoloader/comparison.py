@@ -25,6 +25,7 @@ import torch
 from autotune_loader.autoloader.parts import Noted, Parts, Prepared
 from autotune_loader.autoloader.tuner import GATE_BATCHES
 from autotune_loader.diagnosis import Kept
+from autotune_loader.machine.elsewhere import changed_file
 from autotune_loader.results.record import Finding
 
 FIRST = 8
@@ -36,9 +37,6 @@ UNWATCHED = GATE_BATCHES // 2 - WATCHED
 MOST_DEPTH = 32
 ULPS, ULPS_OF_HALVES = 64, 4
 """Units in the last place by which floats may differ, relative to the largest: threads add up in another order."""
-WRITES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
-"""Audit events that change files; their first argument is the file."""
-WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Comparison:
@@ -237,10 +235,8 @@ def _listen() -> None:
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if not _listening or (found := _listening.get(threading.get_ident())) is None:
         return
-    if event == "open":
-        path, _, flags = arguments
-        if not flags & WRITE_FLAGS or isinstance(path, int) or "__pycache__" in str(path) or str(path) == os.devnull:
-            return
-    elif event not in WRITES:
+    path = arguments[0] if event == "os.chmod" else changed_file(event, arguments)
+    is_nobodys = isinstance(path, int) or "__pycache__" in str(path) or str(path) == os.devnull
+    if path is None or (event == "open" and is_nobodys):
         return
-    found.append(os.fsdecode(arguments[0]) if isinstance(arguments[0], bytes) else str(arguments[0]))
+    found.append(os.fsdecode(path) if isinstance(path, bytes) else str(path))

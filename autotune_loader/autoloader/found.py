@@ -58,10 +58,9 @@ class Found:
         """As `tune()` returns it: what was measured of a configuration, all in all, is its trial."""
         tuner, trials = self.tuner, self._trials()
         own = next((trial.measurement for trial in trials if trial.config == self.best), None)
-        is_settled = any(block.config == tuner.best for block in tuner.blocks) and tuner.wanted == tuner.best
         found = TuningResult(
             best=self.best,
-            status="complete" if is_settled else "partial",
+            status="complete" if tuner.is_settled else "partial",
             found_by="autoloader",
             baseline=tuner.asked,
             batch_size=self.site.batch_size,

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autotune_loader.machine.elsewhere import write_only_in
+from autotune_loader.machine.elsewhere import changed_file, write_only_in
 
 CACHES = {
     "XDG_CACHE_HOME": "~/.cache",
@@ -44,10 +44,6 @@ NOT_HELD = (
     "This kernel has no Landlock, so only what Python and torch.save write is refused: leave saving and logging out of the "
     "step and the dataset."
 )
-CHANGES = {
-    "os.remove": 0, "os.rename": 0, "os.rmdir": 0, "os.mkdir": 0, "os.truncate": 0, "os.link": 1, "os.symlink": 1,
-}  # fmt: skip
-"""Audit events that change files, and which argument is the file."""
 IN_TEXT = re.compile(
     r"permission denied|can(?:no|')t be opened|(?:unable|failed) to (?:open|create|write)", re.IGNORECASE
 )
@@ -97,12 +93,7 @@ def confine() -> list[str]:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
-            flags = arguments[2] or 0
-            if flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_CREAT | os.O_TRUNC):
-                check(arguments[0])
-        elif event in CHANGES:
-            check(arguments[CHANGES[event]])
+        check(changed_file(event, arguments))
 
     is_held = write_only_in(places())
     if not is_held:

@@ -12,7 +12,7 @@ from typing import Literal
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.statistics import Interval, mean_interval
+from autotune_loader.values.statistics import Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,6 @@ def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
     rates, measurement = result.rates_of(config), result.measurement_of(config)
     # Those of the best and the baseline are as the result has them, which allows for the choice.
     rate = {result.baseline: result.baseline_rate, result.best: result.rate}.get(config)
-    if rate is None and len(rates) > 1:
-        rate = mean_interval(list(rates.values()))
     if rate is None and measurement is not None:
         rate = measurement.samples_per_s
     if rate is not None and rates:

@@ -5,9 +5,10 @@
     own_shared_memory   what is written to shared memory, the parent does not see
     cut_channels        inherited pipes and sockets lead nowhere
     write_only_in       files are made, changed and removed in some places only
+    changed_file        what an audit hook sees of that
     ended_with_us       the other side: what was started ends, and its folder goes, also where this process is killed
 
-Each but the last is called once in the new process, before any code of the user's runs in it. A fork needs all of them; a
+All but the last two are called once in the new process, before any code of the user's runs in it. A fork needs all of these; a
 fresh interpreter inherits nothing, and needs the first and `write_only_in`. Linux only.
 """
 
@@ -26,10 +27,11 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 FIRST_OWN_FD = 3
 """Below are stdin, stdout and stderr."""
@@ -46,6 +48,10 @@ LANDLOCK_CREATE, LANDLOCK_ALLOW, LANDLOCK_RESTRICT, LANDLOCK_VERSION, BENEATH = 
 """landlock(7): its system calls, the flag that asks for the version, and the kind of rule."""
 WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE = 1 << 1, 0x1FF0, 1 << 13, 1 << 14
 """What is refused. Since version 2, renames between folders (REFER) can be allowed; since 3, truncate(2) can be refused."""
+FILE_EVENTS = {
+    "os.remove": 0, "os.rename": 0, "os.rmdir": 0, "os.mkdir": 0, "os.truncate": 0, "os.link": 1, "os.symlink": 1,
+}  # fmt: skip
+"""Audit events that make, change or remove a file beside "open", and which argument is that file."""
 
 AFTER_US = """
 import os, shutil, signal, sys
@@ -181,6 +187,15 @@ def write_only_in(places: Iterable[str | os.PathLike[str]]) -> bool:
         return bool(libc.syscall(LANDLOCK_RESTRICT, rules, 0) == 0)
     finally:
         os.close(rules)
+
+
+def changed_file(event: str, arguments: Sequence[Any]) -> Any:
+    """The file that an audit event says is about to be made, changed or removed, as the caller names it; None of others."""
+    if event == "open":
+        flags = arguments[2] or 0
+        writes = flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_CREAT | os.O_TRUNC)
+        return arguments[0] if writes else None
+    return arguments[FILE_EVENTS[event]] if event in FILE_EVENTS else None
 
 
 def own_shared_memory() -> None:

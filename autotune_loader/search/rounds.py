@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from statistics import fmean, geometric_mean
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ import numpy as np
 from autotune_loader.search.belief import UNKNOWN_SD, Belief, choose, equally_fast
 from autotune_loader.search.draws import Draws, Observed, draw
 from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.statistics import Effects, Interval, Round
+from autotune_loader.values.statistics import Effects, Interval, Round, log_ratios
 
 CERTAIN = 0.95
 """A choice that loses no more than the tolerance with this probability needs no further rounds."""
@@ -143,8 +143,8 @@ class Rounds:
 
     def _beats(self, side: Any, other: Any) -> bool:
         """Whether its rounds say so: a choice that the table of rounds contradicts would be believed by nobody."""
-        ratios = [each.rates[side] / each.rates[other] for each in self.rounds if {side, other} <= each.rates.keys()]
-        return len(ratios) >= LEAST_ROUNDS and geometric_mean(ratios) > 1 + self.tolerance
+        logs = log_ratios(self.rounds, side, other)
+        return len(logs) >= LEAST_ROUNDS and fmean(logs) > math.log1p(self.tolerance)
 
     def entrants(self, seconds_left: float = math.inf) -> list[Any]:
         """Who runs in the next round; nobody, and `ended` says why, where it does not fit or would not be worth its time."""

@@ -27,8 +27,9 @@ from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval, mean_
 log = logging.getLogger(__name__)
 
 FEW_ROUNDS = 2
-MUCH_FASTER = 1.5  # the luck of single bursts is far below it
 """An interval of fewer rounds says nothing, and two that agree on who is faster are believed."""
+MUCH_FASTER = 1.5
+"""The luck of single bursts is far below it."""
 FROM_MEMORY_BYTES = 64
 """Less than this for each sample is what reading the code of the first batch takes."""
 MUCH_DISTURBED = 1 / 3

@@ -157,7 +157,8 @@ class Search:
 
     def tell(self, chosen: LoaderConfig) -> None:
         """Write the choice, and the rounds that it rests on, into the study."""
-        told = () if self.outcome is None else self.outcome.rounds
+        outcome = self.outcome
+        told = () if outcome is None else outcome.rounds
         self.study.set_user_attr(CHOSEN, chosen.to_dict())
         self.study.set_user_attr(ROUNDS, [{str(side): rate for side, rate in each.rates.items()} for each in told])
 

@@ -16,7 +16,7 @@ else:
     Axes = Figure = Any  # matplotlib is imported when something is drawn
 
 # Okabe and Ito, "Color universal design" (2008); yellow is left out, it vanishes on white.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLACK, ORANGE, SKY = "#000000", "#E69F00", "#56B4E9"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"  # of the same palette
 GREY, DARK_GREY = "#999999", "#555555"  # what stays in the background, and text there
 # One look for all pictures, which neither reads nor changes the user's own settings of matplotlib.
