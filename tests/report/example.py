@@ -88,7 +88,7 @@ def synthetic_result() -> TuningResult:
             baseline_rate=mean_interval(rates[NONE]),
             speedup=ratios,
             wait_share=own.wait_share,
-            memory_bytes=own.memory.taken_bytes,
+            memory_bytes=own.taken_bytes,
         ),
         epoch_batches=10_000,
     )
