@@ -64,6 +64,6 @@ def synthetic_result() -> TuningResult:
         baseline_rate=mean_interval(rates[NONE]),
         speedup=mean_interval([one / other for one, other in zip(rates[BEST], rates[NONE], strict=True)]),
         wait_share=own.wait_share,
-        memory_bytes=own.memory.taken_bytes,
+        memory_bytes=own.taken_bytes,
     )
     return judged(found, epoch_batches=10_000)
