@@ -13,7 +13,7 @@ from report.example import BEST, DEEP, NONE, STAGES, exactly
 from autotune_loader.report import plots
 from autotune_loader.report.plots import timeline
 from autotune_loader.report.plots.canvas import svg_bytes
-from autotune_loader.report.plots.stage_plot import MOST_ROWS
+from autotune_loader.report.plots.charts import MOST_ROWS
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 
