@@ -35,7 +35,7 @@ def test_the_doors_name_few_modules_and_few_names_of_inner_rooms() -> None:
 
 
 # Names that still stand for two things; none may be added.
-TWICE = {"arguments.py", "comparison.py", "Comparison", "Run", "Source", "_Pickler"}
+TWICE = {"arguments.py", "comparison.py", "Comparison", "Run"}
 
 
 def test_a_file_name_and_a_class_name_stand_for_one_thing() -> None:

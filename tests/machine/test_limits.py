@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from autotune_loader.machine import host
+from autotune_loader.machine.elsewhere import scratch_root
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import open_files_limit
-from autotune_loader.machine.scratch import scratch_root
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_daemonic_process_has_no_workers(inspect, monkeypatch):
 )
 def test_a_temporary_folder_with_a_long_name_is_not_used_for_sockets(own, others, root, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", own)
-    monkeypatch.setattr("autotune_loader.machine.scratch.OTHERS", others)
+    monkeypatch.setattr("autotune_loader.machine.elsewhere.OTHER_ROOTS", others)
     assert scratch_root() == root
 
 
