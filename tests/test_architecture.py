@@ -26,7 +26,7 @@ PUBLIC = {
     *("MissingExtraError", "PlatformError", "WorkloadError"),
 }
 # Names that still stand for two things; none may be added.
-TWICE = {"arguments.py", "comparison.py", "Comparison", "Run", "Source", "_Pickler"}
+TWICE = {"arguments.py", "comparison.py", "Comparison", "Run"}
 
 
 def test_the_doors_name_few_modules_and_few_names_of_inner_rooms() -> None:
