@@ -101,7 +101,6 @@ FILL = r"writes runs/\w+\.\w+, and bursts change no file of yours: fill the cach
 CHANGES = {
     "torch.save": (stepping(save), ALONE, STEP),
     "append": (stepping(lambda: os.open("runs/last.pt", os.O_WRONLY | os.O_APPEND)), ALONE, STEP),
-    "unlink": (stepping(Path("runs/last.pt").unlink), ALONE, STEP),
     "to scratch": (stepping(lambda: os.rename("runs/last.pt", tempfile.gettempdir() + "/a")), ALONE, STEP),  # noqa: PTH104
     "a later step": (stepping(lambda: saving_at(100)), ALONE, STEP),
     "a thread": (stepping(logging), ALONE, STEP),
