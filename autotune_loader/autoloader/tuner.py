@@ -40,8 +40,8 @@ LEAST_FALL = 0.01
 """Twice as many workers are worth it if they take away this share of waiting."""
 MOST_PAIRS, LEAST_SCATTER, WIDTH = 6, 0.02, 2.0
 """Pairs at most; what is not believed of less scatter between them; half-width in standard errors."""
-STARTS = 4.0
-"""An epoch's fetches take longer than so many starts of a worker, or there are no workers."""
+SHORTEST_EPOCH = 4
+"""Batches of an epoch that workers are tried for. How long it takes does not matter: they stay for the next one."""
 START_S = 0.02
 """What starting one takes, before one was started."""
 CHEAP_FETCH_S = 0.0003
@@ -332,7 +332,7 @@ class Tuner:
         if own and alone_s * asked.batches < asked.seconds * (1 + WAITING):
             found.append(0)
         is_cheap = asked.fetch_cpu_s > 0.9 * asked.fetch_s and asked.fetch_s < CHEAP_FETCH_S
-        is_short = self._epoch_batches is not None and asked.fetch_s * self._epoch_batches < STARTS * self.start_s
+        is_short = self._epoch_batches is not None and self._epoch_batches < SHORTEST_EPOCH
         if not own and (is_cheap or is_short):
             return []
         if self._tried is not None and own != self._tried.config.num_workers <= most:
@@ -350,7 +350,7 @@ class Tuner:
         most = HEADROOM * block.fetch_s / max(block.step_s, 1e-6) + 1
         most = min(most, self._cores * block.fetch_s / max(block.fetch_cpu_s, 1e-6) + 1)
         if self._epoch_batches is not None:
-            most = min(most, self._epoch_batches / 2)
+            most = min(most, self._epoch_batches)
         return max(1, min(int(most), self._most))
 
     def _with(self, workers: int) -> LoaderConfig:
