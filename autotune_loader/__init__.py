@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TunerError,
         WorkloadError,
     )
-    from autotune_loader.watch.enabling import enable
+    from autotune_loader.watch.hook import enable
 
 __all__ = [
     "AutoLoader",
@@ -72,7 +72,7 @@ _HOMES = {
     "TwinSampler": "search.sampler",
     "WorkloadError": "values.errors",
     "compare": "tuning.compare",
-    "enable": "watch.enabling",
+    "enable": "watch.hook",
     "load_config": "results.file",
     "load_ipython_extension": "integrations.ipython",
     "tune": "tuning.tune",

@@ -34,10 +34,9 @@ from autotune_loader.bursts.files import environment
 from autotune_loader.bursts.packing import NotSentError, Payload, part_at_fault
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import Settings
-from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us
+from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.memory_guard import MemoryGuard
-from autotune_loader.machine.scratch import scratch_root
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from autotune_loader.values.serialization import require_writable
 from autotune_loader.watch.run_plan import Plan, Verb
 
 _Launch = Callable[[], None]
@@ -101,9 +101,8 @@ def _launch(verb: Verb, script: str, arguments: tuple[str, ...], *, is_module: b
 
         TuningResult.load(options["start_with"])
     for name, option, example in (("output", "--output", "loader.json"), ("report", "--json", "report.json")):
-        folder = None if options[name] is None else Path(options[name]).absolute().parent
-        if folder is not None and not os.access(folder, os.W_OK):
-            raise ValueError(f"{option}={options[name]!r} cannot be written; {option}={example!r} would work")
+        if options[name] is not None:
+            require_writable(option, options[name], example)
     for name in ("output", "report", "start_with"):
         options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
     plan = Plan(verb=verb, script=f"-m {script}" if is_module else script, **options)

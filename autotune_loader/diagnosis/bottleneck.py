@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune_loader.diagnosis.evidence import Evidence
+from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, Evidence
 from autotune_loader.diagnosis.tables import Bottleneck, Fact
 from autotune_loader.results.record import Finding
-from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT
 
 FEWEST_BATCHES = 3
 """Of fewer nothing can be said: the first waits for workers, and the last has no step after it."""

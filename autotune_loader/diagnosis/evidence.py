@@ -10,8 +10,10 @@ from typing import Any
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import FailureKind, Measurement, Trial
 from autotune_loader.values.stages import StageTime
-from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval
+from autotune_loader.values.statistics import Interval
 
+FOREIGN_CPU_LIMIT = 0.25
+"""A burst or round above this foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
 SAME_RATE = 0.05
 """Bursts whose rates differ by less are no faster than each other."""
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")

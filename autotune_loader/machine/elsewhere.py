@@ -6,10 +6,11 @@
     cut_channels        inherited pipes and sockets lead nowhere
     write_only_in       files are made, changed and removed in some places only
     changed_file        what an audit hook sees of that
+    scratch_root        a folder for what it leaves while it lives, short enough for sockets
     ended_with_us       the other side: what was started ends, and its folder goes, also where this process is killed
 
-All but the last two are called once in the new process, before any code of the user's runs in it. A fork needs all of these; a
-fresh interpreter inherits nothing, and needs the first and `write_only_in`. Linux only.
+All but the last three are called once in the new process, before any code of the user's runs in it. A fork needs all of these;
+a fresh interpreter inherits nothing, and needs the first and `write_only_in`. Linux only.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,6 +54,10 @@ FILE_EVENTS = {
     "os.remove": 0, "os.rename": 0, "os.rmdir": 0, "os.mkdir": 0, "os.truncate": 0, "os.link": 1, "os.symlink": 1,
 }  # fmt: skip
 """Audit events that make, change or remove a file beside "open", and which argument is that file."""
+
+LONGEST_ROOT = 48
+"""Characters of the folder's own path that leave room for `/autotune-loader-xxxxxxxx` and for multiprocessing's."""
+OTHER_ROOTS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - where a system has its temporary files
 
 AFTER_US = """
 import os, shutil, signal, sys
@@ -274,6 +280,18 @@ def _map_over(mapping: Mapping, kind: int, fd: int, offset: int) -> None:
 def descriptors(first: int = 0) -> list[int]:
     """Numbers of open files from `first` on."""
     return sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) >= first)  # noqa: PTH208
+
+
+def scratch_root() -> str:
+    """The temporary folder of this process, or where its name is too long the first other one in which files can be made.
+
+    The kernel takes 107 characters for a socket's path (unix(7)). Below `TMPDIR`, multiprocessing needs 32 of them for
+    `/pymp-xxxxxxxx/listener-xxxxxxxx`, and a folder of our own comes in between: with a longer `TMPDIR` workers would hang.
+    Where there is none it is the long one all the same: most start methods need no socket with a path.
+    """
+    own = tempfile.gettempdir()
+    usable = [place for place in OTHER_ROOTS if Path(place).is_dir() and os.access(place, os.W_OK | os.X_OK)]
+    return own if len(os.fsencode(own)) <= LONGEST_ROOT else next(iter(usable), own)
 
 
 @contextlib.contextmanager

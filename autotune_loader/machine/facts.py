@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune_loader.machine.fingerprint import Fingerprint
-from autotune_loader.machine.gpus import GpuDevice, visible_gpus
 from autotune_loader.machine.limits import (
     Cores,
     MemoryBudget,
@@ -29,6 +29,16 @@ DAEMONIC = (
     "this process was started by multiprocessing as a daemon, which may have no children and so no workers; daemon=False, or "
     "concurrent.futures.ProcessPoolExecutor, would give it some"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuDevice:
+    """One device as CUDA counts it."""
+
+    cuda_index: int
+    """Ordinal in this process, as in `cuda:0`."""
+    name: str
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,3 +127,43 @@ def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.e
 def start_method() -> str:
     """How `multiprocessing` starts processes here, without settling it: asking plainly would fix the default."""
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def visible_gpus(nvml: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[tuple[GpuDevice, ...], str | None]:
+    """The devices that CUDA shows, and why nothing is known of any; None where it is.
+
+    Args:
+        nvml: the module `pynvml`, or a stand-in; imported if None.
+        environ: where `CUDA_VISIBLE_DEVICES` is looked up, which NVML does not know.
+    """
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError as error:
+            return (), f"nvidia-ml-py is not installed ({error})"
+    try:
+        nvml.nvmlInit()
+        gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        mask = environ.get("CUDA_VISIBLE_DEVICES")
+        uuids = [nvml.nvmlDeviceGetUUID(gpu) for gpu in gpus]
+        shown = [gpus[position] for position in (range(len(gpus)) if mask is None else _masked(mask, uuids))]
+        names = [nvml.nvmlDeviceGetName(gpu) for gpu in shown]
+        sizes = [int(nvml.nvmlDeviceGetMemoryInfo(gpu).total) for gpu in shown]
+    except nvml.NVMLError as error:  # no driver; or a call that WSL2 or a Jetson does not have
+        return (), f"NVML: {error}"
+    found = enumerate(zip(names, sizes, strict=True))
+    return tuple(GpuDevice(cuda_index=index, name=name, memory_bytes=size) for index, (name, size) in found), None
+
+
+def _masked(mask: str, uuids: Sequence[str]) -> list[int]:
+    """By index or by the beginning of a UUID, up to the first entry that means no device, as CUDA does it."""
+    shown: list[int] = []
+    for entry in map(str.strip, mask.split(",")):
+        if entry.isdecimal():
+            meant = [int(entry)] if int(entry) < len(uuids) else []
+        else:
+            meant = [position for position, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+        if len(meant) != 1:
+            break
+        shown += meant
+    return shown

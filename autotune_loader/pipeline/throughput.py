@@ -205,8 +205,7 @@ def _made_at_best(traces: Sequence[BatchTrace], workers: int) -> Interval:
 def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interval:
     """Samples/s that the workers make, from one batch to the next in service time and `pause_s`."""
     # Before the first request the step did not compete for the cores yet, and a worker's first batch opens files.
-    later = [traces[position] for position in after_first_of_each(traces)]
-    seen = [trace for trace in later if trace.fetch_start >= traces[0].requested]
+    seen = [trace for trace in after_first_of_each(traces) if trace.fetch_start >= traces[0].requested]
     if len(seen) < workers:
         seen = list(traces)
     cycles = mean_interval([trace.service_s for trace in seen])

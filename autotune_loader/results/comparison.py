@@ -80,9 +80,9 @@ class Comparison:
 
     def report(self) -> str:
         """A table of the sides and what it says, 80 columns wide."""
-        from autotune_loader.report.sides import report_of
+        from autotune_loader.report.text import comparison_report
 
-        return report_of(self)
+        return comparison_report(self)
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row for each side: configuration, rate and ratio with their limits, shares, bytes, bottleneck, error."""
@@ -91,9 +91,9 @@ class Comparison:
         return sides_frame(self)
 
     def __str__(self) -> str:
-        from autotune_loader.report.sides import summary_of
+        from autotune_loader.report.text import comparison_summary
 
-        return summary_of(self)
+        return comparison_summary(self)
 
     def __repr__(self) -> str:
         return f"<Comparison of {', '.join(side.name for side in self.sides)}: {len(self.rounds)} rounds>"

@@ -109,7 +109,7 @@ def _traced(seen: Observation, traces: Sequence[BatchTrace], config: LoaderConfi
     """The observation with the samples that the traces hold."""
     serial = config.num_workers == 0
     warm = after_first_of_each(traces)
-    kept = [traces[i] for i in warm] if len(warm) >= MIN_WARM_SAMPLES else traces
+    kept = warm if len(warm) >= MIN_WARM_SAMPLES else traces
     # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
     service_s = np.array([t.collate_end - (t.requested if serial else t.fetch_start) for t in kept])
     period_s = (traces[-1].step_end - traces[0].requested) / len(traces)

@@ -87,7 +87,7 @@ def _peak_bytes(config: LoaderConfig, seen: Sequence[tuple[LoaderConfig, Measure
 
     The slope is the median of those between bursts (Sen 1968), so that one burst beside a growing neighbour does not turn it.
     """
-    told = [(each, burst.memory.taken_bytes, burst.batch_bytes) for each, burst in seen if burst.memory is not None]
+    told = [(each, taken, burst.batch_bytes) for each, burst in seen if (taken := burst.taken_bytes) is not None]
     # Bursts without workers share nothing with anybody and tell little of those with.
     told = [each for each in told if each[0].num_workers] or told
     if not told:

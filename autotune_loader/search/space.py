@@ -197,9 +197,8 @@ class Space:
         """
         if config.batch_size is None:
             return None
-        host = None if measured.memory is None else measured.memory.taken_bytes
         kinds: tuple[tuple[FailureKind, str, int | None, int | None], ...] = (
-            ("memory_guard", "host", host, self.limits.memory_bytes),
+            ("memory_guard", "host", measured.taken_bytes, self.limits.memory_bytes),
             ("device_memory", "device", measured.gpu_memory_bytes, self.limits.device_bytes),
         )
         for kind, name, took, limit in kinds:

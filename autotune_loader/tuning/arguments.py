@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.validation import require_count
+from autotune_loader.values.validation import require_int
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +115,7 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
     _check_order(data, model)
     if isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool):
         batch_size = int(batch_size)  # numpy's
-    require_count("batch_size", batch_size, minimum=1)
+    require_int("batch_size", batch_size, minimum=1, or_none=True)
     train_step = _as_step_time(train_step)
     of_loader = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
     for name, value in {"loss_fn": loss_fn, "train_step": train_step, **of_loader}.items():

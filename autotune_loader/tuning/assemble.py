@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from autotune_loader.diagnosis import Caution, Ended, Source, Undecided, judged
+from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT
 from autotune_loader.machine.facts import Machine
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.results.record import Finding, Status
@@ -21,8 +22,8 @@ from autotune_loader.search.rounds import RoundsEnd
 from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.stages import pooled, stage_times
-from autotune_loader.values.statistics import FOREIGN_CPU_LIMIT, Interval, mean_interval
+from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS, Seen, StageSamples, StageTime, pooled
+from autotune_loader.values.statistics import Interval, mean_interval
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,10 @@ FROM_MEMORY_BYTES = 64
 """Less than this for each sample is what reading the code of the first batch takes."""
 MUCH_DISTURBED = 1 / 3
 """With others on the cores in more than this share of the rounds, what they say is the neighbours' as well."""
+OTHERS_SHARE = 0.05
+"""More of a worker's CPU than this in threads beside the one that makes batches is a row of its own."""
+FEWEST_S = 0.02
+"""Seconds that were clocked: of less nothing is said."""
 
 
 def assembled(search: Search, seconds: float) -> TuningResult:
@@ -92,6 +97,34 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         on_accelerator=not run.workload.on_cpu,
         has_batched_fetch=data.has_batched_fetch,
     )
+
+
+def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
+    """Where a sample's time in a worker goes, the longest stage first; empty where too little was seen to say."""
+    if burst is None or burst.samples <= 0 or burst.wall_s < FEWEST_S:
+        return ()
+    rows = [*burst.seen, Seen(HAND_OVER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s)]
+    others_s = burst.cpu_s - math.fsum(each.cpu_s for each in rows)
+    if others_s > OTHERS_SHARE * burst.cpu_s:
+        rows.append(Seen(OTHER_THREADS, "threads of the dataset or of its libraries", 0.0, others_s))
+    all_wall_s, all_cpu_s = math.fsum(row.wall_s for row in rows), math.fsum(row.cpu_s for row in rows)
+    stages: dict[str, list[Seen]] = {}
+    for row in rows:
+        stages.setdefault(row.stage, []).append(row)
+    times = []
+    for stage, own in stages.items():
+        wall_s, cpu_s = math.fsum(row.wall_s for row in own), math.fsum(row.cpu_s for row in own)
+        times.append(
+            StageTime(
+                stage=stage,
+                where=max(own, key=lambda row: row.wall_s + row.cpu_s).where,
+                wall_share=wall_s / all_wall_s if all_wall_s else 0.0,
+                cpu_share=cpu_s / all_cpu_s if all_cpu_s else 0.0,
+                wall_s=wall_s / burst.samples,
+                cpu_s=cpu_s / burst.samples,
+            )
+        )
+    return tuple(sorted(times, key=lambda each: (-each.wall_share, -each.cpu_share)))
 
 
 def source_of(measured: Measurement, data: DataSide, machine: Machine) -> Finding | None:

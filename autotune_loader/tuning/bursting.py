@@ -15,8 +15,10 @@ from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.search.space import Context
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import CEILING_BURST, BurstPlan, Failure, Measurement, Trial
+from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, Trial
 
+CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
+"""The step alone, on a batch that lies ready: more exact than a burst of the search, because it bounds them all."""
 SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
 """One burst of the search: it need only rank and feed the twin; the rounds measure."""
 ROUND_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader.tuning.arguments import in_a_loader, refuse
-from autotune_loader.values.validation import parse_seconds, require_bool, require_choice, require_count
+from autotune_loader.values.validation import require_bool, require_choice, require_int
 
 ALLOWABLE = ("in_order", "batch_size", "device_prefetch", "persistent_workers")
 """What changes training, or takes memory of the device, and is searched only where the user says so."""
+_UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+SHORTEST_BUDGET_S = 1.0
+"""Below this the first batch and one burst do not fit, whatever the workload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ def parse_options(
     Raises:
         TypeError, ValueError: naming the option, its value and one that would work.
     """
-    require_count("max_workers", max_workers, minimum=0)
+    require_int("max_workers", max_workers, minimum=0, or_none=True)
     names = _names(allow)
     for name in sorted(names):
         require_choice("allow", name, ALLOWABLE)
@@ -61,6 +65,24 @@ def parse_options(
         output=None if output is None else os.fsdecode(output),  # type: ignore[arg-type]
         progress=progress,
     )
+
+
+def parse_seconds(name: str, value: object) -> float:
+    """Seconds from a number, "90", "90s", "3m" or "1h".
+
+    Raises:
+        TypeError, ValueError: it is none of these, or too short to measure anything.
+    """
+    works = f"{name}='60s' would work"
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(f"{name}={value!r} is neither seconds nor a text such as '60s'; {works}")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2].lower() not in _UNITS_S:
+        raise ValueError(f"{name}={value!r} cannot be read (units: {', '.join(filter(None, _UNITS_S))}); {works}")
+    seconds = float(match[1]) * _UNITS_S[match[2].lower()]
+    if not SHORTEST_BUDGET_S <= seconds < float("inf"):
+        raise ValueError(f"{name}={value!r} is not at least {SHORTEST_BUDGET_S:.0f} s; {works}")
+    return seconds
 
 
 def _names(allow: object) -> frozenset[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from autotune_loader.values.validation import require_bool, require_choice, require_count, require_int
+from autotune_loader.values.validation import require_bool, require_choice, require_int
 
 # What torch.utils.data.DataLoader uses when prefetch_factor is not given and there are workers.
 TORCH_PREFETCH_FACTOR = 2
@@ -58,7 +58,7 @@ class LoaderConfig:
         if self.prefetch_factor is None and self.num_workers > 0:
             object.__setattr__(self, "prefetch_factor", TORCH_PREFETCH_FACTOR)
         for name in ("prefetch_factor", "batch_size"):
-            require_count(name, getattr(self, name), minimum=1)
+            require_int(name, getattr(self, name), minimum=1, or_none=True)
         require_int("device_prefetch", self.device_prefetch, minimum=0)
         for name in ("pin_memory", "persistent_workers", "in_order"):
             require_bool(name, getattr(self, name))

@@ -30,8 +30,6 @@ FailureKind = Literal[
     "infeasible",  # vetoed by arithmetic before it was tried
     "no_data",  # the loader delivered nothing, or only what another worker delivered too
 ]
-AVERAGED = ("wait_share", "service_s", "service_cpu_s", "receive_s", "step_s", "cpu_share", "foreign_cpu_share")
-"""Of several bursts."""
 FailurePhase = Literal["plan", "start", "first_batch", "batches", "step", "shutdown"]
 
 
@@ -55,10 +53,6 @@ class BurstPlan:
     """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""
 
 
-CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
-"""The step alone, on a batch that lies ready: more exact than a burst of the search, because it bounds them all."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """Memory of the probe's process tree during a burst."""
@@ -69,11 +63,6 @@ class MemoryUse:
     """Peak of the summed proportional set sizes; shared pages count once. None where the kernel does not tell."""
     shm_bytes: int | None = None
     """Peak use of /dev/shm above what was there before the burst."""
-
-    @property
-    def taken_bytes(self) -> int:
-        """PSS, or RSS where PSS is not known."""
-        return self.pss_bytes or self.rss_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +114,8 @@ class Measurement:
 
     @property
     def taken_bytes(self) -> int | None:
-        """Memory of all processes together; None where it was not measured."""
-        return None if self.memory is None else self.memory.taken_bytes
+        """Memory of all processes together: PSS, or RSS where PSS is not known; None where it was not measured."""
+        return None if self.memory is None else self.memory.pss_bytes or self.memory.rss_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +163,7 @@ class Trial:
     @property
     def outcome(self) -> Measurement | Failure:
         """What came of it."""
-        found = self.measurement or self.failure
-        assert found is not None
-        return found
+        return self.measurement or self.failure  # type: ignore[return-value]  # one of them is there
 
     @property
     def samples_per_s(self) -> float | None:
@@ -192,14 +179,13 @@ class Trial:
 def averaged(bursts: Sequence[Measurement]) -> Measurement:
     """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
     last, rates = bursts[-1], [each.samples_per_s.value for each in bursts]
-    known = {name: [v for each in bursts if (v := getattr(each, name)) is not None] for name in AVERAGED}
+    names = ("wait_share", "service_s", "service_cpu_s", "receive_s", "step_s", "cpu_share", "foreign_cpu_share")
+    known = {name: [v for each in bursts if (v := getattr(each, name)) is not None] for name in names}
     means: dict[str, Any] = {name: fmean(values) if values else None for name, values in known.items()}
-    memory = [each.memory for each in bursts if each.memory is not None]
-    largest = max(memory, key=lambda each: each.taken_bytes, default=None)
     return replace(
         last,
         samples_per_s=last.samples_per_s if len(bursts) == 1 else mean_interval(rates),
         first_batch_s=median(each.first_batch_s for each in bursts),
-        memory=largest,
+        memory=max(bursts, key=lambda each: each.taken_bytes or 0).memory,
         **means,
     )

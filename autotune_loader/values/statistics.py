@@ -14,8 +14,6 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-FOREIGN_CPU_LIMIT = 0.25
-"""A round above this foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
 Z_95 = 1.96
 """Standard deviations from the middle to either end of a normal 95 % interval."""
 TYPICAL_NOISE = 0.03
@@ -41,8 +39,9 @@ class Interval:
 
     def __str__(self) -> str:
         """As words: "4.10 (3.89 to 4.33)", and without limits where these tell nothing."""
-        limits = f" ({_number_text(self.low)} to {_number_text(self.high)})" if self.is_telling else ""
-        return f"{_number_text(self.value)}{limits}"
+        numbers = (self.value, self.low, self.high)
+        value, low, high = (f"{each:,.0f}" if abs(each) >= 99.95 else f"{each:#.3g}" for each in numbers)
+        return f"{value} ({low} to {high})" if self.is_telling else value
 
     @property
     def is_telling(self) -> bool:
@@ -185,10 +184,6 @@ def student_t_quantile(probability: float, freedom: int) -> float:
     within = np.cumsum(np.cos(edges[:-1] + step / 2) ** (freedom - 1))
     angle = np.interp((2 * probability - 1) * within[-1], np.append(0.0, within), edges)
     return math.sqrt(freedom) * math.tan(angle)
-
-
-def _number_text(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
 def _exp(logs: Interval) -> Interval:

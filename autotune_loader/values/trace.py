@@ -6,7 +6,7 @@ consumer                     requested ──────── wait ───�
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MAIN_PROCESS = -1
@@ -56,12 +56,7 @@ class BatchTrace(NamedTuple):
         return self.step_end - self.received
 
 
-def after_first_of_each(traces: Iterable[BatchTrace]) -> list[int]:
-    """Positions of the batches that were not the first of their worker, which opens files and fills caches."""
-    met: set[int] = set()
-    later = []
-    for position, trace in enumerate(traces):
-        if trace.worker in met:
-            later.append(position)
-        met.add(trace.worker)
-    return later
+def after_first_of_each(traces: Sequence[BatchTrace]) -> list[BatchTrace]:
+    """The batches that were not the first of their worker, which opens files and fills caches."""
+    first = {trace.worker: position for position, trace in reversed(list(enumerate(traces)))}
+    return [trace for position, trace in enumerate(traces) if first[trace.worker] != position]

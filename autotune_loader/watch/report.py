@@ -12,10 +12,9 @@ from autotune_loader import TuningResult
 from autotune_loader.diagnosis import Advice, Bottleneck, Evidence, Finding, Kept, diagnose
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.report.script import LoaderReport, ScriptReport
-from autotune_loader.watch.run_plan import Plan
+from autotune_loader.watch.run_plan import Plan, say
 from autotune_loader.watch.script_loader import FEWEST_BATCHES, ScriptLoader
 from autotune_loader.watch.session import Session
-from autotune_loader.watch.stderr import say
 
 WORTH_TRYING = 0.05
 """A gain below this, at most, is not worth another run."""

@@ -1,9 +1,14 @@
-"""What is to be done with a script's loaders, as a value that the processes of the script hand on in their environment."""
+"""What is to be done with a script's loaders, as a value that the processes of the script hand on in their environment.
+
+And how people are told of it: on stderr, so that stdout stays the script's own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,3 +54,15 @@ class Plan:
         """The plan of the process that started this one; None where there is none."""
         text = os.environ.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
+
+
+def say(text: str) -> None:
+    """Print a text after what the script has printed; a stream that is closed already is no error."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = None  # else what it holds back would make Python's exit code 120
+    except (ValueError, AttributeError):
+        pass

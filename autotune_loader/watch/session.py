@@ -17,9 +17,8 @@ from autotune_loader.autoloader import Registry
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.lines import Line, users_line
-from autotune_loader.watch.run_plan import LINE, Plan
+from autotune_loader.watch.run_plan import LINE, Plan, say
 from autotune_loader.watch.script_loader import ScriptLoader
-from autotune_loader.watch.stderr import say
 from autotune_loader.watch.watched import watch_iterator
 
 AUTO = "_autotune_loader_auto"

@@ -27,8 +27,8 @@ from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.bursting import SEARCH_BURST
-from autotune_loader.values.measurement import CEILING_BURST, Failure
+from autotune_loader.tuning.bursting import CEILING_BURST, SEARCH_BURST
+from autotune_loader.values.measurement import Failure
 from autotune_loader.values.statistics import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
 from studies.gpu.training import Loop, Rate

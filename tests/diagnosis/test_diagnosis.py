@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from report.example import exactly
 
 from autotune_loader.diagnosis import Evidence, diagnose
 from autotune_loader.diagnosis.ranking import ranking
@@ -12,14 +13,10 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Measurement, Trial
 from autotune_loader.values.stages import StageTime
-from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 FOUR, SIX, TWELVE = (LoaderConfig(num_workers=workers) for workers in (4, 6, 12))
-
-
-def exactly(value):
-    return Interval(value=value, low=value, high=value, count=20)
+KEPT = replace(FOUR, persistent_workers=True)
 
 
 def evidence(**changes):
@@ -42,10 +39,18 @@ def trial(config=FOUR, rate=1000.0, kind=None, **changes):
     return Trial(number=0, config=config, measurement=Measurement(**values))
 
 
-READ = StageTime(stage="read", where="a.py:1, open", wall_share=0.5, cpu_share=0.1, wall_s=3e-3, cpu_s=0.3e-3)
-DECODE = StageTime(stage="decode", where="a.py:2, convert", wall_share=0.4, cpu_share=0.6, wall_s=1.8e-3, cpu_s=1.8e-3)
-CROP = StageTime(stage="crop", where="a.py:3", wall_share=0.1, cpu_share=0.3, wall_s=0.9e-3, cpu_s=0.9e-3)
-IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3}
+def failed(kind):
+    return {"trials": (trial(SIX, kind=kind),)}
+
+
+def stage(name, wall_s, cpu_s):
+    where = f"a.py:{len(name)}, {name}"
+    return StageTime(
+        stage=name, where=where, wall_share=wall_s / 0.006, cpu_share=cpu_s / 0.003, wall_s=wall_s, cpu_s=cpu_s
+    )
+
+
+READ, DECODE = stage("read", 3e-3, 0.3e-3), stage("decode", 1.8e-3, 1.8e-3)
 READS = {"fetch_cpu_s": 0.01}
 IN_MEMORY = {
     "config": LoaderConfig(), "batch_size": 64.0, "fetch_s": 0.001, "fetch_cpu_s": 0.001, "step_s": 0.0001,
@@ -56,51 +61,49 @@ SMALL = {
     "samples_per_s": 6e4, "ceiling": None,
 }  # fmt: skip
 RARELY = {"wait_share": 0.12, "fetch_s": 0.004, "fetch_cpu_s": 0.003, "cpu_share": 0.27, "foreign_cpu_share": 0.7}
-KEPT = LoaderConfig(num_workers=4, persistent_workers=True)
+NOT_MISSED = {"trials": (trial(SIX, 1010.0), trial(TWELVE, kind="oom_killed"))}
+ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3, "ceiling": exactly(1090.0)}
+NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5}
 
-# Kind, the evidence, words of the bottleneck, words of some advice (None: no advice at all).
+# Kind, what differs from a loader limited by the CPU, words of the bottleneck, words of some advice (None: no advice).
 CASES = {
-    "the CPU": ("cpu", evidence(), "100 ms of CPU to fetch and 15 ms of step", "Make transforms cheaper"),
-    "the CPU beside a step": ("cpu", evidence(wait_share=0.01, step_s=0.03), "30 ms of step", ""),
-    "all cores in use": ("cpu", evidence(cpu_share=0.97), "97 % of 4 cores are in use.", ""),
-    "a slow stage": ("cpu", evidence(stages=(READ, DECODE, CROP)),
-        "", "Make decode cheaper (a.py:2, convert): smaller source"),
-    "what failed otherwise": ("cpu", evidence(trials=(trial(SIX, kind="user_exception"),)), "", ""),
-    "the step": ("step", evidence(wait_share=0.02, ceiling=exactly(1020.0)),
+    "the CPU": ("cpu", {}, "100 ms of CPU to fetch and 15 ms of step", "Make transforms cheaper"),
+    "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms of step", ""),
+    "all cores in use": ("cpu", {"cpu_share": 0.97}, "97 % of 4 cores are in use.", ""),
+    "a slow stage": ("cpu", {"stages": (READ, DECODE)}, "", "Make decode cheaper (a.py:6, decode): smaller source"),
+    "what failed otherwise": ("cpu", failed("user_exception"), "", ""),
+    "a step that was passed": ("cpu", {"ceiling": exactly(800.0)}, "at most 2.00x as fast", ""),
+    "memory that was not missed": ("cpu", NOT_MISSED, "", ""),
+    "the step": ("step", {"wait_share": 0.02, "ceiling": exactly(1020.0)},
         "waits for data 2 % of the time. That is 1,000/s of the 1,020/s", "Speed up the step"),
-    "the step without a ceiling": ("step", evidence(wait_share=0.01, ceiling=None), "waits for data 1 % of the time.", ""),
-    "a step that was passed": ("cpu", evidence(ceiling=exactly(800.0)), "at most 2.00x as fast", ""),
-    "fetches sleep, and are in time": ("step", evidence(**IN_TIME, ceiling=exactly(1090.0)), "4 % of the time", ""),
-    "storage": ("storage", evidence(**READS),
-        "Of 110 ms per batch, a fetch computes for 10 ms.", "Read larger pieces (tar"),
-    "a stage that waits": ("storage", evidence(**READS, stages=(READ, DECODE)),
-        "read takes 100 % of a worker's waiting (a.py:1, open).", "Read larger pieces"),
-    "handing over": ("hand_over", evidence(receive_s=0.02), "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
-    "small batches": ("hand_over", evidence(**SMALL), "90 % of the time", "Hand over less often"),
-    "memory that ran out": ("memory", evidence(trials=(trial(SIX, kind="oom_killed"),)),
+    "without a ceiling": ("step", {"wait_share": 0.01, "ceiling": None}, "waits for data 1 % of the time.", ""),
+    "fetches sleep, and are in time": ("step", ASLEEP_IN_TIME, "4 % of the time", ""),
+    "storage": ("storage", READS, "Of 110 ms per batch, a fetch computes for 10 ms.", "Read larger pieces (tar"),
+    "a stage that waits": ("storage", {**READS, "stages": (READ, DECODE)},
+        "read takes 100 % of a worker's waiting (a.py:4, read).", "Read larger pieces"),
+    "handing over": ("hand_over", {"receive_s": 0.02}, "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
+    "small batches": ("hand_over", SMALL, "90 % of the time", "Hand over less often"),
+    "memory that ran out": ("memory", failed("oom_killed"),
         "6 workers, prefetch 2 ran out of it (oom killed).", "Make a worker smaller"),
-    "shared memory": ("memory", evidence(trials=(trial(SIX, kind="shared_memory"),)), "", "--shm-size"),
-    "memory that was not missed": ("cpu", evidence(trials=(trial(SIX, 1010.0), trial(TWELVE, kind="oom_killed"))), "", ""),
-    "starting epochs": ("start_up", evidence(starting_share=0.2), "takes 20 %", "persistent_workers=True"),
-    "workers that are kept": ("start_up", evidence(starting_share=0.2, config=KEPT), "", None),
-    "in memory": ("in_memory", evidence(**IN_MEMORY), "takes 1 ms, so no worker is needed", "__getitems__"),
-    "in memory, in batches": ("in_memory", evidence(**IN_MEMORY | {"has_batched_fetch": True}), "", None),
-    "another loader": ("little", evidence(loader_share=0.01), "This loader is 1 % of the time", "Leave the loader as it is."),
-    "too short": ("too_short", evidence(batches=1), "1 batch: too few", None),
-    "no step": ("no_step", evidence(wait_share=None), "left after its first batch", "iter(loader) once"),
+    "shared memory": ("memory", failed("shared_memory"), "", "--shm-size"),
+    "starting epochs": ("start_up", {"starting_share": 0.2}, "takes 20 %", "persistent_workers=True"),
+    "workers that are kept": ("start_up", {"starting_share": 0.2, "config": KEPT}, "", None),
+    "in memory": ("in_memory", IN_MEMORY, "takes 1 ms, so no worker is needed", "__getitems__"),
+    "in memory, in batches": ("in_memory", {**IN_MEMORY, "has_batched_fetch": True}, "", None),
+    "another loader": ("little", {"loader_share": 0.01}, "This loader is 1 % of the time", "Leave the loader as it is."),
+    "too short": ("too_short", {"batches": 1}, "1 batch: too few", None),
+    "no step": ("no_step", {"wait_share": None}, "left after its first batch", "iter(loader) once"),
     # Two witnesses that disagree: both are named, and nothing is concluded.
-    "rarely fetches": ("unclear", evidence(**RARELY),
-        "fetches for 3 % of its time. Other processes kept 70 % of the cores busy.", None),
-    "never waits, yet slow": ("unclear", evidence(wait_share=0.01, cpu_share=0.2), "That is 1,000/s of the 2,000/s", None),
-    "neighbours": ("unclear", evidence(wait_share=0.01, foreign_cpu_share=0.5), "kept 50 % of the cores busy", None),
-    "no core was idle": ("unclear", evidence(fetch_cpu_s=0.04, cpu_share=0.45, foreign_cpu_share=0.5),
-        "computes for 40 ms.", None),
+    "rarely fetches": ("unclear", RARELY, "fetches for 3 % of its time. Other processes kept 70 % of the cores busy.", None),
+    "never waits, yet slow": ("unclear", {"wait_share": 0.01, "cpu_share": 0.2}, "That is 1,000/s of the 2,000/s", None),
+    "neighbours": ("unclear", {"wait_share": 0.01, "foreign_cpu_share": 0.5}, "kept 50 % of the cores busy", None),
+    "no core was idle": ("unclear", NO_IDLE_CORE, "computes for 40 ms.", None),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "found", "words", "advised"), CASES.values(), ids=CASES)
-def test_a_bottleneck_is_named_with_its_figures_and_advice_follows(kind, found, words, advised):
-    bottleneck, advice = diagnose(found)
+@pytest.mark.parametrize(("kind", "changes", "words", "advised"), CASES.values(), ids=CASES)
+def test_a_bottleneck_is_named_with_its_figures_and_advice_follows(kind, changes, words, advised):
+    bottleneck, advice = diagnose(evidence(**changes))
     assert bottleneck.kind == kind
     assert words in bottleneck.sentence
     assert advice == () if advised is None else advised in "\n".join(advice)
@@ -113,13 +116,11 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_a_row_counts_the_rounds_that_its_side_ran_in(rounds):
-    # GIVEN rates whose intervals rest on 20 batches each
-    own, best = trial(LoaderConfig(), 200.0), trial(FOUR, 1000.0)
-    trials = [replace(each, number=i, round=i) for i in range(rounds) for each in (own, best)]
-    found = TuningResult(
-        best=FOUR, status="undecided", rate=exactly(1000.0), baseline_rate=exactly(200.0), trials=tuple(trials)
-    )
+def test_a_row_counts_the_rounds_that_its_side_ran_in_and_not_its_batches(rounds):
+    sides = trial(LoaderConfig(), 200.0), trial(FOUR, 1000.0)
+    trials = tuple(replace(each, number=number, round=number) for number in range(rounds) for each in sides)
+    rates = {"rate": exactly(1000.0), "baseline_rate": exactly(200.0)}
+    found = TuningResult(best=FOUR, status="undecided", trials=trials, **rates)
     assert [row.rate.count for row in ranking(found) if row.rate] == [rounds, rounds]
 
 

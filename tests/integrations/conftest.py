@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from torch.utils.data import _utils
@@ -11,7 +9,7 @@ from tests.integrations.job import Waiting
 
 
 @pytest.fixture(autouse=True)
-def torch_hears_of_dead_workers() -> Iterator[None]:
+def torch_hears_of_dead_workers():
     """Lightning's `fit()` takes torch's handler away for good: later tests would hear of a dead worker after seconds."""
     before, was_set = signal.getsignal(signal.SIGCHLD), _utils.signal_handling._SIGCHLD_handler_set
     yield
@@ -20,11 +18,11 @@ def torch_hears_of_dead_workers() -> Iterator[None]:
 
 
 @pytest.fixture
-def few() -> Waiting:
+def few():
     return Waiting(256, 0.001)
 
 
 @pytest.fixture
-def quick() -> dict[str, Any]:
+def quick():
     """Enough for a handful of bursts; what is chosen does not matter here, only that it is used."""
     return {"budget": 2.5, "max_workers": 3, "progress": False}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as lightning
 import torch
 from torch.utils.data import DataLoader
@@ -12,28 +10,18 @@ from tests.integrations.job import Classifier
 
 
 class Module(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = Classifier()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.model(*batch)["loss"]
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.model(*batch)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def noted(name: str) -> Any:
-    """A hook that notes that it was called, and gives back the batch if it has one."""
-
-    def hook(self: Any, *arguments: Any, **_: Any) -> Any:
-        self.called.add(name)
-        return arguments[0] if arguments else None
-
-    return hook
 
 
 class Points(lightning.LightningDataModule):
@@ -41,25 +29,35 @@ class Points(lightning.LightningDataModule):
 
     num_classes = 2
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset):
         super().__init__()
-        self.dataset, self.called = dataset, set[str]()
+        self.dataset, self.called = dataset, set()
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         assert "setup" in self.called
         return DataLoader(self.dataset, batch_size=32, shuffle=True)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self):
         self.called.add("val_dataloader")
         return DataLoader(self.dataset, batch_size=64)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         self.called.add("state_dict")
         return {"rows": len(self.dataset)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.called.add("load_state_dict")
         assert state == {"rows": len(self.dataset)}
+
+
+def noted(name):
+    """A hook that notes that it was called, and gives back the batch if it has one."""
+
+    def hook(self, batch=None, *_, **__):
+        self.called.add(name)
+        return batch
+
+    return hook
 
 
 NOTED = ("prepare_data", "setup", "teardown")

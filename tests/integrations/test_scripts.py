@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
-from preloaded import PreloadedPython
 
 from tests.support.bench import HARD_DEADLINE_S, Bench
 
@@ -68,22 +66,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("body", [LIGHTNING, TRAINER, STATEFUL], ids=["lightning", "trainer", "stateful"])
-def test_loaders_of_frameworks_are_found_and_nothing_else_changes(
-    preloaded_frameworks: PreloadedPython, tmp_path: Path, body: str
-) -> None:
-    # GIVEN a script of a framework's users, and what it prints by itself
+def test_loaders_of_frameworks_are_found_and_nothing_else_changes(preloaded_frameworks, tmp_path, body):
     bench = Bench(preloaded_frameworks, tmp_path, COMMON)
     text = bench.write(body)
     code, plain = bench.run("train.py")
     assert code == 0, plain
-
     lines = [line.split("# HERE")[1].split() if "# HERE" in line else [] for line in text.splitlines()]
     wanted = {(f"Waiting[{size}]", f"train.py:{number}") for number, sizes in enumerate(lines, 1) for size in sizes}
     for verb in ("watch", "run"):
-        # WHEN it is run by the command line
         printed, told = bench.told(verb, "train.py")
-
-        # THEN it trains the same, and each of its loaders is told of
         assert re.findall("^SAID.*", printed, re.MULTILINE) == re.findall("^SAID.*", plain, re.MULTILINE) != []
         found = {(each["contents"].split(",")[0], each["name"].split(" ")[0]) for each in told["loaders"]}
         assert found == wanted

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from report.example import synthetic_result
@@ -20,12 +16,10 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # its import takes 
 
 
 @pytest.fixture
-def trainer_of(tmp_path: Path) -> Callable[..., Any]:
+def trainer_of(tmp_path):
     """Makes a Trainer with a collator, of a class and with arguments of one's own."""
 
-    def make(
-        dataset: Waiting, kind: Any = transformers.Trainer, *, size: int = 32, epochs: int = 2, **fields: Any
-    ) -> Any:
+    def make(dataset, kind=transformers.Trainer, *, size=32, epochs=2, **fields):
         arguments = transformers.TrainingArguments(
             str(tmp_path), per_device_train_batch_size=size, num_train_epochs=epochs, learning_rate=0.05, use_cpu=True,
             save_strategy="no", report_to=[], disable_tqdm=True, remove_unused_columns=False, logging_strategy="no", **fields,
@@ -35,40 +29,37 @@ def trainer_of(tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains(
-    trainer_of: Callable[..., Any], few: Waiting, quick: Any
-) -> None:
-    trainer = trainer_of(few)
-    before = [parameter.clone() for parameter in trainer.model.parameters()]
-
-    result = tune_trainer(trainer, **quick)
-
-    # THEN its arguments are the tuned ones, its weights untouched, and it trains with them
-    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
-    assert trainer.args.dataloader_num_workers == result.best.num_workers
-    assert trainer.get_train_dataloader().num_workers == result.best.num_workers
-    assert result.batch_size == 32
-    assert trainer.train().global_step == 2 * 8
-
-
 class Own(transformers.Trainer):
     """Has a loss of its own, and its own order, as one that groups by length."""
 
-    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+    def compute_loss(self, model, inputs, **_):
         return model(**inputs)["loss"] * 2
 
-    def _get_train_sampler(self, *_: Any) -> Any:
+    def _get_train_sampler(self, *_):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(
-    trainer_of: Callable[..., Any], few: Waiting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Live(transformers.Trainer):
+    def get_train_dataloader(self):
+        return tune_live(super().get_train_dataloader(), workers=True)
+
+
+def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains_with_untouched_weights(trainer_of, few, quick):
+    trainer = trainer_of(few)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    result = tune_trainer(trainer, **quick)
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+    assert trainer.args.dataloader_num_workers == result.best.num_workers
+    assert trainer.get_train_dataloader().num_workers == result.best.num_workers
+    assert (result.batch_size, trainer.train().global_step) == (32, 2 * 8)
+
+
+def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, few, monkeypatch):
     samplers = [type(plain_loader(trainer_of(few, kind)).sampler).__name__ for kind in (transformers.Trainer, Own)]
     assert samplers == ["RandomSampler", "SequentialSampler"]
-    was_on: list[bool] = []
+    was_on = []
 
-    def tuned(*_: Any, **__: Any) -> Any:
+    def tuned(*_, **__):
         was_on.append(torch.is_autocast_enabled("cpu"))
         return synthetic_result()
 
@@ -81,23 +72,14 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(
     assert was_on == [True, True]
 
 
-def test_the_fields_of_a_file_make_training_arguments(trainer_of: Callable[..., Any], few: Waiting) -> None:
+def test_the_fields_of_a_file_make_training_arguments(trainer_of, few):
     config = LoaderConfig(num_workers=2, prefetch_factor=4, persistent_workers=True)
-
     loader = trainer_of(few, **training_arguments(config)).get_train_dataloader()
-
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 4, True)
     assert training_arguments(LoaderConfig()) == {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
 
 
-class Live(transformers.Trainer):
-    def get_train_dataloader(self) -> Any:
-        return tune_live(super().get_train_dataloader(), workers=True)
-
-
-def test_what_accelerate_has_prepared_changes_in_the_midst_of_training(trainer_of: Callable[..., Any]) -> None:
+def test_what_accelerate_has_prepared_changes_in_the_midst_of_training(trainer_of):
     trainer = trainer_of(Waiting(), Live, size=BATCH, epochs=EPOCHS)
-
     trainer.train()
-
     assert_changed(trainer.callback_handler.train_dataloader.base_dataloader, trainer.model.seen)

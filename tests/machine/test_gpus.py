@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.gpus import visible_gpus
+from autotune_loader.machine.facts import inspect_machine, visible_gpus
 
 A, B, C = "GPU-aaaa1111-0000", "GPU-aabb2222-0000", "GPU-cccc3333-0000"
 

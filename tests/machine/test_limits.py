@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from autotune_loader.machine import host
+from autotune_loader.machine.elsewhere import scratch_root
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.machine.limits import open_files_limit
-from autotune_loader.machine.scratch import scratch_root
 
 Inspect = Callable[..., Machine]
 
@@ -164,7 +164,7 @@ def test_a_temporary_folder_with_a_long_name_is_not_used_for_sockets(monkeypatch
     for own, others, root in (("a" * 70, None, "/tmp"), ("short", None, "short"), ("a" * 70, (), "a" * 70)):
         monkeypatch.setattr(tempfile, "tempdir", own)
         if others is not None:
-            monkeypatch.setattr("autotune_loader.machine.scratch.OTHERS", others)
+            monkeypatch.setattr("autotune_loader.machine.elsewhere.OTHER_ROOTS", others)
         assert scratch_root() == root
 
 

@@ -9,18 +9,17 @@ from autotune_loader.diagnosis import Caution, Ended, judged
 from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, Trial
+from autotune_loader.values.measurement import BurstPlan, Failure, Trial
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval, mean_interval
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 NONE, BEST, DEEP = LoaderConfig(), LoaderConfig(num_workers=5), LoaderConfig(num_workers=8, prefetch_factor=8)
 SEARCHED = (NONE, LoaderConfig(num_workers=1), LoaderConfig(num_workers=4), DEEP)
-ROUNDS = (BEST, DEEP, NONE)
-"""The chosen one ran in the rounds alone."""
+ROUNDS = (BEST, DEEP, NONE)  # the chosen one ran in the rounds alone
 
 
-def _stage(stage: str, where: str, wall_share: float, cpu_share: float) -> StageTime:
+def _stage(stage, where, wall_share, cpu_share):
     shares = {"wall_share": wall_share, "cpu_share": cpu_share}
     return StageTime(stage=stage, where=where, wall_s=2e-3 * wall_share, cpu_s=1.6e-3 * cpu_share, **shares)
 
@@ -44,51 +43,27 @@ def exactly(value: float, count: int = 20) -> Interval:
 def synthetic_result() -> TuningResult:
     """Four bursts, three rounds of three, two failures."""
     probe = SimulatedProbe(SimulatedMachine(noise_sd=0.03), FakeClock(), epoch_batches=10_000)
-    plan, trials = BurstPlan(max_s=1.0), list[Trial]()
-
-    def burst(config: LoaderConfig, number: int | None = None) -> None:
-        measured = probe.burst(config, plan)
-        assert isinstance(measured, Measurement)
-        trials.append(Trial(number=len(trials), config=config, round=number, measurement=measured))
-
-    for config in SEARCHED:
-        burst(config)
-    for number in range(3):
-        for config in ROUNDS:
-            burst(config, number)
+    ran = [(config, None) for config in SEARCHED] + [(config, number) for number in range(3) for config in ROUNDS]
+    trials = [
+        Trial(number=number, config=config, round=in_round, measurement=probe.burst(config, BurstPlan(max_s=1.0)))
+        for number, (config, in_round) in enumerate(ran)
+    ]
     for workers, failure in ((48, FULL), (64, KILLED)):
         trials.append(Trial(number=len(trials), config=LoaderConfig(num_workers=workers), failure=failure))
     found = TuningResult(
-        best=BEST,
-        status="complete",
-        tuned_at="2026-11-26T12:00:00+00:00",
-        baseline=NONE,
-        batch_size=32,
-        shuffle=True,
-        ended=Ended.SAFE(),
-        step="SmallCnn, cross_entropy, SGD",
-        stages=STAGES,
-        as_fast=(DEEP,),
+        best=BEST, status="complete", tuned_at="2026-11-26T12:00:00+00:00", baseline=NONE, batch_size=32, shuffle=True,
+        ended=Ended.SAFE(), step="SmallCnn, cross_entropy, SGD", stages=STAGES, as_fast=(DEEP,),
         warnings=(Caution.NOTE(text="The dataset's order <was> not shuffled & read twice."),),
-        seconds=24.0,
-        step_s=0.01,
-        machine=MACHINE,
-        trials=tuple(trials),
-        ceiling=exactly(3200.0),
-    )
+        seconds=24.0, step_s=0.01, machine=MACHINE, trials=tuple(trials), ceiling=exactly(3200.0),
+    )  # fmt: skip
     own = found.measurement_of(BEST)
-    assert own is not None
-    assert own.memory is not None
     rates = {config: list(found.rates_of(config).values()) for config in ROUNDS}
-    ratios = mean_interval([one / other for one, other in zip(rates[BEST], rates[NONE], strict=True)])
-    return judged(
-        replace(
-            found,
-            rate=mean_interval(rates[BEST]),
-            baseline_rate=mean_interval(rates[NONE]),
-            speedup=ratios,
-            wait_share=own.wait_share,
-            memory_bytes=own.memory.taken_bytes,
-        ),
-        epoch_batches=10_000,
+    found = replace(
+        found,
+        rate=mean_interval(rates[BEST]),
+        baseline_rate=mean_interval(rates[NONE]),
+        speedup=mean_interval([one / other for one, other in zip(rates[BEST], rates[NONE], strict=True)]),
+        wait_share=own.wait_share,
+        memory_bytes=own.taken_bytes,
     )
+    return judged(found, epoch_batches=10_000)

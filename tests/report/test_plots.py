@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import matplotlib
 import pytest
-from matplotlib.axes import Axes
 from report.example import BEST, DEEP, NONE, STAGES, exactly
 
 from autotune_loader.report import plots
 from autotune_loader.report.plots import timeline
 from autotune_loader.report.plots.canvas import svg_bytes
-from autotune_loader.report.plots.stage_plot import MOST_ROWS
+from autotune_loader.report.plots.charts import MOST_ROWS
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 
 EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
-PICTURES = [plots.plot_workers, plots.plot_stages, plots.plot_timeline]
 
 
-def points(axes: Axes, label: str) -> list[tuple[float, float]]:
+def points(axes, label):
     """What is drawn under a name of the legend."""
     named = [each[0] for each in axes.containers if each.get_label() == label]
     lines = named or [line for line in axes.lines if line.get_label() == label]
     return [tuple(point) for line in lines for point in line.get_xydata().tolist()]
 
 
-def bars(axes: Axes) -> list[tuple[str, str, float, float]]:
+def bars(axes):
     """(row, activity, begin, end) in a timeline."""
     rows = [tick.get_text() for tick in axes.get_yticklabels()]
     legend = [each for each in axes.containers if each.patches[0].get_width() == 0]
@@ -40,10 +37,8 @@ def bars(axes: Axes) -> list[tuple[str, str, float, float]]:
     return [(row_of[b], named[b.get_facecolor()], b.get_x(), b.get_x() + b.get_width()) for b in drawn]
 
 
-@pytest.mark.parametrize("draw", PICTURES)
-def test_every_picture_can_be_drawn_and_leaves_the_users_style_and_pyplot_alone(
-    draw: Callable, result: TuningResult
-) -> None:
+@pytest.mark.parametrize("draw", [plots.plot_workers, plots.plot_stages, plots.plot_timeline])
+def test_every_picture_can_be_drawn_and_leaves_the_users_style_and_pyplot_alone(draw, result):
     before = dict(matplotlib.rcParams)
     figure = draw(result)
     assert figure._repr_png_().startswith(b"\x89PNG")
@@ -61,70 +56,55 @@ def test_every_picture_can_be_drawn_and_leaves_the_users_style_and_pyplot_alone(
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
 
 
-def test_workers_shows_what_ran_by_the_rounds_where_there_are_any_and_joins_only_neighbours(
-    result: TuningResult,
-) -> None:
+def test_workers_shows_what_ran_by_the_rounds_where_there_are_any_and_joins_only_neighbours(result):
     axes = plots.plot_workers(result).axes[0]
-
-    def mean(config: LoaderConfig) -> float:
-        rates = result.rates_of(config).values()
-        return sum(rates) / len(rates)
-
+    rates = {config: list(result.rates_of(config).values()) for config in (BEST, DEEP, NONE)}
+    mean = {config.num_workers: pytest.approx(sum(each) / len(each)) for config, each in rates.items()}
     # GIVEN 0, 1, 4 and 8 workers in the search; 0, 5 and 8 in the rounds, whose rates count
-    assert points(axes, "timed in turns, 95 %") == [
-        (count, pytest.approx(mean(c))) for count, c in ((5, BEST), (8, DEEP), (0, NONE))
-    ]
+    assert points(axes, "timed in turns, 95 %") == [(count, mean[count]) for count in (5, 8, 0)]
     assert [count for count, _ in points(axes, "timed once, 95 %")] == [4, 1]
-    assert points(axes, "chosen") == [(5, pytest.approx(mean(BEST)))]
-    assert points(axes, "before tuning") == [(0, pytest.approx(mean(NONE)))]
+    assert points(axes, "chosen") == [(5, mean[5])]
+    assert points(axes, "before tuning") == [(0, mean[0])]
     # THEN no line leads through counts that never ran
-    joined = [
-        line.get_xdata().tolist() for line in axes.lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 2
-    ]
-    assert sorted(joined) == [[0, 1], [4, 5]]
+    joined = [line.get_xdata().tolist() for line in axes.lines if line.get_linestyle() == "-"]
+    assert sorted(each for each in joined if len(each) == 2) == [[0, 1], [4, 5]]
     # AND what failed is shown where it failed, which no prediction reaches
     assert [count for count, _ in points(axes, "failed")] == [48, 64]
     assert [count for count, _ in points(axes, "predicted, prefetch 2")] == list(range(9))
     assert points(plots.plot_workers(replace(result, machine=None)).axes[0], "predicted, prefetch 2") == []
 
 
-def test_a_ceiling_far_above_is_told_instead_of_drawn(result: TuningResult) -> None:
-    # GIVEN a step that takes no time
+def test_a_ceiling_far_above_is_told_instead_of_drawn_so_that_rates_are_not_pressed_flat(result):
     figure = plots.plot_workers(replace(result, ceiling=exactly(1e6)))
-    # THEN the rates are not pressed flat, and the legend has the number
-    assert result.rate is not None
     assert figure.axes[0].get_ylim()[1] < 2 * result.rate.value
     assert any("1.00M/s, far above" in text.get_text() for text in figure.legends[0].get_texts())
 
 
-def test_stages_are_drawn_longest_first_and_no_more_than_can_be_read(result: TuningResult) -> None:
+def test_stages_are_drawn_longest_first_and_no_more_than_can_be_read(result):
     drawn = [tick.get_text() for tick in plots.plot_stages(result).axes[0].get_yticklabels()]
     assert drawn == ["Flip", "read", "decode"]  # from the bottom
     many = plots.plot_stages(replace(result, stages=STAGES * MOST_ROWS))
     assert len(many.axes[0].texts) == MOST_ROWS
 
 
-@pytest.mark.parametrize("trial", [None, 0, 1])
-def test_timeline_shows_the_end_of_one_burst_without_overlap_in_any_process(
-    trial: int | None, result: TuningResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # GIVEN the burst of the chosen configuration, which ran in the rounds alone; one without workers; one with them
+@pytest.mark.parametrize("trial", [None, 0, 1], ids=["of the choice", "without workers", "with a worker"])
+def test_timeline_shows_the_end_of_one_burst_without_overlap_in_any_process(trial, result, monkeypatch):
     monkeypatch.setattr(timeline, "MAX_BATCHES", 3)
     shown = result.best if trial is None else result.trials[trial].config
     axes = plots.plot_timeline(result, trial=trial).axes[0]
-    drawn, length_s, title = bars(axes), axes.get_xlim()[1], axes.get_title(loc="left")
-    assert str(shown) in title
-    assert {row for row, *_ in drawn} == {"training loop", *(f"worker {n}" for n in range(shown.num_workers))}
+    drawn, rows = bars(axes), {row for row, *_ in bars(axes)}
+    assert str(shown) in axes.get_title(loc="left")
+    assert rows == {"training loop", *(f"worker {number}" for number in range(shown.num_workers))}
     # THEN what a process does never overlaps (but a loop without workers waits while it fetches); nothing leaves the picture
-    for row in {row for row, *_ in drawn} - ({"training loop"} if trial == 0 else set()):
+    for row in rows - ({"training loop"} if trial == 0 else set()):
         spans = sorted((begin, end) for other, _, begin, end in drawn if other == row)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(spans))
-    assert all(begin >= 0 and end <= length_s + 1e-9 for *_, begin, end in drawn)
+    assert all(begin >= 0 and end <= axes.get_xlim()[1] + 1e-9 for *_, begin, end in drawn)
     # A queue so deep that all lay ready is shown from its filling on; else the last batches are.
     assert trial is None or 0 < sum(activity == "training step" for _, activity, *_ in drawn) <= 4
 
 
-def test_where_there_is_no_timeline_it_says_why(result: TuningResult) -> None:
+def test_where_there_is_no_timeline_it_says_why(result):
     failed = result.trials[-1].number
     with pytest.raises(ValueError, match=f"trial={failed} has no single batches; these have some: 0, 1"):
         plots.plot_timeline(result, trial=failed)

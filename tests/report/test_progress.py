@@ -1,10 +1,11 @@
+"""Lines of progress, as printed, and who gets them."""
+
 from __future__ import annotations
 
 import logging
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from report.example import KILLED, synthetic_result
@@ -26,39 +27,36 @@ round   2  nothing worked
 """
 
 
-def measured(number: int, config: LoaderConfig, rate: float) -> Trial:
+def measured(number, config, rate):
     interval = Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20)
     burst = synthetic_result().trials[0].measurement
-    assert burst is not None
     return Trial(number=number, config=config, measurement=replace(burst, samples_per_s=interval))
 
 
-TERMINAL: dict[str, Any] = {"isatty": lambda: True}
+TERMINAL = {"isatty": lambda: True}
+Shell = type("TerminalInteractiveShell", (), {})
 Kernel = type("ZMQInteractiveShell", (), {})
+Colab = type("Shell", (Kernel,), {})
 
 
 @pytest.mark.parametrize(
     ("asked", "stderr", "shell", "rank", "shown"),
     [
-        (None, TERMINAL, type("Terminal", (), {}), 0, "printed"),
-        (None, {}, type("Terminal", (), {}), 0, "logged"),
+        (None, TERMINAL, Shell, 0, "printed"),
+        (None, {}, Shell, 0, "logged"),
         (None, {}, Kernel, 0, "printed"),
-        (None, {}, type("Shell", (Kernel,), {}), 0, "printed"),  # as in Colab
+        (None, {}, Colab, 0, "printed"),
         (False, TERMINAL, Kernel, 0, "logged"),
-        (True, {}, type("Terminal", (), {}), 0, "printed"),
-        (True, TERMINAL, type("Terminal", (), {}), 1, "nowhere"),
+        (True, {}, Shell, 0, "printed"),
+        (True, TERMINAL, Shell, 1, "nowhere"),
     ],
 )
-def test_who_gets_the_lines(
-    asked: bool | None, stderr: dict[str, Any], shell: type, rank: int, shown: str, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    made = shell()
+def test_who_gets_the_lines(asked, stderr, shell, rank, shown, monkeypatch, caplog):
+    made, printed = shell(), []
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: made))
     monkeypatch.setenv("TERM", "xterm")
-    printed: list[str] = []
     # All that a script may put in stderr's place.
-    stream: Any = SimpleNamespace(write=printed.append, flush=lambda: None, **stderr)
+    stream = SimpleNamespace(write=printed.append, flush=lambda: None, **stderr)
     with caplog.at_level(logging.INFO, logger="autotune_loader"):
         progress = make_progress(asked, rank=rank, stream=stream)
         first, second = measured(0, NONE, 389.0), measured(1, FOUR, 1308.0)

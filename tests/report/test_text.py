@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from report.example import FULL, exactly
@@ -18,7 +17,7 @@ from autotune_loader.values.measurement import Failure, Measurement, MemoryUse, 
 from autotune_loader.values.statistics import Interval, Round
 
 
-def ran(number: int, config: LoaderConfig, rate: float | Failure, round_number: int | None = None) -> Trial:
+def ran(number, config, rate, round_number=None):
     if isinstance(rate, Failure):
         return Trial(number=number, config=config, failure=rate)
     measurement = Measurement(
@@ -29,23 +28,23 @@ def ran(number: int, config: LoaderConfig, rate: float | Failure, round_number: 
     return Trial(number=number, config=config, round=round_number, measurement=measurement)
 
 
+def ratio(value, low, high, count=2):
+    return Interval(value=value, low=low, high=high, count=count)
+
+
 NONE, ONE = LoaderConfig(), LoaderConfig(num_workers=1)
 TWO, THREE = LoaderConfig(num_workers=2, pin_memory=True), LoaderConfig(num_workers=3, pin_memory=True)
 CROWDED = LoaderConfig(num_workers=8, prefetch_factor=16)
-RATES: dict[LoaderConfig, Any] = {NONE: 400.0, TWO: 1200.0, THREE: 1210.0, ONE: 700.0, CROWDED: FULL}
+SEARCHED = [(NONE, 400.0), (TWO, 1200.0), (THREE, 1210.0), (ONE, 700.0), (CROWDED, FULL)]
 ROUNDS = [
     *((TWO, 1200.0, 0), (THREE, 1204.0, 0), (NONE, 402.0, 0)),
     *((TWO, 1190.0, 1), (THREE, 1194.0, 1), (NONE, 398.0, 1)),
 ]
-TRIED = tuple(ran(number, *each) for number, each in enumerate([*RATES.items(), *ROUNDS]))
+TRIED = tuple(ran(number, *each) for number, each in enumerate(SEARCHED + ROUNDS))
 SMALL = TuningResult(
-    best=TWO,
-    status="complete",
-    trials=TRIED,
-    as_fast=(THREE,),
-    rate=Interval(value=1195.0, low=1068.0, high=1322.0, count=2),
-    speedup=Interval(value=2.99, low=2.8, high=3.2, count=2),
-)
+    best=TWO, status="complete", trials=TRIED, as_fast=(THREE,),
+    rate=ratio(1195.0, 1068.0, 1322.0), speedup=ratio(2.99, 2.8, 3.2),
+)  # fmt: skip
 TABLE = """\
   workers  prefetch  also    samples/s   95 % range  from      wait   memory
 ────────────────────────────────────────────────────────────────────────────
@@ -63,16 +62,13 @@ x 8 workers, prefetch 16: shared memory (batches): /dev/shm is full [/red];
   start with --shm-size=1g"""
 
 
-DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS(), "rate": None, "speedup": None}
-
-
-def test_draws_the_table() -> None:
+def test_draws_the_table_with_a_legend_of_the_marks_that_occur():
     assert configurations_of(SMALL) == TABLE
-
-
-def test_a_legend_explains_the_marks_that_occur_and_no_other() -> None:
     worked = replace(SMALL, trials=TRIED[:4], as_fast=(), best=NONE)
     assert configurations_of(worked).splitlines()[-1] == "> chosen  b before tuning"
+
+
+DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS(), "rate": None, "speedup": None}
 
 
 @pytest.mark.parametrize(
@@ -87,50 +83,43 @@ def test_a_legend_explains_the_marks_that_occur_and_no_other() -> None:
         ({"status": "fallback"}, "No configuration worked; torch's defaults are given as a fallback."),
         ({"status": "partial"}, "This is the best so far."),
         ({"best": NONE}, "Keep 0 workers, which you have: 1,195 samples/s (1,068 to 1,322). Nothing that"),
-        ({"speedup": Interval(value=1.13, low=0.85, high=1.51, count=4)}, "Keep your settings if memory matters."),
-        ({"speedup": Interval(value=0.99, low=0.95, high=1.02, count=4)}, "It costs less, and counts as equally fast."),
+        ({"speedup": ratio(1.13, 0.85, 1.51)}, "Keep your settings if memory matters."),
+        ({"speedup": ratio(0.99, 0.95, 1.02)}, "It costs less, and counts as equally fast."),
         ({"speedup": None}, "It was not timed in turns with 0 workers"),
         ({"source": Source.STORAGE(sample=1e5)}, "Bursts read 97.7 KiB per sample from storage."),
         ({"step": "SmallCnn"}, "Step: SmallCnn."),
     ],
 )
-def test_a_report_tells_what_is_special(changes: dict[str, Any], line: str) -> None:
-    told = " ".join(report_of(replace(SMALL, **changes), width=400).split())
-    assert " ".join(line.split()) in told
-    assert " ".join(line.split()) not in " ".join(report_of(SMALL, width=400).split())
+def test_a_report_tells_what_is_special(changes, line):
+    assert line in " ".join(report_of(replace(SMALL, **changes), width=400).split())
+    assert line not in " ".join(report_of(SMALL, width=400).split())
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_a_report_says_what_was_found_within_the_width(width: int, result: TuningResult) -> None:
+def test_a_report_says_what_was_found_within_the_width(width, result):
     text = report_of(result, width)
-    assert all(len(line) <= width for line in text.splitlines())
+    assert max(map(len, text.splitlines())) <= width
     told = " ".join(text.split())
-    assert result.bottleneck is not None
     for part in (result.bottleneck, *result.advice, *result.warnings, result.ended):
         assert str(part) in told
     assert all(row in told for row in ("decode 60 % 1.2 ms 1.2 ms photos.py:41", "read 30 % 0.6 ms 0.16 ms"))
-    assert "13 bursts in 24 s." not in told
     assert "15 bursts in 24 s." in told
 
 
-def test_many_words_of_a_configuration_are_wrapped_in_their_column() -> None:
+def test_many_words_are_wrapped_in_their_column_and_a_long_list_is_cut_but_for_what_is_marked():
     much = LoaderConfig(
         num_workers=12, prefetch_factor=16, pin_memory=True, persistent_workers=True, in_order=False,
         multiprocessing_context="forkserver", batch_size=1024,
     )  # fmt: skip
-    text = configurations_of(replace(SMALL, trials=(*TRIED, ran(20, much, 123456.0))))
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert all(word in text for word in ("pinned,", "persistent", "forkserver", "batch"))
-
-
-def test_a_long_list_is_cut_and_the_chosen_the_baseline_and_failures_stay() -> None:
     many = tuple(ran(number, LoaderConfig(num_workers=number + 1), 100.0 + number) for number in range(40))
-    text = configurations_of(replace(SMALL, trials=(*TRIED, *many)))
+    text = configurations_of(replace(SMALL, trials=(*TRIED, ran(60, much, 123456.0), *many)))
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(word in text for word in ("pinned,", "persistent", "forkserver", "batch"))
     assert "more configurations, all in result.to_dataframe()" in text
     assert [line[0] for line in text.splitlines() if line[:1] in "=>bx" and line[1:3] == "  "] == [*"=>bx"]
 
 
-def test_what_prints_is_two_sentences_and_where_the_report_is() -> None:
+def test_what_prints_is_two_sentences_and_where_the_report_is():
     assert str(SMALL) == (
         "Use 2 workers, prefetch 2, pinned: 1,195 samples/s (1,068 to 1,322). It is 2.99x\n"
         "(2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 paired rounds.\n"
@@ -146,10 +135,9 @@ SIDES = (
     Side(name="broken", config=ONE, error="user_exception: no such file"),
 )
 COMPARED = Comparison(
-    sides=SIDES,
+    sides=SIDES, seconds=30.0,
     rounds=tuple(Round(rates={"now": 400.0 + n, "cached": 1200.0 + 2 * n}) for n in range(4)),
-    seconds=30.0,
-)
+)  # fmt: skip
 COMPARISON = """\
         samples/s  times as fast           wait  workers   memory  bottleneck
 ─────────────────────────────────────────────────────────────────────────────
@@ -161,20 +149,19 @@ broken failed: user_exception: no such file
 cached is 3.00x (2.77x to 3.24x) as fast as now in 4 paired rounds."""
 
 
-def test_a_comparison_is_a_table_and_a_sentence_for_each_side() -> None:
+def test_a_comparison_is_a_table_and_a_sentence_for_each_side():
     assert COMPARED.report().startswith(COMPARISON)
     assert "cached: Bottleneck: CPU." in COMPARED.report()
+    assert "No side worked." in Comparison(sides=SIDES[2:]).report()
     assert str(COMPARED).endswith("in 4 paired rounds. comparison.report() has the table.")
     assert COMPARED["cached"].config == TWO
     with pytest.raises(KeyError, match="'warm' is no side; 'now', 'cached', 'broken' would work"):
         COMPARED["warm"]
 
 
-def test_a_comparison_is_a_frame_with_a_row_for_each_side_and_nothing_worked_is_said() -> None:
+def test_a_comparison_is_a_frame_with_a_row_for_each_side():
     frame = COMPARED.to_dataframe().set_index("side")
     assert list(frame.index) == ["now", "cached", "broken"]
     assert frame.loc["cached", "ratio"] == pytest.approx(3.0, rel=0.01)
     assert frame.loc["broken", ["rate", "ratio", "wait_share"]].isna().all()
     assert (frame.loc["broken", "error"], frame.loc["now", "bottleneck"]) == ("user_exception: no such file", "cpu")
-    nothing = Comparison(sides=SIDES[2:])
-    assert "No side worked." in nothing.report()

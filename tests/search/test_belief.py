@@ -15,30 +15,11 @@ from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import Context, Space
 from autotune_loader.search.sufficiency import Sufficient, sufficient, with_sufficiency
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, FailureKind, Trial
-from autotune_loader.values.statistics import Interval
-from tests.support.clock import FakeClock
-from tests.support.machine import SimulatedMachine
-from tests.support.simulation import SimulatedProbe
+from autotune_loader.values.measurement import Failure, Trial
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
 CONTEXT = Context(usable_cores=4, step_s=0.001)
-
-
-def workers(count: int, prefetch: int = 8, **more: Any) -> LoaderConfig:
-    return LoaderConfig(num_workers=count, prefetch_factor=prefetch if count else None, **more)
-
-
-def trials_on(machine: SimulatedMachine, *configs: LoaderConfig, seed: int = 0) -> list[Trial]:
-    probe = SimulatedProbe(machine, FakeClock(), seed=seed)
-    bursts = [
-        (config, probe.burst(config, BurstPlan(max_s=0.6, min_s=0.3, seed=i))) for i, config in enumerate(configs)
-    ]
-    return [Trial.of(i, config, outcome) for i, (config, outcome) in enumerate(bursts)]
-
-
-def believed(*configs: LoaderConfig) -> Belief:
-    return Belief(Space(), CONTEXT, trials_on(MACHINE, *configs))
 
 
 def ratio(belief: Belief, one: LoaderConfig, other: LoaderConfig) -> tuple[float, float]:
@@ -77,23 +58,19 @@ def test_equally_fast_within_2_percent_means_what_it_says(deficit: float, sd: fl
 
 
 def test_the_choice_on_a_machine_is_near_the_best_and_cheap() -> None:
-    belief = believed(workers(0), workers(1), workers(4), workers(6))
+    belief = Belief(Space(), CONTEXT, simulated_trials(MACHINE, *(with_workers(n, 8) for n in (0, 1, 4, 6))))
     choice, probe = belief.choice, SimulatedProbe(MACHINE, FakeClock())
     assert choice is not None
-    best = max(probe.truth(config) for config in belief.space.candidates(8))
-    assert probe.truth(choice) >= 0.97 * best
+    assert probe.truth(choice) >= 0.97 * max(probe.truth(config) for config in belief.space.candidates(8))
     # THEN all answers come from the same draws
     assert belief.shortlist()[0] == choice
     assert belief.probability(choice) < SAFE
     assert belief.proposal() is not None
     assert belief.predicted(choice) == pytest.approx(probe.truth(choice), rel=0.1)
-    mean, sd = ratio(belief, choice, workers(0))
+    mean, sd = ratio(belief, choice, with_workers(0))
     assert mean > 2 * sd > 0
-
-
-def test_where_nothing_was_measured_there_is_no_choice() -> None:
-    assert Belief(Space(), CONTEXT, []).choice is None
-    assert Belief(Space(), CONTEXT, []).shortlist() == []
+    # AND where nothing was measured there is none
+    assert (Belief(Space(), CONTEXT, []).choice, Belief(Space(), CONTEXT, []).shortlist()) == (None, [])
 
 
 # What to measure
@@ -110,178 +87,151 @@ def test_the_gradient_counts_only_what_a_burst_can_teach() -> None:
     assert 0.0005 < gains[1] < gains[2]
 
 
-@pytest.mark.parametrize(
-    ("kind", "failed", "succeeded", "knobs", "most"),
-    [
-        ("oom_killed", 32, 2, {}, 8),
-        ("deadline", 35, 0, {}, 1),
-        ("crashed", 1, 0, {}, 0),
-        ("oom_killed", 3, 2, {}, 2),
-        ("oom_killed", 4, 8, {}, None),
-        ("user_exception", 8, 0, {"pin_memory": True}, None),
-        ("oom_killed", 8, 0, {"batch_size": 64}, None),
-        ("infeasible", 8, 2, {}, None),
-    ],
-    ids=[
-        "the geometric middle",
-        "one, where none has worked",
-        "none, where one has failed",
-        "never what failed",
-        "unless more have succeeded",
-        "not for another knob",
-        "nor for another batch size",
-        "nor for arithmetic",
-    ],
-)
+FAILURES: dict[str, tuple[str, int, int, dict[str, Any], int | None]] = {
+    "the geometric middle": ("oom_killed", 32, 2, {}, 8),
+    "one, where none has worked": ("deadline", 35, 0, {}, 1),
+    "none, where one has failed": ("crashed", 1, 0, {}, 0),
+    "never what failed": ("oom_killed", 3, 2, {}, 2),
+    "unless more have succeeded": ("oom_killed", 4, 8, {}, None),
+    "not for another knob": ("user_exception", 8, 0, {"pin_memory": True}, None),
+    "nor for another batch size": ("oom_killed", 8, 0, {"batch_size": 64}, None),
+    "nor for arithmetic": ("infeasible", 8, 2, {}, None),
+}
+
+
+@pytest.mark.parametrize(("kind", "failed", "succeeded", "knobs", "most"), FAILURES.values(), ids=FAILURES)
 def test_a_failure_bounds_the_workers_that_are_tried(
-    kind: FailureKind, failed: int, succeeded: int, knobs: dict[str, Any], most: int | None
+    kind: Any, failed: int, succeeded: int, knobs: dict[str, Any], most: int | None
 ) -> None:
-    space = Space(pin_memory=(False, True), batch_sizes=(None, 64))
+    broken = with_workers(failed, **knobs)
     failure = Failure(kind=kind, phase="batches", message="no")
-    broken = workers(failed, 2, **knobs)
-    trials = [*trials_on(MACHINE, workers(0), workers(succeeded)), Trial.of(9, broken, failure)]
-    belief = Belief(space, CONTEXT, trials)
+    trials = simulated_trials(MACHINE, with_workers(0), with_workers(succeeded, 8))
+    belief = Belief(
+        Space(pin_memory=(False, True), batch_sizes=(None, 64)), CONTEXT, [*trials, Trial.of(9, broken, failure)]
+    )
     assert belief.most_workers == most
     # THEN neither it nor anything beyond is proposed or chosen (B8)
     assert broken.key() not in belief.configs
-    seen = {trial.config.key() for trial in trials}
+    seen = {trial.config.key() for trial in belief.trials}
     assert all(most is None or config.num_workers <= most or config in seen for config in belief.configs)
     assert belief.proposal() != broken
 
 
 def test_workers_beyond_use_or_beyond_the_batches_of_an_epoch_are_no_candidates() -> None:
-    belief = believed(workers(0), workers(1))
-    assert max(config.num_workers for config in belief.configs) <= 1.5 * 4 + 4
-    few = Belief(Space(), replace(CONTEXT, epoch_batches=3), belief.trials)
-    assert max(config.num_workers for config in few.configs) == 3
+    trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8))
+    for context, most in ((CONTEXT, 1.5 * 4 + 4), (replace(CONTEXT, epoch_batches=3), 3)):
+        assert max(config.num_workers for config in Belief(Space(), context, trials).configs) <= most
 
 
 # What observations make of a belief
 
 
-def after(rates: Sequence[float], sd: float = 0.3) -> Draws:
-    """A belief in 100 samples/s of one thing, after rounds with these rates."""
-    count = len(rates)
-    seen = Observed(where=np.zeros(count, int), logs=np.log(rates), variances=np.zeros(count), rounds=np.arange(count))
-    return draw(["it"], np.log([100.0]), np.array([[sd**2]]), seen)
-
-
-def test_an_observation_that_something_disturbed_moves_the_belief_less_than_its_distance() -> None:
-    # GIVEN four bursts of one thing, the last of them half as fast as the others, or as good as alike
-    disturbed, near = (after([100.0, 100.0, 100.0, last], sd=0.2).paths.mean() for last in (50.0, 98.0))
+@pytest.mark.parametrize(("last", "most"), [(50.0, 0.2 * np.log(2.0) / 4), (98.0, 0.01)], ids=["disturbed", "alike"])
+def test_an_observation_that_something_disturbed_moves_the_belief_less_than_its_distance(
+    last: float, most: float
+) -> None:
+    # GIVEN a belief in 100 samples/s, and four bursts of the thing, the last of which differs
+    logs, none = np.log([100.0, 100.0, 100.0, last]), np.zeros(4)
+    seen = Observed(where=none.astype(int), logs=logs, variances=none, rounds=np.arange(4))
+    paths = draw(["it"], np.log([100.0]), np.array([[0.2**2]]), seen).paths
     # THEN it counts for a small part of what one of four would
-    assert np.log(100.0) - disturbed < 0.2 * np.log(2.0) / 4
-    assert abs(np.log(100.0) - near) < 0.01
+    assert abs(np.log(100.0) - paths.mean()) < most
 
 
 def test_beliefs_hold_the_truth_as_often_as_they_say() -> None:
-    """Script C1 of the review: truths beyond 1.645 standard deviations of ln(rate / rate of the choice)."""
+    """Truths beyond 1.645 standard deviations of ln(rate / rate of the choice)."""
     beyond = []
     for seed in range(24):
         machine = replace(MACHINE, noise_sd=0.04, alpha=0.02 + 0.004 * seed, cpu_s=0.01 * 1.1**seed)
-        belief = Belief(Space(), CONTEXT, trials_on(machine, workers(0), workers(2), workers(5, 2), seed=seed))
+        bursts = simulated_trials(machine, with_workers(0), with_workers(2, 8), with_workers(5), seed=seed)
+        belief = Belief(Space(), CONTEXT, bursts)
         probe, choice = SimulatedProbe(machine, FakeClock()), belief.choice
         assert choice is not None
-        for config in (workers(1, 2), workers(3, 4), workers(6, 2), workers(8, 8)):
+        for config in (with_workers(1), with_workers(3, 4), with_workers(6), with_workers(8, 8)):
             mean, sd = ratio(belief, config, choice)
             truth = np.log(probe.truth(config, batches=400) / probe.truth(choice, batches=400))
             beyond.append(abs(truth - mean) > 1.645 * sd + 1e-9)
     assert np.mean(beyond) <= 0.1
 
 
-def _times(rate: Interval, factor: float) -> Interval:
-    return Interval(value=rate.value * factor, low=rate.low * factor, high=rate.high * factor, count=rate.count)
-
-
 def test_a_knob_that_the_twin_does_not_know_is_measured_and_only_then_believed() -> None:
     # GIVEN pinning that was measured to be 10 % faster beside the same without
     space = Space(pin_memory=(False, True))
-    plain, pinned = workers(4), workers(4, pin_memory=True)
-    trials = trials_on(MACHINE, workers(0), workers(1), plain)
-    before = Belief(space, CONTEXT, trials)
-    assert abs(ratio(before, pinned, plain)[0]) < 0.01
-    seen = trials[2].measurement
-    assert seen is not None
-    faster = replace(seen, samples_per_s=_times(seen.samples_per_s, 1.1))
+    plain, pinned = with_workers(4, 8), with_workers(4, 8, pin_memory=True)
+    trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8), plain)
+    assert abs(ratio(Belief(space, CONTEXT, trials), pinned, plain)[0]) < 0.01
+    seen: Any = trials[2].measurement
+    rate = seen.samples_per_s
+    ten_percent = {name: 1.1 * getattr(rate, name) for name in ("value", "low", "high")}
+    faster = replace(seen, samples_per_s=replace(rate, **ten_percent))
     rounds = [Trial.of(20 + i, c, m, round=i // 2) for i, (c, m) in enumerate([(plain, seen), (pinned, faster)] * 3)]
-    after_rounds = Belief(space, CONTEXT, [*trials, *rounds])
+    after = Belief(space, CONTEXT, [*trials, *rounds])
     # THEN it is believed of other numbers of workers, too
-    assert ratio(after_rounds, pinned, plain)[0] > 0.06
-    assert ratio(after_rounds, workers(3, pin_memory=True), workers(3))[0] > 0.04
+    assert ratio(after, pinned, plain)[0] > 0.06
+    assert ratio(after, with_workers(3, 8, pin_memory=True), with_workers(3, 8))[0] > 0.04
 
 
 # Workers that keep the loop busy: who has more of them is not faster, however lucky its burst was
 
-SERVICE_S, LOOP_S = 0.04, 0.0105
-CONFIGS = TOO_FEW, ENOUGH, MANY = tuple(workers(count) for count in (2, 5, 16))
+CONFIGS = TOO_FEW, ENOUGH, MANY = tuple(with_workers(count, 8) for count in (2, 5, 16))
 
 
 def observed(
-    config: LoaderConfig, *, batches: int = 200, slow: int = 0, faster: float = 1.0, **changes: Any
+    config: LoaderConfig, *, batches: int = 200, slow: int = 0, faster: float = 1.0, **of: float
 ) -> Observation:
     """A burst in which a worker takes 40 ms a batch, `slow` of them ten times as long, and the loop 10.5 ms."""
-    service = np.full(batches, SERVICE_S) / faster
+    service = np.full(batches, 0.04) / faster
     service[:slow] *= 10
-    seen = Observation(
-        num_workers=config.num_workers,
-        service_s=service,
-        cpu_s=service,
-        receive_s=np.full(batches, 0.0005) / faster,
-        step_s=np.full(batches, LOOP_S - 0.0005) / faster,
-        batch_size=8.0,
-        samples_per_s=100.0,
-    )
-    return replace(seen, **changes)
+    loop = {name: np.full(batches, s) / faster for name, s in {"receive_s": 0.0005, "step_s": 0.01, **of}.items()}
+    kept: dict[str, Any] = {"service_s": service, "cpu_s": service, "batch_size": 8.0, "samples_per_s": 100.0, **loop}
+    return Observation(num_workers=config.num_workers, **kept)
 
 
-def with_bursts(many: float, *, sd: float = 0.05, use: float = 1.0, bursts: Any = None) -> tuple[Draws, Draws]:
-    """Draws around 50, 100 and so many samples/s, without and with what the bursts showed."""
+ALL = [observed(config) for config in CONFIGS]
+
+
+def draws_with(bursts: list[Observation], many: float = 110.0, *, sd: float = 0.05, use: float = 1.0) -> Draws:
+    """Draws around 50, 100 and so many samples/s, with what the bursts show."""
     before = draws_of(np.log([50.0, 100.0, many]).tolist(), sd)
-    found = sufficient(CONFIGS, [observed(c) for c in CONFIGS] if bursts is None else bursts, (0.5, use, 1.0))
-    return before, replace(before, paths=with_sufficiency(before.paths, found))
-
-
-def chosen(draws: Draws) -> LoaderConfig:
-    return CONFIGS[choose(draws, [(config.num_workers,) for config in CONFIGS], 0.02)]
-
-
-def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough() -> None:
-    # GIVEN 16 workers that are believed to be 10 % faster than 5, which keep the loop busy, and 2, which do not
-    without, draws = with_bursts(110.0)
-    # THEN the 5 are chosen, and without what the bursts showed the 16
-    assert chosen(draws) == ENOUGH
-    assert chosen(without) == MANY
-    # THEN they are as fast in every truth that may be, so that no pair of them is worth its time (B5)
-    assert np.all(draws.paths[:, 1] >= draws.paths[:, 2] - 1e-9)
-    assert np.median(draws.paths[:, 0] - draws.paths[:, 2]) < np.log(0.6)
-    assert draws.worth_of_pair(1, 2, 0.02) == pytest.approx(0.0, abs=1e-6)
-    # BUT rates beyond all luck refute what was seen
-    assert chosen(with_bursts(130.0, sd=0.02)[1]) == MANY
+    return replace(before, paths=with_sufficiency(before.paths, sufficient(CONFIGS, bursts, (0.5, use, 1.0))))
 
 
 @pytest.mark.parametrize(
-    ("bursts", "use", "are_enough"),
-    [
-        ([observed(ENOUGH)], 1.0, True),
-        ([observed(ENOUGH)], 0.92, False),
-        ([observed(ENOUGH, batches=30), observed(MANY, batches=30, slow=2)], 1.0, False),
-        ([observed(ENOUGH, step_s=np.full(200, 0.006)), observed(MANY)], 1.0, False),
-        ([observed(ENOUGH, step_s=np.full(200, 0.007), receive_s=np.full(200, 0.0035)), observed(MANY)], 1.0, False),
-        ([observed(ENOUGH), observed(MANY, faster=1.3)], 1.0, True),
-    ],
-    ids=[
-        "they keep up",
-        "the loop waits 8 % of the time behind slow batches",
-        "rare slow batches in another burst",
-        "a step that is too quick for them",
-        "what they hide is only that a batch travels",
-        "a moment in which everything was quicker",
-    ],
+    ("draws", "chosen"),
+    [(draws_with(ALL), ENOUGH), (draws_with([]), MANY), (draws_with(ALL, 130.0, sd=0.02), MANY)],
+    ids=["they are enough", "nothing was seen", "rates beyond all luck refute it"],
 )
+def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough(
+    draws: Draws, chosen: LoaderConfig
+) -> None:
+    # GIVEN 16 workers that are believed to be 10 % faster than 5, which keep the loop busy, and 2, which do not
+    assert CONFIGS[choose(draws, [(config.num_workers,) for config in CONFIGS], 0.02)] == chosen
+    if chosen == ENOUGH:
+        # THEN they are as fast in every truth that may be, so that no pair of them is worth its time (B5)
+        assert np.all(draws.paths[:, 1] >= draws.paths[:, 2] - 1e-9)
+        assert np.median(draws.paths[:, 0] - draws.paths[:, 2]) < np.log(0.6)
+        assert draws.worth_of_pair(1, 2, 0.02) == pytest.approx(0.0, abs=1e-6)
+
+
+KEEPING_UP: dict[str, tuple[list[Observation], float, bool]] = {
+    "they keep up": ([observed(ENOUGH)], 1.0, True),
+    "the loop waits 8 % of the time behind slow batches": ([observed(ENOUGH)], 0.92, False),
+    "rare slow batches in another burst": (
+        [observed(ENOUGH, batches=30), observed(MANY, batches=30, slow=2)], 1.0, False,
+    ),
+    "a step that is too quick for them": ([observed(ENOUGH, step_s=0.006), observed(MANY)], 1.0, False),
+    "what they hide is only that a batch travels": (
+        [observed(ENOUGH, step_s=0.007, receive_s=0.0035), observed(MANY)], 1.0, False,
+    ),
+    "a moment in which everything was quicker": ([observed(ENOUGH), observed(MANY, faster=1.3)], 1.0, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("bursts", "use", "are_enough"), KEEPING_UP.values(), ids=KEEPING_UP)
 def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(
     bursts: list[Observation], use: float, are_enough: bool
 ) -> None:
-    paths = with_bursts(110.0, use=use, bursts=bursts)[1].paths
+    paths = draws_with(bursts, use=use).paths
     # THEN 5 workers lose nothing against 16, in the mean of the truths that may be
     lost = np.maximum(1 - np.exp(paths[:, 1] - paths[:, 2]), 0.0).mean()
     assert (lost < 0.001) == are_enough

@@ -1,4 +1,4 @@
-"""The sampler in studies as users run them: with records and without, stopped, failed, interrupted, gone on with."""
+"""The sampler in studies as users run them: with records and without, stopped, gone on with by another process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import pytest
 from autotune_loader.search.sampler import RECORD, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, Trial
-from tests.support.clock import FakeClock
-from tests.support.machine import SimulatedMachine
-from tests.support.simulation import SimulatedProbe
+from autotune_loader.values.measurement import Trial
+from tests.support import SimulatedMachine, simulated_trials
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.002, noise_sd=0.02)
 CONTEXT = Context(usable_cores=4, step_s=0.002)
-Objective = Callable[[optuna.trial.Trial], float]
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +29,15 @@ def study_with(sampler: Any) -> optuna.Study:
     return optuna.create_study(direction="maximize", sampler=sampler)
 
 
-def recording(sampler: TwinSampler, machine: SimulatedMachine = MACHINE) -> Objective:
+def recording(sampler: TwinSampler) -> Callable[[optuna.trial.Trial], float]:
     """An objective that bursts on a machine and tells the sampler all of it."""
-    probe = SimulatedProbe(machine, FakeClock())
 
     def objective(trial: optuna.trial.Trial) -> float:
         config = sampler.space.suggest(trial)
-        outcome = probe.burst(config, BurstPlan(max_s=0.6, min_s=0.3, seed=trial.number))
-        sampler.record(trial, Trial.of(trial.number, config, outcome))
-        if isinstance(outcome, Failure):
-            raise optuna.TrialPruned(outcome.message)
-        return outcome.samples_per_s.value
+        (burst,) = simulated_trials(MACHINE, config, seed=trial.number)
+        sampler.record(trial, Trial.of(trial.number, config, burst.measurement))  # type: ignore[arg-type]
+        assert burst.samples_per_s is not None
+        return burst.samples_per_s
 
     return objective
 
@@ -66,64 +61,44 @@ def test_a_users_own_objective_is_led_near_its_best_with_few_workers_and_stopped
     assert len({tuple(trial.params.items()) for trial in study.trials}) == len(study.trials)
 
 
-# Other processes
-
-
 def test_another_process_goes_on_from_the_means_that_the_study_keeps() -> None:
     first = TwinSampler(Space(), CONTEXT)
     study = study_with(first)
     study.optimize(recording(first), n_trials=2)
-    known = study.trials[0].user_attrs[RECORD]
-    assert json.loads(known)["measurement"]["traces"] == []
-    assert first.trials(study)[0].measurement.traces  # type: ignore[union-attr]
+    assert json.loads(study.trials[0].user_attrs[RECORD])["measurement"]["traces"] == []
     # WHEN a sampler of another process opens the study
     again = TwinSampler(Space(), CONTEXT)
     # THEN it knows rates and stages, and measures nothing twice
     ours, theirs = first.trials(study), again.trials(study)
     assert [t.samples_per_s for t in theirs] == pytest.approx([t.samples_per_s for t in ours])
     assert again.belief(study).twin is not None
-    proposed = again.proposal(study)
-    assert proposed is None or proposed.key() not in {trial.config.key() for trial in ours}
+    assert again.proposal(study) not in {trial.config for trial in ours}
 
 
-def test_what_runs_elsewhere_is_passed_over() -> None:
-    sampler = TwinSampler(Space(), CONTEXT)
-    study = study_with(sampler)
-    # GIVEN another process that has begun with what would be proposed
-    expected = sampler.proposal(study)
-    other = study.ask()
-    assert sampler.space.suggest(other) == expected
-    mine = study.ask()
-    assert sampler.space.suggest(mine) != expected
-
-
-@pytest.mark.parametrize(
-    "attributes",
-    [{RECORD: "{}"}, {RECORD: "no JSON"}, {RECORD: 3}, {}],
-    ids=["of another release", "no text of ours", "no text", "nothing recorded"],
-)
-def test_a_record_that_cannot_be_read_leaves_the_value(attributes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("record", ["{}", "no JSON", 3, None], ids=["another release's", "no JSON", "no text", "none"])
+def test_a_record_that_cannot_be_read_leaves_the_value(record: Any) -> None:
     study = study_with(sampler := TwinSampler(Space(), CONTEXT))
+    known: dict[str, Any] = {"params": {"num_workers": 3, "prefetch_factor": 2}, "value": 500.0}
+    attributes = {} if record is None else {RECORD: record}
     distributions = sampler.space.distributions()
-    params = {"num_workers": 3, "prefetch_factor": 2}
-    done = optuna.trial.create_trial(params=params, distributions=distributions, value=500.0, user_attrs=attributes)
-    study.add_trial(done)
+    study.add_trial(optuna.trial.create_trial(distributions=distributions, user_attrs=attributes, **known))
     assert [(t.config.num_workers, t.samples_per_s) for t in sampler.trials(study)] == [(3, 500.0)]
 
 
-def test_another_sampler_can_be_stopped_too_and_a_knob_of_the_users_is_drawn() -> None:
+def test_another_sampler_can_be_stopped_too() -> None:
     # GIVEN a study of Optuna's own sampler, which the twin only watches
     watching = TwinSampler(Space(max_workers=8), CONTEXT)
     study = study_with(optuna.samplers.TPESampler(seed=0))
     study.optimize(recording(watching), n_trials=40, callbacks=[watching.stop_when_safe])
     assert len(study.trials) < 40
 
-    # AND an objective that asks for more than a loader has, and for a prefetch also without workers
+
+def test_a_knob_of_the_users_is_drawn() -> None:
+    # GIVEN an objective that asks for more than a loader has, and for a prefetch also without workers
     def own(trial: optuna.trial.Trial) -> float:
         prefetch = trial.suggest_int("prefetch_factor", 1, 8, log=True)
         return trial.suggest_int("num_workers", 0, 64) + prefetch + trial.suggest_float("learning_rate", 0.0, 1.0)
 
-    sampler = TwinSampler(Space(), CONTEXT)
-    study = study_with(sampler)
+    study = study_with(sampler := TwinSampler(Space(), CONTEXT))
     study.optimize(own, n_trials=4)
     assert LoaderConfig() in [trial.config for trial in sampler.trials(study)]

@@ -13,25 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_loader.search.observation import Observation
-from autotune_loader.search.predict import Prediction, predict
+from autotune_loader.search.predict import predict
 from autotune_loader.search.queue import simulate
 from autotune_loader.search.space import Context
 from autotune_loader.search.twin import Twin
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Measurement, MemoryUse, Trial
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values.measurement import MemoryUse, Trial
 from autotune_loader.values.trace import BatchTrace
-from tests.support.clock import FakeClock
-from tests.support.machine import SimulatedMachine
-from tests.support.simulation import SimulatedProbe
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
-seconds = st.floats(min_value=0.001, max_value=0.1)
-quick = settings(max_examples=30, derandomize=True)
 MIB = 2**20
-
-
-def with_workers(workers: int, prefetch: int = 2) -> LoaderConfig:
-    return LoaderConfig(num_workers=workers, prefetch_factor=prefetch if workers else None)
 
 
 def event_simulation(
@@ -65,7 +56,7 @@ def event_simulation(
                 ready.add(queues[what].popleft())
 
 
-@quick
+@settings(max_examples=30, derandomize=True)
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 4))
 def test_the_queue_agrees_with_an_event_simulation(seed: int, workers: int, prefetch: int) -> None:
     # GIVEN whole-number times without ties between workers, for 40 batches, and three loaders in one call
@@ -76,42 +67,33 @@ def test_the_queue_agrees_with_an_event_simulation(seed: int, workers: int, pref
     times = [np.column_stack([each] * 3) for each in (service, receive, step)]
     done = simulate(*times, workers=[each for each, _ in loaders], prefetch=[each for _, each in loaders])
     # THEN every step ends at the same time
+    exact = [series.tolist() for series in (service, receive, step)]
     for column, (each, deep) in zip(done.T, loaders, strict=True):
-        exact = [series.tolist() for series in (service, receive, step)]
         assert column.tolist() == event_simulation(*exact, workers=each, prefetch=deep)
 
 
 # What a burst tells
 
-
-def measured(traces: Sequence[BatchTrace]) -> Measurement:
-    return Measurement(
-        samples_per_s=Interval(value=80.0, low=79.0, high=81.0, count=10), samples=80, window_s=1.0, batch_size=8.0,
-        first_batch_s=1.5, wait_share=0.0, service_s=0.04, service_cpu_s=0.03, receive_s=0.002, step_s=0.01,
-        traces=tuple(traces),
-    )  # fmt: skip
+BURST: Any = simulated_trials(SimulatedMachine(batch_size=8), LoaderConfig())[0].measurement
 
 
-def trace(start: float, service: float, worker: int = 0, *, requested: float) -> BatchTrace:
-    end = start + service
-    return BatchTrace(
-        worker=worker, fetch_start=start, fetch_end=end, collate_end=end, cpu_s=service, requested=requested,
-        received=max(end, requested) + 0.002, step_end=max(end, requested) + 0.01, samples=8,
-    )  # fmt: skip
+def trace(start: float, service: float, requested: float, worker: int = 0) -> BatchTrace:
+    end, asked = start + service, max(start + service, requested)
+    return BatchTrace(worker, start, end, end, service, 8, requested, asked + 0.002, asked + 0.01)
 
 
 def test_the_first_batch_of_each_worker_is_left_out() -> None:
     # GIVEN two workers, each of which is slow at first
     times = [(i, 0.5 if i < 2 else 0.04) for i in range(8)]
-    traces = [trace(i * 0.1, service, i % 2, requested=i * 0.1 + service + 1.0) for i, service in times]
-    seen = Observation.of(LoaderConfig(num_workers=2), measured(traces))
+    traces = tuple(trace(i * 0.1, service, i * 0.1 + service + 1.0, i % 2) for i, service in times)
+    seen = Observation.of(LoaderConfig(num_workers=2), replace(BURST, traces=traces))
     assert seen.service_s == pytest.approx(np.full(6, 0.04))
 
 
 def test_a_worker_that_has_its_order_shows_what_it_does_between_batches() -> None:
     # GIVEN one worker that begins 3 ms after it ended, its next orders long there, and a loop that waits for each batch
-    traces = [trace(i * 0.043, 0.04, requested=i * 0.043 + 0.01) for i in range(20)]
-    seen = Observation.of(LoaderConfig(num_workers=1, prefetch_factor=4), measured(traces))
+    traces = tuple(trace(i * 0.043, 0.04, i * 0.043 + 0.01) for i in range(20))
+    seen = Observation.of(with_workers(1, 4), replace(BURST, traces=traces))
     assert seen.between_s == pytest.approx(0.003)
     # THEN that is part of what it can deliver
     rate = Twin.fit([seen], Context(usable_cores=4)).predict([with_workers(1, 4)]).samples_per_s[0]
@@ -119,29 +101,6 @@ def test_a_worker_that_has_its_order_shows_what_it_does_between_batches() -> Non
 
 
 # What the twin says
-
-
-def observation(
-    workers: int, *, service: float = 0.04, cpu: float = 0.04, receive: float = 0.001, step: float = 0.01
-) -> Any:
-    bound = max(workers, 1) / service if workers else 1 / (service + receive + step)
-    return Observation(
-        num_workers=workers, service_s=np.full(80, service), cpu_s=np.full(80, cpu),
-        receive_s=np.full(80, receive), step_s=np.full(80, step), batch_size=8.0,
-        samples_per_s=8 * min(bound, 1 / (receive + step)),
-    )  # fmt: skip
-
-
-def trials_on(machine: SimulatedMachine, *workers: int) -> list[Trial]:
-    probe = SimulatedProbe(machine, FakeClock(), seed=1)
-    configs = [with_workers(count) for count in workers]
-    return [Trial.of(i, each, probe.burst(each, BurstPlan(seed=1))) for i, each in enumerate(configs)]
-
-
-def predicted(machine: SimulatedMachine, config: LoaderConfig, **asked: Any) -> Prediction:
-    trials = trials_on(machine, 0, 1, machine.cores)
-    known = {"usable_cores": machine.cores, "step_cores": machine.step_cores, **asked}
-    return predict(trials, [config], **known)[0]
 
 
 @pytest.mark.parametrize(
@@ -153,15 +112,17 @@ def predicted(machine: SimulatedMachine, config: LoaderConfig, **asked: Any) -> 
         (SimulatedMachine(cpu_s=0.01, step_s=0.001, receive_s=0.02), 4),
         (SimulatedMachine(cpu_s=0.04, step_s=0.001), 0),
     ],
-)  # fmt: skip
+)
 def test_a_prediction_holds_the_true_rate(machine: SimulatedMachine, workers: int) -> None:
-    found = predicted(machine, config := with_workers(workers, 4))
-    assert found.samples_per_s.low <= SimulatedProbe(machine, FakeClock()).truth(config) <= found.samples_per_s.high
+    trials = simulated_trials(machine, *(with_workers(count) for count in (0, 1, machine.cores)), seed=1)
+    config = with_workers(workers, 4)
+    rate = predict(trials, [config], usable_cores=machine.cores, step_cores=machine.step_cores)[0].samples_per_s
+    assert rate.low <= SimulatedProbe(machine, FakeClock()).truth(config) <= rate.high
 
 
 @pytest.mark.parametrize(
     ("trials", "cores", "words"),
-    [([], None, "nothing was measured"), (trials_on(SimulatedMachine(), 1), 0.0, "cores=2")],
+    [([], None, "nothing was measured"), (simulated_trials(SimulatedMachine(), with_workers(1)), 0.0, "cores=2")],
 )
 def test_what_cannot_be_predicted_is_refused(trials: list[Trial], cores: float | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -170,13 +131,11 @@ def test_what_cannot_be_predicted_is_refused(trials: list[Trial], cores: float |
 
 def test_memory_grows_by_what_workers_took_and_by_what_their_queues_hold() -> None:
     # GIVEN bursts in which a worker takes 100 MiB beside 500 MiB for the process, and batches of 10 MiB
-    def burst(workers: int, prefetch: int) -> Trial:
-        config = with_workers(workers, prefetch)
-        taken = (500 + 100 * workers + 10 * config.batches_in_flight) * MIB
-        seen = replace(measured([]), batch_bytes=10 * MIB, memory=MemoryUse(rss_bytes=taken))
-        return Trial.of(workers, config, seen)
+    def burst(config: LoaderConfig) -> Trial:
+        taken = (500 + 100 * config.num_workers + 10 * config.batches_in_flight) * MIB
+        return Trial.of(0, config, replace(BURST, batch_bytes=10 * MIB, memory=MemoryUse(rss_bytes=taken)))
 
-    known = [burst(2, 2), burst(4, 2)]
+    known = [burst(with_workers(2)), burst(with_workers(4))]
     found = predict(known, [with_workers(8, 4), LoaderConfig()], usable_cores=4)
     assert [each.memory_bytes for each in found] == [(500 + 800 + 330) * MIB, 510 * MIB]
     # AND where one number of workers alone ran, a worker is worth what one costs before it has loaded anything
@@ -184,10 +143,19 @@ def test_memory_grows_by_what_workers_took_and_by_what_their_queues_hold() -> No
     assert alone == (500 + 2 * 100 + 2 * 60 + 10 * 9) * MIB
 
 
+def observation(workers: int, service_s: Any, step_s: Any, receive_s: Any = 0.001, **more: Any) -> Observation:
+    """A burst with these seconds of each batch."""
+    service, step, receive = (np.full(np.size(service_s), 1.0) * each for each in (service_s, step_s, receive_s))
+    bound = workers / service.mean() if workers else 1 / (service + receive + step).mean()
+    rate = 8 * min(bound, 1 / (receive + step).mean())
+    stages = {"service_s": service, "cpu_s": service, "receive_s": receive, "step_s": step, **more}
+    return Observation(num_workers=workers, batch_size=8.0, samples_per_s=rate, **stages)
+
+
 def test_a_step_on_the_cores_is_slowed_by_workers_as_the_bursts_show() -> None:
     # GIVEN a step of four threads that workers beside it slow down 2.5 times
-    seen = [observation(0, service=0.01, cpu=0.01, step=0.012)]
-    seen += [replace(observation(n, service=0.01, cpu=0.01, step=0.03), at_work=0.7) for n in (1, 4)]
+    fetch = np.full(80, 0.01)
+    seen = [observation(0, fetch, 0.012), *(observation(n, fetch, 0.03, at_work=0.7) for n in (1, 4))]
     twin = Twin.fit(seen, Context(usable_cores=4, step_cores=4.0, step_s=0.012))
     # THEN with other workers beside it it is expected to take about as long
     assert twin.predict([with_workers(2)]).samples_per_s[0] == pytest.approx(8 / 0.031, rel=0.08)
@@ -199,8 +167,7 @@ def test_workers_that_just_keep_up_have_long_filled_their_queues(tail: float, wa
     service = 0.04 * np.exp(0.25 * np.random.default_rng(18).standard_normal(396))
     service[::33] *= tail
     loop_s = 1.04 * service.mean() / 18
-    seen = replace(observation(18, cpu=0.001), service_s=service, cpu_s=np.full(396, 0.001))
-    seen = replace(seen, receive_s=np.full(396, loop_s / 4), step_s=np.full(396, loop_s * 3 / 4))
+    seen = observation(18, service, loop_s * 3 / 4, loop_s / 4, cpu_s=np.full(396, 0.001))
     # THEN the loop hardly waits in the long run, unless for the slow ones
     use = Twin.fit([seen], Context(usable_cores=32)).predict([with_workers(18, 8)]).loop_use[0]
     assert (use < 0.95) == waits

@@ -3,19 +3,24 @@
 Nothing here starts a process or sleeps.
 """
 
-from tests.support.clock import FakeClock
-from tests.support.machine import SimulatedMachine
-from tests.support.simulation import SimulatedProbe
-from tests.support.training import Training
-from tests.support.tuned import on_simulated_machines, simulated_result, simulated_run, simulated_search
+from tests.support.simulation import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support.tuned import (
+    on_simulated_machines,
+    simulated_result,
+    simulated_run,
+    simulated_search,
+    simulated_trials,
+    with_workers,
+)
 
 __all__ = [
     "FakeClock",
     "SimulatedMachine",
     "SimulatedProbe",
-    "Training",
     "on_simulated_machines",
     "simulated_result",
     "simulated_run",
     "simulated_search",
+    "simulated_trials",
+    "with_workers",
 ]

@@ -31,7 +31,6 @@ from autotune_loader.autoloader.comparison import FIRST
 from autotune_loader.autoloader.loader import AutoLoader
 from autotune_loader.values.config import LoaderConfig
 
-SAMPLERS = ("none", "shuffle", "generator", "random", "replacement", "subset", "weighted", "distributed", "eager")
 KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
 
 
@@ -91,7 +90,7 @@ class Where(Slow):
 
 
 class Fetched(Numbers):
-    """The same, a batch at a time."""
+    """Numbers, a batch at a time."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [self[index] for index in indices]
@@ -131,6 +130,21 @@ class Eager:
         return self.samples
 
 
+SAMPLERS: dict[str, Callable[[Any, torch.Generator, int], Any]] = {
+    "none": lambda dataset, generator, seed: SequentialSampler(dataset),
+    "shuffle": lambda dataset, generator, seed: RandomSampler(dataset),
+    "generator": lambda dataset, generator, seed: RandomSampler(dataset, generator=generator),
+    "random": lambda dataset, generator, seed: RandomSampler(dataset, num_samples=len(dataset) * 2),
+    "replacement": lambda dataset, generator, seed: RandomSampler(dataset, replacement=True, generator=generator),
+    "subset": lambda dataset, generator, seed: SubsetRandomSampler(range(0, len(dataset), 2)),
+    "weighted": lambda dataset, generator, seed: WeightedRandomSampler(
+        [1.0 + i for i in range(len(dataset))], len(dataset)
+    ),
+    "distributed": lambda dataset, generator, seed: DistributedSampler(dataset, num_replicas=2, rank=seed % 2),
+    "eager": lambda dataset, generator, seed: Eager(len(dataset)),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A loader, and when it changes to what."""
@@ -165,7 +179,7 @@ def draw_case(seed: int, kind: str | None = None) -> Case:
     return Case(
         seed=seed,
         kind=kind,
-        sampler="none" if kind == "stream" else rng.choice(SAMPLERS),
+        sampler="none" if kind == "stream" else rng.choice(list(SAMPLERS)),
         samples=samples,
         batch_size=batch_size,
         epochs=epochs,
@@ -192,77 +206,53 @@ def arguments(case: Case) -> dict[str, Any]:
         return {"dataset": Stream(case.samples), "batch_size": case.batch_size, **case.asked}
     dataset = Fetched(case.samples) if case.kind == "getitems" else Numbers(case.samples)
     generator = torch.Generator().manual_seed(case.seed)
-    samplers: dict[str, Callable[[], Any]] = {
-        "none": lambda: SequentialSampler(dataset),
-        "shuffle": lambda: RandomSampler(dataset),
-        "generator": lambda: RandomSampler(dataset, generator=generator),
-        "random": lambda: RandomSampler(dataset, num_samples=case.samples * 2),
-        "replacement": lambda: RandomSampler(dataset, replacement=True, generator=generator),
-        "subset": lambda: SubsetRandomSampler(range(0, case.samples, 2)),
-        "weighted": lambda: WeightedRandomSampler([1.0 + i for i in range(case.samples)], case.samples),
-        "distributed": lambda: DistributedSampler(dataset, num_replicas=2, rank=case.seed % 2),
-        "eager": lambda: Eager(case.samples),
-    }
+    sampler = SAMPLERS[case.sampler](dataset, generator, case.seed)
     asked: dict[str, Any] = {"dataset": dataset, **case.asked}
     if case.sampler in ("generator", "replacement"):
         asked["generator"] = generator
     if case.kind == "unbatched":
-        return asked | {"sampler": samplers[case.sampler](), "batch_size": None}
+        return asked | {"sampler": sampler, "batch_size": None}
     if case.kind == "batch_sampler":
-        return asked | {"batch_sampler": BatchSampler(samplers[case.sampler](), case.batch_size, case.seed % 2 == 0)}
+        return asked | {"batch_sampler": BatchSampler(sampler, case.batch_size, case.seed % 2 == 0)}
     if case.sampler in ("none", "shuffle", "generator"):
         return asked | {"batch_size": case.batch_size, "shuffle": case.sampler != "none"}
-    return asked | {"batch_size": case.batch_size, "sampler": samplers[case.sampler]()}
+    return asked | {"batch_size": case.batch_size, "sampler": sampler}
 
 
 def run(case: Case, loader_class: type[Any], change: bool) -> tuple[list[Any], Any]:
     """All batches of all epochs, and the state of every generator afterwards."""
-    torch.manual_seed(case.seed)
-    random.seed(case.seed)
-    np.random.seed(case.seed)
-    asked = arguments(case)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(case.seed)
+    asked, seen = arguments(case), list[Any]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader = loader_class(**asked)
-        return _epochs(case, loader, change), states(asked.get("generator"))
-
-
-def _epochs(case: Case, loader: Any, change: bool) -> list[Any]:
-    seen: list[Any] = []
-    for epoch in range(case.epochs):
-        if hasattr(loader.sampler, "set_epoch"):
-            loader.sampler.set_epoch(epoch)
-        for number, batch in enumerate(loader):
-            seen.append((epoch, torch.as_tensor(batch).tolist()))
-            if case.draws:
-                seen.append((torch.rand(1).item(), random.random(), np.random.random()))
-            if change and (epoch, number) in case.changes:
-                loader.change_to(case.changes[epoch, number])
-            if number + 1 == case.leaves.get(epoch):
-                break
-        seen.append("end of epoch")
-    return seen
+        for epoch in range(case.epochs):
+            if hasattr(loader.sampler, "set_epoch"):
+                loader.sampler.set_epoch(epoch)
+            for number, batch in enumerate(loader):
+                seen.append((epoch, torch.as_tensor(batch).tolist()))
+                if case.draws:
+                    seen.append((torch.rand(1).item(), random.random(), np.random.random()))
+                if change and (epoch, number) in case.changes:
+                    loader.change_to(case.changes[epoch, number])
+                if number + 1 == case.leaves.get(epoch):
+                    break
+            seen.append("end of epoch")
+        return seen, states(asked.get("generator"))
 
 
 def states(generator: torch.Generator | None = None) -> Any:
-    numpy_state = np.random.get_state()
+    _, words, *others = np.random.get_state()
     own = generator.get_state().tolist() if generator else None
-    return (
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        [str(x) for x in numpy_state[2:]],
-        numpy_state[1].tolist(),
-        own,
-    )
+    return torch.get_rng_state().tolist(), random.getstate(), [str(x) for x in others], words.tolist(), own
 
 
 def differences(case: Case) -> list[str]:
     """In what the changing loader differs from the plain one; nothing where it keeps its promise."""
     plain, plain_state = run(case, DataLoader, change=False)
     ours, our_state = run(case, FixedLoader, change=True)
-    found = []
-    if plain != ours:
-        found.append(f"batches: {len(plain)} and {len(ours)}")
+    found = [] if plain == ours else [f"batches: {len(plain)} and {len(ours)}"]
     # After `break` a sampler that draws batch by batch has drawn as far ahead as there are workers, in torch as here.
     if plain_state != our_state and not case.leaves:
         found.append("state of the generators")

@@ -1,4 +1,4 @@
-"""A probe that trains on a simulated machine: workers, cores and queues, event by event, on a fake clock."""
+"""A clock that is told to move, a machine as parameters, and a probe that trains on it event by event."""
 
 from __future__ import annotations
 
@@ -14,21 +14,89 @@ from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, MemoryUse
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
-from tests.support.clock import FakeClock
-from tests.support.machine import BASE_BYTES, SPIKE_FACTOR, SimulatedMachine
+
+BASE_BYTES = 500 << 20
+"""What training needs without any worker."""
+SPIKE_FACTOR = 1.5
+"""How much slower a burst is that something disturbs."""
+
+
+class FakeClock:
+    """A monotonic clock that moves only when told to: pass it where `time.monotonic` would go."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> float:
+        """Move on; returns the new time. Also `time.sleep` on this clock."""
+        assert seconds >= 0, seconds
+        self.now += seconds
+        return self.now
+
+    sleep = advance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedMachine:
+    """A machine with a workload on it; `SimulatedProbe` trains on it. Seconds are those of one batch."""
+
+    cores: int = 4
+    batch_size: int = 32
+    cpu_s: float = 0.04
+    """CPU seconds of a worker, alone on the machine."""
+    wait_s: float = 0.0
+    """Seconds in which a worker waits for storage or the network."""
+    service_cv: float = 0.1
+    """Coefficient of variation of a batch's service time (log-normal, a property of its samples)."""
+    tail_share: float = 0.0
+    """Share of batches that take `tail_factor` times as long."""
+    tail_factor: float = 5.0
+    receive_s: float = 0.0005
+    """Seconds in which the training loop takes a ready batch over."""
+    step_s: float = 0.01
+    """Seconds of an undisturbed training step."""
+    step_cores: float = 0.0
+    """Cores that the step uses; 0 for a step on an accelerator, which workers cannot disturb."""
+    step_cv: float = 0.02
+    alpha: float = 0.05
+    """Relative growth of CPU seconds per further worker that runs (caches, memory bandwidth)."""
+    beta: float = 0.0
+    """The same, per pair of running workers."""
+    start_s: float = 0.05
+    worker_start_s: float = 0.02
+    """Workers start one after the other, then the first indices are handed out."""
+    first_batch_extra_s: float = 0.02
+    """CPU seconds that every worker's first batch takes longer (imports, cold caches)."""
+    batch_bytes: int = 1 << 20
+    worker_bytes: int = 100 << 20
+    """Private memory of one worker."""
+    noise_sd: float = 0.0
+    """Relative standard deviation between bursts of one configuration."""
+    drift_per_hour: float = 0.0
+    """Relative growth of all times per hour of the probe's clock."""
+    spike_share: float = 0.0
+    """Share of bursts that something disturbs."""
+    neighbours: float | None = None
+    """Cores that processes of others want. None: the machine has no meter of CPU use, and nobody else runs on it."""
+    neighbours_share: float = 1.0
+    """Share of bursts beside which they run."""
+    fails: Callable[[LoaderConfig], Failure | None] | None = None
+    """Configurations that fail, and how."""
 
 
 class SimulatedProbe:
     """A `Probe` that trains on a `SimulatedMachine`: workers, cores and queues are simulated event by event.
 
     Runnable processes share the cores equally, so stretching by contention emerges from the events; nothing here uses
-    the twin's formulas. `truth` tells what no burst can: the rate without noise.
+    the twin's formulas. Its dataset has `epoch_batches` batches, or never ends where that is None.
     """
 
     def __init__(
         self, machine: SimulatedMachine, clock: FakeClock, *, seed: int = 0, epoch_batches: int | None = None
     ) -> None:
-        """A probe of a dataset of `epoch_batches` batches, or, where that is None, of one that never ends."""
         self.machine, self.epoch_batches = machine, epoch_batches
         self.bursts: list[LoaderConfig] = []
         """Every configuration that was asked for, in order."""
@@ -44,7 +112,7 @@ class SimulatedProbe:
             return failure
         disturbed, begun = self._disturbed(), self._clock()
         next_check, traces = begun, list[BatchTrace]()
-        for trace in Run(disturbed, config, self._order(plan.seed), begun, pause_s=plan.prefill_s).batches():
+        for trace in Run(disturbed, config, self._order(plan.seed), begun, plan.prefill_s).batches():
             traces.append(trace)
             now = trace.step_end
             if now - begun > plan.deadline_s:
@@ -118,28 +186,16 @@ class SimulatedProbe:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class Disturbed:
-    """A machine during one burst, in which everything takes `slower` times as long."""
+    """A machine during one burst, in which everything takes `slower` times as long and others want `neighbours` cores."""
 
-    machine: SimulatedMachine
-    slower: float
-    neighbours: float = 0.0
-    """Cores that others want."""
-
-    @property
-    def step_cores(self) -> float:
-        return min(self.machine.step_cores, self.machine.cores)
-
-    @property
-    def step_speed(self) -> float:
+    def __init__(self, machine: SimulatedMachine, slower: float, neighbours: float = 0.0) -> None:
+        self.machine, self.slower, self.neighbours = machine, slower, neighbours
+        self.step_cores = min(machine.step_cores, machine.cores)
+        self.step_seconds = machine.step_s * slower
+        demand = self.step_cores + neighbours
+        self.step_speed = min(1.0, machine.cores / demand) if self.step_cores else 1.0
         """Of its own speed, what a step gets beside neighbours."""
-        demand = self.step_cores + self.neighbours
-        return min(1.0, self.machine.cores / demand) if self.step_cores else 1.0
-
-    @property
-    def step_seconds(self) -> float:
-        return self.machine.step_s * self.slower
 
     def cpu_shares(self, traces: Sequence[BatchTrace]) -> tuple[float | None, float | None]:
         """What our processes and others took of the cores; None where the machine has no meter."""
@@ -158,6 +214,10 @@ class Disturbed:
         factor *= machine.tail_factor if rng.random() < machine.tail_share else 1.0
         factor = factor / (1.0 + machine.tail_share * (machine.tail_factor - 1.0)) * self.slower
         return machine.cpu_s * factor + (machine.first_batch_extra_s if is_first else 0.0), machine.wait_s * factor
+
+    def step_of(self, index: int) -> float:
+        """Seconds of the step of the batch with this index."""
+        return self.step_seconds * max(0.1, random.Random(~index).gauss(1.0, self.machine.step_cv))
 
 
 @dataclass(slots=True)
@@ -184,19 +244,13 @@ class Run:
     """One training run, event by event: processor sharing between the workers that compute and the step.
 
     Three clocks: `now`, the work that each computing worker has got so far, and the work that the step has got; the
-    last two run at the speed that the cores allow at the moment.
+    last two run at the speed that the cores allow at the moment. The loop asks for its first batch `pause_s` seconds
+    after the workers have started.
     """
 
     def __init__(
-        self,
-        disturbed: Disturbed,
-        config: LoaderConfig,
-        order: Iterator[int],
-        begun: float,
-        *,
-        pause_s: float = 0.0,
+        self, disturbed: Disturbed, config: LoaderConfig, order: Iterator[int], begun: float, pause_s: float = 0.0
     ) -> None:
-        """A run over these batches; the loop asks for its first batch `pause_s` seconds after the workers have started."""
         self.config, self.order = config, order
         self.disturbed, self.machine = disturbed, disturbed.machine
         workers = config.num_workers
@@ -212,13 +266,11 @@ class Run:
         self.tasks: list[deque[tuple[int, Batch]]] = [deque() for _ in range(workers)]
         self.idle = set(range(workers))
         self.fresh = set(range(max(workers, 1)))
-        # The loop: what is ready, in the order of completion, what waits for the step, what the step is at.
+        # The loop, which takes the next batch once its step is done: what is ready, and what the step is at.
         self.ready: dict[int, Batch] = {}
-        self.to_step: deque[Batch] = deque()
         self.stepping: Batch | None = None
         self.step_left = math.inf
-        self.pinning_until = self.now
-        self.handed_out = self.asked_for = self.received = self.done = 0
+        self.handed_out = self.received = self.done = 0
         self.is_receiving = False
         self.requested_at: float | None = None
 
@@ -238,16 +290,13 @@ class Run:
 
     def _serial(self) -> Iterator[BatchTrace]:
         self.now = self.asked_from
+        crowding = max(1.0, (1.0 + self.disturbed.neighbours) / self.machine.cores)
         for index, number in enumerate(self.order):
             cpu_s, wait_s = self.disturbed.fetch_seconds(number, is_first=index in self.fresh)
-            crowding = max(1.0, (1.0 + self.disturbed.neighbours) / self.machine.cores)
             requested, fetched = self.now, self.now + cpu_s * crowding + wait_s
-            self.now = fetched + self._step_seconds(index) / self.disturbed.step_speed
+            self.now = fetched + self.disturbed.step_of(index) / self.disturbed.step_speed
             batch = Batch(index, MAIN_PROCESS, cpu_s, requested, fetched, requested, fetched)
             yield batch.trace(self.now, self.machine.batch_size)
-
-    def _step_seconds(self, index: int) -> float:
-        return self.disturbed.step_seconds * max(0.1, random.Random(~index).gauss(1.0, self.machine.step_cv))
 
     def _hand_out(self, worker: int) -> None:
         number = next(self.order, None)
@@ -278,25 +327,21 @@ class Run:
 
     def _speeds(self) -> tuple[float, float]:
         """Work per second of each computing worker and of the step."""
-        computing, cores = len(self.computing), self.machine.cores
-        demand = (
-            computing + (self.disturbed.step_cores if self.stepping is not None else 0.0) + self.disturbed.neighbours
-        )
+        computing, cores, step_cores = len(self.computing), self.machine.cores, self.disturbed.step_cores
+        demand = computing + (step_cores if self.stepping is not None else 0.0) + self.disturbed.neighbours
         fair = min(1.0, cores / demand) if demand else 1.0
-        return fair / self._stretched(max(0, min(computing, cores) - 1)), fair if self.disturbed.step_cores else 1.0
+        return fair / self._stretched(max(0, min(computing, cores) - 1)), fair if step_cores else 1.0
 
     def _request(self) -> None:
         """The training loop takes the batch it wants next, where that is ready and the step lets it."""
-        is_ahead = self.received > self.done + self.config.device_prefetch
-        if self.is_receiving or is_ahead or self.now < self.asked_from:
+        if self.is_receiving or self.received > self.done or self.now < self.asked_from:
             return
         if self.requested_at is None:
             self.requested_at = self.now
-        wanted = self.asked_for if self.config.in_order else next(iter(self.ready), None)
-        if wanted in self.ready:
-            self.asked_for += 1
+        if self.received in self.ready:
             self.is_receiving = True
-            self._at(self.now + self.machine.receive_s * self.disturbed.slower, self._receive, self.ready.pop(wanted))
+            batch = self.ready.pop(self.received)
+            self._at(self.now + self.machine.receive_s * self.disturbed.slower, self._receive, batch)
 
     def _advance(self) -> Batch | None:
         """Go to the next event; the batch whose step that ended, if it did."""
@@ -311,7 +356,6 @@ class Run:
         if until_step <= passed:
             stepped, self.stepping, self.step_left = self.stepping, None, math.inf
             self.done += 1
-            self._step_next()
             return stepped
         if until_whole <= passed:
             self._complete(heapq.heappop(self.computing)[2])
@@ -328,13 +372,6 @@ class Run:
         batch.whole = self.now
         batch.cpu_s *= self._stretched(min(len(self.computing) + 1, self.machine.cores) - 1)
         self._fetch(batch.worker)
-        if self.config.pin_memory:
-            self.pinning_until = max(self.now, self.pinning_until) + self.machine.pin_s * self.disturbed.slower
-            self._at(self.pinning_until, self._offer, batch)
-        else:
-            self._offer(batch)
-
-    def _offer(self, batch: Batch) -> None:
         self.ready[batch.index] = batch
 
     def _receive(self, batch: Batch) -> None:
@@ -342,11 +379,5 @@ class Run:
         batch.requested, batch.received = self.requested_at, self.now
         self.requested_at, self.is_receiving = None, False
         self.received += 1
-        self._hand_out(self.handed_out % self.config.num_workers if self.config.in_order else batch.worker)
-        self.to_step.append(batch)
-        self._step_next()
-
-    def _step_next(self) -> None:
-        if self.stepping is None and self.to_step:
-            self.stepping = self.to_step.popleft()
-            self.step_left = self._step_seconds(self.stepping.index)
+        self._hand_out(self.handed_out % self.config.num_workers)
+        self.stepping, self.step_left = batch, self.disturbed.step_of(batch.index)

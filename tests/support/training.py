@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune_loader.autoloader.log import Log
@@ -63,20 +63,16 @@ class Training:
 
     def rate(self, config: LoaderConfig) -> float:
         """Samples/s of a configuration that nobody changes."""
-        other = Training(
-            fetch_s=self.fetch_s, cpu=self.cpu, step_s=self.step_s, cores=self.cores, hand_over_s=self.hand_over_s,
-            start_s=self.start_s, noise=self.noise, epoch_batches=self.epoch_batches, seed=self.seed + 1,
-        )  # fmt: skip
+        other = replace(self, seed=self.seed + 1, now=100.0, log=Log())
         other._config = config
         return other.run(None, 20.0)
 
     def run(self, tuner: Tuner | None, seconds: float) -> float:
         """Train for so long; samples/s."""
-        begun, batches = self.now, 0
+        begun, before = self.now, self.log.totals.samples
         while self.now - begun < seconds:
             self._batch(tuner)
-            batches += 1
-        return batches * SAMPLES / (self.now - begun)
+        return (self.log.totals.samples - before) / (self.now - begun)
 
     def until(self, tuner: Tuner, samples: float) -> float:
         """Train so many samples; seconds."""
@@ -110,17 +106,12 @@ class Training:
             self._loop.ask(self.now)
             self._loop.end(self.now)
             if tuner is not None:
+                active_s, samples = self._before
                 totals = self.log.totals
-                tuner.epoch(
-                    self._config,
-                    totals.active_s - self._before[0],
-                    totals.samples - self._before[1],
-                    self.epoch_batches,
-                )
+                tuner.epoch(self._config, totals.active_s - active_s, totals.samples - samples, self.epoch_batches)
 
     def _next_epoch(self, tuner: Tuner | None) -> None:
-        totals = self.log.totals
-        self._before = totals.active_s, totals.samples
+        self._before = self.log.totals.active_s, self.log.totals.samples
         self._loop, self._left = self.log.begin(self.now), self.epoch_batches
         self._ready, self._free, self._taken = [], [self.now] * self._config.num_workers, self.now
         if tuner is not None and tuner.wanted != self._config:

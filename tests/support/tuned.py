@@ -27,9 +27,8 @@ from autotune_loader.tuning.run import Run
 from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
-from tests.support.clock import FakeClock
-from tests.support.machine import SimulatedMachine
-from tests.support.simulation import SimulatedProbe
+from autotune_loader.values.measurement import BurstPlan, Trial
+from tests.support.simulation import FakeClock, SimulatedMachine, SimulatedProbe
 
 START_S = 3.5
 """What starting a probe takes of a budget."""
@@ -40,6 +39,18 @@ class Endless(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.count()
+
+
+def with_workers(count: int, prefetch: int = 2, **more: Any) -> LoaderConfig:
+    """A configuration with so many workers; without any, nothing is fetched ahead."""
+    return LoaderConfig(num_workers=count, prefetch_factor=prefetch if count else None, **more)
+
+
+def simulated_trials(machine: SimulatedMachine, *configs: LoaderConfig, seed: int = 0) -> list[Trial]:
+    """A burst of each configuration."""
+    probe, plan = SimulatedProbe(machine, FakeClock(), seed=seed), BurstPlan(max_s=0.6, min_s=0.3)
+    bursts = [probe.burst(config, replace(plan, seed=i)) for i, config in enumerate(configs)]
+    return [Trial.of(i, config, each) for i, (config, each) in enumerate(zip(configs, bursts, strict=True))]
 
 
 def simulated_warmup(machine: SimulatedMachine, **changes: Any) -> WarmupReport:

@@ -7,20 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import IterableDataset, TensorDataset
 
 from autotune_loader.diagnosis import Caution, Ended, Source, Undecided
-from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.search.rounds import RoundsEnd
-from autotune_loader.tuning.assemble import _of_training, assembled, choice_of, source_of, why_undecided
+from autotune_loader.tuning.assemble import assembled, choice_of, source_of, why_undecided
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
-from autotune_loader.values.statistics import Interval, Round
+from autotune_loader.values.statistics import Round
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 from tests.support.tuned import simulated_result, simulated_run, simulated_search
 
 ONE, TWO = LoaderConfig(), LoaderConfig(num_workers=2)
+AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.0)]
 
 
 def a_search(
@@ -39,17 +37,13 @@ def a_search(
         Round(rates={side: rate for side, rate in ((ONE, a), (TWO, b)) if rate is not None}, foreign_cpu_share=foreign)
         for a, b in rates
     )
-    interval = Interval(value=1.0, low=0.5, high=2.0, count=len(rounds))
-    outcome = SimpleNamespace(
-        winner=TWO, rounds=rounds, at_ceiling=at_ceiling, rate=interval, speedup=interval, as_fast=()
-    )
     trials = [
         SimpleNamespace(config=config, measurement=object(), round=None, samples_per_s=rate)
         for config, rate in ((ONE, 1.0), (TWO, searched))[:tried]
     ]
     belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
     return SimpleNamespace(
-        outcome=outcome if rounds else None,
+        outcome=SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=at_ceiling) if rounds else None,
         rounds=SimpleNamespace(ended=ended) if rounds else None,
         trials=trials,
         fastest=lambda: trials[-1],
@@ -58,9 +52,6 @@ def a_search(
         study=None,
         ended=search_ended,
     )
-
-
-AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.0)]
 
 
 @pytest.mark.parametrize(
@@ -80,32 +71,28 @@ AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.
         (a_search([(100.0, 900.0)], searched=4.0), Undecided.FEW_ROUNDS, TWO),
         (a_search([(100.0, 90.0)], searched=4.0), Undecided.FEW_ROUNDS, ONE),
         (a_search([], searched=4.0), Undecided.NO_ROUNDS, ONE),
-        (a_search([]), Undecided.NO_ROUNDS, ONE),
         (a_search([], tried=1), Undecided.ONE_TRIED, ONE),
         (a_search([(None, 900.0), (100.0, 900.0)], loss=0.05), Undecided.CLOSE, ONE),
         # interrupted: the best so far
         (a_search([], search_ended=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
     ],
-)  # fmt: skip
+)
 def test_a_guess_is_the_users_own_unless_two_rounds_agree(
     search: Any, why: Undecided | None, best: LoaderConfig
 ) -> None:
     found = why_undecided(search)
-    assert (None if found is None else found.kind) == (None if why is None else why.kind)
+    assert (found and found.kind) == (why and why.kind)
     assert choice_of(search, is_decided=found is None) == best
 
 
 def test_what_is_told_of_the_best_is_of_its_rounds_alone() -> None:
-    found = simulated_result(SimulatedMachine(step_s=0.005), own=LoaderConfig(num_workers=1))
-    assert found.status == "complete"
+    found: Any = simulated_result(SimulatedMachine(step_s=0.005), own=LoaderConfig(num_workers=1))
     rates = found.rates_of(found.best)
+    assert found.status == "complete"
     assert len(rates) >= 2
-    assert found.rate is not None
     assert min(rates.values()) <= found.rate.value <= max(rates.values())
-    assert found.speedup is not None
-    assert found.speedup.low < found.rate.value / found.baseline_rate.value < found.speedup.high  # type: ignore[union-attr]
-    assert found.ceiling is not None
-    assert found.tuned_at is not None
+    assert found.speedup.low < found.rate.value / found.baseline_rate.value < found.speedup.high
+    assert None not in (found.ceiling, found.tuned_at)
     assert found.step_s == pytest.approx(0.005, rel=0.2)
 
 
@@ -142,39 +129,6 @@ def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed() -> None:
     assert any(Caution.BATCH_SIZE.said_by(each) for each in found.warnings)
 
 
-class ToldItsEpoch(TensorDataset):
-    epoch = 0
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(range(100))
-
-
-ROWS = DataSide.from_dataset(ToldItsEpoch(torch.zeros(100, 3)), batch_size=8)
-DROPPING = DataSide.from_dataset(Stream(), batch_size=8, drop_last=True)
-
-
-@pytest.mark.parametrize(
-    ("best", "data", "row", "words"),
-    [
-        ({"batch_size": 32}, ROWS, Caution.BATCH_SIZE, "from 8 to 32: tune the learning rate and its schedule again"),
-        ({"num_workers": 1, "in_order": False}, ROWS, Caution.OUT_OF_ORDER, "order differs from run to run"),
-        ({"num_workers": 1, "persistent_workers": True}, ROWS, Caution.EPOCH_NOT_SEEN, "set_epoch()"),
-        ({"num_workers": 3}, DROPPING, Caution.FEWER_SAMPLES, "an epoch has fewer samples"),
-        ({"num_workers": 1}, DROPPING, None, ""),
-        ({"num_workers": 1, "prefetch_factor": 4}, ROWS, None, ""),
-    ],
-    ids=lambda value: None if isinstance(value, DataSide) else str(value),
-)
-def test_what_a_choice_changes_in_training_is_said(
-    best: dict[str, Any], data: DataSide, row: Caution | None, words: str
-) -> None:
-    found = list(_of_training(LoaderConfig(**best), data))
-    assert [each.kind for each in found] == ([] if row is None else [row.kind])
-    assert all(words in each.sentence for each in found)
-
-
 @pytest.mark.parametrize(
     ("sample", "samples", "fits", "told"),
     [
@@ -187,7 +141,7 @@ def test_what_a_choice_changes_in_training_is_said(
     ],
 )
 def test_where_samples_came_from_is_told_and_where_training_will_have_them_from(
-    sample: float | None, samples: int | None, fits: bool | None, told: str | None
+    sample: float | None, samples: int | None, fits: bool | None, told: Any
 ) -> None:
     machine: Any = SimpleNamespace(memory=SimpleNamespace(total_bytes=1 << 30), holds=lambda size: fits)
     measured: Any = SimpleNamespace(read_bytes_per_sample=sample)

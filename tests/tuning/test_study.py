@@ -1,9 +1,15 @@
-"""The study of a run, on simulated machines with a fake clock: who proposes, what is told, why it ends, what an end keeps."""
+"""The study of a run, on simulated machines with a fake clock: who proposes, what is told and kept, why it ends."""
 
 from __future__ import annotations
 
+import functools
 import os
+import pwd
+import shutil
 import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,22 +32,24 @@ OWN = LoaderConfig(num_workers=2)
 FAST_STEP = SimulatedMachine(step_s=0.001)
 
 
-def run_on(
+def search_on(
     machine: SimulatedMachine,
     *,
     own: LoaderConfig | None = OWN,
-    probe: Any = None,
+    probe: type[SimulatedProbe] = SimulatedProbe,
     space: Space | None = None,
     **given: Any,
-) -> tuple[Search, SimulatedProbe, FakeClock]:
+) -> tuple[Search, FakeClock]:
     clock = FakeClock()
-    probe = probe or SimulatedProbe(machine, clock)
-    probe._clock = clock
-    return simulated_search(probe, simulated_run(machine, space, own=own), clock, **given), probe, clock
+    return simulated_search(probe(machine, clock), simulated_run(machine, space, own=own), clock, **given), clock
 
 
 def searched(found: Search) -> list[Any]:
     return [trial for trial in found.trials if trial.round is None]
+
+
+def configs(found: Search) -> list[LoaderConfig]:
+    return [trial.config for trial in searched(found)]
 
 
 # What the study holds
@@ -49,65 +57,92 @@ def searched(found: Search) -> list[Any]:
 
 def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice() -> None:
     told = Mock()
-    found, probe, _ = run_on(FAST_STEP, progress=told)
+    found, _ = search_on(FAST_STEP, progress=told)
     result = assembled(found, 1.0)
     found.tell(result.best)
     trials, study = searched(found), found.study
     # THEN the user's own comes first; parameters of the study are those of the configurations that ran, none is clipped
     assert trials[0].config == OWN
     assert [each.params["num_workers"] for each in study.trials] == [each.config.num_workers for each in trials]
-    assert [each.number for each in study.trials] == [each.number for each in trials]
-    assert {each.config for each in trials} <= set(probe.bursts)
     best = max(trials, key=lambda each: each.samples_per_s or 0.0)
-    assert study.best_params == found.run.space.params(best.config)
-    assert study.best_value == best.samples_per_s
+    assert (study.best_params, study.best_value) == (found.run.space.params(best.config), best.samples_per_s)
     # AND the sampler that proposed is the study's, and progress heard of everything
-    assert type(study.sampler) is TwinSampler
+    assert (type(study.sampler), result.study) == (TwinSampler, study)
     assert [call.args[0] for call in told.trial.call_args_list] == trials
-    rounds = [call.args[0] for call in told.round.call_args_list]
-    assert rounds == [*range(1, len(rounds) + 1)]
-    assert min(call.args[-1] for call in told.trial.call_args_list) >= 0
+    assert [call.args[0] for call in told.round.call_args_list] == list(range(1, len(study.user_attrs[ROUNDS]) + 1))
     # AND choice and rounds are its attributes
     assert LoaderConfig.from_dict(study.user_attrs[CHOSEN]) == result.best
-    assert len(study.user_attrs[ROUNDS]) == len(rounds) > 0
     assert study.user_attrs[ROUNDS][0][str(OWN)] == pytest.approx(result.rates_of(OWN)[0])
-    assert result.study is study
+
+
+@pytest.fixture
+def postgresql() -> Iterator[str]:
+    """A server of our own, run by somebody who is not root."""
+    if any(shutil.which(program) is None for program in ("initdb", "pg_ctl", "postgres")):
+        pytest.skip("needs initdb, pg_ctl and postgres (Debian: apt-get install postgresql)")
+    pytest.importorskip("psycopg", reason="needs pip install 'autotune-loader[postgres]'")
+    folder = Path(tempfile.mkdtemp(prefix="autotune-pg-"))  # not tmp_path: its parents are closed to other users
+    user = max({"postgres", "nobody"} & {each.pw_name for each in pwd.getpwall()}) if os.geteuid() == 0 else None
+    if user is not None:
+        shutil.chown(folder, user)
+
+    def run(program: str, *arguments: str) -> None:
+        command, environ = [program, "-D", str(folder / "data"), *arguments], {**os.environ, "LC_ALL": "C"}
+        subprocess.run(command, user=user, cwd=folder, timeout=60, check=True, env=environ, stdout=subprocess.DEVNULL)
+
+    run("initdb", "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync")
+    options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"  # a port might be taken
+    run("pg_ctl", "-l", str(folder / "log"), "-w", "-o", options, "start")
+    yield f"postgresql+psycopg://tuner@/postgres?host={folder}"
+    run("pg_ctl", "-m", "immediate", "-w", "stop")
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def opened(request: pytest.FixtureRequest) -> Iterator[Callable[[str], optuna.Study]]:
+    """Opens a study; connections are closed in the end, as Optuna leaves them to the garbage collector."""
+    studies: list[Any] = []
+
+    def open_one(storage: str) -> optuna.Study:
+        url = request.getfixturevalue(storage) if storage == "postgresql" else storage
+        studies.append(open_study(url))
+        return studies[-1]
+
+    yield open_one
+    for engine in [getattr(each._storage._backend, "engine", None) for each in studies]:
+        if engine is not None:
+            engine.dispose()
 
 
 @pytest.mark.parametrize(
-    ("storage", "mode"), [("study.journal", 0o600), ("sqlite:///study.db", None)], ids=["journal", "sqlite"]
+    "storage", ["study.journal", "sqlite:///study.db", pytest.param("postgresql", marks=pytest.mark.system)]
 )
-def test_a_study_that_is_kept_is_gone_on_with(
-    storage: str, mode: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_passed_over(
+    storage: str, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before_umask = os.umask(0)
-    request.addfinalizer(lambda: os.umask(before_umask) and None)
-    # GIVEN a search that was told to end after two trials
-    first, _, _ = run_on(FAST_STEP, study=open_study(storage), budget_s=6.0)
-    before = searched(first)
-    assert len(before) >= 2
-    if mode is not None:
-        assert stat.S_IMODE(Path(storage).stat().st_mode) == mode
+    request.addfinalizer(functools.partial(os.umask, os.umask(0)))
+    # GIVEN a search that was told to end after some trials, and another process that stands still in one more
+    theirs = opened(storage)
+    first = searched(search_on(FAST_STEP, study=theirs, budget_s=6.0)[0])
+    found_space = Space(also=(OWN,))
+    running = found_space.suggest(theirs.ask())
+    assert len(first) >= 2
+    assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.journal")] in ([], [0o600])
     # WHEN the same job is tuned with the same storage
-    found, _, _ = run_on(FAST_STEP, study=open_study(storage))
-    # THEN what was measured is known, without histories, and none of it is run again in the search
-    known = searched(found)
-    assert [each.config for each in known[: len(before)]] == [each.config for each in before]
-    assert [each.samples_per_s for each in known[: len(before)]] == [each.samples_per_s for each in before]
-    assert len({each.config for each in known}) == len(known)
+    found, _ = search_on(FAST_STEP, study=opened(storage))
+    # THEN what was measured is known, none of it is run again in the search, and the trial of the other one is left to it
+    known = searched(found)[: len(first)]
+    assert [(each.config, each.samples_per_s) for each in known] == [(e.config, e.samples_per_s) for e in first]
+    assert len({*configs(found), running}) == len(configs(found)) + 1 > len(first) + 1
+    assert [each.state.name for each in theirs.get_trials()].count("RUNNING") == 1
     # AND another job is refused by name
     with pytest.raises(ValueError, match=r"has trials of another job .*; a study of its own for each job would work"):
-        run_on(replace(FAST_STEP, batch_size=64), study=open_study(storage))
+        search_on(replace(FAST_STEP, batch_size=64), study=opened(storage))
 
 
 @pytest.mark.parametrize(
-    "storage",
-    [
-        "nodb://me:swordfish@host/db",
-        "postgresql+nodriver://me:swo:rd@fish@host/db",
-        "/dev/null/study.journal",
-    ],
+    "storage", ["nodb://me:swordfish@host/db", "postgresql+nodriver://me:swo:rd@fish@host/db", "/dev/null/x.journal"]
 )
 def test_a_storage_that_cannot_be_opened_is_refused_without_its_password(storage: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be opened \(\w+\); storage='study.journal' would work") as caught:
@@ -116,26 +151,21 @@ def test_a_storage_that_cannot_be_opened_is_refused_without_its_password(storage
     assert caught.value.__suppress_context__
 
 
-# Who proposes
+# Ends
 
 
 def test_another_sampler_proposes_until_it_repeats_itself() -> None:
     # GIVEN a space of three configurations
     space, sampler = Space(max_workers=1, prefetch_factors=(1, 2)), optuna.samplers.TPESampler(seed=0)
-    found, _, _ = run_on(FAST_STEP, sampler=sampler, own=None, space=space, budget_s=1000.0)
-    trials = searched(found)
-    assert found.study.sampler is sampler
-    assert found.ended is Ended.SAMPLER
-    assert len({each.config for each in trials[-MOST_REPEATS - 1 :]}) <= 3
-    assert len(trials) < 60
-
-
-# Ends
+    found, _ = search_on(FAST_STEP, sampler=sampler, own=None, space=space, budget_s=1000.0)
+    assert (found.study.sampler, found.ended) == (sampler, Ended.SAMPLER)
+    assert len({*configs(found)[-MOST_REPEATS - 1 :]}) <= 3
+    assert len(configs(found)) < 60
 
 
 def test_a_search_ends_at_the_ceiling_of_the_step() -> None:
     # GIVEN a step that two workers keep busy
-    found, _, _ = run_on(SimulatedMachine(cpu_s=0.01, step_s=0.03))
+    found, _ = search_on(SimulatedMachine(cpu_s=0.01, step_s=0.03))
     assert found.ended is Ended.CEILING
     assert len(searched(found)) <= 8
 
@@ -143,7 +173,7 @@ def test_a_search_ends_at_the_ceiling_of_the_step() -> None:
 @pytest.mark.parametrize("budget_s", [8.0, 60.0])
 def test_the_budget_holds_and_leaves_time_for_rounds(budget_s: float) -> None:
     # GIVEN a machine on which no configuration reaches the ceiling
-    found, _, clock = run_on(SimulatedMachine(step_s=0.005, noise_sd=0.03), budget_s=budget_s)
+    found, clock = search_on(SimulatedMachine(step_s=0.005, noise_sd=0.03), budget_s=budget_s)
     # THEN the time is kept, but for one round that was under way
     assert clock() < budget_s + 5
     assert found.outcome is not None
@@ -153,52 +183,43 @@ def test_the_budget_holds_and_leaves_time_for_rounds(budget_s: float) -> None:
 # Failures
 
 
-def failing(kind: Any, when: Any) -> Any:
-    answer = Failure(kind=kind, phase="batches", message="the driver said no")
-    return lambda config: answer if when(config) else None
+def failing(kind: Any, beyond: int) -> Any:
+    """From so many workers on."""
+    failure = Failure(kind=kind, phase="batches", message="the driver said no")
+    return lambda config: failure if config.num_workers > beyond else None
 
 
 class Hanging(SimulatedProbe):
-    """Hangs with more workers than are safe."""
-
-    safe = 0
+    """Takes the whole deadline for what fails by it."""
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        if config.num_workers <= self.safe:
-            return super().burst(config, plan)
-        self._clock.advance(plan.deadline_s)
-        return Failure(kind="deadline", phase="batches", message="hangs")
+        outcome = super().burst(config, plan)
+        if isinstance(outcome, Failure) and outcome.kind == "deadline":
+            self._clock.advance(plan.deadline_s)
+        return outcome
 
 
 def test_failures_are_pruned_with_their_reason_never_the_best_and_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
     before = optuna.logging.get_verbosity()
-    found, _, _ = run_on(replace(FAST_STEP, fails=failing("crashed", lambda config: config.num_workers > 3)))
-    pruned = [each for each in found.study.trials if each.state.name == "PRUNED"]
-    assert pruned
-    failures = {each.number: each.failure for each in searched(found) if each.failure is not None}
-    assert {each.number for each in pruned} == failures.keys()
-    assert all("the driver said no" in each.user_attrs["autotune_loader"] for each in pruned)
+    found, _ = search_on(replace(FAST_STEP, fails=failing("crashed", beyond=3)))
+    pruned = {each.number: each for each in found.study.trials if each.state.name == "PRUNED"}
+    assert pruned.keys() == {each.number for each in searched(found) if each.failure is not None} != set()
+    assert all("the driver said no" in each.user_attrs["autotune_loader"] for each in pruned.values())
     assert found.study.best_params["num_workers"] <= 3
     # AND none of them is proposed again, and Optuna says nothing, as chatty as it is otherwise
-    configs = [each.config for each in searched(found)]
-    assert len(configs) == len(set(configs))
+    assert len(configs(found)) == len({*configs(found)})
     assert (before, capfd.readouterr()) == (optuna.logging.get_verbosity(), ("", ""))
 
 
 @pytest.mark.parametrize("kind", ["oom_killed", "deadline"])
-@pytest.mark.parametrize(("cores", "own", "safe"), [(2, 8, 3), (16, None, 2)])
+@pytest.mark.parametrize(("cores", "own", "safe"), [(2, LoaderConfig(num_workers=8), 3), (16, None, 2)])
 def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(
-    kind: str, cores: int, own: int | None, safe: int
+    kind: str, cores: int, own: LoaderConfig | None, safe: int
 ) -> None:
     # GIVEN a job for which every worker helps, on a machine where few can be had
-    machine = SimulatedMachine(cores=cores, cpu_s=0.01, wait_s=0.02, step_s=0.001)
-    probe: Any = Hanging(machine, FakeClock())
-    probe.safe = safe
-    if kind != "deadline":
-        machine = replace(machine, fails=failing(kind, lambda config: config.num_workers > safe))
-        probe = SimulatedProbe(machine, FakeClock())
+    machine = SimulatedMachine(cores=cores, cpu_s=0.01, wait_s=0.02, step_s=0.001, fails=failing(kind, beyond=safe))
     # WHEN it is searched, be it from a configuration that fails
-    found, _, clock = run_on(machine, own=LoaderConfig(num_workers=own) if own else None, probe=probe)
+    found, clock = search_on(machine, own=own, probe=Hanging)
     # THEN these are chosen, in time
     assert found.outcome is not None
     assert found.outcome.winner.num_workers == safe
@@ -209,6 +230,6 @@ def test_a_failure_that_may_pass_is_tried_once_more() -> None:
     # GIVEN a configuration that fails the first time only
     answers = [Failure(kind="crashed", phase="start", message="chance", retryable=True)]
     machine = replace(FAST_STEP, fails=lambda config: answers.pop() if config.num_workers == 2 and answers else None)
-    found, _, _ = run_on(machine)
+    found, _ = search_on(machine)
     assert not answers
     assert all(trial.measurement for trial in found.trials)

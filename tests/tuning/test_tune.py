@@ -1,7 +1,9 @@
-"""`tune()` from call to file, on simulated machines."""
+"""`tune()` and `compare()` from call to file or answer, on simulated machines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,55 +12,50 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader import LoaderConfig, TuningResult, load_config, tune
+from autotune_loader import Comparison, LoaderConfig, TuningResult, compare, load_config, tune
 from autotune_loader.diagnosis import Caution
 from autotune_loader.search.sampler import TwinSampler
 from autotune_loader.tuning.study import CHOSEN
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan, Failure, Measurement
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, on_simulated_machines
+from tests.support import SimulatedMachine, SimulatedProbe, on_simulated_machines
 
 ROWS = TensorDataset(torch.zeros(100_000, 3), torch.zeros(100_000, dtype=torch.long))
 MACHINE = SimulatedMachine(batch_size=8, step_s=0.005)
-seen = list[SimulatedProbe]()
 
 
-def probe_on(machine: SimulatedMachine, clock: FakeClock, **more: Any) -> SimulatedProbe:
-    seen.append(SimulatedProbe(machine, clock, **more))
-    return seen[-1]
+def loader(**parts: Any) -> DataLoader[Any]:
+    return DataLoader(ROWS, **{"batch_size": 8, **parts})
 
 
-def tuned(monkeypatch: pytest.MonkeyPatch, data: Any = ROWS, probe: Any = probe_on, **given: Any) -> TuningResult:
+def tuned(monkeypatch: pytest.MonkeyPatch, data: Any = None, probe: Any = SimulatedProbe, **given: Any) -> TuningResult:
     on_simulated_machines(monkeypatch, lambda workload: MACHINE, probe)
-    options = {"progress": False} if isinstance(data, DataLoader) else {"batch_size": 8, "progress": False}
-    return tune(data, torch.nn.Linear(3, 2), **options, **given)
+    return tune(loader() if data is None else data, torch.nn.Linear(3, 2), progress=False, **given)
 
 
 class NeverIterated(DataLoader[Any]):
     def __iter__(self) -> Any:
-        raise AssertionError("the user's own loader must never be iterated")
+        pytest.fail("the user's own loader must never be iterated")
 
 
 def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN a loader that must not be iterated
-    loader, path = NeverIterated(ROWS, batch_size=8, num_workers=1, prefetch_factor=3), tmp_path / "loader.json"
+    own, path = NeverIterated(ROWS, batch_size=8, num_workers=1, prefetch_factor=3), tmp_path / "loader.json"
     # WHEN it is tuned
-    result = tuned(monkeypatch, loader, output=path)
+    result = tuned(monkeypatch, own, output=path)
     # THEN it is what the choice is compared with
     assert (result.baseline.num_workers, result.baseline.prefetch_factor) == (1, 3)
     assert (result.trials[0].config, result.batch_size) == (result.baseline, 8)
     # AND what is written is what was measured: the best, exactly as it is told, ran in the rounds
     assert result.best in {trial.config for trial in result.trials if trial.round is not None}
-    assert load_config(path) == result.best
-    made = result.make_loader(ROWS, shuffle=True)
-    assert LoaderConfig.from_loader(made) == result.best
-    # AND only a loader that shuffles is given back shuffled
-    assert (result.shuffle, tuned(monkeypatch).shuffle) == (False, False)
-    assert tuned(monkeypatch, DataLoader(ROWS, batch_size=8, shuffle=True)).shuffle
+    assert load_config(path) == LoaderConfig.from_loader(result.make_loader(ROWS, shuffle=True)) == result.best
     written = TuningResult.load(path)
     assert (written.best, written.status, len(written.trials)) == (result.best, result.status, len(result.trials))
+    # AND only a loader that shuffles is given back shuffled
+    assert (result.shuffle, tuned(monkeypatch, ROWS, batch_size=8).shuffle) == (False, False)
+    assert tuned(monkeypatch, loader(shuffle=True)).shuffle
 
 
 def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(
@@ -68,27 +65,22 @@ def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(
     earlier = tuned(monkeypatch, output=path)
 
     def tried(**changes: Any) -> list[LoaderConfig]:
-        from dataclasses import replace
-
         replace(earlier, best=odd, **changes).save(path)
         return [trial.config for trial in tuned(monkeypatch, output=path).trials if trial.round is None]
 
     assert tried()[:2] == [LoaderConfig(), odd]
-    assert odd not in tried(batch_size=16)
-    assert odd not in tried(machine=None)
+    assert odd not in tried(batch_size=16) + tried(machine=None)
     # AND what is no result is written over
     path.write_text("{}")
-    assert TuningResult.load(path) if tuned(monkeypatch, output=path) else None
+    assert tuned(monkeypatch, output=path).best == TuningResult.load(path).best
 
 
 def test_the_study_of_the_user_is_gone_on_with_and_told_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    study = optuna.create_study(direction="maximize")
-    study.enqueue_trial({"num_workers": 5, "prefetch_factor": 2})
+    study, params = optuna.create_study(direction="maximize"), {"num_workers": 5, "prefetch_factor": 2}
+    study.enqueue_trial(params)
     result = tuned(monkeypatch, study=study)
-    assert result.study is study
-    assert study.trials[0].params == {"num_workers": 5, "prefetch_factor": 2}
+    assert (result.study, type(study.sampler), study.trials[0].params) == (study, TwinSampler, params)
     assert LoaderConfig.from_dict(study.user_attrs[CHOSEN]) == result.best
-    assert isinstance(study.sampler, TwinSampler)
 
 
 class Ending(SimulatedProbe):
@@ -102,22 +94,26 @@ class Ending(SimulatedProbe):
         return super().burst(config, plan)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), WorkloadError("sample 40 raises ValueError: no")], ids=repr)
-def test_ctrl_c_keeps_what_was_measured_and_a_sample_that_raises_ends_the_run_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    monkeypatch.setattr(Ending, "raised", error, raising=False)
-    path, study = tmp_path / "loader.json", optuna.create_study(direction="maximize")
-    path.write_text("{}")  # of before
-    if isinstance(error, WorkloadError):
-        with pytest.raises(WorkloadError, match="sample 40 raises ValueError: no"):
-            tuned(monkeypatch, probe=Ending, output=path, study=study)
-        assert path.read_text() == "{}"
-    else:
-        result = tuned(monkeypatch, probe=Ending, output=path, study=study)
-        assert (result.status, len(result.trials)) == ("partial", 3)
-        assert TuningResult.load(path).status == "partial"
-        assert "interrupted" in result.report()
+@pytest.fixture
+def of_before(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "loader.json"
+    path.write_text("{}")
+    return path
+
+
+def test_ctrl_c_keeps_what_was_measured(of_before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ending, "raised", KeyboardInterrupt(), raising=False)
+    result = tuned(monkeypatch, probe=Ending, output=of_before)
+    assert (result.status, len(result.trials), TuningResult.load(of_before).status) == ("partial", 3, "partial")
+    assert "interrupted" in result.report()
+
+
+def test_a_sample_that_raises_ends_the_run_and_writes_nothing(of_before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ending, "raised", WorkloadError("sample 40 raises ValueError: no"), raising=False)
+    study = optuna.create_study(direction="maximize")
+    with pytest.raises(WorkloadError, match="sample 40 raises ValueError: no"):
+        tuned(monkeypatch, probe=Ending, output=of_before, study=study)
+    assert of_before.read_text() == "{}"
     assert all(each.state.is_finished() for each in study.trials)
 
 
@@ -137,3 +133,105 @@ def test_an_output_that_cannot_be_written_is_refused_at_once_and_a_disk_that_fil
     result = tuned(monkeypatch, output=tmp_path / "x.json")
     assert Caution.NOT_WRITTEN.said_by(result.warnings[-1])
     assert result.rate is not None
+
+
+# compare()
+
+FAST, SLOW = SimulatedMachine(cpu_s=0.02, noise_sd=0.02), SimulatedMachine(cpu_s=0.04, noise_sd=0.02)
+BROKEN = SimulatedMachine(fails=lambda config: Failure(kind="user_exception", phase="batches", message="no such file"))
+AT_ONCE = "the first batch failed"
+
+
+def sample_raises(config: LoaderConfig) -> Failure:
+    raise WorkloadError("sample 3 raises KeyError: 'label'")
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, **machines: SimulatedMachine | str) -> Comparison:
+    """One worker on each machine; a text is what the first batch of a side raises."""
+    sides = {
+        name: DataLoader([0] * 10**6, batch_size=getattr(machine, "batch_size", 32), num_workers=1)
+        for name, machine in machines.items()
+    }
+    machine_of = {id(sides[name].dataset): machine for name, machine in machines.items()}
+    on_simulated_machines(monkeypatch, lambda workload: machine_of[id(workload.data.dataset)])
+    return compare(sides, train_step=0.001, progress=False)
+
+
+def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Any = compared(monkeypatch, now=SLOW, cached=FAST)
+    assert found.ratios["cached"].low < 2 < found.ratios["cached"].high < 3
+    assert [each.rates.keys() for each in found.rounds[:2]] == [{"now", "cached"}] * 2
+    assert found["cached"].bottleneck.kind == "cpu"
+    assert "cached is" in str(found)
+
+
+def test_sides_that_are_alike_are_not_called_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compared(monkeypatch, now=SLOW, other=SLOW)
+    assert found.ratios["other"].low < 1 < found.ratios["other"].high
+    assert "other is not shown to be faster than now" in found.report()
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [
+        {"broken": BROKEN, "works": FAST},
+        {"works": FAST, "broken": SimulatedMachine(fails=sample_raises)},
+        {"works": FAST, "broken": AT_ONCE},
+        {"broken": AT_ONCE, "works": FAST},
+    ],
+    ids=["in a burst", "by a sample", "at once", "the first at once"],
+)
+def test_a_side_that_fails_is_an_answer(monkeypatch: pytest.MonkeyPatch, sides: dict[str, Any]) -> None:
+    found = compared(monkeypatch, **sides)
+    assert found["broken"].error is not None
+    assert "broken failed: " in found.report()
+    assert "works is the only side that worked" in found.report()
+    assert found["works"].measurement is not None
+    assert found.ratios == compared(monkeypatch, one=BROKEN, other=AT_ONCE).rates == {}
+
+
+def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = SimulatedMachine(batch_size=16, cpu_s=0.02), SimulatedMachine(batch_size=32)
+    found = compared(monkeypatch, small=small, large=large)
+    assert found.ratios["large"].value == pytest.approx(1.0, abs=0.1)
+    assert Caution.BATCH_SIZES_DIFFER.said_by(found.notes[0])
+    assert "(small 16, large 32)" in found.report()
+
+
+LOADER = loader()
+
+
+@pytest.mark.parametrize(
+    ("sides", "error", "message"),
+    [
+        (LOADER, TypeError, "is not a dict of loaders by name"),
+        ({"a": LOADER}, ValueError, "holds 1 of the two sides"),
+        ({"a": LOADER, 2: LOADER}, TypeError, "sides has the name 2, which is not a text"),
+        ({"a": LOADER, "b": "path"}, TypeError, r"sides\['b'\]: data='path' is a path"),
+        ({"a": LOADER, "b": (LOADER,)}, TypeError, r"sides\['b'\] is a tuple of 1; \(loader, train_step\) or "),
+        ({"a": LOADER, "b": (LOADER, "step")}, TypeError, r"sides\['b'\]: train_step='step' is not callable"),
+    ],
+)
+def test_wrong_sides_are_named(sides: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        compare(sides)
+
+
+class Own(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_a_side_may_have_a_step_or_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, step = torch.nn.Linear(4, 2), lambda model, batch: None
+    is_slow = {True: SLOW, False: FAST}
+    on_simulated_machines(
+        monkeypatch, lambda each: is_slow[each.training.train_step is None and each.training.model is model]
+    )
+    sides = {"now": LOADER, "step": (LOADER, step), "model": (Own([0] * 9), torch.nn.Linear(4, 2))}
+    found = compare(sides, model, progress=False)
+    assert set(found.ratios) == {"step", "model"}
+    assert "model: Own has an __iter__ of its own, which the bursts leave out" in found.report()
+    assert all(ratio.value > 1.3 for ratio in found.ratios.values())

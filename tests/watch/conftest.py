@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.support.bench import Bench
@@ -34,5 +31,5 @@ class Stream(IterableDataset):
 
 
 @pytest.fixture
-def bench(preloaded: Any, tmp_path: Path) -> Bench:
+def bench(preloaded, tmp_path):
     return Bench(preloaded, tmp_path, HEAD)

@@ -5,8 +5,7 @@ show themselves in a notebook, and `figure.savefig("picture.svg")` writes them.
 """
 
 from autotune_loader.report.plots.canvas import Figure
-from autotune_loader.report.plots.stage_plot import plot_stages
+from autotune_loader.report.plots.charts import plot_stages, plot_workers
 from autotune_loader.report.plots.timeline import plot_timeline
-from autotune_loader.report.plots.worker_plot import plot_workers
 
 __all__ = ["Figure", "plot_stages", "plot_timeline", "plot_workers"]

@@ -61,7 +61,7 @@ def _draw(traces: Sequence[BatchTrace], workers: Sequence[int], axes: canvas.Axe
     """
     last_seen = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
     start, end = min(trace.fetch_start for trace in traces), min([traces[-1].step_end, *last_seen.values()])
-    later = [traces[position] for position in after_first_of_each(traces)] or traces  # the first show the start-up
+    later = after_first_of_each(traces) or traces  # the first show the start-up
     if shown := [trace.requested for trace in later if trace.requested < end][-MAX_BATCHES:]:
         start = shown[0]
     else:

@@ -1,4 +1,4 @@
-"""Rates over the number of workers: where more workers stop helping."""
+"""Rates over the number of workers: where more workers stop helping; and where the time of a sample goes in one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from functools import partial
 from typing import Any
 
 from autotune_loader.diagnosis.ranking import Standing, ranking
-from autotune_loader.diagnosis.units import rate_text
+from autotune_loader.diagnosis.units import rate_text, seconds_text, share_text
 from autotune_loader.report.plots import canvas
 from autotune_loader.results.result import TuningResult
+from autotune_loader.values.stages import StageTime
 
 FAR_ABOVE = 1.6
 """A ceiling this many times as high as the rest would press everything else flat onto the axis."""
+MOST_ROWS = 10
+"""Shorter stages than these are thin lines that nobody reads."""
 
 
 def plot_workers(result: TuningResult) -> canvas.Figure:
@@ -88,3 +91,23 @@ def _draw_rates(axes: canvas.Axes, rows: Mapping[int, Standing], **look: Any) ->
         below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates.values()]
         above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates.values()]
         axes.errorbar(list(rates), [rate.value for rate in rates.values()], [below, above], capsize=3, **look)
+
+
+def plot_stages(result: TuningResult) -> canvas.Figure:
+    """A bar for each stage: computing, and waiting beside it, in seconds of each sample; the longest stage on top."""
+    shown = result.stages[:MOST_ROWS][::-1]  # bars are drawn upwards
+    content = partial(_draw_stages, shown) if shown else "No burst with workers was watched."
+    return canvas.picture("Where a sample's time goes in a worker", content, height=1.6 + 0.42 * max(3, len(shown)))
+
+
+def _draw_stages(stages: tuple[StageTime, ...], axes: canvas.Axes) -> None:
+    names = [each.stage for each in stages]
+    computing = [min(each.cpu_s, each.wall_s) * 1e3 for each in stages]
+    waiting = [max(0.0, each.wall_s - each.cpu_s) * 1e3 for each in stages]
+    axes.barh(names, computing, color=canvas.BLUE, label="computing")
+    if any(waiting):
+        axes.barh(names, waiting, left=computing, color=canvas.SKY, label="waiting")
+    for row, each in enumerate(stages):
+        text = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}  {each.where}"
+        axes.text(each.wall_s * 1e3, row, text, va="center", fontsize=8, color=canvas.DARK_GREY)
+    axes.set(xlabel="milliseconds for each sample", xlim=(0, 2.2 * max(each.wall_s for each in stages) * 1e3))
