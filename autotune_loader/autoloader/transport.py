@@ -107,7 +107,7 @@ def receive(end: socket.socket, flags: int = 0) -> Any:
         mapping: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", True, os.fstat(file).st_size)
     finally:
         os.close(file)
-    data = memoryview(torch.empty(0, dtype=torch.uint8).set_(mapping).numpy())
+    data: Any = torch.empty(0, dtype=torch.uint8).set_(mapping).numpy()
     places, pickled = pickle.loads(data[message:])  # noqa: S301
     return pickle.loads(pickled, buffers=[data[begin:end] for begin, end in places])  # noqa: S301
 
