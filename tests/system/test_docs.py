@@ -32,42 +32,24 @@ TAKEN_FOR_GRANTED: dict[str, list[str]] = {
 import lightning, transformers, accelerate
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from tests.integrations.job import Classifier, Waiting, collate as collator
+from tests.integrations.lightning_parts import Module, Points
 autotune_loader.tune(dataset, model, batch_size=64, output="loader.json")
+pairs, dataset = dataset, Waiting(256, 0.001)
 """,
         """
-class Classifier(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 2)
-    def training_step(self, batch, index):
-        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-class MyDataModule(lightning.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(dataset, batch_size=16)
-model = Classifier()
+model, MyDataModule = Module(), lambda: Points(dataset)
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)
 """,
         """
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 2)
-    def forward(self, x, labels):
-        logits = self.layer(x)
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-model = Model()
-collator = lambda rows: {"x": torch.stack([x for x, _ in rows]), "labels": torch.stack([y for _, y in rows])}
+model = Classifier()
 alone = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False, "num_train_epochs": 1}
 TrainingArguments = lambda folder: transformers.TrainingArguments(folder, save_strategy="no", **alone)
 """,
         """
-accelerator = accelerate.Accelerator(cpu=True)
-model = torch.nn.Linear(8, 2)
+accelerator, model, loader = accelerate.Accelerator(cpu=True), torch.nn.Linear(8, 2), DataLoader(pairs, batch_size=16)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(dataset, batch_size=16)
 """,
     ],
 }

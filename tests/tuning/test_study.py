@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import pwd
-import shutil
 import stat
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,70 +70,29 @@ def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice() -> None:
     assert study.user_attrs[ROUNDS][0][str(OWN)] == pytest.approx(result.rates_of(OWN)[0])
 
 
-@pytest.fixture
-def postgresql() -> Iterator[str]:
-    """A server of our own, run by somebody who is not root."""
-    if any(shutil.which(program) is None for program in ("initdb", "pg_ctl", "postgres")):
-        pytest.skip("needs initdb, pg_ctl and postgres (Debian: apt-get install postgresql)")
-    pytest.importorskip("psycopg", reason="needs pip install 'autotune-loader[postgres]'")
-    folder = Path(tempfile.mkdtemp(prefix="autotune-pg-"))  # not tmp_path: its parents are closed to other users
-    user = max({"postgres", "nobody"} & {each.pw_name for each in pwd.getpwall()}) if os.geteuid() == 0 else None
-    if user is not None:
-        shutil.chown(folder, user)
-
-    def run(program: str, *arguments: str) -> None:
-        command, environ = [program, "-D", str(folder / "data"), *arguments], {**os.environ, "LC_ALL": "C"}
-        subprocess.run(command, user=user, cwd=folder, timeout=60, check=True, env=environ, stdout=subprocess.DEVNULL)
-
-    run("initdb", "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync")
-    options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"  # a port might be taken
-    run("pg_ctl", "-l", str(folder / "log"), "-w", "-o", options, "start")
-    yield f"postgresql+psycopg://tuner@/postgres?host={folder}"
-    run("pg_ctl", "-m", "immediate", "-w", "stop")
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def opened(request: pytest.FixtureRequest) -> Iterator[Callable[[str], optuna.Study]]:
-    """Opens a study; connections are closed in the end, as Optuna leaves them to the garbage collector."""
-    studies: list[Any] = []
-
-    def open_one(storage: str) -> optuna.Study:
-        url = request.getfixturevalue(storage) if storage == "postgresql" else storage
-        studies.append(open_study(url))
-        return studies[-1]
-
-    yield open_one
-    for engine in [getattr(each._storage._backend, "engine", None) for each in studies]:
-        if engine is not None:
-            engine.dispose()
-
-
-@pytest.mark.parametrize(
-    "storage", ["study.journal", "sqlite:///study.db", pytest.param("postgresql", marks=pytest.mark.system)]
-)
+@pytest.mark.parametrize("storage", ["study.journal", "sqlite:///study.db"])
 def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_passed_over(
-    storage: str, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
     request.addfinalizer(functools.partial(os.umask, os.umask(0)))
     # GIVEN a search that was told to end after some trials, and another process that stands still in one more
-    theirs = opened(storage)
+    theirs = open_study(storage)
     first = searched(search_on(FAST_STEP, study=theirs, budget_s=6.0)[0])
-    found_space = Space(also=(OWN,))
-    running = found_space.suggest(theirs.ask())
+    running = Space(also=(OWN,)).suggest(theirs.ask())
     assert len(first) >= 2
     assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.journal")] in ([], [0o600])
     # WHEN the same job is tuned with the same storage
-    found, _ = search_on(FAST_STEP, study=opened(storage))
+    found, _ = search_on(FAST_STEP, study=open_study(storage))
     # THEN what was measured is known, none of it is run again in the search, and the trial of the other one is left to it
     known = searched(found)[: len(first)]
+    assert found.twin.belief(theirs).twin is not None
     assert [(each.config, each.samples_per_s) for each in known] == [(e.config, e.samples_per_s) for e in first]
     assert len({*configs(found), running}) == len(configs(found)) + 1 > len(first) + 1
     assert [each.state.name for each in theirs.get_trials()].count("RUNNING") == 1
     # AND another job is refused by name
     with pytest.raises(ValueError, match=r"has trials of another job .*; a study of its own for each job would work"):
-        search_on(replace(FAST_STEP, batch_size=64), study=opened(storage))
+        search_on(replace(FAST_STEP, batch_size=64), study=open_study(storage))
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,10 @@ JOB = """
 @pytest.mark.parametrize(
     ("has_group", "machine", "error"),
     [
-        (True, "SimulatedMachine()", ""),
         (False, "SimulatedMachine()", ""),
         (True, "'no bucket' if rank else SimulatedMachine()", "WorkloadError: no bucket"),
     ],
-    ids=["in the job's group", "before there is one", "a rank fails"],
+    ids=["before the job has a group", "in its group a rank fails"],
 )
 def test_torchrun_gives_both_ranks_one_configuration_and_one_file(
     tmp_path: Path, has_group: bool, machine: str, error: str
