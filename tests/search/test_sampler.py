@@ -1,10 +1,5 @@
 """The sampler in studies as users run them: led near the best, stopped, with records that it cannot read and own knobs."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import optuna
 import pytest
 
@@ -14,35 +9,34 @@ from autotune_loader.values.config import LoaderConfig
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def quiet():
     with quiet_optuna():
         yield
 
 
-def study_with(sampler: Any) -> optuna.Study:
+def study_with(sampler):
     return optuna.create_study(direction="maximize", sampler=sampler)
 
 
-def saturating(trial: optuna.trial.Trial, most: int = 64) -> float:
+def saturating(trial, most=64):
     """A user's own objective: six workers are enough, and deep queues help by a hair."""
     workers = trial.suggest_int("num_workers", 0, most)
     prefetch = trial.suggest_int("prefetch_factor", 1, 8, log=True) if workers else 0
     return 1000.0 * min(max(workers, 0.5), 6) * (1 + 0.0005 * prefetch)
 
 
-def test_a_users_own_objective_is_led_near_its_best_with_few_workers_and_stopped() -> None:
+def test_a_users_own_objective_is_led_near_its_best_with_few_workers_and_stopped():
     sampler = TwinSampler(context=Context(usable_cores=8))
     study = study_with(sampler)
     study.optimize(saturating, n_trials=40, callbacks=[sampler.stop_when_safe])
     assert study.best_value >= 0.98 * 6000
     choice = sampler.belief(study).choice
-    assert choice is not None
     assert 6 <= choice.num_workers <= 12
     # THEN every trial is one of its own: what ran is what the study says
     assert len({tuple(trial.params.items()) for trial in study.trials}) == len(study.trials)
 
 
-def test_another_sampler_can_be_stopped_too() -> None:
+def test_another_sampler_can_be_stopped_too():
     # GIVEN a study of Optuna's own sampler, which the twin only watches
     watching, study = TwinSampler(Space(max_workers=3)), study_with(optuna.samplers.TPESampler(seed=0))
     study.optimize(lambda trial: saturating(trial, 3), n_trials=40, callbacks=[watching.stop_when_safe])
@@ -50,18 +44,18 @@ def test_another_sampler_can_be_stopped_too() -> None:
 
 
 @pytest.mark.parametrize("record", ["{}", "no JSON", 3, None], ids=["another release's", "no JSON", "no text", "none"])
-def test_a_record_that_cannot_be_read_leaves_the_value(record: Any) -> None:
+def test_a_record_that_cannot_be_read_leaves_the_value(record):
     study = study_with(sampler := TwinSampler())
-    known: dict[str, Any] = {"params": {"num_workers": 3, "prefetch_factor": 2}, "value": 500.0}
+    known = {"params": {"num_workers": 3, "prefetch_factor": 2}, "value": 500.0}
     attributes = {} if record is None else {RECORD: record}
     distributions = sampler.space.distributions()
     study.add_trial(optuna.trial.create_trial(distributions=distributions, user_attrs=attributes, **known))
     assert [(t.config.num_workers, t.samples_per_s) for t in sampler.trials(study)] == [(3, 500.0)]
 
 
-def test_a_knob_of_the_users_is_drawn() -> None:
+def test_a_knob_of_the_users_is_drawn():
     # GIVEN an objective that asks for more than a loader has, and for a prefetch also without workers
-    def own(trial: optuna.trial.Trial) -> float:
+    def own(trial):
         prefetch = trial.suggest_int("prefetch_factor", 1, 8, log=True)
         return trial.suggest_int("num_workers", 0, 64) + prefetch + trial.suggest_float("learning_rate", 0.0, 1.0)
 
