@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from report.example import exactly
+from report.example import exactly, ran
 
 from autotune_loader.diagnosis import Evidence, diagnose
 from autotune_loader.diagnosis.ranking import ranking
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement, Trial
+from autotune_loader.values.measurement import Failure
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
@@ -29,18 +29,8 @@ def evidence(**changes):
     return Evidence(**values)
 
 
-def trial(config=FOUR, rate=1000.0, kind=None, **changes):
-    if kind is not None:
-        return Trial(number=0, config=config, failure=Failure(kind=kind, phase="batches", message="no room"))
-    values = {
-        "samples_per_s": exactly(rate), "samples": 1000, "window_s": 1.0, "batch_size": 32.0, "first_batch_s": 0.2,
-        "wait_share": 0.5, "service_s": 0.11, "service_cpu_s": 0.10, "receive_s": 0.001, "step_s": 0.015, **changes,
-    }  # fmt: skip
-    return Trial(number=0, config=config, measurement=Measurement(**values))
-
-
-def failed(kind):
-    return {"trials": (trial(SIX, kind=kind),)}
+def failed(kind, config=SIX):
+    return ran(config, Failure(kind=kind, phase="batches", message="no room"))
 
 
 def stage(name, wall_s, cpu_s):
@@ -61,7 +51,7 @@ SMALL = {
     "samples_per_s": 6e4, "ceiling": None,
 }  # fmt: skip
 RARELY = {"wait_share": 0.12, "fetch_s": 0.004, "fetch_cpu_s": 0.003, "cpu_share": 0.27, "foreign_cpu_share": 0.7}
-NOT_MISSED = {"trials": (trial(SIX, 1010.0), trial(TWELVE, kind="oom_killed"))}
+NOT_MISSED = {"trials": (ran(SIX, 1010.0), failed("oom_killed", TWELVE))}
 ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3, "ceiling": exactly(1090.0)}
 NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5}
 
@@ -71,7 +61,7 @@ CASES = {
     "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms of step", ""),
     "all cores in use": ("cpu", {"cpu_share": 0.97}, "97 % of 4 cores are in use.", ""),
     "a slow stage": ("cpu", {"stages": (READ, DECODE)}, "", "Make decode cheaper (a.py:6, decode): smaller source"),
-    "what failed otherwise": ("cpu", failed("user_exception"), "", ""),
+    "what failed otherwise": ("cpu", {"trials": (failed("user_exception"),)}, "", ""),
     "a step that was passed": ("cpu", {"ceiling": exactly(800.0)}, "at most 2.00x as fast", ""),
     "memory that was not missed": ("cpu", NOT_MISSED, "", ""),
     "the step": ("step", {"wait_share": 0.02, "ceiling": exactly(1020.0)},
@@ -83,9 +73,9 @@ CASES = {
         "read takes 100 % of a worker's waiting (a.py:4, read).", "Read larger pieces"),
     "handing over": ("hand_over", {"receive_s": 0.02}, "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
     "small batches": ("hand_over", SMALL, "90 % of the time", "Hand over less often"),
-    "memory that ran out": ("memory", failed("oom_killed"),
+    "memory that ran out": ("memory", {"trials": (failed("oom_killed"),)},
         "6 workers, prefetch 2 ran out of it (oom killed).", "Make a worker smaller"),
-    "shared memory": ("memory", failed("shared_memory"), "", "--shm-size"),
+    "shared memory": ("memory", {"trials": (failed("shared_memory"),)}, "", "--shm-size"),
     "starting epochs": ("start_up", {"starting_share": 0.2}, "takes 20 %", "persistent_workers=True"),
     "workers that are kept": ("start_up", {"starting_share": 0.2, "config": KEPT}, "", None),
     "in memory": ("in_memory", IN_MEMORY, "takes 1 ms, so no worker is needed", "__getitems__"),
@@ -117,7 +107,7 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_row_counts_the_rounds_that_its_side_ran_in_and_not_its_batches(rounds):
-    sides = trial(LoaderConfig(), 200.0), trial(FOUR, 1000.0)
+    sides = ran(LoaderConfig(), 200.0), ran(FOUR, 1000.0)
     trials = tuple(replace(each, number=number, round=number) for number in range(rounds) for each in sides)
     rates = {"rate": exactly(1000.0), "baseline_rate": exactly(200.0)}
     found = TuningResult(best=FOUR, status="undecided", trials=trials, **rates)
@@ -128,8 +118,8 @@ def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
     # GIVEN a burst whose batches the loop fetched itself, so that none lay ready, and epochs of 100 batches of 32 ms
     ends = dict.fromkeys(("fetch_end", "collate_end", "cpu_s", "received", "step_end"), 0.1)
     batch = BatchTrace(worker=MAIN_PROCESS, fetch_start=0.0, requested=0.0, samples=32, **ends)
-    burst = trial(traces=(batch,) * 50, first_batch_s=0.91, receive_s=0.1).measurement
+    burst = ran(FOUR, 1000.0, traces=(batch,) * 50, first_batch_s=0.88, receive_s=0.1).measurement
     found = Evidence.of(burst, config=FOUR, cores=4, wait_share=0.3, epoch_batches=100)
-    assert (found.samples_per_s, found.fetch_s, found.wait_share, found.receive_s) == (1000.0, 0.11, 0.3, 0.0)
+    assert (found.samples_per_s, found.fetch_s, found.wait_share, found.receive_s) == (1000.0, 0.08, 0.3, 0.0)
     assert found.starting_share == pytest.approx(0.8 / (0.8 + 3.2))
     assert Evidence.of(burst, config=KEPT, cores=4, epoch_batches=100).starting_share == 0.0
