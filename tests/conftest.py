@@ -1,15 +1,8 @@
-"""Four kinds of tests, and what every one of them may rely on.
+"""The kinds of tests (see CONTRIBUTING.md), and what every one of them may rely on.
 
-    unit        no mark            no process, no sleep: seconds in all         make quick
-    process     mark.process       real probes, workers and clocks              make test
-    system      mark.system        docs, notebooks, ranks, frameworks           make test
-    acceptance  mark.acceptance    many simulated searches, and fidelity        make acceptance
-
-A test with real workers and clocks that fails is run once more, and named at the end as rerun: among five hundred of them a
-busy machine trips one now and then. A unit test never is.
-
-A file's kind stands at its top (`pytestmark = pytest.mark.process`), or at the few tests that differ from its others.
-Tests marked `gpu` are a kind of their own, for a machine with CUDA. Folders are the rooms of the package.
+A file's kind stands at its top (`pytestmark = pytest.mark.process`), or at the few tests that differ from its others. A test
+with real workers and clocks that fails is run once more, and named at the end as rerun: among five hundred of them a busy
+machine trips one now and then. A unit test never is.
 """
 
 from __future__ import annotations
@@ -34,8 +27,8 @@ from preloaded import FRAMEWORKS, PreloadedPython
 KINDS = ("process", "system", "acceptance", "gpu")
 LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
-ASK_HOW_PROBES_BEGIN = ("test_cuda", "test_max_cores", "test_left_behind", "test_security")
-IMPORT_FRAMEWORKS = ("/integrations/", "test_lightning_step.py", "test_two_ranks.py", "frameworks.md]")
+ASK_HOW_PROBES_BEGIN = ("test_cuda", "test_left_behind", "test_security")
+IMPORT_FRAMEWORKS = ("/integrations/", "bursts/test_lightning.py", "test_accelerate_tunes", "frameworks.md]")
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -83,10 +76,9 @@ def warm_probe(request: pytest.FixtureRequest) -> Iterator[None]:
     def popen(*arguments: Any, **options: Any) -> Any:
         return request.getfixturevalue("preloaded").Popen(*arguments, **options)
 
+    runner = sys.modules.get("autotune_loader.bursts.parent")
     with pytest.MonkeyPatch.context() as patch:
-        if (
-            runner := sys.modules.get("autotune_loader.bursts.parent")
-        ) and request.path.stem not in ASK_HOW_PROBES_BEGIN:
+        if runner is not None and request.path.stem not in ASK_HOW_PROBES_BEGIN:
             patch.setattr(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
         yield
 
@@ -153,20 +145,14 @@ def unit_guard() -> UnitGuard:
     return guard
 
 
-def _watched(item: pytest.Item) -> Any:
-    return guard.watching() if item.get_closest_marker("unit") else contextlib.nullcontext()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    with _watched(item):
-        return (yield)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    with _watched(item):
+    with guard.watching() if item.get_closest_marker("unit") else contextlib.nullcontext():
         return (yield)
+
+
+pytest_runtest_setup = pytest_runtest_call
+"""Fixtures are watched, too."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -195,19 +181,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(
         key=lambda item: (_group_of(item) != "frameworks", min(ranks.get(each.name, 9) for each in item.iter_markers()))
     )
-    _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
+    if marked := [item for item in items if item.get_closest_marker("gpu")]:
+        import torch  # only when a test asks: the rest of the suite may not need it
+
+        for item in marked:
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
 
 
 def _group_of(item: pytest.Item) -> str:
     """What runs in one worker: a file; and all that imports the frameworks, which takes ten seconds each time."""
     return "frameworks" if any(name in item.nodeid for name in IMPORT_FRAMEWORKS) else item.path.name
-
-
-def _skip_without_cuda(marked: list[pytest.Item]) -> None:
-    if not marked:
-        return
-    import torch  # only when a test asks: the rest of the suite may not need it
-
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs CUDA"))

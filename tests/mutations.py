@@ -94,30 +94,18 @@ def outcome_of(folder: Path, tests: str) -> str:
     if done.returncode in (4, 5):  # pytest's: there is no such file, or no such test in it
         return f"there is no tests/{tests}: mend the table"
     failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return (
-        "pass" if done.returncode == 0 else next(iter(failed), f"exit status {done.returncode}: {done.stdout[-300:]}")
-    )
-
-
-def line_of(folder: Path, mutation: Mutation) -> Path | None:
-    """The one file with the line; None, and it is said, where there is none or more than one."""
-    found = [
-        path
-        for path in (folder / "autotune_loader" / mutation.room).rglob("*.py")
-        if mutation.right in path.read_text()
-    ]
-    if len(found) == 1 and found[0].read_text().count(mutation.right) == 1:
-        return found[0]
-    print(
-        f"{mutation.name}: {mutation.right!r} stands {len(found)} times in {mutation.room}/: mend the table", flush=True
-    )
-    return None
+    unclear = f"exit status {done.returncode}: {done.stdout[-300:]}"
+    return "pass" if done.returncode == 0 else next(iter(failed), unclear)
 
 
 def is_caught(folder: Path, mutation: Mutation) -> bool:
-    path = line_of(folder, mutation)
-    if path is None:
+    paths = (folder / "autotune_loader" / mutation.room).rglob("*.py")
+    times = {path: count for path in paths if (count := path.read_text().count(mutation.right))}
+    if list(times.values()) != [1]:
+        where = f"stands {sum(times.values())} times in {mutation.room}/"
+        print(f"{mutation.name}: {mutation.right!r} {where}: mend the table", flush=True)
         return False
+    (path,) = times
     text = path.read_text()
     path.write_text(text.replace(mutation.right, mutation.wrong))
     outcome = outcome_of(folder, mutation.tests)

@@ -1,41 +1,44 @@
-"""What the layers of import-linter do not say: a door knows little of the house, and a name stands for one thing."""
+"""What the layers of import-linter do not say: what a door knows of the house, what has a name, what an import costs."""
 
 from __future__ import annotations
 
 import ast
+import importlib.metadata
+import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+
+import pytest
+
+import autotune_loader
 
 PACKAGE = Path(__file__).parents[1] / "autotune_loader"
 DOORS = ("cli", "integrations", "watch")
 MOST_MODULES, MOST_NAMES = 12, 25
-
-
-def inner_names() -> set[tuple[str, str]]:
-    """(module, name) of everything that the doors import from rooms below, also inside of functions.
-
-    The public names of the package are what everybody may use.
-    """
-    found = set()
-    for path in (path for door in DOORS for path in (PACKAGE / door).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autotune_loader."):
-                room = str(node.module).split(".")[1]
-                if room not in DOORS:
-                    found |= {(str(node.module), each.name) for each in node.names}
-    return found
+# What costs start-up time and is needed only by those who tune.
+LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
+PUBLIC = {
+    *("AutoLoader", "Comparison", "DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "TwinSampler"),
+    *("__version__", "compare", "enable", "load_config", "tune", "ConfigFileError", "MachineMismatchError"),
+    *("MissingExtraError", "PlatformError", "WorkloadError"),
+}
+# Names that still stand for two things; none may be added.
+TWICE = {"arguments.py", "comparison.py", "Comparison", "Run"}
 
 
 def test_the_doors_name_few_modules_and_few_names_of_inner_rooms() -> None:
-    names = inner_names()
-    modules = {module for module, _ in names}
-    assert len(modules) <= MOST_MODULES, sorted(modules)
-    assert len({name for _, name in names}) <= MOST_NAMES, sorted(names)
-
-
-# Names that still stand for two things; none may be added.
-TWICE = {"arguments.py", "comparison.py", "Comparison", "Run"}
+    """Also inside of functions; the public names of the package are what everybody may use."""
+    found = set[tuple[str, str]]()
+    for path in (path for door in DOORS for path in (PACKAGE / door).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            package, _, inner = str(getattr(node, "module", "")).partition(".")
+            if isinstance(node, ast.ImportFrom) and package == "autotune_loader" and inner.split(".")[0] not in DOORS:
+                found |= {(inner, each.name) for each in node.names if inner}
+    assert len({module for module, _ in found}) <= MOST_MODULES, sorted(found)
+    assert len({name for _, name in found}) <= MOST_NAMES, sorted(found)
 
 
 def test_a_file_name_and_a_class_name_stand_for_one_thing() -> None:
@@ -52,3 +55,21 @@ def test_the_files_that_contributing_names_exist() -> None:
     named = set(re.findall(r"`((?:\w+/)+\w+\.\w+)`", text))
     assert len(named) > 20
     assert [each for each in named if not (PACKAGE / each).exists() and not (PACKAGE.parent / each).exists()] == []
+
+
+def test_all_names_exactly_the_public_surface_and_every_name_can_be_imported() -> None:
+    assert set(autotune_loader.__all__) == PUBLIC
+    assert [name for name in PUBLIC if getattr(autotune_loader, name, None) is None] == []
+    assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names in `sys.modules` of a fresh interpreter that ran `statement`."""
+    script = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    return set(json.loads(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout))
+
+
+@pytest.mark.process
+def test_importing_the_package_leaves_heavy_dependencies_alone() -> None:
+    by_torch = modules_after("import torch")  # which may change with its version
+    assert (modules_after("import autotune_loader") - by_torch).isdisjoint(LAZY)

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,15 @@ def in_another_order(dataset: Any) -> dict[str, Any]:
 def jobs(samples: int, folder: Path | None) -> dict[str, Job]:
     """By name."""
 
-    def first_read_waits() -> Any:
-        return FirstReadWaits(samples)
-
     found = {
-        "shuffled": Job(make=first_read_waits, loader=lambda _: {"batch_size": BATCH, "shuffle": True}),
-        "in order": Job(make=first_read_waits),
+        "shuffled": Job(make=partial(FirstReadWaits, samples), loader=lambda _: {"batch_size": BATCH, "shuffle": True}),
+        "in order": Job(make=partial(FirstReadWaits, samples)),
         "a subset": Job(
-            make=first_read_waits,
+            make=partial(FirstReadWaits, samples),
             loader=lambda dataset: {"batch_size": BATCH, "sampler": SubsetRandomSampler(range(0, len(dataset), 2))},
         ),
         "by length": Job(
-            make=lambda: FirstReadWaits(samples, slope=0.5),
+            make=partial(FirstReadWaits, samples, slope=0.5),
             loader=lambda dataset: {"batch_sampler": by_length(dataset)},
             spread=in_another_order,
         ),
@@ -114,22 +112,14 @@ def study(name: str, job: Job, seconds: float, rounds: int) -> str:
     finally:
         dataset.remove()
     wrong, loss = told / epoch - 1, max(0.0, 1 - chosen / max(*medians, chosen))
-    cells = [
-        name,
-        str(result.best),
-        f"{told:.0f}/s",
-        f"{epoch:.0f}/s",
-        f"{wrong:+.1%}",
-        f"{max(medians):.0f}/s",
-        f"{loss:.1%}",
-    ]
-    cells[4] += "" if abs(wrong) <= TOLD_GOAL else " !"
-    cells[6] += "" if loss <= LOSS_GOAL else " !"
-    return f"| {' | '.join(cells)} |"
+    beyond = [" !" if missed else "" for missed in (abs(wrong) > TOLD_GOAL, loss > LOSS_GOAL)]
+    rates_told = (
+        f"{told:.0f}/s | {epoch:.0f}/s | {wrong:+.1%}{beyond[0]} | {max(medians):.0f}/s | {loss:.1%}{beyond[1]}"
+    )
+    return f"| {name} | {result.best} | {rates_told} |"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the jobs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="one job by its name")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each cold run")

@@ -21,14 +21,15 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
+from typing import Any
 
 from autotune_loader.diagnosis.units import is_claimed
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Measurement
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support import SimulatedMachine, simulated_trials
 
 TOLERANCE = 0.02
 BURST_S, BUDGET_S = 0.7, 30.0
@@ -72,11 +73,7 @@ KINDS = tuple(
 )
 
 
-@cache
-def _shape() -> Measurement:
-    burst = SimulatedProbe(SimulatedMachine(), FakeClock()).burst(LoaderConfig(), BurstPlan(max_s=0.3, min_s=0.1))
-    assert isinstance(burst, Measurement)
-    return replace(burst, traces=())
+SHAPE: Any = simulated_trials(SimulatedMachine(), LoaderConfig())[0].measurement
 
 
 class _Bursts:
@@ -95,7 +92,8 @@ class _Bursts:
             squares = self.rng.gammavariate(HEAVY_FREEDOM / 2, 2.0)
             noise /= math.sqrt(squares / HEAVY_FREEDOM) * math.sqrt(HEAVY_FREEDOM / (HEAVY_FREEDOM - 2))
         rate = self.truth[config] * math.exp(drift + self.kind.noise_sd * noise)
-        return replace(_shape(), samples_per_s=Interval(value=rate, low=0.97 * rate, high=1.03 * rate, count=20))
+        interval = Interval(value=rate, low=0.97 * rate, high=1.03 * rate, count=20)
+        return replace(SHAPE, samples_per_s=interval, traces=())
 
 
 Run = Mapping[str, float]

@@ -14,10 +14,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -84,24 +82,12 @@ def compare(device: str, size: Size, seconds: float) -> None:
     from autotune_loader import compare as compare_sides
 
     job = JOBS["transformer"](size)
-    loader = job.loader()
-    sides = {"plain": (loader, job.train_step), "compiled": (loader, Compiled(job.train_step))}
-    found = compare_sides(sides, job.model.to(device), device=device)
+    loader, model = job.loader(), job.model.to(device)
+    models = {"plain": model, "compiled": torch.compile(model)}
+    sides = {name: (loader, each, job.train_step) for name, each in models.items()}
+    found = compare_sides(sides, device=device)
     print(found, flush=True)
     record("transformer", "compare", says=str(found))
-
-
-class Compiled:
-    """The same step of the model, compiled at its first call."""
-
-    def __init__(self, step: Callable[[Any, Any], torch.Tensor]) -> None:
-        self.step = step
-        self.model: Any = None
-
-    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-        if self.model is None:  # a compiled model may have no truth value
-            self.model = torch.compile(model)
-        return self.step(self.model, batch)
 
 
 USES = {each.__name__: each for each in (live, watch, compare)}

@@ -45,11 +45,8 @@ def loader_of(data: Any, model: Any = None, kind: Callable[..., Any] = DataLoade
 
 def dataset(data: Any, model: Any = None, **options: Any) -> Job:
     """Of a dataset that is passed with a batch size."""
-
-    def epoch(result: Any) -> Any:
-        return result.make_loader(data)
-
-    return Job(given=data, model=model or net(), options={"batch_size": BATCH, **options}, epoch=epoch)
+    own = {"batch_size": BATCH, **options}
+    return Job(given=data, model=model or net(), options=own, epoch=lambda result: result.make_loader(data))
 
 
 def applied(own: Any, model: Any, **options: Any) -> Job:

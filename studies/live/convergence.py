@@ -73,11 +73,9 @@ def row(name: str, live: dict[str, Any], tune_s: float, arms: dict[str, str], ro
     best = leader_of(rounds)
     rate = {arm: statistics.median(r.rates[arm] for r in rounds if arm in r.rates) for arm in {*arms.values(), best}}
     paired = paired_ratio(rounds, arms["live"], best) if log_ratios(rounds, arms["live"], best) else None
-    share = (
-        "is it"
-        if arms["live"] == best or paired is None
-        else f"{paired.value:.1%} ({paired.low:.0%} to {paired.high:.0%})"
-    )
+    share = "is it"
+    if paired is not None and arms["live"] != best:
+        share = f"{paired.value:.1%} ({paired.low:.0%} to {paired.high:.0%})"
     settled = reached_s(live["per_s"], rate[arms["live"]])
     after = (
         live["samples"] + (HORIZON_S - live["seconds"]) * rate[arms["live"]],

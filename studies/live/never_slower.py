@@ -99,14 +99,9 @@ def seconds(name: str, workers: int, how: str) -> tuple[float, float]:
     command = [sys.executable, "-W", "ignore", *package, str(Path(__file__)), "--job", name, str(workers), how]
     begun = time.perf_counter()
     done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        check=True,
-        timeout=600,
-    )
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, check=True, timeout=600,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     whole_s, loop_s = time.perf_counter() - begun, float(done.stdout.split()[-1])
     return loop_s, whole_s - loop_s
 

@@ -17,18 +17,15 @@ MINUTE_S, SETTLED_S = 60.0, 60.0
 WORKERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
-def of(workers: int) -> LoaderConfig:
-    return LoaderConfig(num_workers=workers) if workers else LoaderConfig()
-
-
 def shares(seed: int, asked: int) -> tuple[float, float, float]:
     """Rates of a machine, relative to the best fixed number of workers: of the first minute, once settled, and as asked."""
     training = Training.drawn(seed)
-    tuner = training.tuner(of(asked))
-    best = max(training.rate(of(workers)) for workers in WORKERS)
+    own = LoaderConfig(num_workers=asked)
+    tuner = training.tuner(own)
+    best = max(training.rate(LoaderConfig(num_workers=workers)) for workers in WORKERS)
     first = training.run(tuner, MINUTE_S)
     training.run(tuner, SETTLED_S)
-    return first / best, training.run(tuner, SETTLED_S) / best, training.rate(of(asked)) / best
+    return first / best, training.run(tuner, SETTLED_S) / best, training.rate(own) / best
 
 
 def main() -> int:

@@ -37,9 +37,8 @@ class Outcome:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Regret and seconds by strategy, in Markdown."""
-    measures = (
-        {"regret": "regret", "by point": "by_point"} if any(each.ratio for each in outcomes) else {"regret": "regret"}
-    )
+    by_point = {"by point": "by_point"} if any(each.ratio for each in outcomes) else {}
+    measures = {"regret": "regret", **by_point}
     quantiles = [f"{name} p50 | p90 | p95" for name in measures]
     lines = [f"| strategy | runs | within 2 % | {' | '.join(quantiles)} | seconds p50 | p90 | mean workers |"]
     lines.append("|---" * (6 + 3 * len(measures)) + "|")

@@ -1,13 +1,9 @@
 """What a script has set in its process: bursts run with it, the result lists it, and nothing of it is changed here."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading
-import types
-from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,32 +13,32 @@ from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
 
-CHANGES: dict[str, Any] = {
-    "float32_matmul_precision": "high",
-    "deterministic_debug_mode": 1,
-    "default_dtype": torch.float64,
-    "default_device": torch.device("meta"),
-    "sharing_strategy": "file_system",
-    "cudnn.benchmark": True,
-    "cudnn.allow_tf32": False,
-    "grad_mode": False,
-    "cv2.threads": 0,
-}
-
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Any:
+def as_it_was():
     before = read_torch()
     yield
     set_torch(before)
     assert read_torch() == before
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_each_setting_of_torch_is_read_set_and_listed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN OpenCV, which has eight threads
-    threads, value = [8], CHANGES[name]
-    cv2 = types.SimpleNamespace(getNumThreads=lambda: threads[0], setNumThreads=lambda n: threads.__setitem__(0, n))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("float32_matmul_precision", "high"),
+        ("deterministic_debug_mode", 1),
+        ("default_dtype", torch.float64),
+        ("default_device", torch.device("meta")),
+        ("sharing_strategy", "file_system"),
+        ("cudnn.benchmark", True),
+        ("cudnn.allow_tf32", False),
+        ("grad_mode", False),
+        ("cv2.threads", 0),
+    ],
+)
+def test_each_setting_of_torch_and_opencv_is_read_set_and_listed(name, value, monkeypatch):
+    threads = [8]
+    cv2 = SimpleNamespace(getNumThreads=lambda: threads[0], setNumThreads=lambda count: threads.__setitem__(0, count))
     monkeypatch.setitem(sys.modules, "cv2", cv2)
     before = read_torch()
     assert set_torch(before) == []
@@ -67,46 +63,39 @@ class Telling(Rows):
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def module(tmp_path, monkeypatch):
     """A module of the user's that is on the path of this process only, and its dataset."""
     (tmp_path / "settings_of_a_job.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    import settings_of_a_job  # type: ignore[import-not-found]
+    import settings_of_a_job
 
     yield settings_of_a_job
     del sys.modules["settings_of_a_job"]
 
 
 @pytest.mark.process
-def test_a_fresh_process_has_arguments_path_and_values_of_modules(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result_lists_them(module, monkeypatch):
     # GIVEN values that the script has set after importing the module
-    monkeypatch.setattr(sys, "argv", ["train.py", "--patch", "32"])
-    set_torch({"float32_matmul_precision": "high"})
-    module.ROOT, module.limit, module._private = "/data", 3, 7
-    module.names.append("b")
-    module.table["y"] = 2
-    # WHEN the dataset is read in the process of the bursts THEN it sees them
-    with pytest.raises(WorkloadError) as caught, opened(workload(module.Telling())):
-        pass
-    seen = f"seen: /data 3 ['a', 'b'] [('x', 1), ('y', 2)] 7 ['--patch', '32'] {torch.get_num_threads()} high"
-    assert seen in str(caught.value)
-
-
-@pytest.mark.process
-def test_what_the_user_has_set_is_noted_and_nothing_else(module: Any) -> None:
     module.ROOT = "/data"
     with opened(workload(module.Rows())) as probe:
         assert [note for note in probe.notes if "has set" in note] == [
             "The bursts run with what this process has set in modules: settings_of_a_job.ROOT='/data'."
         ]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--patch", "32"])
+    set_torch({"float32_matmul_precision": "high"})
+    module.limit, module._private = 3, 7
+    module.names.append("b")
+    module.table["y"] = 2
+    # WHEN the dataset is read in the process of the bursts THEN it sees them
+    seen = f"seen: /data 3 ['a', 'b'] [('x', 1), ('y', 2)] 7 ['--patch', '32'] {torch.get_num_threads()} high"
+    with pytest.raises(WorkloadError, match=re.escape(seen)), opened(workload(module.Telling())):
+        pass
 
 
-def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = types.ModuleType("a_library")
+def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(module, monkeypatch):
+    library = ModuleType("a_library")
     names = {"LOAD_TRUNCATED_IMAGES": True, "cache": {}, "_LIMIT": 1, "LOCK": threading.Lock()}
-    library.__dict__.update(__file__="/usr/lib/site-packages/a_library.py", **names)
+    vars(library).update(__file__="/usr/lib/site-packages/a_library.py", **names)
     monkeypatch.setitem(sys.modules, "a_library", library)
     module.huge, module.nan, module.made = list(range(200_000)), float("nan"), [object()]
     found = read_modules()
@@ -117,12 +106,10 @@ def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_what_a_fresh_process_lacks_is_run_in_a_fork(module: Any) -> None:
+def test_what_a_fresh_process_lacks_is_run_in_a_fork(module):
     # GIVEN a run of a tracker, which the script has begun and no other process has
-    module.run = types.SimpleNamespace(rows=[])
-    source = "def step(model, batch):\n    import settings_of_a_job\n    settings_of_a_job.run.rows.append(1)"
-    names: dict[str, Any] = {}
-    exec(source, names)
+    module.run, names = SimpleNamespace(rows=[]), {}
+    exec("def step(model, batch):\n    import settings_of_a_job\n    settings_of_a_job.run.rows.append(1)", names)
     with opened(workload(module.Rows(), training=TrainingSide(train_step=names["step"]))) as probe:
         for config in (ALONE, ONE_WORKER):
             measured(probe.probe, config)

@@ -1,11 +1,7 @@
 """What every probe promises, whatever it is made of: a simulated machine, a fresh process, or a fork of this one."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -20,16 +16,16 @@ from tests.support.bursts import QUICK, measured, opened, workload
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 
-class Sleepy(Dataset[tuple[torch.Tensor, int]]):
+class Sleepy(Dataset):
     """Sample i is i, after a nap; with a lock it cannot be pickled."""
 
-    def __init__(self, lock: Any = None) -> None:
+    def __init__(self, lock):
         self.lock = lock
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 64
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index):
         time.sleep(0.0005)
         return torch.full((4,), float(index)), index % 2
 
@@ -38,8 +34,7 @@ PROBES = ["simulated", *(pytest.param(kind, marks=pytest.mark.process) for kind 
 
 
 @pytest.fixture(scope="module", params=PROBES)
-def probe(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """One of each kind."""
+def probe(request):
     if request.param == "simulated":
         yield SimulatedProbe(SimulatedMachine(), FakeClock())
         return
@@ -50,7 +45,7 @@ def probe(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bursts_and_ceilings_are_measurements_whose_fields_agree(probe: Any, workers: int) -> None:
+def test_bursts_and_ceilings_are_measurements_whose_fields_agree(probe, workers):
     for _ in range(2):  # memory is read at the first burst of a configuration, and told of each
         found = measured(probe, LoaderConfig(num_workers=workers))
         assert found.memory is not None

@@ -1,7 +1,5 @@
 """A burst and its step on a device that works behind the host, by the device's own time; the device is a fake on a clock."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -22,17 +20,28 @@ PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 
 
 class FakeTimeline:
-    """A `Timeline` whose marks are the moments at which the device will have done, in order, what it was given so far."""
+    """A `Timeline` whose marks are the moments at which the device will have done, in order, what it was given so far.
 
-    def __init__(self, clock=time.monotonic, sleep=time.sleep, copy_s=0.0):
-        self.now, self.sleep, self.copy_s = clock, sleep, copy_s
-        self.busy_until = self.most_ahead_s = 0.0
-        self.events, self.lane = [], FakeLane(self)
+    Its lane, beside the device's work, takes `copy_s` for a batch.
+    """
+
+    def __init__(self, now=time.monotonic, sleep=time.sleep, copy_s=0.0):
+        self.now, self.sleep, self.copy_s, self.lane = now, sleep, copy_s, self
+        self.busy_until = self.lane_until = self.most_ahead_s = 0.0
+        self.events = []
 
     def launch(self, seconds):
         """Give the device so much work."""
         self.busy_until = max(self.busy_until, self.now()) + seconds
         self.most_ahead_s = max(self.most_ahead_s, self.busy_until - self.now())
+
+    def send(self, batch):
+        self.lane_until = max(self.lane_until, self.now()) + self.copy_s
+        return batch, self.lane_until
+
+    def receive(self, sent):
+        self.busy_until = max(self.busy_until, sent[1])
+        return sent[0]
 
     def open(self):
         self.events.append("open")
@@ -54,65 +63,40 @@ class FakeTimeline:
         return 0
 
 
-class FakeLane:
-    """A lane of its own beside the device's work."""
+class Batches:
+    """Batches of four with their records: of a worker, which makes them whatever the loop does, or of the loop's process."""
 
-    def __init__(self, timeline):
-        self.timeline, self.busy_until = timeline, 0.0
+    num_workers = 0  # that the loop would have to end
 
-    def send(self, batch):
-        self.busy_until = max(self.busy_until, self.timeline.now()) + self.timeline.copy_s
-        return batch, self.busy_until
+    def __init__(self, clock, fetch_s, workers):
+        self.clock, self.fetch_s, self.workers = clock, fetch_s, workers
 
-    def receive(self, sent):
-        batch, there = sent
-        self.timeline.busy_until = max(self.timeline.busy_until, there)
-        return batch
+    def __iter__(self):
+        whole = self.clock()
+        while True:
+            begun = whole if self.workers else self.clock()
+            whole = begun + self.fetch_s
+            self.clock.advance(max(0.0, whole - self.clock()))
+            worker = 0 if self.workers else MAIN_PROCESS
+            yield "batch", (worker, begun, whole, whole, self.fetch_s, 4, None)
 
 
-def step_on(timeline, step_s, copy_s=0.0, host_s=0.001, moves=True):
-    """The host spends `host_s` on handing a step over, the device `step_s` on doing it."""
+def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1):
+    """A run in which the host spends `host_s` on handing a step over, and the device `step_s` on doing it."""
+    clock = FakeClock()
+    timeline = FakeTimeline(clock, clock.sleep, copy_s)
 
     def move(batch):
-        timeline.launch(copy_s)
+        timeline.launch(0.0 if ahead else copy_s)
         return batch
 
     def train(batch):
         timeline.launch(step_s)
-        timeline.sleep(host_s)
+        clock.sleep(host_s)
 
-    return SimpleNamespace(move=move, train=train, moves=moves)
-
-
-def batches_of(clock, fetch_s, workers=1):
-    """Batches of four with their records: of a worker, which makes them whatever the loop does, or of the loop's process."""
-    whole = clock()
-    while True:
-        begun = whole if workers else clock()
-        whole = begun + fetch_s
-        clock.advance(max(0.0, whole - clock()))
-        yield "batch", (0 if workers else MAIN_PROCESS, begun, whole, whole, fetch_s, 4, None)
-
-
-class IterableLoader:
-    """A loader of batches that are made when they are asked for."""
-
-    num_workers = 0
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return self.batches
-
-
-def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1):
-    clock = FakeClock()
-    timeline = FakeTimeline(clock, clock.sleep, copy_s)
-    step = step_on(timeline, step_s, 0.0 if ahead else copy_s, host_s)
-    config = LoaderConfig(num_workers=workers, device_prefetch=ahead)
-    run, open_loader = LoopRun(Request(what="burst", plan=PLAN, config=config), step, timeline), OpenLoader()
-    run.begin(open_loader, IterableLoader(batches_of(clock, fetch_s, workers)))
+    request = Request(what="burst", plan=PLAN, config=LoaderConfig(num_workers=workers, device_prefetch=ahead))
+    run, open_loader = LoopRun(request, SimpleNamespace(move=move, train=train, moves=True), timeline), OpenLoader()
+    run.begin(open_loader, Batches(clock, fetch_s, workers))
     run.deliver(open_loader.iterator)
     while not run.knows_enough():
         run.deliver(open_loader.iterator)
@@ -136,6 +120,9 @@ ALONE_SLOWLY = {"fetch_s": 0.010, "step_s": 0.004, "host_s": 1e-4, "workers": 0}
         ({"fetch_s": 0.002, "step_s": 0.005, "copy_s": 0.020, "ahead": 2}, 0.020, 0.75),
         # a step may be longer than the window, and the host far quicker
         ({"fetch_s": 0.001, "step_s": 10.0}, 10.0, 0.0),
+        # a step of one launch, as of a captured graph, is run ahead of by time and not by steps
+        ({"fetch_s": 1e-4, "step_s": 0.3, "host_s": 1e-4}, 0.3, 0.0),
+        ({"fetch_s": 1e-4, "step_s": 0.001, "host_s": 1e-4}, 0.001, 0.0),
         # what the loop's own process fetches while the device steps costs nothing: the slower of the two sets the rate
         ({"fetch_s": 0.002, "step_s": 0.010, "host_s": 1e-4, "workers": 0}, 0.010, 0.0),
         (ALONE_SLOWLY, 0.0101, 0.6),
@@ -150,20 +137,12 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
     assert found.wait_share == pytest.approx(wait_share, abs=0.03)
     # copies are no work, nor is waiting
     assert found.gpu_busy_share == pytest.approx(step_s / period_s, abs=0.03)
-    # the device is waited for at the edges of the window only, and never has more before it than keeps it busy
+    # the device is waited for at the edges of the window only, at its end for three steps, or 60 ms
     assert timeline.events == ["open", "synchronize"]
+    assert "copy_s" in times or timeline.most_ahead_s <= max(3.1 * step_s, 0.06)
     for trace in found.traces:
         assert trace.fetch_start <= trace.collate_end <= trace.received <= trace.step_end
         assert times.get("workers", 1) or trace.requested <= trace.fetch_start
-
-
-@pytest.mark.parametrize(("step_s", "most_ahead_s"), [(0.3, 0.95), (0.001, 0.06)])
-def test_the_host_runs_ahead_by_time_and_not_by_steps(step_s, most_ahead_s):
-    # GIVEN a step of one launch, as of a captured graph
-    found, timeline = run_of(fetch_s=1e-4, step_s=step_s, host_s=1e-4)
-    # THEN no burst waits at its end for more than three steps, or 60 ms
-    assert timeline.most_ahead_s <= most_ahead_s
-    assert found.step_s == pytest.approx(step_s, rel=0.01)
 
 
 @pytest.mark.parametrize(("moves", "lies"), [(True, "meta"), (False, "meta"), (False, "cpu")])

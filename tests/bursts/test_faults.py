@@ -3,10 +3,10 @@
 One probe process goes through all of it; what kills it starts a new one.
 """
 
-from __future__ import annotations
-
 import contextlib
+import ctypes
 import os
+import resource
 import signal
 import tempfile
 import time
@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
-from trouble import Trouble
+from torch.utils.data import Dataset, SequentialSampler, get_worker_info
 
 from autotune_loader.bursts.failures import deaths_of, failure_of, needs_new_process
 from autotune_loader.bursts.packing import Payload
@@ -28,19 +27,8 @@ from autotune_loader.values.measurement import BurstPlan
 from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, failed, measured, workload
 
 PLAN = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)
-SHORT_DEADLINE = replace(PLAN, deadline_s=2.0)
 FORKED = replace(TWO_WORKERS, multiprocessing_context="fork")  # the others start slowly
 SHM = "raise /dev/shm"
-
-
-def members_of(group):
-    """Processes of a group, whose leader may have ended."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            if group in (os.getpgid(process.pid), os.getsid(process.pid)):
-                found.append(process.pid)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -70,62 +58,122 @@ def test_an_error_is_taken_for_what_it_is_and_says_what_helps(error, kind, says)
     assert needs_new_process(failure) is ("CUDA error" in str(error) or kind == "device_memory")
 
 
-def probe_of(dataset, **limits):
+HOARD = []
+
+
+def allocate_too_much():
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
+    torch.empty(64 << 30, dtype=torch.uint8)
+
+
+TROUBLES = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: os._exit(3),
+    "segfault": lambda: ctypes.string_at(0),
+    "hang": lambda: time.sleep(3600),
+    "allocate": allocate_too_much,
+    "hoard": lambda: HOARD.append(bytearray(os.urandom(1 << 16) * 256)),  # 16 MiB that nobody shares
+    "cuda": RuntimeError("Cannot re-initialize CUDA in forked subprocess"),
+    "oom": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "files": OSError(24, "Too many open files"),
+}
+
+
+class Trouble(Dataset):
+    """In trouble after `fine` samples, in a worker or in the main process: the file says, say, "worker:kill"."""
+
+    def __init__(self, path, nap_s, fine):
+        self.path, self.nap_s, self.fine = path, nap_s, fine
+        self.read, self.said = 0, ""
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        time.sleep(self.nap_s)
+        said = self.path.read_text()
+        self.said, self.read = said, 0 if said != self.said else self.read + 1
+        where, _, what = said.partition(":")
+        if what and self.read >= self.fine and (where == "worker") == (get_worker_info() is not None):
+            if isinstance(TROUBLES[what], Exception):
+                raise TROUBLES[what]
+            TROUBLES[what]()
+        return torch.zeros(4)
+
+
+def probe_of(path, nap_s=0.001, fine=20, **limits):
+    dataset = Trouble(path, nap_s, fine)
     payload = Payload(workload(dataset, sampler=SequentialSampler(dataset)), Settings.read(), 1 << 30)
-    return ProcessProbe(payload, **limits)
+    return contextlib.closing(ProcessProbe(payload, **limits))
 
 
 @pytest.fixture(scope="module")
-def trouble_file(tmp_path_factory):
+def trouble(tmp_path_factory):
+    """The file that says what trouble there is to be."""
     path = tmp_path_factory.mktemp("trouble") / "trouble"
     path.write_text("")
     return path
 
 
 @pytest.fixture(scope="module")
-def shared(trouble_file, tmp_path_factory, preloaded):  # the last has files of its own
+def shared(trouble, tmp_path_factory, preloaded):  # the last has files of its own
     folder = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
         patch.setenv("TMPDIR", str(folder))
-        probe = probe_of(Trouble(trouble_file))
-        probe.start()
-        yield probe
-        probe.close()
+        with probe_of(trouble) as probe:
+            probe.start()
+            yield probe
     assert list(folder.iterdir()) == [], "whatever is killed leaves no file"
 
 
 @pytest.fixture
-def probe(shared, trouble_file):
+def probe(shared, trouble):
     yield shared
-    trouble_file.write_text("")
+    trouble.write_text("")
     measured(shared, TWO_WORKERS, PLAN)  # the study must go on after any failure
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("trouble", "kind", "says"),
+    ("what", "kind", "says"),
     [
-        ("kill", "oom_killed", "OOM killer"),
-        ("exit", "crashed", "exited unexpectedly"),
-        ("allocate", "out_of_memory", "allocate memory"),
-        ("segfault", "crashed", "a worker died"),
-        ("oom", "device_memory", "smaller batch"),
-        ("files", "descriptors", "ulimit -n"),
-        ("cuda", "user_exception", "0 workers"),
+        ("worker:kill", "oom_killed", "OOM killer"),
+        ("worker:exit", "crashed", "exited unexpectedly"),
+        ("worker:allocate", "out_of_memory", "allocate memory"),
+        ("worker:segfault", "crashed", "a worker died"),
+        ("worker:oom", "device_memory", "smaller batch"),
+        ("worker:files", "descriptors", "ulimit -n"),
+        ("worker:cuda", "user_exception", "0 workers"),
+        ("main:segfault", "crashed", "SIGSEGV"),
+        ("main:kill", "oom_killed", "OOM killer"),
     ],
 )
-def test_trouble_in_a_worker_is_classified(probe, trouble_file, trouble, kind, says):
-    trouble_file.write_text(f"worker:{trouble}")
-    assert says in failed(probe, kind, TWO_WORKERS, PLAN).message
+def test_trouble_is_classified_at_once(probe, trouble, what, kind, says):
+    trouble.write_text(what)
+    begun = time.monotonic()
+    failure = failed(probe, kind, ALONE if what.startswith("main") else TWO_WORKERS, PLAN)
+    assert says in failure.message
+    assert failure.retryable is (kind in ("crashed", "descriptors"))
+    assert time.monotonic() - begun < PLAN.deadline_s / 2
+
+
+def members_of(group):
+    """Processes of a group, whose leader may have ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if group in (os.getpgid(process.pid), os.getsid(process.pid)):
+                found.append(process.pid)
+    return found
 
 
 @pytest.mark.process
-def test_a_hang_in_a_worker_is_broken_by_the_deadline_and_leaves_no_process(probe, trouble_file):
-    trouble_file.write_text("worker:hang")
+def test_a_hang_in_a_worker_is_broken_by_the_deadline_and_leaves_no_process(probe, trouble):
+    trouble.write_text("worker:hang")
     begun, group = time.monotonic(), probe._child.pid
-    assert failed(probe, "deadline", FORKED, SHORT_DEADLINE).phase == "batches"
-    assert time.monotonic() - begun < 4 * SHORT_DEADLINE.deadline_s
+    assert failed(probe, "deadline", FORKED, replace(PLAN, deadline_s=2.0)).phase == "batches"
+    assert time.monotonic() - begun < 8.0
     deadline = time.monotonic() + 5
     while members_of(group) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -133,29 +181,15 @@ def test_a_hang_in_a_worker_is_broken_by_the_deadline_and_leaves_no_process(prob
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("trouble", "kind", "says"), [("segfault", "crashed", "SIGSEGV"), ("kill", "oom_killed", "OOM killer")]
-)
-def test_the_death_of_the_probe_process_is_noticed_at_once(probe, trouble_file, trouble, kind, says):
-    trouble_file.write_text(f"main:{trouble}")
-    begun = time.monotonic()
-    failure = failed(probe, kind, ALONE, PLAN)
-    assert says in failure.message
-    assert failure.retryable is (kind == "crashed")
-    assert time.monotonic() - begun < PLAN.deadline_s / 2
-
-
-@pytest.mark.process
-def test_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble_file):
-    trouble_file.write_text("worker:hoard")
+def test_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble):
+    trouble.write_text("worker:hoard")
     slow = BurstPlan(max_s=20.0, min_s=20.0, relative_error=0.0001, deadline_s=60.0)
-    with contextlib.closing(probe_of(Trouble(trouble_file, nap_s=0.01), memory_budget_bytes=1500 << 20)) as probe:
+    with probe_of(trouble, nap_s=0.01, memory_budget_bytes=1500 << 20) as probe:
         assert "fewer workers" in failed(probe, "memory_guard", ONE_WORKER, slow).message
 
 
 @pytest.mark.process
-def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(trouble_file):
-    trouble_file.write_text("main:hang")
-    named = pytest.raises(WorkloadError, match="first_batch")
-    with contextlib.closing(probe_of(Trouble(trouble_file, fine=0), start_s=5.0)) as probe, named:
+def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(trouble):
+    trouble.write_text("main:hang")
+    with probe_of(trouble, fine=0, start_s=5.0) as probe, pytest.raises(WorkloadError, match="first_batch"):
         probe.start()

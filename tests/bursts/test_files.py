@@ -1,7 +1,5 @@
 """A burst changes no file of the user's: what would is refused, ends the run, and is named with what to do."""
 
-from __future__ import annotations
-
 import os
 import queue
 import sqlite3
@@ -10,9 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,232 +19,179 @@ from autotune_loader.bursts.files import refused_path
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan
-from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
+from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, measured, opened, workload
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 ROWS = [torch.rand(4) for _ in range(64)]
-LEAVE_OUT = "and bursts change no file of yours: leave saving and logging out of the step"
-FILL = "and bursts change no file of yours: fill the cache first"
-
-
-def save(path: Path, _: Any = None) -> None:
-    torch.save({"weights": torch.zeros(2)}, str(path))
-
-
-def append(path: Path) -> None:
-    with path.open("a") as file:
-        file.write("row\n")
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path, monkeypatch):
     """The folder of a training before, which is the working directory's."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "last.pt").write_text("mine")
-    (tmp_path / "runs" / "other").write_text("mine too")
+    for folder in ("runs", "scratch"):
+        (tmp_path / folder).mkdir()
+    for name in ("last.pt", "other"):
+        (tmp_path / "runs" / name).write_text("mine")
     return tmp_path / "runs"
 
 
-def contents(folder: Path) -> dict[str, str]:
+def contents(folder):
     return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+
+
+def save(path="runs/last.pt"):
+    torch.save({"weights": torch.zeros(2)}, str(path))
 
 
 class Writer:
     """As TensorBoard's: a thread writes what it is handed, and who hands it waits while the queue is full."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.queue = path, queue.Queue[str](2)
+    def __init__(self, path, size=2):
+        self.path, self.queue = path, queue.Queue(size)
         threading.Thread(target=self.write, name="writer", daemon=True).start()
 
-    def write(self) -> None:
-        with self.path.open("w") as file:
+    def write(self):
+        with open(self.path, "w") as file:  # noqa: PTH123
             while True:
                 file.write(self.queue.get())
 
 
-def saving_at(step: int) -> Callable[[Any, Any], None]:
-    """A step that saves at one of its calls."""
-    done = []
+class Filling(Dataset):
+    """Makes a sample's file from the index `first` on; where it has a lock it cannot be pickled and is read in a fork."""
 
-    def train_step(model: Any, batch: Any) -> None:
-        done.append(1)
-        if len(done) == step:
-            save(Path("runs/last.pt"))
+    def __init__(self, folder, first=0, is_locked=False):
+        self.folder, self.first, self.log = folder, first, None
+        if is_locked:
+            self.lock, self.log = threading.Lock(), (folder / "log").open("w")
 
-    return train_step
-
-
-def logging_step(model: Any, batch: Any, *, made: list[Writer] = []) -> None:  # noqa: B006 - made once in each process
-    if not made:
-        made.append(Writer(Path("runs/events")))
-    made[0].queue.put("row")
-
-
-STEPS: dict[str, Callable[[Any, Any], Any]] = {
-    "torch.save": lambda model, batch: save(Path("runs/last.pt")),
-    "append": lambda model, batch: append(Path("runs/last.pt")),
-    "unlink": lambda model, batch: Path("runs/last.pt").unlink(),
-    "to scratch": lambda model, batch: Path("runs/last.pt").rename(Path(tempfile.gettempdir(), "last.pt")),
-    "later": saving_at(100),
-    "thread": logging_step,
-}
-
-
-@pytest.mark.process
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-@pytest.mark.parametrize("step", STEPS)
-def test_a_step_that_changes_files_ends_the_run_and_is_told_what_to_leave_out(step: str, runs: Path) -> None:
-    before, begun = contents(runs), time.monotonic()
-    side = TrainingSide(train_step=STEPS[step])
-    # WHEN it is run THEN it is refused in the words of the user's own script, long before any deadline
-    says = pytest.raises(WorkloadError, match=rf"train_step writes runs/\w[\w.]+, {LEAVE_OUT}")
-    with says, opened(workload(ROWS, training=side)) as probe:
-        for _ in range(20):
-            measured(probe.probe)
-    assert contents(runs) == before
-    assert time.monotonic() - begun < 45.0
-
-
-@pytest.mark.process
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_a_step_that_waits_for_a_thread_which_a_fork_lacks_ends_the_run(runs: Path) -> None:
-    # GIVEN a writer that the script has made
-    writer = Writer(runs.parent / "events")
-    side = TrainingSide(train_step=lambda model, batch: writer.queue.put("row"))
-    says = pytest.raises(WorkloadError, match=r"no thread of this process \(.*writer.*\) runs in a fork.*leave saving")
-    writer.queue = queue.Queue(20)
-    with says, opened(workload(ROWS, training=side)) as probe:
-        measured(probe.probe, plan=BurstPlan(deadline_s=5.0))
-
-
-class Filling(Dataset[torch.Tensor]):
-    """Makes a sample's file where it is not there yet, from the index `first` on."""
-
-    def __init__(self, folder: Path, first: int = 0) -> None:
-        self.folder, self.first = folder, first
-
-    def __len__(self) -> int:
+    def __len__(self):
         return 64
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
+        if self.log is not None:
+            print(index, file=self.log, flush=True)
         if index >= self.first:
             (self.folder / f"{index}.bin").write_bytes(bytes(8))
         return torch.zeros(2)
 
 
-def collate_and_save(samples: list[torch.Tensor]) -> torch.Tensor:
-    save(Path("runs", "batch.pt"))
+def saving_collate(samples):
+    save("runs/batch.pt")
     return torch.stack(samples)
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("make", "parts", "says"),
-    [
-        (Filling, {"sampler": range(3, 64)}, r"sample 3 writes runs/3\.bin"),
-        (lambda folder: Filling(folder, 20), {"sampler": range(64)}, r"sample \d+ writes runs/\d+\.bin"),
-        (
-            lambda folder: ROWS,
-            {"collate_fn": collate_and_save},
-            r"collate_fn of .* \d+.* writes runs/batch\.pt",
-        ),
-    ],
-    ids=["first", "later", "collate"],
-)
-def test_a_dataset_that_fills_a_cache_is_told_to_fill_it_first(
-    make: Callable[[Path], Any], parts: dict[str, Any], says: str, runs: Path
-) -> None:
-    # WHEN it is read, without workers or in them THEN the run ends with the sample and its file
-    with pytest.raises(WorkloadError, match=rf"{says}, {FILL}"), opened(workload(make(runs), **parts)) as probe:
-        measured(probe.probe, TWO_WORKERS)
-    assert sorted(contents(runs)) == ["last.pt", "other"]
+def stepping(act):
+    return lambda runs: workload(ROWS, training=TrainingSide(train_step=lambda model, batch: act()))
 
 
-class Locked(Filling):
-    """Cannot be pickled, so that it is read in a fork; it has a log open."""
+def saving_at(step, done=[]):  # noqa: B006 - counts the calls in each process
+    done.append(1)
+    if len(done) == step:
+        save()
 
-    def __init__(self, folder: Path, first: int) -> None:
-        super().__init__(folder, first)
-        self.lock = threading.Lock()
-        self.log = (folder / "log").open("w")
 
-    def close(self) -> None:
-        self.log.close()
+def logging(made=[]):  # noqa: B006 - made once in each process
+    made[:] = made or [Writer("runs/events")]
+    made[0].queue.put("row")
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        print(index, file=self.log, flush=True)
-        return super().__getitem__(index)
+
+STEP = r"train_step writes runs/\w[\w.]+, and bursts change no file of yours: leave saving and logging out of the step"
+FILL = r"writes runs/\w+\.\w+, and bursts change no file of yours: fill the cache first"
+CHANGES = {
+    "torch.save": (stepping(save), ALONE, STEP),
+    "append": (stepping(lambda: os.open("runs/last.pt", os.O_WRONLY | os.O_APPEND)), ALONE, STEP),
+    "unlink": (stepping(Path("runs/last.pt").unlink), ALONE, STEP),
+    "to scratch": (stepping(lambda: os.rename("runs/last.pt", tempfile.gettempdir() + "/a")), ALONE, STEP),  # noqa: PTH104
+    "a later step": (stepping(lambda: saving_at(100)), ALONE, STEP),
+    "a thread": (stepping(logging), ALONE, STEP),
+    "the first sample": (lambda runs: workload(Filling(runs), sampler=range(3, 64)), ALONE, f"sample 3 {FILL}"),
+    "a worker": (lambda runs: workload(Filling(runs, 20), sampler=range(64)), TWO_WORKERS, rf"sample \d+ {FILL}"),
+    "collate": (lambda runs: workload(ROWS, collate_fn=saving_collate), ALONE, rf"collate_fn of .* \d+.* {FILL}"),
+    "a fork": (lambda runs: workload(Filling(runs, 3, is_locked=True)), ALONE, rf"sample \d+ {FILL}"),
+}
 
 
 @pytest.mark.process
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_in_a_fork_files_are_as_safe_and_what_is_open_is_written_nowhere(runs: Path) -> None:
-    fine, filling = Locked(runs, 64), Locked(runs, 3)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_files_ends_the_run_and_is_told_what_to_do(change, runs):
+    make, config, says = CHANGES[change]
+    job, begun = make(runs), time.monotonic()
+    before = contents(runs)
+    # WHEN it is run THEN it is refused in the words of the user's own script, long before any deadline
+    refused = pytest.raises(WorkloadError, match=says)
+    with refused, opened(job) as probe:
+        for _ in range(20):
+            measured(probe.probe, config)
+    assert contents(runs) == before
+    assert time.monotonic() - begun < 45.0
+    if change == "a fork":
+        job.data.dataset.log.close()
+
+
+@pytest.mark.process
+def test_in_a_fork_what_is_open_is_written_nowhere(runs):
+    fine = Filling(runs, 64, is_locked=True)
     with opened(workload(fine)) as probe:
-        measured(probe.probe, ONE_WORKER)
-        measured(probe.probe)
+        for config in (ONE_WORKER, ALONE):
+            measured(probe.probe, config)
     assert "in forks of this process" in " ".join(probe.notes)
-    with pytest.raises(WorkloadError, match=rf"sample \d+ writes runs/\d+\.bin, {FILL}"), opened(workload(filling)):
-        pass
-    fine.close()
-    filling.close()
-    assert sorted(contents(runs)) == ["last.pt", "log", "other"]
-    assert contents(runs)["log"] == ""
+    fine.log.close()
+    assert contents(runs) == {"last.pt": "mine", "other": "mine", "log": ""}
 
 
 @pytest.mark.process
-def test_scratch_caches_and_a_tracker_that_is_off_are_no_trouble(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(runs / "cache"))
-    monkeypatch.setenv("WANDB_MODE", "online")
-    (runs / "cache").mkdir()
+def test_a_step_that_waits_for_a_thread_which_a_fork_lacks_ends_the_run(runs):
+    writer = Writer("scratch/events", size=20)  # the script's own
+    says = pytest.raises(WorkloadError, match=r"no thread of this process \(.*writer.*\) runs in a fork.*leave saving")
+    with says, opened(stepping(lambda: writer.queue.put("row"))(runs)) as probe:
+        measured(probe.probe, plan=BurstPlan(deadline_s=5.0))
 
-    def step(model: Any, batch: Any) -> None:
-        save(Path(tempfile.gettempdir(), "mine.pt"))
-        (runs / "cache" / "weights").write_text("downloaded")
+
+@pytest.mark.process
+def test_scratch_caches_and_a_tracker_that_is_off_are_no_trouble(runs, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(runs))
+    monkeypatch.setenv("WANDB_MODE", "online")
+
+    def step():
+        save(tempfile.gettempdir() + "/mine.pt")
+        (runs / "weights").write_text("downloaded")
         assert os.environ["WANDB_MODE"] == "disabled"
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).name.startswith("torchinductor")
 
-    with opened(workload(ROWS, training=TrainingSide(train_step=step))) as probe:
+    with opened(stepping(step)(runs)) as probe:
         measured(probe.probe)
-    assert (runs / "cache" / "weights").read_text() == "downloaded"
+    assert contents(runs)["weights"] == "downloaded"
     assert not Path(tempfile.gettempdir(), "mine.pt").exists()
 
 
 WITHOUT_LANDLOCK = """
-import os, sys
-sys.path.insert(0, {root!r})
+import os
 from autotune_loader.machine import elsewhere
 elsewhere.LANDLOCK_CREATE = 100_000
 from autotune_loader.bursts import files
 print(files.confine() == [files.NOT_HELD])
 import torch
-for change in {changes!r}:
+for change in (
+    "open('runs/last.pt', 'w')", "torch.save({}, 'runs/last.pt')", "os.remove('runs/last.pt')",
+    "os.rename('runs/last.pt', 'runs/older')", "os.mkdir('runs/more')", "torch.save({}, 'scratch/fine')",
+):
     try:
         exec(change)
-        print("done", change)
+        print("done")
     except PermissionError as error:
         print("refused", files.refused_path(error))
 """
 
 
 @pytest.mark.process
-def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(runs: Path) -> None:
-    changes = [
-        "open('runs/last.pt', 'w')",
-        "torch.save({}, 'runs/last.pt')",
-        "os.remove('runs/last.pt')",
-        "os.rename('runs/last.pt', 'runs/older')",
-        "torch.save({}, os.environ['TMPDIR'] + '/fine')",
-        "os.mkdir('runs/more')",
-    ]
-    root = str(Path(files.__file__).parents[2])
-    (runs.parent / "scratch").mkdir()
-    script = WITHOUT_LANDLOCK.format(root=root, changes=changes)
-    environ = {**os.environ, "TMPDIR": str(runs.parent / "scratch")}
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=True)
+def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(runs):
+    places = {"PYTHONPATH": str(Path(files.__file__).parents[2]), "TMPDIR": str(runs.parent / "scratch")}
+    command = [sys.executable, "-c", WITHOUT_LANDLOCK]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **places}, check=True)
     first, *others = ran.stdout.splitlines()
     assert first == "True"
-    assert [line.split()[0] for line in others] == ["refused"] * 4 + ["done", "refused"]
+    assert [line.split()[0] for line in others] == ["refused"] * 5 + ["done"]
     assert others[1] == "refused runs/last.pt"
     assert contents(runs)["last.pt"] == "mine"
 
@@ -271,11 +214,8 @@ def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(ru
         (ValueError("File runs/last.pt is broken"), None),
     ],
 )
-def test_a_refused_write_is_told_from_other_errors(
-    error: Exception, path: str | None, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_write_is_told_from_other_errors(error, path, runs, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(runs.parent / "scratch"))
-    (runs.parent / "scratch").mkdir()
     wrapped = RuntimeError("the step failed")
     wrapped.__cause__ = error
     assert (refused_path(error), refused_path(wrapped)) == (path, path)

@@ -1,7 +1,5 @@
 """Nothing of ours stays, however a run ends; and places where a run is hard to begin are no trouble."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -9,14 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from autotune_loader.bursts import parent
 from autotune_loader.pipeline.workload import TrainingSide
@@ -24,40 +21,30 @@ from autotune_loader.values.measurement import BurstPlan
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
 
 pytestmark = pytest.mark.process
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 15.0
-ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def wait_until(holds: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := holds()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return found
-
+ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
 
 # A run in the midst of a burst with workers, and a program that its dataset has started. It says which processes these are.
 RUNNING = """
-import os, subprocess, sys, threading, time, psutil, torch
+import subprocess, sys, threading, time, psutil, torch
 from autotune_loader.values.measurement import BurstPlan
 from tests.support.bursts import ONE_WORKER, opened, workload
 
 class Rows:
-    def __init__(self):
-        self.lock = threading.Lock() if sys.argv[1] == "forked" else None
-        self.program = None
+    lock = program = None
     def __len__(self): return 1 << 20
     def __getitem__(self, index):
-        if self.program is None:
-            self.program = subprocess.Popen(["sleep", "1000"]).pid
+        self.program = self.program or subprocess.Popen(["sleep", "1000"]).pid
         time.sleep(0.001)
         return torch.zeros(4)
 
+def tell():
+    time.sleep(1.0)
+    print(*[each.pid for each in psutil.Process().children(recursive=True)], flush=True)
+
 if __name__ == "__main__":
-    with opened(workload(Rows())) as probe:
-        def tell():
-            time.sleep(1.0)
-            print(*[each.pid for each in psutil.Process().children(recursive=True)], flush=True)
+    rows = Rows()
+    rows.lock = threading.Lock() if sys.argv[1] == "forked" else None
+    with opened(workload(rows)) as probe:
         threading.Thread(target=tell).start()
         probe.probe.burst(ONE_WORKER, BurstPlan(max_s=60.0, min_s=60.0, relative_error=1e-9, deadline_s=90.0))
 """
@@ -65,33 +52,32 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("kind", ["fresh", "forked"])
 @pytest.mark.parametrize("victim", ["parent", "child"])
-def test_after_kill_9_no_process_and_no_folder_stays(kind: str, victim: str, tmp_path: Path) -> None:
+def test_after_kill_9_no_process_and_no_folder_stays(kind, victim, tmp_path):
     (tmp_path / "job.py").write_text(RUNNING)
     (tmp_path / "tmp").mkdir()
     environ = {**ENVIRON, "TMPDIR": str(tmp_path / "tmp")}
-    with subprocess.Popen(
-        [sys.executable, "job.py", kind], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
-    ) as job:
-        assert job.stdout is not None
+    command = [sys.executable, "job.py", kind]
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as job:
         pids = [int(word) for word in job.stdout.readline().split()]
         processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        programs = [each for each in processes if each.name() == "sleep"]
-        assert programs, "the dataset's own program belongs to them"
+        assert "sleep" in [each.name() for each in processes], "the dataset's own program belongs to them"
         # WHEN one is killed in the midst of a burst
-        ours = [each for each in processes if each.ppid() == job.pid and b"AFTER" not in str(each.cmdline()).encode()]
+        ours = [each for each in processes if each.ppid() == job.pid and "AFTER" not in str(each.cmdline())]
         os.kill(job.pid if victim == "parent" else max(ours, key=lambda each: len(each.children())).pid, signal.SIGKILL)
         job.wait(timeout=60)
     # THEN all that was started ends, and the temporary folder is empty
-    assert wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in processes))
-    assert wait_until(lambda: not list((tmp_path / "tmp").iterdir()))
+    deadline, left = time.monotonic() + 15.0, True
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        living = [each for each in processes if each.is_running() and each.status() != "zombie"]
+        left = [*living, *(tmp_path / "tmp").iterdir()]
+    assert not left
 
 
-def test_a_process_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def no_more(*_: Any, **__: Any) -> Any:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
+def test_a_process_that_cannot_start_leaves_nothing(monkeypatch, tmp_path):
+    no_more = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(parent.subprocess, "Popen", no_more)
+    monkeypatch.setattr(parent.subprocess, "Popen", Mock(side_effect=no_more))
     descriptors = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(BlockingIOError), opened(workload(torch.zeros(8, 4))):
         pass
@@ -99,18 +85,8 @@ def test_a_process_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPa
     assert set(Path("/proc/self/fd").iterdir()) == descriptors
 
 
-class Rows(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 4096
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.001)
-        return torch.zeros(4)
-
-
-# Standard input closed, whose number the next descriptor would get; a temporary folder whose name is too long for sockets.
 HARD = """
-import os, sys, torch
+import os, torch
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
 class Rows:
     def __len__(self): return 4096
@@ -125,7 +101,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("place", ["no standard input", "long TMPDIR"])
-def test_a_place_that_is_hard_to_begin_in_is_no_trouble(place: str, tmp_path: Path) -> None:
+def test_a_place_that_is_hard_to_begin_in_is_no_trouble(place, tmp_path):
+    # GIVEN no standard input, whose number the next descriptor would get, or a folder with a name too long for sockets
     long = tmp_path / "job_4711.".ljust(90 - len(str(tmp_path)), "x")
     long.mkdir()
     (tmp_path / "job.py").write_text(HARD)
@@ -137,29 +114,42 @@ def test_a_place_that_is_hard_to_begin_in_is_no_trouble(place: str, tmp_path: Pa
     assert list(long.iterdir()) == []
 
 
-HELD: list[bytes] = []
+class Rows(Dataset):
+    """In workers, one sample may take long."""
+
+    def __init__(self, slow=None):
+        self.slow, self.read = slow, 0
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        self.read += 1
+        time.sleep(30.0 if self.read == self.slow and get_worker_info() is not None else 0.001)
+        return torch.zeros(4)
+
+
+HELD = []
 MIB = 1 << 20
 
 
-def hold_50_mib(worker: int) -> None:
+def hold_50_mib(worker):
     HELD.append(b"x" * (50 * MIB))
 
 
-def nap(worker: int) -> None:
+def nap(worker):
     time.sleep(0.5)
 
 
-def test_workers_of_50_mib_each_are_reported_to_10_percent_and_their_start_apart() -> None:
+def test_workers_of_50_mib_each_are_reported_to_10_percent_and_their_start_apart():
     plan = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=60.0)
+    # Both are opened before either is measured: what is in both, such as torch's libraries, counts by halves in each.
     with (
         opened(workload(Rows(), 8, worker_init_fn=hold_50_mib)) as holding,
-        # opened before either is measured: what is in both, such as torch's libraries, counts by halves in each
         opened(workload(Rows(), 8, worker_init_fn=nap)) as plain,
     ):
         for config in (ONE_WORKER, TWO_WORKERS):
             large, small = (measured(each.probe, config, plan) for each in (holding, plain))
-            assert large.memory is not None
-            assert small.memory is not None
             # THEN memory is that of the workers, which live while it is read, with shared pages counted once each too
             for name in ("pss_bytes", "rss_bytes"):
                 more = getattr(large.memory, name) - getattr(small.memory, name)
@@ -169,22 +159,11 @@ def test_workers_of_50_mib_each_are_reported_to_10_percent_and_their_start_apart
             assert small.samples / small.samples_per_s.value < 0.5
 
 
-class Stuck(Rows):
-    """A worker's sixth sample takes long: it is at that when a burst with a slow step ends."""
-
-    read = 0
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.read += 1
-        if torch.utils.data.get_worker_info() is not None and self.read == 6:
-            time.sleep(30.0)
-        return torch.zeros(4)
-
-
-def test_workers_end_at_once_at_the_end_of_a_burst() -> None:
+def test_workers_end_at_once_at_the_end_of_a_burst():
+    # GIVEN workers that are at a slow sample when a burst with a slow step ends
     plan = BurstPlan(max_s=0.02, min_s=0.01, relative_error=0.9, deadline_s=60.0)
     slow = TrainingSide(train_step=lambda model, batch: time.sleep(0.03))
-    with opened(workload(Stuck(), 1, training=slow)) as probe:
+    with opened(workload(Rows(slow=6), 1, training=slow)) as probe:
         begun = time.monotonic()
         measured(probe.probe, TWO_WORKERS, plan)
         assert time.monotonic() - begun < 10.0

@@ -1,7 +1,5 @@
 """A value in a file without a name: every byte once, nothing of the user's changed, nothing left."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np
@@ -23,13 +21,6 @@ def written(value, max_bytes=256 * MIB):
         os.close(fd)
 
 
-def test_memory_that_tensors_share_is_in_the_file_once():
-    rows = torch.rand(1000, 4096)
-    back, size = written(list(rows))
-    assert size < rows.nbytes + MIB
-    assert all(torch.equal(a, b) for a, b in zip(rows, back, strict=True))
-
-
 @pytest.mark.parametrize(
     "held",
     [
@@ -49,7 +40,12 @@ def test_unusual_tensors_travel(held):
         assert getattr(back, name) == getattr(held, name)
 
 
-def test_what_is_a_map_of_a_file_is_named_and_the_file_is_safe(tmp_path):
+def test_shared_memory_travels_once_and_a_map_of_a_file_by_its_name_and_the_file_is_safe(tmp_path):
+    rows = torch.rand(1000, 4096)
+    back, size = written(list(rows))
+    assert size < rows.nbytes + MIB
+    assert all(torch.equal(a, b) for a, b in zip(rows, back, strict=True))
+
     path = tmp_path / "tokens.bin"
     np.arange(MIB, dtype=np.int64).tofile(path)
     tokens = np.memmap(path, dtype=np.int64, mode="r+")

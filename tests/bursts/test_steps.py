@@ -1,18 +1,14 @@
 """The training step: what it returns decides what is left to do, few forms are read from batch and model, the rest is asked."""
 
-from __future__ import annotations
-
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
+from autotune_loader.bursts.step import StepError, StepInferenceError, build_step
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from tests.support.bursts import measured, opened, workload
@@ -20,26 +16,15 @@ from tests.support.bursts import measured, opened, workload
 N, IN, CLASSES = 6, 4, 3
 X, Y = torch.rand(N, IN), torch.randint(0, CLASSES, (N,))
 IMAGES, MASKS = torch.rand(N, 2, 5, 5), torch.randint(0, CLASSES, (N, 5, 5))
+COMPLETED = ", then backward and SGD.step()"
 
 
-def trained(batch: Any, runs: int = 3, **side: Any) -> TrainingStep:
+def trained(batch, **side):
     """A step that was run on a batch a few times, as the warm-up does."""
     step = build_step(TrainingSide(**side), batch)
-    for _ in range(runs):
+    for _ in range(3):
         step.run(batch)
     return step
-
-
-def linear(out: int = CLASSES) -> nn.Linear:
-    return nn.Linear(IN, out)
-
-
-def own_step(body: str) -> Callable[..., Any]:
-    """The step of a training loop that goes on so once it has a loss."""
-    text = f"def step(model, optimizer, batch):\n    loss = cross_entropy(model(batch[0]), batch[1])\n    {body}"
-    names = {"torch": torch, "cross_entropy": functional.cross_entropy}
-    exec(text, names)
-    return names["step"]
 
 
 # A GradScaler whose first step overflows, as at first in half precision: it steps no optimizer.
@@ -48,7 +33,6 @@ SCALED = (
     "scaler.step(optimizer); scaler.update(); return loss"
 )
 LOOP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
-COMPLETED = ", then backward and SGD.step()"
 
 
 @pytest.mark.parametrize(
@@ -65,83 +49,85 @@ COMPLETED = ", then backward and SGD.step()"
         (SCALED, False, "", 0),
     ],
 )
-def test_a_train_step_is_done_once_and_completed_by_what_it_returns(
-    body: str, is_given: bool, says: str, steps: int
-) -> None:
-    model, calls, stepped, run = linear(), list[int](), list[int](), own_step(body)
+def test_a_train_step_is_done_once_and_completed_by_what_it_returns(body, is_given, says, steps):
+    # GIVEN a loop that goes on so once it has a loss, and perhaps an optimizer that was given to tune() as well
+    names = {"torch": torch, "cross_entropy": functional.cross_entropy}
+    exec(f"def go(model, optimizer, batch):\n    loss = cross_entropy(model(batch[0]), batch[1])\n    {body}", names)
+    model, calls, stepped = nn.Linear(IN, CLASSES), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
 
-    def train_step(model: Any, batch: Any) -> Any:
+    def train_step(model, batch):
         calls.append(1)
-        return run(model, optimizer, batch)
+        return names["go"](model, optimizer, batch)
 
-    # WHEN it is run three times, and perhaps its optimizer was given to tune() as well
+    # WHEN it is run three times
     step = trained((X, Y), model=model, train_step=train_step, optimizer=optimizer if is_given else None)
     # THEN it was called once for each batch, also for the first, and the optimizer has stepped as often or never
     assert (len(calls), len(stepped)) == (3, steps)
     assert step.description == f"train_step(model, batch){says}"
 
 
-class WithTargets(nn.Module):
-    """As nanoGPT: logits and, where it is given targets, the loss."""
+class Model(nn.Module):
+    """A layer, and what a function makes of its output and of targets."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrap, layer=None):
         super().__init__()
-        self.layer = linear()
+        self.layer, self.wrap = layer or nn.Linear(IN, CLASSES), wrap
 
-    def forward(self, x: Any, targets: Any = None) -> Any:
-        logits = self.layer(x)
-        return logits, None if targets is None else functional.cross_entropy(logits, targets)
+    def forward(self, inputs, labels=None):
+        logits = self.layer(inputs)
+        return self.wrap(logits) if labels is None else self.wrap(logits, functional.cross_entropy(logits, labels))
 
 
-class WithLoss(WithTargets):
+class WithLoss(dict):
     """As of transformers: an object with the loss."""
 
-    def forward(self, inputs: Any, labels: Any = None) -> Any:
-        logits, loss = super().forward(inputs, labels)
-        return type("Output", (dict,), {"loss": loss, "logits": logits})(logits=logits, loss=loss)
+    def __init__(self, logits, loss=None):
+        super().__init__(logits=logits, loss=loss)
+        self.loss = loss
 
 
-class Parts(nn.Module):
-    def __init__(self, wrap: Callable[[Any], Any], body: nn.Module | None = None) -> None:
-        super().__init__()
-        self.body, self.wrap = body or linear(), wrap
+class OutputOnly(Model):
+    def forward(self, image):
+        return super().forward(image)
 
-    def forward(self, image: Any) -> Any:
-        return self.wrap(self.body(image))
+
+def plain(out=CLASSES):
+    return nn.Linear(IN, out)
+
+
+def pair(logits, loss=None):
+    """As nanoGPT."""
+    return logits, loss
 
 
 CONV = nn.Conv2d(2, CLASSES, 1)
 SMOOTHED = functools.partial(functional.cross_entropy, label_smoothing=0.1)
-CLASSES_OF, ONE_LOGIT = "cross_entropy(model(x), y)", "binary_cross_entropy_with_logits(model(x), y)"
-OWN = (Parts(lambda o: (o, o)), (X, Y), lambda o, y: functional.cross_entropy(o[0], y), "<lambda>(model(x), y)")
+ENTROPY = "cross_entropy(model(x), y)"
 
 
 @pytest.mark.parametrize(
     ("model", "batch", "loss_fn", "says"),
     [
-        pytest.param(linear(), (X, Y), None, CLASSES_OF, id="classes"),
-        pytest.param(nn.DataParallel(linear()), (X, Y), None, CLASSES_OF, id="DataParallel"),
-        pytest.param(linear(1), (X, Y > 1), None, ONE_LOGIT, id="one logit"),
-        pytest.param(linear(1), (X, torch.rand(N).double()), None, "mse_loss(model(x), y)", id="regression"),
-        pytest.param(CONV, (IMAGES, MASKS), None, CLASSES_OF, id="masks"),
-        pytest.param(linear(), (torch.rand(N, 7, IN), torch.zeros(N, 7).long()), None, CLASSES_OF, id="tokens"),
-        pytest.param(Parts(lambda o: (o, o)), [X, Y.byte()], None, CLASSES_OF, id="first of a tuple"),
-        pytest.param(Parts(lambda o: {"out": o}, CONV), (IMAGES, MASKS), None, CLASSES_OF, id="logits in a dict"),
-        pytest.param(linear(), (X, Y), SMOOTHED, CLASSES_OF, id="a loss with options"),
-        pytest.param(*OWN, id="own loss"),
-        pytest.param(WithTargets(), (X, Y), None, "model(x, y)", id="model(x, y)"),
-        pytest.param(
-            WithTargets(), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x), y)", id="loss of torch's"
-        ),
-        pytest.param(WithLoss(), {"inputs": X, "labels": Y}, None, "model(**batch).loss", id="dict with .loss"),
+        (plain(), (X, Y), None, ENTROPY),
+        (nn.DataParallel(plain()), (X, Y), None, ENTROPY),
+        (plain(1), (X, Y > 1), None, "binary_cross_entropy_with_logits(model(x), y)"),
+        (plain(1), (X, torch.rand(N).double()), None, "mse_loss(model(x), y)"),
+        (CONV, (IMAGES, MASKS), None, ENTROPY),
+        (plain(), (torch.rand(N, 7, IN), torch.zeros(N, 7).long()), None, ENTROPY),  # tokens
+        (OutputOnly(pair), [X, Y.byte()], None, ENTROPY),
+        (OutputOnly(lambda out: {"out": out}, CONV), (IMAGES, MASKS), None, ENTROPY),
+        (plain(), (X, Y), SMOOTHED, ENTROPY),
+        (OutputOnly(pair), (X, Y), lambda out, y: functional.cross_entropy(out[0], y), "<lambda>(model(x), y)"),
+        (Model(pair), (X, Y), None, "model(x, y)"),
+        (Model(pair), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x), y)"),
+        (Model(WithLoss), {"inputs": X, "labels": Y}, None, "model(**batch).loss"),
     ],
 )
-def test_a_customary_batch_and_model_are_trained_as_is_shown(model: Any, batch: Any, loss_fn: Any, says: str) -> None:
+def test_a_customary_batch_and_model_are_trained_as_is_shown(model, batch, loss_fn, says):
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    step = trained(batch, model=model, loss_fn=loss_fn, optimizer=sgd)
+    step = trained(batch, model=model, loss_fn=loss_fn, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
     assert (step.description, step.notes) == (f"{says}{COMPLETED}", [])
     assert any(not torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
 
@@ -149,25 +135,24 @@ def test_a_customary_batch_and_model_are_trained_as_is_shown(model: Any, batch: 
 @pytest.mark.parametrize(
     ("model", "loss_fn", "batch"),
     [
-        (linear(), None, object()),
-        (linear(), None, (X, X, Y)),
+        (plain(), None, object()),
+        (plain(), None, (X, X, Y)),
         (nn.Bilinear(IN, IN, CLASSES), nn.CrossEntropyLoss(), (X, Y)),
-        (nn.Linear(IN, IN), nn.MSELoss(), X),  # an autoencoder's, or of the output alone
-        (linear(), None, {"image": X, "label": Y}),
-        (WithLoss(), nn.CrossEntropyLoss(), {"inputs": X, "labels": Y}),
-        (linear(), None, (X, torch.rand(N, 7))),
-        (Parts(lambda o: {"a": o, "b": o}), None, (X, Y)),
+        (plain(IN), nn.MSELoss(), X),  # an autoencoder's, or of the output alone
+        (plain(), None, {"image": X, "label": Y}),
+        (Model(WithLoss), nn.CrossEntropyLoss(), {"inputs": X, "labels": Y}),
+        (plain(), None, (X, torch.rand(N, 7))),
+        (OutputOnly(lambda out: {"a": out, "b": out}), None, (X, Y)),
         (nn.Linear(9, 2), None, (X, Y)),
     ],
 )
-def test_what_is_not_customary_is_asked_for_in_one_sentence(model: Any, loss_fn: Any, batch: Any) -> None:
+def test_what_is_not_customary_is_asked_for_in_one_sentence(model, loss_fn, batch):
     with pytest.raises(StepInferenceError, match=r"^[^\n]*pass train_step=lambda model, batch: \.\.\.[^\n]*$"):
         trained(batch, model=model, loss_fn=loss_fn)
 
 
-def test_a_step_without_a_gradient_is_said() -> None:
-    frozen = trained((X, Y), model=linear().requires_grad_(False))
-    assert "nothing is trained" in frozen.notes[0]
+def test_a_step_without_a_gradient_is_said():
+    assert "nothing is trained" in trained((X, Y), model=plain().requires_grad_(False)).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -178,28 +163,27 @@ def test_a_step_without_a_gradient_is_said() -> None:
         (lambda: torch.empty(1 << 60), RuntimeError),  # a lack of memory is no fault of the step
     ],
 )
-def test_an_error_of_the_users_own_step_is_told_from_a_lack_of_memory(act: Any, raised: type[Exception]) -> None:
+def test_an_error_of_the_users_own_step_is_told_from_a_lack_of_memory(act, raised):
     with pytest.raises(raised):
-        trained((X, Y), model=linear(), train_step=lambda model, batch: act())
+        trained((X, Y), model=plain(), train_step=lambda model, batch: act())
 
 
-def test_a_train_step_gets_the_batch_as_the_loader_gives_it() -> None:
-    seen: list[Any] = []
+def test_a_train_step_gets_the_batch_as_the_loader_gives_it():
+    seen = []
     own = build_step(TrainingSide(train_step=lambda model, batch: seen.append(batch), device="meta"), X)
     own.run(X)
     assert seen[0] is X
-    moved = build_step(TrainingSide(model=linear(), device="meta"), (X, Y))
-    assert (own.moves, moved.moves) == (False, True)
-    assert moved.move((X, Y))[0].device.type == "meta"
+    moved = build_step(TrainingSide(model=plain(), device="meta"), (X, Y))
+    assert (own.moves, moved.moves, moved.move((X, Y))[0].device.type) == (False, True, "meta")
 
 
 @pytest.mark.process
-def test_a_step_that_raises_later_ends_the_run_as_training_would() -> None:
-    done = {"steps": 0}
+def test_a_step_that_raises_later_ends_the_run_as_training_would():
+    done = []
 
-    def step(model: Any, batch: Any) -> None:
-        done["steps"] += 1
-        if done["steps"] == 30:
+    def step(model, batch):
+        done.append(1)
+        if len(done) == 30:
             raise IndexError("Target 99 is out of bounds.")
 
     says = pytest.raises(WorkloadError, match="IndexError: Target 99 is out of bounds")

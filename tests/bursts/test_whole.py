@@ -1,17 +1,12 @@
 """What a dataset holds, or does when it is finalised, is as it was after bursts have read copies of it, or forks."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import re
 import socket
 import sqlite3
-import weakref
-from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,137 +20,99 @@ pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of f
 LENGTH = 64
 
 
-class Numbers(Dataset[torch.Tensor]):
-    """Sample i is i; a careless copy would break the folder, or what is made in it."""
+class Numbers(Dataset):
+    """Sample i is i, as `read` has it from what the dataset holds."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, held, read):
+        self.held, self.read = held, read
 
-    def __len__(self) -> int:
+    def __len__(self):
         return LENGTH
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(float(self.read(index)))
-
-    def read(self, index: int) -> Any:
-        return index
+    def __getitem__(self, index):
+        return torch.tensor(float(self.read(self.held, index)))
 
 
-class RemovesItsFiles(Numbers):
+class RemovesItsFiles:
     """When it is finalised."""
 
-    def __del__(self) -> None:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __del__(self):
         for path in self.folder.iterdir():
             path.unlink()
 
-    def read(self, index: int) -> Any:
-        return (self.folder / f"{index}").read_text()
+
+def lines(folder):
+    (folder / "lines").write_text("".join(f"{number}\n" for number in range(100_000)))
+    return (folder / "lines").open("rb", buffering=0)
 
 
-class OneOpenFile(Numbers):
-    """Every forked worker would share its position: the next line is read where the last one ended."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        (folder / "lines").write_text("".join(f"{number}\n" for number in range(100_000)))
-        self.lines = (folder / "lines").open("rb", buffering=0)
-        weakref.finalize(self, self.lines.close)
-
-    def read(self, index: int) -> Any:
-        return self.lines.readline() and index
+def counts(folder):
+    """A value that processes share and that cannot be pickled, a mapped file, and a cache."""
+    mapped = np.memmap(folder / "counts", dtype=np.int64, mode="w+", shape=(LENGTH,))
+    return multiprocessing.Value("l", 0), mapped, {}
 
 
-class OverAConnection(Numbers):
-    """To a database, which SQLite forbids to carry across a fork."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.database = sqlite3.connect(folder / "numbers.db", check_same_thread=False)
-        weakref.finalize(self, self.database.close)
-
-    def read(self, index: int) -> Any:
-        return self.database.execute("SELECT ?", (index,)).fetchone()[0]
+def counted(held, index):
+    value, mapped, cache = held
+    with value.get_lock():
+        value.value += 1
+        mapped[index] += 1
+    cache[index] = True
+    return index
 
 
-class InSharedMemory(Numbers):
-    """Each process attaches to it by its name."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.memory = SharedMemory(create=True, size=LENGTH)
-        weakref.finalize(self, self.memory.unlink)
-
-    def __getstate__(self) -> Any:
-        return {"folder": self.folder, "name": self.memory.name}
-
-    def read(self, index: int) -> Any:
-        self.memory = vars(self).get("memory") or SharedMemory(vars(self)["name"])
-        return index
-
-
-class Counts(Numbers):
-    """In a value that processes share and that cannot be pickled, in a mapped file, and in what it has cached."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.cache: dict[int, bool] = {}
-        self.count = multiprocessing.Value("l", 0)
-        self.counts = np.memmap(folder / "counts", dtype=np.int64, mode="w+", shape=(LENGTH,))
-
-    def read(self, index: int) -> Any:
-        with self.count.get_lock():
-            self.count.value += 1
-            self.counts[index] += 1
-        self.cache[index] = True
-        return index
+KINDS = {
+    "removes its files": (
+        RemovesItsFiles, lambda held, index: (held.folder / f"{index}").read_text(),
+        lambda held: len(list(held.folder.iterdir())) == LENGTH, True, "",
+    ),
+    # every forked worker would share its position: the next line is read where the last one ended
+    "one open file": (
+        lines, lambda held, index: held.readline() and index,
+        lambda held: held.readline() == b"0\n", False, "would share its position",
+    ),
+    # SQLite forbids to carry it across a fork
+    "a connection to a database": (
+        lambda folder: sqlite3.connect(folder / "numbers.db", check_same_thread=False),
+        lambda held, index: held.execute("SELECT ?", (index,)).fetchone()[0],
+        lambda held: held.execute("SELECT 3").fetchone() == (3,), False, "dataset.held is an open Connection",
+    ),
+    # each process attaches to it by its name
+    "shared memory": (
+        lambda folder: SharedMemory(create=True, size=LENGTH), lambda held, index: index,
+        lambda held: Path("/dev/shm", held.name).exists(), True, "",
+    ),
+    "counts": (counts, counted, lambda held: not (held[0].value or held[1].any() or held[2]), True, "in forks of"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_as_before", "may_have_workers", "says"),
-    [
-        (RemovesItsFiles, lambda dataset: len(list(dataset.folder.iterdir())) == LENGTH, True, ""),
-        (OneOpenFile, lambda dataset: dataset.lines.readline() == b"0\n", False, "would share its position"),
-        (OverAConnection, lambda dataset: dataset.read(3) == 3, False, "dataset.database is an open Connection"),
-        (InSharedMemory, lambda dataset: Path("/dev/shm", dataset.memory.name).exists(), True, ""),
-        (
-            Counts,
-            lambda dataset: not (dataset.count.value or dataset.counts.any() or dataset.cache),
-            True,
-            "in forks of",
-        ),
-    ],
-)
-def test_a_dataset_is_as_it_was(
-    kind: type[Numbers], is_as_before: Callable[[Any], bool], may_have_workers: bool, says: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_dataset_holds_is_as_it_was(kind, tmp_path):
+    make, read, is_as_before, may_have_workers, says = KINDS[kind]
     for number in range(LENGTH):
         (tmp_path / f"{number}").write_text(str(number))
-    dataset = kind(tmp_path)
+    held = make(tmp_path)
     # WHEN bursts read from it, with workers where these are right
-    with opened(workload(dataset)) as probe:
+    with opened(workload(Numbers(held, read))) as probe:
         for config in (ALONE, ONE_WORKER, ALONE) if may_have_workers else (ALONE, ALONE):
             measured(probe.probe, config)
     gc.collect()
     # THEN it is as before, and it was found out whether workers read the same
-    assert is_as_before(dataset)
+    assert is_as_before(held)
     assert (probe.warmup.most_workers is None) is may_have_workers, probe.notes
     assert re.search(says, " ".join(probe.notes))
+    for name in ("close", "unlink"):
+        getattr(held, name, lambda: None)()
 
 
-class OverASocket(Numbers):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.socket, self.other = socket.socketpair()
-
-    def read(self, index: int) -> Any:
-        self.socket.send(b"7")
-        return self.other.recv(1).decode()
-
-
-def test_what_no_other_process_can_read_is_named(tmp_path: Path) -> None:
-    dataset = OverASocket(tmp_path)
-    says = r"^dataset\.socket cannot be taken to another process .*make it on first use in each process"
-    with dataset.socket, dataset.other:
+def test_what_no_other_process_can_read_is_named():
+    says = r"^dataset\.held cannot be taken to another process .*make it on first use in each process"
+    ours, other = socket.socketpair()
+    dataset = Numbers(ours, lambda held, index: held.send(b"7") and other.recv(1))
+    with ours, other:
         with pytest.raises(WorkloadError, match=says), opened(workload(dataset)):
             pass
-        assert dataset.read(0) == "7"  # nobody has taken anything of it
+        assert dataset[0] == 7  # nobody has taken anything of it

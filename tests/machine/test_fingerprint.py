@@ -1,9 +1,6 @@
 """Which differences to the machine that was tuned on matter; what load_config() does then is in tests/results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -30,9 +27,7 @@ TUNED = Fingerprint(
     ],
     ids=str,
 )
-def test_a_difference_is_told_with_both_values_and_whether_it_matters(
-    here: dict[str, Any], told: str | None, matters: bool | None
-) -> None:
+def test_a_difference_is_told_with_both_values_and_whether_it_matters(here, told, matters):
     found = differences(TUNED, replace(TUNED, **here))
     assert [each.matters for each in found] == ([] if told is None else [matters])
     assert all((told or "") in each.sentence for each in found)

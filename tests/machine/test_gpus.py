@@ -1,9 +1,7 @@
 """Which GPUs CUDA shows for a mask, and what is said where NVML tells nothing."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,24 +14,17 @@ class NVMLError(Exception):
     pass
 
 
-def refuses(*_: Any) -> Any:
-    raise NVMLError("Not Supported")
-
-
-def nvml(*uuids: str, **changes: Any) -> Any:
+def nvml(*uuids, **changes):
     """A stand-in for `pynvml`: GPUs that are named like their UUID."""
-    return SimpleNamespace(
-        NVMLError=NVMLError,
-        **{
-            "nvmlInit": lambda: None,
-            "nvmlDeviceGetCount": lambda: len(uuids),
-            "nvmlDeviceGetHandleByIndex": uuids.__getitem__,
-            "nvmlDeviceGetUUID": str,
-            "nvmlDeviceGetName": str,
-            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=16 << 30),
-            **changes,
-        },
-    )
+    functions = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(uuids),
+        "nvmlDeviceGetHandleByIndex": uuids.__getitem__,
+        "nvmlDeviceGetUUID": str,
+        "nvmlDeviceGetName": str,
+        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=16 << 30),
+    }
+    return SimpleNamespace(NVMLError=NVMLError, **functions | changes)
 
 
 @pytest.mark.parametrize(
@@ -50,19 +41,21 @@ def nvml(*uuids: str, **changes: Any) -> Any:
         (f"{B},GPU-ffff,{A}", [B]),
     ],
 )
-def test_a_mask_shows_what_cuda_shows(mask: str | None, shown: list[str]) -> None:
+def test_a_mask_shows_what_cuda_shows(mask, shown):
     devices, reason = visible_gpus(nvml(A, B, C), {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
-    assert [(each.cuda_index, each.name) for each in devices] == list(enumerate(shown))
+    assert [(each.cuda_index, each.name, each.memory_bytes) for each in devices] == [
+        (index, name, 16 << 30) for index, name in enumerate(shown)
+    ]
     assert reason is None
-    assert all(each.memory_bytes == 16 << 30 for each in devices)
 
 
 @pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetMemoryInfo"])
-def test_why_nothing_is_known_is_said_and_what_is_known_is_in_the_fingerprint(refused: str) -> None:
-    assert visible_gpus(nvml(A, B, C, **{refused: refuses}), {}) == ((), "NVML: Not Supported")
+def test_why_nothing_is_known_is_said_and_what_is_known_is_in_the_fingerprint(refused):
+    refuses = {refused: Mock(side_effect=NVMLError("Not Supported"))}
+    assert visible_gpus(nvml(A, B, C, **refuses), {}) == ((), "NVML: Not Supported")
     assert inspect_machine(environ={}, nvml=nvml(A)).fingerprint().gpus == (A,)
 
 
-def test_the_stand_in_has_only_names_that_the_real_binding_has() -> None:
+def test_the_stand_in_has_only_names_that_the_real_binding_has():
     pynvml = pytest.importorskip("pynvml")
     assert [name for name in vars(nvml()) if not hasattr(pynvml, name)] == []

@@ -1,14 +1,11 @@
 """What this process may use, on machines played by a root directory of our own and on this one; on Linux only."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,55 +15,48 @@ import pytest
 
 from autotune_loader.machine import host
 from autotune_loader.machine.elsewhere import scratch_root
-from autotune_loader.machine.facts import Machine, inspect_machine
+from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import open_files_limit
-
-Inspect = Callable[..., Machine]
 
 
 @pytest.fixture
-def inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inspect:
+def inspect(tmp_path, monkeypatch):
     """Looks at a machine with 8 CPUs and 1000 bytes of memory, these lines in `/proc/self/cgroup` and these files."""
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     monkeypatch.delattr(os, "process_cpu_count", raising=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=900, total=1000))
 
-    def look(groups: str = "0::/\n", files: dict[str, str] | None = None, **options: object) -> Machine:
-        files = {"proc/self/cgroup": groups} | {f"sys/fs/cgroup/{name}": text for name, text in (files or {}).items()}
-        for name, text in files.items():
+    def look(groups="0::/\n", files=(), environ=()):
+        written = {f"sys/fs/cgroup/{name}": text for name, text in dict(files).items()}
+        for name, text in (written | {"proc/self/cgroup": groups}).items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
-        return inspect_machine(root=tmp_path, **{"environ": {}, **options})  # type: ignore[arg-type]
+        return inspect_machine(root=tmp_path, environ=dict(environ))
 
     return look
 
 
-LAYOUTS: dict[str, tuple[str, dict[str, str], list[float]]] = {
-    # what /proc/self/cgroup says, files, cores of each quota
-    "a quota below one core still leaves one": (
-        "0::/pods/pod7/app\n",
-        {
-            "pods/pod7/app/cpu.max": "max 100000\n",
-            "pods/pod7/cpu.max": "250000",  # of a period that is not named
-            "pods/cpu.max": "50000 100000",
-        },
-        [2.5, 0.5],
-    ),
-    "entered from outside": ("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5]),
-    "a container that sees its own part only": (
-        "4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n",
-        {"inner/cpu.max": "max 100000", "cpu.max": "50000 100000", "cpu/cpu.max": "1 100000"},
-        [0.5],
-    ),
-    "broken files": ("0::/a\nnonsense\n", {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}, []),
+PODS = {
+    "pods/pod7/app/cpu.max": "max 100000\n",
+    "pods/pod7/cpu.max": "250000",  # of a period that is not named
+    "pods/cpu.max": "50000 100000",
 }
+OWN_PART = {"inner/cpu.max": "max 100000", "cpu.max": "50000 100000", "cpu/cpu.max": "1 100000"}
+BROKEN = {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_quota_above_this_process_counts_and_the_least_binds(inspect: Inspect, layout: str) -> None:
-    groups, files, quotas = LAYOUTS[layout]
-    cores = inspect(groups, files, environ={"SLURM_CPUS_PER_TASK": "6"}).cores
+@pytest.mark.parametrize(
+    ("groups", "files", "quotas"),
+    [
+        pytest.param("0::/pods/pod7/app\n", PODS, [2.5, 0.5], id="less than one core still leaves one"),
+        pytest.param("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5], id="entered from outside"),
+        pytest.param("4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n", OWN_PART, [0.5], id="sees its own part only"),
+        pytest.param("0::/a\nnonsense\n", BROKEN, [], id="broken files"),
+    ],
+)
+def test_every_quota_above_this_process_counts_and_the_least_binds(groups, files, quotas, inspect):
+    cores = inspect(groups, files, {"SLURM_CPUS_PER_TASK": "6"}).cores
     assert [limit.value for limit in cores.inputs] == [8, 8, 6, *quotas]
     assert all(Path(limit.source).is_file() for limit in cores.inputs[3:])
     assert cores.available == cores.binding.value == min([6, *quotas])
@@ -86,13 +76,11 @@ def test_every_quota_above_this_process_counts_and_the_least_binds(inspect: Insp
         ({"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "4(x2)"}, 2),
     ],
 )
-def test_cores_are_divided_among_the_ranks_that_share_them(
-    inspect: Inspect, environ: dict[str, str], usable: int
-) -> None:
+def test_cores_are_divided_among_the_ranks_that_share_them(environ, usable, inspect):
     assert inspect(environ=environ).usable_cores == usable
 
 
-def test_affinity_and_pythons_own_count_bind(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_affinity_and_pythons_own_count_bind(inspect, monkeypatch):
     monkeypatch.setattr(os, "process_cpu_count", lambda: 3, raising=False)
     assert inspect().usable_cores == 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
@@ -120,10 +108,8 @@ V2_MEMORY = {
     ],
     ids=["limits", "broken files"],
 )
-def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(
-    inspect: Inspect, groups: str, files: dict[str, str], left: list[int], total: int
-) -> None:
-    machine = inspect(groups, files, environ={"LOCAL_WORLD_SIZE": "4"})
+def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(groups, files, left, total, inspect):
+    machine = inspect(groups, files, {"LOCAL_WORLD_SIZE": "4"})
     assert [limit.value for limit in machine.memory.inputs] == left
     assert (machine.memory.available_bytes, machine.memory.total_bytes) == (min(left), total)
     assert machine.memory_budget_bytes == min(left) // 4
@@ -131,45 +117,42 @@ def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(
     assert (machine.holds(total * 3 // 5), machine.holds(total * 9 // 10)) == (True, False)
 
 
-def test_what_a_system_does_not_tell_is_none(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_system_does_not_tell_is_none(inspect, monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
     monkeypatch.setattr(psutil, "cpu_times", Mock(side_effect=FileNotFoundError("/proc/stat")))
     machine = inspect()
-    assert (machine.usable_cores, machine.memory_budget_bytes, machine.shm) == (8, None, None)
-    assert host.host_cpu() is None
+    assert (machine.usable_cores, machine.memory_budget_bytes, machine.shm, host.host_cpu()) == (8, None, None, None)
 
 
-def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice() -> None:
+def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice():
     machine, again = (inspect_machine(environ={}) for _ in "ab")
     assert machine.fingerprint(dataset="d") == again.fingerprint(dataset="d")
-    assert machine.shm is not None
     assert 0 <= machine.shm.free_bytes <= machine.shm.total_bytes
     assert open_files_limit() in (resource.getrlimit(resource.RLIMIT_NOFILE)[0], None)
     # AND of its CPUs those count that were asked for, which have been busy since boot
     whole, one = host.host_cpu(), host.host_cpu({0})
-    assert whole is not None
-    assert one is not None
     assert one.cpus == 1 <= whole.cpus
     assert 0 < one.busy_s <= whole.busy_s
 
 
-def test_a_daemonic_process_has_no_workers(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemonic_process_has_no_workers(inspect, monkeypatch):
     assert inspect().why_no_workers is None
-    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    assert "may have no children" in (inspect().why_no_workers or "")
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    assert "may have no children" in inspect().why_no_workers
 
 
-def test_a_temporary_folder_with_a_long_name_is_not_used_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for own, others, root in (("a" * 70, None, "/tmp"), ("short", None, "short"), ("a" * 70, (), "a" * 70)):
-        monkeypatch.setattr(tempfile, "tempdir", own)
-        if others is not None:
-            monkeypatch.setattr("autotune_loader.machine.elsewhere.OTHER_ROOTS", others)
-        assert scratch_root() == root
+@pytest.mark.parametrize(
+    ("own", "others", "root"), [("a" * 70, ("/tmp",), "/tmp"), ("short", ("/tmp",), "short"), ("a" * 70, (), "a" * 70)]
+)
+def test_a_temporary_folder_with_a_long_name_is_not_used_for_sockets(own, others, root, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", own)
+    monkeypatch.setattr("autotune_loader.machine.elsewhere.OTHER_ROOTS", others)
+    assert scratch_root() == root
 
 
 @pytest.mark.process
-def test_inspecting_settles_nothing_and_another_system_is_told_at_once_what_works_there() -> None:
+def test_inspecting_settles_nothing_and_another_system_is_told_at_once_what_works_there():
     script = (
         "import sys, multiprocessing; from autotune_loader.machine.facts import inspect_machine;"
         "before = 'torch' in sys.modules; inspect_machine().fingerprint(); assert before == ('torch' in sys.modules);"

@@ -1,12 +1,8 @@
 """Batches on their way to a device: ahead of the loop, in order, whole, and in the containers that they came in."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Iterator
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,24 +23,19 @@ class Frozen:
     total: int = dataclasses.field(init=False, default=7)
 
 
-def lane_noting(events: list[str]) -> Any:
-    """Writes down what happens, in order, and brings batches back as they are."""
+def test_copies_are_depth_batches_ahead_and_an_exception_comes_after_the_batches_before_it():
+    events = []
 
-    def noted(what: str) -> Any:
+    def noted(what):
         return lambda batch: events.append(f"{what} {batch}") or batch
 
-    return SimpleNamespace(send=noted("send"), receive=noted("receive"))
-
-
-def test_copies_are_depth_batches_ahead_and_an_exception_comes_after_the_batches_before_it() -> None:
-    def loader(batches: int) -> Iterator[int]:
+    def loader(batches):
         yield from range(batches)
         raise KeyError("broken sample")
 
-    events: list[str] = []
-    steps = (events.append(f"step {batch}") for batch in prefetched(loader(4), lane_noting(events), 2))
+    lane = SimpleNamespace(send=noted("send"), receive=noted("receive"))
     with pytest.raises(KeyError, match="broken sample"):
-        list(steps)
+        list(map(noted("step"), prefetched(loader(4), lane, 2)))
     # THEN two copies are under way during every step, until the loader ends
     assert events == [
         *("send 0", "send 1", "send 2", "receive 0", "step 0"),
@@ -52,17 +43,14 @@ def test_copies_are_depth_batches_ahead_and_an_exception_comes_after_the_batches
         *("receive 2", "step 2", "receive 3", "step 3"),
     ]
     for batches, depth in ((0, 1), (7, 1), (7, 50)):
-        assert list(prefetched(range(batches), lane_noting([]), depth)) == list(range(batches))
+        assert list(prefetched(range(batches), lane, depth)) == list(range(batches))
 
 
-def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_ahead() -> None:
-    asked: list[int] = []
-
-    def collated(samples: list[int]) -> torch.Tensor:
-        asked.extend(samples)
-        return torch.tensor(samples)
-
-    loader = DataLoader(range(20), batch_size=3, collate_fn=collated)  # type: ignore[arg-type]
+def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_ahead():
+    asked = []
+    loader = DataLoader(
+        range(20), batch_size=3, collate_fn=lambda samples: asked.extend(samples) or torch.tensor(samples)
+    )
     prefetcher = DevicePrefetcher(loader, "cpu", depth=2)
     for _ in range(2):
         assert torch.equal(torch.cat(list(prefetcher)), torch.arange(20))
@@ -75,7 +63,7 @@ def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_
         assert prefetched_as_tuned(loader, LoaderConfig(device_prefetch=depth), device) is loader
 
 
-def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="depth=0 is below 1; depth=1 would work"):
         DevicePrefetcher([], "cpu", depth=0)
@@ -93,7 +81,7 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) ->
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(batch: Any) -> None:
+def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(batch):
     before, structure = tree_flatten(batch)
     moved, same_structure = tree_flatten(move(batch, torch.device("meta")))
     assert same_structure == structure
@@ -103,7 +91,7 @@ def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(
     assert all(value is own for value, own in zip(tree_flatten(batch)[0], before, strict=True))
 
 
-def test_what_moves_in_its_own_way_is_moved_so() -> None:
+def test_what_moves_in_its_own_way_is_moved_so():
     moved = move(Frozen(x=torch.ones(2)), "meta")
     assert (moved.x.device.type, moved.total) == ("meta", 7)
     assert move(MappingProxyType({"x": torch.ones(1)}), "meta")["x"].device.type == "meta"
@@ -112,18 +100,14 @@ def test_what_moves_in_its_own_way_is_moved_so() -> None:
         assert move(SimpleNamespace(to=to), "meta") == told
 
 
+def hidden(x):
+    return SimpleNamespace(to=lambda *a, **named: x.pin_memory().to(*a, **named))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth", [1, 4])
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda x: x,
-        torch.Tensor.pin_memory,
-        lambda x: SimpleNamespace(to=lambda *a, **named: x.pin_memory().to(*a, **named)),
-    ],
-    ids=["pageable", "pinned", "hidden"],
-)
-def test_batches_on_the_gpu_are_whole_while_steps_overlap(made: Any, depth: int) -> None:
+@pytest.mark.parametrize("made", [torch.Tensor.clone, torch.Tensor.pin_memory, hidden])
+def test_batches_on_the_gpu_are_whole_while_steps_overlap(made, depth):
     # GIVEN batches large enough for copies to take a while, and more of them than the allocator keeps blocks
     batches = [made(torch.full((2**20,), index)) for index in range(32)]
     prefetcher = DevicePrefetcher(batches, "cuda", depth=depth)

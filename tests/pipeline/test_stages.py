@@ -1,14 +1,10 @@
 """Where a sample's time goes: what is clocked in a worker, by which name and line, and what follows from the seconds."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,171 +19,151 @@ from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.tuning.assemble import stage_times
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS, Seen, StageSamples, pooled
-from tests.support import FakeClock
 
 
-class Thread(FakeClock):
-    """The clocks of a worker's thread: computing moves both, waiting one."""
+class Clock:
+    """Both clocks of a worker's thread, which only its work moves."""
 
-    cpu_s = 0.0
+    now_s = 0.0
 
-    def monotonic(self) -> float:
-        return self()
+    def works(self, seconds, sample=None):
+        self.now_s += seconds
+        return sample
 
-    def thread_time(self) -> float:
-        return self.cpu_s
+    def monotonic(self):
+        return self.now_s
 
-    def works(self, seconds: float) -> None:
-        self.advance(seconds)
-        self.cpu_s += seconds
-
-
-now = Thread()
-LIBRARY = ("Identity", "decode")
+    thread_time = monotonic
 
 
-@pytest.fixture(autouse=True)
-def clocks_of_this_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    global now
-    now = Thread()
-    if request.node.get_closest_marker("process") is None:
-        monkeypatch.setattr(stage_clock, "time", now)
-        # A queue of another test may have its thread here.
-        monkeypatch.setattr(stage_clock, "_queue_cpu_s", lambda: 0.0)
-        # On a clock that stands still, all would be let go.
-        for limit in ("MOST_COST", "TOO_OFTEN"):
-            monkeypatch.setattr(stage_clock, limit, 1e9)
+NOW = Clock()
 
 
-def by_index(dataset: Any) -> Any:
-    return next(iter(dataset)) if isinstance(dataset, Stream) else dataset[5]
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(stage_clock, "time", NOW)
+    # A queue of another test may have its thread here.
+    monkeypatch.setattr(stage_clock, "_queue_cpu_s", lambda: 0.0)
+    # On a clock that stands still, all would be let go.
+    for limit in ("MOST_COST", "TOO_OFTEN"):
+        monkeypatch.setattr(stage_clock, limit, 1e9)
 
 
-def clocked(dataset: Any, fetch: Callable[[Any], Any] = by_index) -> dict[str, tuple[str, float]]:
+def collate(samples):
+    NOW.works(1)
+
+
+def clocked(dataset, fetch=lambda dataset: next(iter(dataset)) if isinstance(dataset, Stream) else dataset[5]):
     """Where and seconds of each stage of a batch of 10 s and more that a worker would make, after a first one."""
     clock = StageClock(dataset)
     clock.fetch()
     assert clock.batch(10.0, 5.0, 1) is None
     clock.fetch()
-    samples = fetch(dataset)
-    clock.collate(joined)
-    joined(samples)
-    report = clock.batch(10.0, 5.0, 1)
-    assert report is not None
-    return {stage: (where, wall_s) for stage, where, wall_s, _ in report.seen}
+    fetch(dataset)
+    clock.collate(collate)
+    collate([])
+    return {stage: (where, wall_s) for stage, where, wall_s, _ in clock.batch(10.0, 5.0, 1).seen}
 
 
-def joined(samples: Any) -> Any:
-    now.works(1)
-    return samples
-
-
-class Of(Dataset[Any]):
+class Of(Dataset):
     """A dataset whose samples are what a function makes of their index; 2 s are its own."""
 
-    def __init__(self, transform: Any) -> None:
+    def __init__(self, transform):
         self.transform = transform
 
-    def __getitem__(self, index: int) -> Any:
-        now.works(2)
-        return self.transform(index)
+    def __getitem__(self, index):
+        return self.transform(NOW.works(2, index))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
 
 class Compose:
-    def __init__(self, *transforms: Any) -> None:
+    def __init__(self, *transforms):
         self.transforms = list(transforms)
 
-    def __call__(self, sample: Any) -> Any:
+    def __call__(self, sample):
         for t in self.transforms:
             sample = t(sample)
         return sample
 
 
 class Flip:
-    def __call__(self, sample: Any) -> Any:
-        now.works(3)
-        return sample
+    def __call__(self, sample):
+        return NOW.works(3, sample)
 
 
-def crop(sample: Any, by: int = 0) -> Any:
-    now.works(5)
-    return sample
+def crop(sample, by=0):
+    return NOW.works(5, sample)
 
 
 class Photos(Of):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.augmented(self.fetch(index))
 
-    def fetch(self, index: int) -> Any:
-        now.advance(6)
-        return index
+    def fetch(self, index):
+        return NOW.works(6, index)
 
-    def augmented(self, sample: Any) -> Any:
-        return [self.inner(each) for each in (sample, sample)]
+    def augmented(self, sample):
+        return [self.inner(sample) for _ in range(2)]
 
-    def inner(self, sample: Any) -> Any:
-        now.works(1)
-        return sample
+    def inner(self, sample):
+        return NOW.works(1, sample)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
+class Stream(IterableDataset):
+    def __iter__(self):
         yield self.made()
 
-    def made(self) -> int:
-        now.works(7)
-        return 1
+    def made(self):
+        return NOW.works(7, 1)
+
+
+OWN = {"Of.__getitem__": 2, "collate": 1}
 
 
 @pytest.mark.parametrize(
     ("dataset", "seconds"),
     [
-        (Of(Compose(Compose(Flip(), Flip()), Compose(crop))), {"Of.__getitem__": 2, "Flip": 6, "crop": 5}),
-        (Of(Compose(lambda sample: crop(sample))), {"Of.__getitem__": 2, "lambda": 5}),
-        (Of(Compose(nn.Sequential(nn.Identity()), Flip())), {"Of.__getitem__": 2, "Identity": 0, "Flip": 3}),
-        (Of(functools.partial(crop, by=3)), {"Of.__getitem__": 2, "crop": 5}),
-        (Subset(ConcatDataset([Of(crop), Of(crop)]), range(16)), {"Of.__getitem__": 2, "crop": 5}),
+        (Of(Compose(Compose(Flip(), Flip()), Compose(crop))), OWN | {"Flip": 6, "crop": 5}),
+        (Of(Compose(lambda sample: crop(sample))), OWN | {"lambda": 5}),
+        (Of(Compose(nn.Sequential(nn.Identity()), Flip())), OWN | {"Identity": 0, "Flip": 3}),
+        (Of(functools.partial(crop, by=3)), OWN | {"crop": 5}),
+        (Subset(ConcatDataset([Of(crop), Of(crop)]), range(16)), OWN | {"crop": 5}),
         # what libraries read and decode has its own name, and the user's line
-        (Of(lambda index: json.loads("1")), {"Of.__getitem__": 2, "lambda": 0, "decode": 8}),
+        (Of(lambda index: json.loads("1")), OWN | {"lambda": 0, "decode": 8}),
         # the outermost function of the user's below __getitem__
-        (Photos(None), {"Photos.__getitem__": 0, "fetch": 6, "augmented": 2}),
-        (Stream(), {"Stream.__iter__": 0, "made": 7}),
+        (Photos(None), {"Photos.__getitem__": 0, "fetch": 6, "augmented": 2, "collate": 1}),
+        (Stream(), {"Stream.__iter__": 0, "made": 7, "collate": 1}),
     ],
 )
-def test_what_a_dataset_calls_and_members_of_transforms_are_stages(
-    dataset: Any, seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(json, "loads", lambda text: now.works(8))
+def test_what_a_dataset_calls_and_members_of_transforms_are_stages(dataset, seconds, clock, monkeypatch):
+    monkeypatch.setattr(json, "loads", lambda text: NOW.works(8))
     found = clocked(dataset)
-    assert {stage: wall_s for stage, (_, wall_s) in found.items()} == seconds | {"collate": 1}
-    assert all(where.startswith("test_stages.py:") for stage, (where, _) in found.items() if stage not in LIBRARY)
+    assert {stage: wall_s for stage, (_, wall_s) in found.items()} == seconds
+    of_libraries = ("Identity", "decode")
+    assert all(where.startswith("test_stages.py:") for name, (where, _) in found.items() if name not in of_libraries)
     # THEN all is as it was
     assert not hasattr(Flip.__call__, "__wrapped__")
     assert not hasattr(crop, "__wrapped__")
 
 
-def test_an_exception_ends_its_stages_and_what_the_user_puts_there_meanwhile_stays() -> None:
-    def odd(index: int) -> Any:
-        now.works(1)
-        raise ValueError("odd")
+def test_an_exception_ends_its_stages_and_what_the_user_puts_there_meanwhile_stays(clock):
+    def odd(index):
+        raise ValueError(NOW.works(1, "odd"))
 
-    def fetch(dataset: Any) -> None:
+    def fetch(dataset):
         with pytest.raises(ValueError, match="odd"):
-            _ = dataset[1]
+            dataset[1]
         dataset.transform = abs
 
     dataset = Of(odd)
     found = clocked(dataset, fetch)
-    assert {stage: wall_s for stage, (_, wall_s) in found.items()} == {"Of.__getitem__": 2, "odd": 1, "collate": 1}
+    assert {stage: wall_s for stage, (_, wall_s) in found.items()} == OWN | {"odd": 1}
     assert dataset.transform is abs
 
 
-def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_and_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_and_then(clock, monkeypatch):
     # GIVEN batches of 1 ms, in the first of which a function is called a thousand times
     for limit, share in (("MOST_COST", 0.005), ("TOO_OFTEN", 0.1)):
         monkeypatch.setattr(stage_clock, limit, share)
@@ -214,10 +190,10 @@ SEEN = (
 BURST = StageSamples(seen=SEEN, samples=1000.0, wall_s=8.0, cpu_s=5.0, queue_cpu_s=1.0)
 
 
-def test_seconds_become_shares_of_a_samples_time_the_longest_first() -> None:
+def test_seconds_become_shares_of_a_samples_time_the_longest_first():
     found = stage_times(BURST)
     named = {each.stage: each for each in found}
-    assert [each.stage for each in found] == ["decode", "read", "crop", HAND_OVER]
+    assert list(named) == ["decode", "read", "crop", HAND_OVER]
     assert (named["decode"].wall_s, named["decode"].cpu_share) == pytest.approx((3.5 / 1000, 3.5 / 5))
     assert named["decode"].where == "a.py:2, PIL.Image.convert"
     assert (named["read"].cpu_share, named["read"].waited_s, named[HAND_OVER].cpu_s) == (0, named["read"].wall_s, 0.001)
@@ -225,7 +201,6 @@ def test_seconds_become_shares_of_a_samples_time_the_longest_first() -> None:
         assert sum(getattr(each, share) for each in found) == pytest.approx(1)
     # AND reports of workers add up, too short ones say nothing, and what other threads compute is a row of its own
     both = pooled([BURST, None, BURST])
-    assert both is not None
     assert (both.samples, both.wall_s) == (2000.0, 16.0)
     assert stage_times(both) == found
     assert stage_times(replace(BURST, wall_s=0.01)) == stage_times(pooled([None])) == ()
@@ -233,20 +208,20 @@ def test_seconds_become_shares_of_a_samples_time_the_longest_first() -> None:
     assert (others.cpu_share, others.wall_share) == (0.5, 0)
 
 
-class Known(Dataset[torch.Tensor]):
+class Known(Dataset):
     """Waits 24 ms, and computes 6 ms."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4096
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         self.fetch()
         return self.spin()
 
-    def fetch(self) -> None:
+    def fetch(self):
         time.sleep(0.024)
 
-    def spin(self) -> torch.Tensor:
+    def spin(self):
         end = time.thread_time() + 0.006
         while time.thread_time() < end:
             pass
@@ -255,9 +230,9 @@ class Known(Dataset[torch.Tensor]):
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_waiting_and_computing_are_told_apart_in_workers_and_here_nothing_is_clocked() -> None:
+def test_waiting_and_computing_are_told_apart_in_workers_and_here_nothing_is_clocked():
     data = DataSide.from_loader(DataLoader(Known(), batch_size=4, shuffle=True))
-    reports: list[list[Any]] = []
+    reports = []
     for workers in (1, 0):
         loader = make_traced_loader(data, LoaderConfig(num_workers=workers), Reading(data), stages=True)
         reports.append([fetch[6] for _, fetch in itertools.islice(loader, 9)])

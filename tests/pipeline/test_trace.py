@@ -1,46 +1,32 @@
 """The trace meter against simulated bursts whose long-run rate is known."""
 
-from __future__ import annotations
-
 import functools
 import random
-from collections.abc import Callable
 from statistics import fmean
-from typing import Any
 
 import pytest
 
 from autotune_loader.pipeline.throughput import queued_share, relative_error, summarise
-from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 SAMPLES = 8
 
 
 def simulate(
-    batches: int,
-    *,
-    workers: int,
-    prefetch: int = 2,
-    service_s: float = 0.02,
-    step_s: float = 0.005,
-    receive_s: float = 0.0005,
-    variation: float = 0.1,
-    pause_s: float = 0.0,
-    slowness: Callable[[int, int], float] = lambda batch, worker: 1.0,
-    seed: int = 0,
-) -> list[BatchTrace]:
-    """The traces of a loader with in-order delivery: the queueing recursion of DESIGN.md with every time kept."""
+    batches, *, workers, prefetch=2, service_s=0.02, step_s=0.005, receive_s=0.0005, variation=0.1, pause_s=0.0,
+    slow=None, seed=0,
+):  # fmt: skip
+    """The traces of a loader with in-order delivery: the queueing recursion with every time kept; one worker may be slow."""
     rng = random.Random(seed)
 
-    def draw(mean: float, relative: float) -> float:
+    def draw(mean, relative):
         return rng.gammavariate(relative**-2, mean * relative**2) if relative and mean else mean
 
-    traces: list[BatchTrace] = []
+    traces = []
     requested = pause_s
     for i in range(batches):
         worker = i % workers if workers else MAIN_PROCESS
-        service = draw(service_s, variation) * slowness(i, worker)
+        service = draw(service_s, variation) * (2.0 if worker == slow else 1.0)
         start = requested
         if workers:
             start = traces[i - workers].collate_end + 1e-4 if i >= workers else 0.05 + 0.005 * worker
@@ -55,39 +41,35 @@ def simulate(
     return traces
 
 
-def summary_of(batches: int, *, workers: int, **loader: Any) -> Measurement:
+def summary_of(batches, *, workers, **loader):
     return summarise(simulate(batches, workers=workers, **loader), workers=workers, started=0.0)
 
 
+def rates_of(batches, seeds, **loader):
+    return [summary_of(batches, seed=seed, **loader).samples_per_s for seed in range(seeds)]
+
+
 @functools.cache
-def long_run_rate(**loader: Any) -> float:
+def long_run_rate(**loader):
     ends = [trace.step_end for trace in simulate(4000, seed=99, **loader)]
     return SAMPLES * 3000 / (ends[3999] - ends[999])
 
 
-GRID = [
-    {"workers": workers, "prefetch": prefetch, "service_s": 0.01 * max(workers, 1) * ratio, "step_s": 0.0095}
-    for workers in (0, 1, 2, 4, 8)
-    for prefetch in ((1, 2, 8) if workers else (1,))
-    for ratio in (0.25, 0.8, 1.0, 1.05, 1.3, 4.0)
-]
-
-
-def one_slow(batch: int, worker: int) -> float:
-    return 2.0 if worker == 2 else 1.0
-
-
 @pytest.mark.parametrize(
-    "loader",
+    ("workers", "prefetch", "slow"),
     [
-        *({"workers": workers, "prefetch": prefetch} for workers, prefetch in ((1, 2), (1, 16), (2, 8), (4, 2))),
-        {"workers": 4, "prefetch": 16},
-        {"workers": 4, "prefetch": 16, "slowness": one_slow},  # delivery in order waits for it
-    ],
+        (1, 2, None),
+        (1, 16, None),
+        (2, 8, None),
+        (4, 2, None),
+        (4, 16, None),
+        (4, 16, 2),
+    ],  # delivery in order waits for it
 )
-def test_full_queues_do_not_flatter_the_rate(loader: dict[str, Any]) -> None:
+def test_full_queues_do_not_flatter_the_rate(workers, prefetch, slow):
     # GIVEN a fast step and a pause of 1 s in which the workers fill their queues: those batches were made before the burst
-    loader = {"service_s": 0.04, "step_s": 0.0003, "receive_s": 0.0001, **loader}
+    loader = {"workers": workers, "prefetch": prefetch, "slow": slow}
+    loader |= {"service_s": 0.04, "step_s": 0.0003, "receive_s": 0.0001}
     for batches in (20, 40, 60):
         summary = summary_of(batches, pause_s=1.0, **loader)
         # THEN the rate is the one that lasts, and the loop is said to wait
@@ -97,25 +79,24 @@ def test_full_queues_do_not_flatter_the_rate(loader: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("batches", [24, pytest.param(60, marks=pytest.mark.acceptance)])
 @pytest.mark.parametrize("pause_s", [0.0, 1.0])
-def test_short_windows_read_the_sustained_rate_everywhere(batches: int, pause_s: float) -> None:
+def test_short_windows_read_the_sustained_rate_everywhere(batches, pause_s):
     # GIVEN loaders from four times too fast to four times too slow for the step, near balance included
-    for loader in GRID:
-        truth = long_run_rate(variation=0.05, **loader)
-        rates = [
-            summary_of(batches, variation=0.05, pause_s=pause_s, seed=seed, **loader).samples_per_s.value
-            for seed in range(10)
-        ]
-        # THEN the mean of ten short bursts is the rate in the long run
-        assert fmean(rates) == pytest.approx(truth, rel=0.03), loader
+    for workers in (0, 1, 2, 4, 8):
+        for prefetch in (1, 2, 8) if workers else (1,):
+            for ratio in (0.25, 0.8, 1.0, 1.05, 1.3, 4.0):
+                times = {"service_s": 0.01 * max(workers, 1) * ratio, "step_s": 0.0095, "variation": 0.05}
+                loader = {"workers": workers, "prefetch": prefetch, **times}
+                rates = rates_of(batches, 10, pause_s=pause_s, **loader)
+                # THEN the mean of ten short bursts is the rate in the long run
+                assert fmean(rate.value for rate in rates) == pytest.approx(long_run_rate(**loader), rel=0.03), loader
 
 
 @pytest.mark.parametrize("prefetch", [2, 8])
 @pytest.mark.parametrize("rounds", [3, 5])
-def test_a_few_rounds_of_many_workers_read_the_sustained_rate(rounds: int, prefetch: int) -> None:
+def test_a_few_rounds_of_many_workers_read_the_sustained_rate(rounds, prefetch):
     # GIVEN 32 workers with batches of a second that vary by 20 %, and a step that hardly counts
     loader = {"workers": 32, "prefetch": prefetch, "service_s": 1.0, "step_s": 0.002, "variation": 0.2}
-    truth = long_run_rate(**loader)
-    rates = [summary_of(32 * rounds, seed=seed, **loader).samples_per_s for seed in range(20)]
+    truth, rates = long_run_rate(**loader), rates_of(32 * rounds, 20, **loader)
     # THEN bursts of a few rounds err by a few percent, and know it
     assert fmean(abs(rate.value / truth - 1) for rate in rates) < 0.08
     assert fmean(rate.low <= truth <= rate.high for rate in rates) >= 0.7
@@ -131,15 +112,13 @@ def test_a_few_rounds_of_many_workers_read_the_sustained_rate(rounds: int, prefe
         {"workers": 4, "service_s": 0.01, "step_s": 0.02},
     ],
 )
-def test_intervals_cover_the_long_run_rate(loader: dict[str, Any]) -> None:
-    # GIVEN 200 bursts of a loader with service times that vary by 30 %
+def test_intervals_of_bursts_that_vary_by_30_percent_cover_the_long_run_rate(loader):
     truth = long_run_rate(variation=0.3, **loader)
-    intervals = [summary_of(120, variation=0.3, seed=seed, **loader).samples_per_s for seed in range(200)]
     # THEN nominal 95 % are at least 90 % in fact
-    assert fmean(interval.low <= truth <= interval.high for interval in intervals) >= 0.90
+    assert fmean(rate.low <= truth <= rate.high for rate in rates_of(120, 200, variation=0.3, **loader)) >= 0.90
 
 
-def test_means_are_those_of_the_window_and_start_up_is_no_part_of_them() -> None:
+def test_means_are_those_of_the_window_and_start_up_is_no_part_of_them():
     # GIVEN a worker, and one whose first batch takes 2 s longer than the others
     traces = simulate(41, workers=1, service_s=0.03, step_s=0.004, variation=0.0)
     moments = ("fetch_start", "fetch_end", "collate_end", "requested", "received", "step_end")
@@ -161,7 +140,7 @@ def test_means_are_those_of_the_window_and_start_up_is_no_part_of_them() -> None
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4, 16])
-def test_a_handful_of_batches_has_a_rate_with_an_honest_interval_and_one_has_none(workers: int) -> None:
+def test_a_handful_of_batches_has_a_rate_with_an_honest_interval_and_one_has_none(workers):
     for batches in (2, 3, 9):
         rate = summary_of(batches, workers=workers).samples_per_s
         assert 0 < rate.low < rate.value < rate.high < float("inf")
@@ -169,23 +148,22 @@ def test_a_handful_of_batches_has_a_rate_with_an_honest_interval_and_one_has_non
         summary_of(1, workers=workers)
 
 
-def test_a_running_burst_knows_its_error_after_some_rounds_unless_stock_hides_the_rate() -> None:
+def test_a_running_burst_knows_its_error_after_some_rounds_unless_stock_hides_the_rate():
     traces = simulate(400, workers=4, service_s=0.06)
     # GIVEN full queues that the workers cannot keep full, and such that they can
     emptied = simulate(60, workers=4, prefetch=16, service_s=0.04, step_s=0.0005, pause_s=1.0)
     full = simulate(60, workers=4, prefetch=4, service_s=0.01, step_s=0.02, pause_s=1.0)
     unknown = [*(traces[:count] for count in range(2, 17)), emptied]
     assert [relative_error(each, workers=4) for each in unknown] == [None] * 16
-    few, many, of_full = (relative_error(each, workers=4) or 1.0 for each in (traces[:40], traces, full))
+    few, many, of_full = (relative_error(each, workers=4) for each in (traces[:40], traces, full))
     assert many < few < 1
     assert of_full < 0.05
 
 
-def test_what_goes_into_queues_is_told_while_they_fill() -> None:
-    # GIVEN workers that make twice what the loop takes, and then such whose queues are full, and such that are waited for
+def test_what_goes_into_queues_is_told_while_they_fill():
+    # GIVEN workers that make twice what the loop takes, such whose queues are full, such that are waited for, and none
     filling = simulate(40, workers=4, prefetch=32, service_s=0.02, step_s=0.0095, variation=0.0)
     full = simulate(200, workers=4, service_s=0.02, step_s=0.0095)[100:]
-    assert queued_share(filling, workers=4) == pytest.approx(0.5, abs=0.05)
-    assert queued_share(full, workers=4) == pytest.approx(0, abs=0.03)
-    assert queued_share(simulate(40, workers=2, service_s=0.04), workers=2) == pytest.approx(0, abs=0.05)
-    assert queued_share(simulate(40, workers=0), workers=0) == 0.0
+    waited_for, none = simulate(40, workers=2, service_s=0.04), simulate(40, workers=0)
+    for traces, workers, share in ((filling, 4, 0.5), (full, 4, 0), (waited_for, 2, 0), (none, 0, 0)):
+        assert queued_share(traces, workers=workers) == pytest.approx(share, abs=0.03)

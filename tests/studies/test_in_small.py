@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fo
 
 
 def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(
-    tmp_path: Path, preloaded: PreloadedPython, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, preloaded: PreloadedPython, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Five short runs, each of which would otherwise begin with importing torch.
     (tmp_path / "run.py").write_text(kills.RUN.replace("budget=4", "budget=2"))
@@ -31,12 +30,9 @@ def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(
         return preloaded.start(str(tmp_path / "run.py"), folder=folder, environ=kills.environ(folder))
 
     monkeypatch.setattr(kills, "start", start)
-    monkeypatch.setattr(sys, "argv", ["kills", "--kills", "2", "--seed", "5"])
-
-    assert kills.main() == 0
-
-    figures = {line[:24].strip(): int(line[24:]) for line in capsys.readouterr().out.splitlines()}
-    assert (figures["kills"], figures["leftover processes"], figures["leftover files"]) == (2, 0, 0)
+    figures = kills.kill_runs(2, seed=5)
+    assert (figures["kills"], figures["unreadable files"], figures["not finished"]) == (2, 0, 0)
+    assert [figures[name] for name in kills.LEFT] == [0, 0]
 
 
 def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

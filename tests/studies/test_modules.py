@@ -1,24 +1,24 @@
-"""Every study says what it asks, can be imported without measuring anything, and its commands exist."""
+"""Studies can be imported without measuring anything, their commands exist, their tables and workloads are whole."""
 
 from __future__ import annotations
 
 import importlib
+import pickle
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from studies import workloads
 from studies.libraries.__main__ import rows_by_library
 from studies.libraries.environments import ENVIRONMENTS
 from studies.libraries.table import LIBRARIES
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for path in (ROOT / "studies").rglob("*") if path.is_file() and "results" not in path.parts]
-MODULES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in FILES
-    if path.suffix == ".py" and path.name != "__init__.py"
-)
+MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES if path.suffix == ".py")
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -40,3 +40,21 @@ def test_the_kept_table_of_libraries_has_an_explained_row_for_every_library() ->
     assert set(rows) == set(LIBRARIES)
     kept = [line.split(" | ") for lines in rows.values() for line in lines]
     assert [row for row in kept if row[2] not in ("tuned", "refused") or len(row[3]) < 5] == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", sorted(set(workloads.WORKLOADS) - {"jpeg"}))  # which is made in the user's cache
+def test_a_workload_survives_pickling_and_yields_a_batch(name: str) -> None:
+    workload = pickle.loads(pickle.dumps(workloads.WORKLOADS[name]()))
+    batch = next(iter(DataLoader(workload.dataset, batch_size=workload.batch_size)))
+    if name == "text":
+        assert workload.model(**batch).loss.requires_grad
+        batch = batch["labels"]
+    assert len(batch[0] if isinstance(batch, list) else batch) == workload.batch_size
+
+
+def test_a_repeated_dataset_fetches_as_the_one_it_repeats() -> None:
+    plain = workloads.repeated(torch.arange(6), 3)
+    assert (len(plain), int(plain[7]), hasattr(plain, "__getitems__")) == (18, 1, False)
+    twice = workloads.repeated(workloads.TextDataset(8), 2).__getitems__([1, 9])
+    assert torch.equal(twice[0]["input_ids"], twice[1]["input_ids"])

@@ -16,35 +16,34 @@ from studies.regret.simulated import SimulatedField
 from studies.regret.strategies import STRATEGIES
 from tests.support import SimulatedMachine
 
-FAST, NEAR, WORSE, SLOW = (LoaderConfig(num_workers=n) for n in (4, 3, 2, 1))
+FAST, NEAR, WORSE, SLOW, FAILING = (LoaderConfig(num_workers=n) for n in (4, 3, 2, 1, 9))
+RATES = {FAST: 100.0, NEAR: 99.9, WORSE: 95.0, SLOW: 50.0}
 
 
 class FakeBench:
     """Rates by configuration with 1 % noise, on a machine whose speed changes from round to round."""
 
-    def __init__(self, rates: dict[LoaderConfig, float]) -> None:
-        self.rates = rates
+    def __init__(self) -> None:
         self.asked: list[LoaderConfig] = []
 
     def time(self, config: LoaderConfig, *, seconds: float, seed: int) -> float:
         self.asked.append(config)
-        if config not in self.rates:
+        if config not in RATES:
             raise BenchError("no answer")
-        level = 1 + 0.3 * math.sin(seed)
-        return self.rates[config] * level * math.exp(random.Random(len(self.asked)).gauss(0, 0.01))
+        return RATES[config] * (1 + 0.3 * math.sin(seed)) * math.exp(random.Random(len(self.asked)).gauss(0, 0.01))
 
 
 def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out() -> None:
     # GIVEN the best, which nobody chose, one as good, one 5 % off, one 50 % off, and one that always fails
-    bench: Any = FakeBench({FAST: 100.0, NEAR: 99.9, WORSE: 95.0, SLOW: 50.0})
-    failing = LoaderConfig(num_workers=9)
+    bench: Any = FakeBench()
     # WHEN they are judged
-    regrets = judge(bench, [key(each) for each in (NEAR, WORSE, SLOW, failing)], {key(FAST): 100.0, key(NEAR): 90.0})
+    chosen = [key(each) for each in (NEAR, WORSE, SLOW, FAILING)]
+    regrets = judge(bench, chosen, {key(FAST): 100.0, key(NEAR): 90.0})
     # THEN each has its regret, but for the one without any rate
     assert regrets[key(NEAR)].counted == 0.0
     assert regrets[key(WORSE)].counted == pytest.approx(0.05, abs=0.02)
     assert regrets[key(SLOW)].counted == pytest.approx(0.5, abs=0.03)
-    assert key(failing) not in regrets
+    assert key(FAILING) not in regrets
     # THEN who looked slower was judged by fresh rounds, and the hopeless one left after three
     assert regrets[key(WORSE)].ratio.count == CONFIRMING_ROUNDS
     assert bench.asked.count(SLOW) == 3
@@ -53,10 +52,8 @@ def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out() -> None:
 
 def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost() -> None:
     tuned = {"seconds": 12.0, "workers": 4, "ratio": (0.97, 0.9, 1.1), "regret": 0.0}
-    runs = [
-        Outcome(job="jpeg", strategy="autotune_loader", **tuned),
-        Outcome(job="jpeg", strategy="loadtune", seconds=1.0, failure="ValueError: no"),
-    ]
+    failed = Outcome(job="jpeg", strategy="loadtune", seconds=1.0, failure="ValueError: no")
+    runs = [Outcome(job="jpeg", strategy="autotune_loader", **tuned), failed]
     shown = table(runs)
     assert "| autotune_loader | 1 | 100.0% | 0.0% | 0.0% | 0.0% | 3.0% | 3.0% | 3.0% | 12.0 | 12.0 | 4.0 |" in shown
     assert "| loadtune | 1 | 0.0% | 100.0% |" in shown

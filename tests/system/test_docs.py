@@ -1,16 +1,18 @@
-"""Every python block of README.md and the documentation runs: a page's blocks one after the other, in one script.
+"""Every python block of README.md and the documentation runs, a page in one script, and so do the notebooks.
 
-A page is run in a folder of its own, with a `dataset` and a `model` at hand for pages that only show the call, and with
-`tune()` held to a few short bursts. What needs several GPUs or a cluster is marked ```text or ```bash and not run.
+A page has a `dataset` and a `model` at hand, and `tune()` is held to a few short bursts. What needs several GPUs or a cluster
+is marked ```text or ```bash and not run.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from preloaded import PreloadedPython
@@ -71,17 +73,17 @@ loader = DataLoader(dataset, batch_size=16)
 }
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
-PRELUDE = """
-import functools, time, torch
-import autotune_loader, autotune_loader.demo
-
-
+BRIEFLY = """
+import functools
+import autotune_loader
 def briefly(whole, **options):
     return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
-
-
 autotune_loader.compare = briefly(autotune_loader.compare, budget=2)
-autotune_loader.tune = briefly(autotune_loader.tune, budget=3, progress=False)
+autotune_loader.tune = briefly(autotune_loader.tune, budget=3)
+"""
+PRELUDE = f"""
+import time, torch, autotune_loader.demo
+{BRIEFLY}
 autotune_loader.demo.make_jpegs = functools.partial(autotune_loader.demo.make_jpegs, count=64)
 
 
@@ -97,26 +99,20 @@ model = torch.nn.Linear(8, 2)
 """
 
 
-def blocks(page: Path) -> list[tuple[int, str]]:
-    """The line where each block begins, and its code."""
-    text = page.read_text(encoding="utf-8")
-    return [(text[: match.start(1)].count("\n") + 1, match[1]) for match in BLOCK.finditer(text)]
-
-
 def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def script_of(page: Path) -> str:
-    found = blocks(page)
-    given = TAKEN_FOR_GRANTED.get(name(page), [""] * len(found))
-    code = [f"\n{first}\n# line {line}\n{block}" for first, (line, block) in zip(given, found, strict=True)]
-    return PRELUDE + "".join(code)
+def blocks(page: Path) -> list[str]:
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES if blocks(page)])
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    (tmp_path / "page.py").write_text(script_of(page), encoding="utf-8")
+    found = blocks(page)
+    given = TAKEN_FOR_GRANTED.get(name(page), [""] * len(found))
+    code = "".join(f"{first}\n{block}\n" for first, block in zip(given, found, strict=True))
+    (tmp_path / "page.py").write_text(PRELUDE + code, encoding="utf-8")
     kind = "preloaded_frameworks" if page.stem == "frameworks" else "preloaded"
     python: PreloadedPython = request.getfixturevalue(kind)
 
@@ -146,3 +142,29 @@ def test_pages_are_few_and_short() -> None:
     words = [len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")]
     assert len(words) <= 13
     assert sum(words) <= 6000
+
+
+@pytest.fixture(scope="module")
+def build() -> dict[str, Any]:
+    pytest.importorskip("nbclient")
+    return runpy.run_path(str(ROOT / "notebooks" / "build.py"))
+
+
+@pytest.mark.parametrize("notebook", ["quickstart", "autoloader", "inspect_study"])
+def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(notebook: str, build: dict[str, Any]) -> None:
+    path = ROOT / "notebooks" / f"{notebook}.ipynb"
+    committed = build["nbformat"].read(path, as_version=4)
+    outputs = [out for cell in committed.cells for out in cell.get("outputs", [])]
+    assert [cell.source for cell in committed.cells] == [cell.source for cell in build["make"](notebook).cells]
+    assert path.stat().st_size < 1_000_000
+    assert any("image/png" in out.get("data", {}) for out in outputs)
+    assert [out for out in outputs if out.output_type == "error"] == []
+
+
+@pytest.mark.parametrize("notebook", ["quickstart", "inspect_study"])
+@pytest.mark.filterwarnings("ignore")  # of the kernel's client: sockets, event loops
+def test_a_notebook_runs(notebook: str, tmp_path: Path, build: dict[str, Any]) -> None:
+    made = build["make"](notebook)
+    made.cells.insert(0, build["CODE"](BRIEFLY))
+    build["run"](made, tmp_path, timeout_s=100)
+    assert (tmp_path / "loader.json").exists()

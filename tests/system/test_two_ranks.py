@@ -1,46 +1,78 @@
-"""Accelerate with two processes, as torchrun's agent starts them: gloo, CPU, hard deadlines, nothing left behind."""
+"""Two ranks on gloo, as launchers start them: a script that is run unchanged, and one that calls Accelerate's integration."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from preloaded import PreloadedPython, Run
+from preloaded import PreloadedPython
 
+from autotune_loader import TuningResult
 from autotune_loader.machine.limits import usable_cores
+from tests.support.bench import line_of
 
-ROOT = Path(__file__).resolve().parents[2]
-# What two ranks need for a framework's import, the probes and a handful of bursts, with a lot to spare on a busy machine.
-HARD_DEADLINE_S = 110
+pytest.importorskip("accelerate")
+HARD_DEADLINE_S, EPOCHS = 110, 4
 pytestmark = [pytest.mark.system, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
-
-# Two ways to share out the loading, of which one is tuned.
-SCRIPT = """
+ROOT = Path(__file__).parents[2]
+ENVIRON = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+HEAD = """
 import json, os, resource, sys, time
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import DataLoader, Dataset
-from autotune_loader.integrations.accelerate import tune_before_prepare
+from torch import distributed
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 class Points(Dataset):
     def __len__(self):
-        return 256
+        return 1024
     def __getitem__(self, index):
-        time.sleep(0.001)
-        return torch.full((4,), index / 256), index % 2, index
+        time.sleep(0.004 if os.environ["RANK"] == "1" else 0.002)  # one rank's storage is slower
+        return torch.full((4,), index / 1024), index % 2, index
+
+def step(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def say(**said):
+    with open(f"rank-{os.environ['RANK']}.json", "w") as file:
+        json.dump(said, file)
+    # gloo's threads drop their last all-reduce under the GIL, and torch 2.13 aborts where that meets the exit
+    time.sleep(0.5)
+"""
+PLAIN = f"""{HEAD}
+distributed.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = DistributedSampler(Points(), shuffle=True)
+loader = DataLoader(Points(), batch_size=8, sampler=sampler)  # HERE
+seen = []
+for epoch in range(int(sys.argv[1])):
+    sampler.set_epoch(epoch)
+    for batch in loader:
+        optimizer.zero_grad()
+        step(model, batch).backward()
+        optimizer.step()
+        seen += batch[2].tolist()
+distributed.barrier()
+say(seen=seen, weights=model.module.weight.flatten().tolist())
+distributed.destroy_process_group()
+"""
+# Two ways to share out the loading, of which one is tuned.
+PREPARED = f"""{HEAD}
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
+from autotune_loader.integrations.accelerate import tune_before_prepare
 
 def probed_s():
     # CPU seconds of probe processes: a rank that tuned has waited for its own to end.
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-
-def own_step(model, batch):
-    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 def trained(dispatch):
     before = probed_s()
@@ -53,40 +85,32 @@ def trained(dispatch):
     loader = DataLoader(Points(), batch_size=16)
     try:
         loader, result = tune_before_prepare(
-            accelerator, loader, model, train_step=own_step, budget=4, max_workers=2, progress=False
+            accelerator, loader, model, train_step=step, budget=4, max_workers=2, progress=False
         )
     except ValueError as error:
-        return accelerator, str(error)
-    workers, seen = loader.num_workers, []
+        return str(error)
+    found = dict(best=result.best.to_dict(), workers=loader.num_workers, cores=result.machine.usable_cores)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x, y, index in loader:
-        loss = own_step(model, (x, y))
+    seen = []
+    for batch in loader:
         optimizer.zero_grad()
-        accelerator.backward(loss)
+        accelerator.backward(step(model, batch))
         optimizer.step()
-        seen += index.tolist()
-    return accelerator, dict(
-        best=result.best.to_dict(), workers=workers, cores=result.machine.usable_cores, probed=probed_s() - before > 0.5,
-        seen=seen, weights=accelerator.unwrap_model(model).weight.flatten().tolist(),
-    )
+        seen += batch[2].tolist()
+    weights = accelerator.unwrap_model(model).weight.flatten().tolist()
+    return dict(found, probed=probed_s() - before > 0.5, seen=seen, weights=weights)
 
 if __name__ == "__main__":
-    said = {}
-    for name, dispatch in (("on rank 0", True), ("on all ranks", False)):
-        accelerator, said[name] = trained(dispatch)
-    with open(f"rank-{os.environ['RANK']}.json", "w") as file:
-        json.dump(said, file)
-    time.sleep(0.5)  # gloo's threads drop their last all-reduce under the GIL, and torch 2.13 aborts where that meets the exit
-    accelerator.end_training()
+    say(refused=trained(True), **trained(False))
+    distributed.destroy_process_group()
 """
-
 # What `torchrun --standalone --nproc-per-node N` does, but that its ranks are forked: a framework's import takes seconds.
 TORCHRUN = """
 import runpy, uuid
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 def rank():
-    runpy.run_path("job.py", run_name="__main__")  # and returns nothing: the agent would send it
+    runpy.run_path("train.py", run_name="__main__")  # and returns nothing: the agent would send it
 
 elastic_launch(LaunchConfig(
     min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex,
@@ -95,45 +119,49 @@ elastic_launch(LaunchConfig(
 """
 
 
-def started_by(job: Run, cache: str) -> list[psutil.Process]:
-    """The processes of a run: of its session, or with its cache in whatever session; what is ending does not count."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            is_ours = os.getsid(process.pid) == job.pid or process.environ().get("AUTOTUNE_LOADER_CACHE") == cache
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.Error, ProcessLookupError):
-            continue
-    return found
-
-
-def assert_trained_as_one(said: list[dict[str, Any]]) -> None:
-    assert said[0]["best"] == said[1]["best"]
+def both_trained(folder: Path, epochs: int) -> list[dict[str, Any]]:
+    """What the ranks said, who have the same weights, and each half of every epoch."""
+    said = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert said[0]["weights"] == pytest.approx(said[1]["weights"])
-    assert sorted(said[0]["seen"] + said[1]["seen"]) == list(range(256))
+    assert len(said[0]["seen"]) == len(said[1]["seen"]) == 512 * epochs
+    for epoch in range(epochs):
+        halves = [each["seen"][512 * epoch : 512 * (epoch + 1)] for each in said]
+        assert sorted(halves[0] + halves[1]) == list(range(1024))
+    return said
+
+
+def test_a_launcher_runs_a_script_each_rank_trains_on_its_half_and_rank_0_reports(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    temporary = tempfile.mkdtemp(dir="/tmp")  # a longer path leaves no room for the names of torch's sockets
+    launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+    launch += " --dynamo_backend no --main_process_port 0 -m autotune_loader"
+    command = f"{launch} run --workers --json report.json -o loader.json train.py {EPOCHS}"
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()], env={**os.environ, **ENVIRON, "TMPDIR": temporary},
+        cwd=tmp_path, capture_output=True, text=True, timeout=HARD_DEADLINE_S,
+    )  # fmt: skip
+    shutil.rmtree(temporary)
+    assert done.returncode == 0, done.stderr
+    both_trained(tmp_path, EPOCHS)
+    # THEN there is one report, of rank 0's half, and one file
+    assert done.stderr.count("autotune-loader run: 1 loader in") == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    found = [(each["name"], each["batches"]) for each in report["loaders"]]
+    assert found == [(f"train.py:{line_of(PLAIN, 'HERE')}", 64 * EPOCHS)]
+    assert report["notes"][0] == "These are the loaders of rank 0 of 2."
+    assert TuningResult.load(tmp_path / "loader.json").found_by == "autoloader"
 
 
 def test_accelerate_tunes_where_loading_is_done(tmp_path: Path, preloaded_frameworks: PreloadedPython) -> None:
-    pytest.importorskip("accelerate")
-    (tmp_path / "job.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(PREPARED)
     (tmp_path / "torchrun.py").write_text(TORCHRUN)
-    cache = str(tmp_path / "cache")
-    environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "AUTOTUNE_LOADER_CACHE": cache}
-    job = preloaded_frameworks.start("torchrun.py", folder=tmp_path, environ=environ)
-    try:
-        assert job.wait(timeout=HARD_DEADLINE_S) == 0, job.output
-        assert [process.cmdline() for process in started_by(job, cache)] == []
-    finally:
-        for process in started_by(job, cache):
-            process.kill()
-    both = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-
+    job = preloaded_frameworks.start("torchrun.py", folder=tmp_path, environ=ENVIRON)
+    assert job.wait(timeout=HARD_DEADLINE_S) == 0, job.output
+    said = both_trained(tmp_path, 1)
     # THEN where all ranks load they have tuned in lock-step, each with its share of the cores
-    said = [rank["on all ranks"] for rank in both]
-    assert_trained_as_one(said)
+    assert said[0]["best"] == said[1]["best"]
     assert {each["workers"] for each in said} == {said[0]["best"]["num_workers"]}
     assert {each["cores"] for each in said} == {usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable}
     assert [each["probed"] for each in said] == [True, True]
     # AND where rank 0 loads for both, that is refused with what would work
-    assert all("dispatch_batches=False) with a sharded dataset would work" in rank["on rank 0"] for rank in both)
+    assert all("dispatch_batches=False) with a sharded dataset would work" in each["refused"] for each in said)
