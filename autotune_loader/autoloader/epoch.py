@@ -20,7 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from autotune_loader.autoloader.comparison import Comparison
+from autotune_loader.autoloader.batch_comparison import BatchComparison
 from autotune_loader.autoloader.found import Found
 from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.seeds import Seeds, mixed
@@ -65,9 +65,9 @@ class Shared:
         self.is_asked = self.found.tuner.asked.num_workers > 0
 
     @functools.cached_property
-    def comparison(self) -> Comparison:
+    def comparison(self) -> BatchComparison:
         """What is known of the data; the first call looks at them."""
-        return Comparison({**self.sent.named, **self.samplers}, self.found.tuner.refuse, is_asked=self.is_asked)
+        return BatchComparison({**self.sent.named, **self.samplers}, self.found.tuner.refuse, is_asked=self.is_asked)
 
     def take_workers(self) -> Workers:
         """Those that are there, fit for another epoch, or new ones."""

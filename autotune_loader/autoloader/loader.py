@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
-from autotune_loader.autoloader.arguments import asked_for
+from autotune_loader.autoloader.asked import asked_for
 from autotune_loader.autoloader.epoch import EpochIterator, Shared
 from autotune_loader.autoloader.found import Found
 from autotune_loader.autoloader.learnt import Registry

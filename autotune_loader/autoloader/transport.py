@@ -1,10 +1,10 @@
-"""How a message travels between the loop and a worker: one packet on a socket of their own, with memory files beside it.
+"""How a message travels between the loop and a worker: one packet on a socket of their own, with a memory file beside it.
 
-    packet   the pickle; where there are files, what lies where in them, and the pickle if that is short
-    files    large tensors and arrays, which the loop maps and closes: a batch that is kept holds no descriptor
+    packet   the pickle; where there is a file, only where in it the pickle begins
+    file     large tensors and arrays, one after the other, then (their places, the pickle)
 
-Torch's queue connects to a thread of the worker, with a challenge, for each tensor. Here nothing has a name: neither
-/dev/shm nor TMPDIR is used. Large data are copied once at most: into the file.
+The loop maps the file and closes it: a batch that is kept holds no descriptor. Torch's queue connects to a thread of the
+worker, with a challenge, for each tensor. Here nothing has a name: neither /dev/shm nor TMPDIR is used.
 """
 
 from __future__ import annotations
@@ -20,22 +20,15 @@ import socket
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 SMALL_BYTES = 1 << 16
 """Tensors and arrays up to this size are part of the pickle: copying them is cheaper than a file."""
 PACKET_BYTES = 1 << 15
 """A socket holds some 200 KiB: so several packets lie ready before their worker has to wait."""
-MOST_FILES = 16
-"""Of one message, beside its own; the kernel counts descriptors on their way against the user's limit."""
-MOST_PLACES = 500
-"""Tensors and arrays of one message that lie in files: which places that are is a part of the packet."""
 ALIGNMENT = 64
 TRUNCATED = int(socket.MSG_CTRUNC)
 """As an enum it takes 5 us."""
-_ROOM_FOR_FILES = socket.CMSG_SPACE((MOST_FILES + 1) * 4)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -51,36 +44,45 @@ def within(end: socket.socket, seconds: float) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed.tobytes())
 
 
-def send(end: socket.socket, message: Any) -> None:
-    """Pickle and send.
+def send(end: socket.socket, message: Any, *, is_plain: bool = False) -> None:
+    """Pickle and send; what is plain holds no tensors, which takes half as long.
 
     Raises:
         OSError: the other end is gone, or there is no room for a file.
         Exception: the message cannot be pickled.
     """
-    outgoing, pickled = _Outgoing(), io.BytesIO()
-    try:
-        _Pickler(pickled, pickle.HIGHEST_PROTOCOL, True, outgoing.take).dump(message)
-        whole = pickled.getbuffer()
-        if not outgoing.places and len(whole) <= PACKET_BYTES:
-            end.sendall(whole)
-            return
-        is_short = len(whole) <= PACKET_BYTES // 4
-        if not is_short:
-            outgoing.write(whole)
-        packet = pickle.dumps((outgoing.places, whole.tobytes() if is_short else None))
-        end.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", outgoing.files))])
-    finally:
-        outgoing.close()
+    large, pickled = list[memoryview](), io.BytesIO()
 
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        data = buffer.raw()
+        if data.nbytes > SMALL_BYTES:
+            large.append(data)
+        return data.nbytes <= SMALL_BYTES
 
-def send_plain(end: socket.socket, message: Any) -> None:
-    """The same of what holds no large tensors, at half the cost."""
-    pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    if len(pickled) <= PACKET_BYTES:
-        end.sendall(pickled)
+    if is_plain:
+        pickle.dump(message, pickled, pickle.HIGHEST_PROTOCOL)
     else:
-        send(end, message)
+        _Pickler(pickled, pickle.HIGHEST_PROTOCOL, True, is_small).dump(message)
+    if not large and pickled.tell() <= PACKET_BYTES:
+        end.sendall(pickled.getbuffer())
+        return
+    file = os.memfd_create("batch")
+    try:
+        places, begin = list[tuple[int, int]](), 0
+        for data in large:
+            places.append((begin, begin + data.nbytes))
+            _write(file, data, begin)
+            begin += data.nbytes + -data.nbytes % ALIGNMENT
+        _write(file, memoryview(pickle.dumps((places, pickled.getvalue()))), begin)
+        socket.send_fds(end, [pickle.dumps(begin)], [file])
+    finally:
+        os.close(file)
+
+
+def _write(file: int, data: memoryview, begin: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(file, data, begin)
+        data, begin = data[written:], begin + written
 
 
 def receive(end: socket.socket, flags: int = 0) -> Any:
@@ -91,65 +93,23 @@ def receive(end: socket.socket, flags: int = 0) -> Any:
         BlockingIOError: there was none in the time that was set for the socket.
         OSError: this process has too many files open.
     """
-    packet, files = bytearray(PACKET_BYTES), array.array("i")
-    size, ancillary, flags, _ = end.recvmsg_into([packet], _ROOM_FOR_FILES, flags)
+    packet = bytearray(PACKET_BYTES)
+    size, ancillary, flags, _ = end.recvmsg_into([packet], socket.CMSG_SPACE(4), flags)
     if not size:
         raise EOFError
-    for _, _, data in ancillary:
-        files.frombytes(data[: len(data) - len(data) % files.itemsize])
+    if flags & TRUNCATED:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    message = pickle.loads(memoryview(packet)[:size])  # noqa: S301 - our own worker has made it
+    if not ancillary:
+        return message
+    file = int.from_bytes(ancillary[0][2], "little")
     try:
-        if flags & TRUNCATED:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        message = pickle.loads(memoryview(packet)[:size])  # noqa: S301 - our own worker has made it
-        if not files:
-            return message
-        places, pickled = message
-        mapped = [_bytes_in(_mapping(file, os.fstat(file).st_size)) for file in files]
-        parts = [mapped[number][begin : begin + size] for number, begin, size in places]
-        return pickle.loads(parts.pop() if pickled is None else pickled, buffers=parts)  # noqa: S301
+        mapping: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", True, os.fstat(file).st_size)
     finally:
-        for file in files:
-            os.close(file)
-
-
-class _Outgoing:
-    """What lies beside the pickle of a message."""
-
-    def __init__(self) -> None:
-        self.files: list[int] = []
-        self.places: list[tuple[int, int, int]] = []
-        """File, first byte, size."""
-        self._own: int | None = None
-        self._number = self._end = 0
-
-    def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether it is to be a part of the pickle."""
-        data = buffer.raw()
-        if data.nbytes <= SMALL_BYTES or len(self.places) >= MOST_PLACES:
-            return True
-        file = _shared.file_of(data) if len(self.files) < MOST_FILES else None
-        if file is None:
-            self.write(data)
-        else:
-            self.places.append((len(self.files), 0, data.nbytes))
-            self.files.append(file)
-        return False
-
-    def write(self, data: memoryview) -> None:
-        """Into the message's own file."""
-        if self._own is None:
-            self._own, self._number = os.memfd_create("batch"), len(self.files)
-            self.files.append(self._own)
-        self.places.append((self._number, self._end, data.nbytes))
-        while data.nbytes:
-            written = os.pwrite(self._own, data, self._end)
-            data, self._end = data[written:], self._end + written
-        self._end += -self._end % ALIGNMENT
-
-    def close(self) -> None:
-        if self._own is not None:
-            os.close(self._own)
-        _shared.forget()
+        os.close(file)
+    data: Any = torch.empty(0, dtype=torch.uint8).set_(mapping).numpy()
+    places, pickled = pickle.loads(data[message:])  # noqa: S301
+    return pickle.loads(pickled, buffers=[data[begin:end] for begin, end in places])  # noqa: S301
 
 
 class _Pickler(ForkingPickler):
@@ -177,56 +137,10 @@ def _storage(data: Any) -> torch.UntypedStorage:
     return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if len(data) else torch.UntypedStorage(0)
 
 
-def _bytes_in(storage: torch.UntypedStorage) -> Any:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+def collate_without_sharing() -> None:
+    """In a worker: where torch's collate function asks for shared memory, it gets memory of the worker's own."""
 
+    def new_shared(kind: Any, size: int, *, device: Any = "cpu") -> Any:
+        return kind(size, device=device)
 
-def _mapping(file: int, size: int) -> torch.UntypedStorage:
-    """The memory of a file, which may be closed."""
-    return torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", True, size)  # type: ignore[return-value]
-
-
-class _Shared:
-    """In a worker: storages that lie in memory files already, so that sending them copies nothing."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int, StorageWeakRef]] = {}
-        """By address: file, size."""
-
-    def new(self, size: int) -> torch.UntypedStorage:
-        if size <= SMALL_BYTES:
-            return torch.UntypedStorage(size)
-        file = os.memfd_create("batch")
-        try:
-            os.ftruncate(file, size)
-            storage = _mapping(file, size)
-        except BaseException:
-            os.close(file)
-            raise
-        self.forget()
-        self._known[storage.data_ptr()] = file, size, StorageWeakRef(storage)
-        return storage
-
-    def file_of(self, data: memoryview) -> int | None:
-        address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-        file, size, storage = self._known.get(address, (None, 0, None))
-        return None if storage is None or size != data.nbytes or storage.expired() else file
-
-    def forget(self) -> None:
-        for address, (file, _, storage) in list(self._known.items()):
-            if storage.expired():
-                os.close(file)
-                del self._known[address]
-
-
-_shared = _Shared()
-
-
-def collate_into_files() -> None:
-    """In a worker: where torch's collate function asks for shared memory, it gets a memory file, or none for what is small."""
-
-    def new_shared(_: Any, size: int, *, device: Any = "cpu") -> Any:
-        return _shared.new(size) if torch.device(device).type == "cpu" else plain(size, device=device)
-
-    plain: Any = torch.UntypedStorage._new_shared
     torch.UntypedStorage._new_shared = classmethod(new_shared)  # type: ignore[assignment, method-assign]

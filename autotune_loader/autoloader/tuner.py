@@ -40,8 +40,8 @@ LEAST_FALL = 0.01
 """Twice as many workers are worth it if they take away this share of waiting."""
 MOST_PAIRS, LEAST_SCATTER, WIDTH = 6, 0.02, 2.0
 """Pairs at most; what is not believed of less scatter between them; half-width in standard errors."""
-STARTS = 4.0
-"""An epoch's fetches take longer than so many starts of a worker, or there are no workers."""
+SHORTEST_EPOCH = 4
+"""Batches of an epoch that workers are tried for. How long it takes does not matter: they stay for the next one."""
 START_S = 0.02
 """What starting one takes, before one was started."""
 CHEAP_FETCH_S = 0.0003
@@ -72,7 +72,7 @@ class Block(NamedTuple):
     step_s: float
 
 
-class Run(NamedTuple):
+class Measure(NamedTuple):
     """Measure a configuration for so long; or, where `whole`, for a whole epoch from `iter()` to its end."""
 
     config: LoaderConfig
@@ -199,7 +199,7 @@ class Tuner:
                 self._epochs.append(block)
             self.wake = 0.0
 
-    def _measured(self, request: Run) -> Block | None:
+    def _measured(self, request: Measure) -> Block | None:
         rows = [row for row in self._log.since(self._since) if _is_of(row, request.config)]
         if self._applied_at > -math.inf:  # what was begun before belongs to another one, and queues fill first
             begun = [row for row in rows if row.fetch_start > self._applied_at]
@@ -209,19 +209,19 @@ class Tuner:
         block = block_of(request.config, rows)
         return None if block is None or block.seconds < request.seconds else block
 
-    def _decide(self) -> Generator[Run, Block, None]:
+    def _decide(self) -> Generator[Measure, Block, None]:
         pause_s, gate_s = KEEP_S, GATE_S if self._tried is None else GATE_S / 4
-        asked = yield Run(self.asked, gate_s / 2, GATE_BATCHES // 2)
+        asked = yield Measure(self.asked, gate_s / 2, GATE_BATCHES // 2)
         if asked.waiting < MOSTLY:
-            asked = yield Run(self.asked, gate_s / 2, GATE_BATCHES // 2)
+            asked = yield Measure(self.asked, gate_s / 2, GATE_BATCHES // 2)
         while True:
             if asked.waiting >= WAITING and (yield from self._explored(asked)):
                 pause_s = KEEP_S
                 yield from self._kept()
-            asked = yield Run(self.asked, pause_s, GATE_BATCHES)
+            asked = yield Measure(self.asked, pause_s, GATE_BATCHES)
             pause_s *= 2
 
-    def _explored(self, asked: Block) -> Generator[Run, Block, bool]:
+    def _explored(self, asked: Block) -> Generator[Measure, Block, bool]:
         """Whether another configuration than the one asked for was shown to be faster, which runs then."""
         candidate: Block | None = None
         before, gains = self._tried, list[float]()
@@ -256,10 +256,10 @@ class Tuner:
         if gains[-1] > 0:
             self._on_tried(Tried(config, tuple(gains)))
 
-    def _run(self, config: LoaderConfig, asked: Block) -> Generator[Run, Block, Block]:
-        block = yield Run(config, whole=self._are_short)
+    def _run(self, config: LoaderConfig, asked: Block) -> Generator[Measure, Block, Block]:
+        block = yield Measure(config, whole=self._are_short)
         if self._are_short and config.num_workers:
-            block = yield Run(config, whole=True)  # the first one has started workers
+            block = yield Measure(config, whole=True)  # the first one has started workers
         self._charge(block, asked)
         return block
 
@@ -271,7 +271,7 @@ class Tuner:
         block_s = max(BLOCK_S, BLOCK_BATCHES / block.batches * block.seconds)
         return self.start_s * more + (RISK * min(block_s, 1.0) if is_risky else 0.0)
 
-    def _paired(self, config: LoaderConfig, gains: list[float]) -> Generator[Run, Block, Interval | None]:
+    def _paired(self, config: LoaderConfig, gains: list[float]) -> Generator[Measure, Block, Interval | None]:
         """In turns with what was asked for, after comparisons that gave these gains."""
         while True:
             gain = _interval(gains)
@@ -279,22 +279,22 @@ class Tuner:
                 return gain
             if len(gains) >= MOST_PAIRS:
                 return None
-            ours = yield Run(config, whole=self._are_short)
-            theirs = yield Run(self.asked, whole=self._are_short)
+            ours = yield Measure(config, whole=self._are_short)
+            theirs = yield Measure(self.asked, whole=self._are_short)
             self._charge(ours, theirs)
             gains.append(math.log(ours.samples_per_s / theirs.samples_per_s))
             self._hand_on(config, gains)
             if _interval(gains).value < 1 and not self.may(RISK * ours.seconds):
                 return None
 
-    def _kept(self) -> Generator[Run, Block, None]:
+    def _kept(self) -> Generator[Measure, Block, None]:
         """Until what is kept is no longer faster than what was asked for."""
         paired_s, pause_s = self._log.totals.active_s, KEEP_S
         while True:
-            block = yield Run(self.best, pause_s, GATE_BATCHES)
+            block = yield Measure(self.best, pause_s, GATE_BATCHES)
             if self._log.totals.active_s - paired_s > PAIR_EVERY_S:
                 paired_s = self._log.totals.active_s
-                asked = yield Run(self.asked, whole=self._are_short)
+                asked = yield Measure(self.asked, whole=self._are_short)
                 gain = yield from self._paired(block.config, [math.log(block.samples_per_s / asked.samples_per_s)])
                 if gain is None or gain.low <= 1:
                     self.best, self.gain = self.asked, None
@@ -332,7 +332,7 @@ class Tuner:
         if own and alone_s * asked.batches < asked.seconds * (1 + WAITING):
             found.append(0)
         is_cheap = asked.fetch_cpu_s > 0.9 * asked.fetch_s and asked.fetch_s < CHEAP_FETCH_S
-        is_short = self._epoch_batches is not None and asked.fetch_s * self._epoch_batches < STARTS * self.start_s
+        is_short = self._epoch_batches is not None and self._epoch_batches < SHORTEST_EPOCH
         if not own and (is_cheap or is_short):
             return []
         if self._tried is not None and own != self._tried.config.num_workers <= most:
@@ -350,7 +350,7 @@ class Tuner:
         most = HEADROOM * block.fetch_s / max(block.step_s, 1e-6) + 1
         most = min(most, self._cores * block.fetch_s / max(block.fetch_cpu_s, 1e-6) + 1)
         if self._epoch_batches is not None:
-            most = min(most, self._epoch_batches / 2)
+            most = min(most, self._epoch_batches)
         return max(1, min(int(most), self._most))
 
     def _with(self, workers: int) -> LoaderConfig:

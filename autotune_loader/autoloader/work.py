@@ -75,7 +75,7 @@ def work(end: socket.socket, sent: Sent, worker: int, count: int, seed: int) -> 
     parts, failure = Parts(sent.named), None
     _become_harmless(end, parts.channels)
     torch.set_num_threads(1)
-    transport.collate_into_files()
+    transport.collate_without_sharing()
     random.seed(seed + worker)
     torch.manual_seed(seed + worker)
     np.random.seed(torch_worker._generate_state(seed, worker))

@@ -185,7 +185,7 @@ class Workers:
             return False
         worker.has.append(item[0])
         with contextlib.suppress(OSError):  # its end is found where it is waited for
-            transport.send_plain(worker.end, (worker.turn, item[0], order.seed, self._initial_seed, item[1]))
+            transport.send(worker.end, (worker.turn, item[0], order.seed, self._initial_seed, item[1]), is_plain=True)
         return True
 
     def get(self, number: int) -> Made:
@@ -256,7 +256,7 @@ class Workers:
                 numbers += worker.has
                 worker.has, worker.turn = [], worker.turn + 1
                 with contextlib.suppress(OSError):
-                    transport.send_plain(worker.end, (worker.turn, None))
+                    transport.send(worker.end, (worker.turn, None), is_plain=True)
         if self._order is not None:
             self._order.put_back(numbers)
 

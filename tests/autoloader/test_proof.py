@@ -26,7 +26,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import tuner
-from autotune_loader.autoloader.comparison import Comparison, difference
+from autotune_loader.autoloader.batch_comparison import BatchComparison, difference
 from autotune_loader.autoloader.parts import Parts
 from tests.support.schedules import FixedLoader
 
@@ -365,7 +365,7 @@ def test_where_two_batches_differ(own: Any, other: Any, where: str | None) -> No
 
 
 def test_the_first_eight_batches_and_then_ever_fewer_are_compared() -> None:
-    comparison = Comparison({}, lambda why: None, is_asked=False)
+    comparison = BatchComparison({}, lambda why: None, is_asked=False)
     assert [number for number in range(1, 300) if comparison.is_due()] == [*range(1, 9), 16, 32, 64, 128, 256]
 
 

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_worker_info
 
 from autotune_loader.autoloader import workers
-from autotune_loader.autoloader.comparison import difference
+from autotune_loader.autoloader.batch_comparison import difference
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.values.config import LoaderConfig
 from tests.support.schedules import KINDS, FixedLoader, Noise, Numbers, Slow, Where, differences, draw_case, states

@@ -27,7 +27,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from autotune_loader.autoloader.comparison import FIRST
+from autotune_loader.autoloader.batch_comparison import FIRST
 from autotune_loader.autoloader.loader import AutoLoader
 from autotune_loader.values.config import LoaderConfig
 

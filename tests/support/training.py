@@ -139,7 +139,9 @@ class Training:
         while len(self._ready) < room and (len(self._ready) < self._left):
             worker = min(range(workers), key=lambda each: self._free[each])
             begun = max(self._free[worker], self._taken)
-            computing = self.fetch_s * self.cpu * max(1.0, workers * self.cpu / self.cores)
+            # So many compute at once that all cores are taken: in a steady state the others wait meanwhile.
+            slower = max(1.0, workers / self.cores - (1 - self.cpu) / self.cpu)
+            computing = self.fetch_s * self.cpu * slower
             end = begun + self._noisy(self.fetch_s * (1 - self.cpu) + computing)
             self._free[worker] = end
             heapq.heappush(self._ready, (end, begun, self.fetch_s * self.cpu, worker))

@@ -39,7 +39,7 @@ ULPS, ULPS_OF_HALVES = 64, 4
 """Units in the last place by which floats may differ, relative to the largest: threads add up in another order."""
 
 
-class Comparison:
+class BatchComparison:
     """What is known of one loader's data.
 
     Args:
