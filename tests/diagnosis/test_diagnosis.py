@@ -1,18 +1,22 @@
-"""Each bottleneck from figures that show it, with the advice that follows: one table of cases."""
+"""Each bottleneck from figures that show it, with the advice that follows; every sentence that can be said; and numbers."""
 
 from __future__ import annotations
 
+import re
+import string
 from dataclasses import replace
 
 import pytest
-from report.example import exactly
+from report.example import exactly, ran
 
-from autotune_loader.diagnosis import Evidence, diagnose
+from autotune_loader.diagnosis import Advice, Answer, Evidence, diagnose, units
 from autotune_loader.diagnosis.ranking import ranking
+from autotune_loader.diagnosis.tables import Table, answer
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement, Trial
+from autotune_loader.values.measurement import Failure
 from autotune_loader.values.stages import StageTime
+from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
 FOUR, SIX, TWELVE = (LoaderConfig(num_workers=workers) for workers in (4, 6, 12))
@@ -29,18 +33,8 @@ def evidence(**changes):
     return Evidence(**values)
 
 
-def trial(config=FOUR, rate=1000.0, kind=None, **changes):
-    if kind is not None:
-        return Trial(number=0, config=config, failure=Failure(kind=kind, phase="batches", message="no room"))
-    values = {
-        "samples_per_s": exactly(rate), "samples": 1000, "window_s": 1.0, "batch_size": 32.0, "first_batch_s": 0.2,
-        "wait_share": 0.5, "service_s": 0.11, "service_cpu_s": 0.10, "receive_s": 0.001, "step_s": 0.015, **changes,
-    }  # fmt: skip
-    return Trial(number=0, config=config, measurement=Measurement(**values))
-
-
-def failed(kind):
-    return {"trials": (trial(SIX, kind=kind),)}
+def failed(kind, config=SIX):
+    return ran(config, Failure(kind=kind, phase="batches", message="no room"))
 
 
 def stage(name, wall_s, cpu_s):
@@ -61,7 +55,7 @@ SMALL = {
     "samples_per_s": 6e4, "ceiling": None,
 }  # fmt: skip
 RARELY = {"wait_share": 0.12, "fetch_s": 0.004, "fetch_cpu_s": 0.003, "cpu_share": 0.27, "foreign_cpu_share": 0.7}
-NOT_MISSED = {"trials": (trial(SIX, 1010.0), trial(TWELVE, kind="oom_killed"))}
+NOT_MISSED = {"trials": (ran(SIX, 1010.0), failed("oom_killed", TWELVE))}
 ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3, "ceiling": exactly(1090.0)}
 NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5}
 
@@ -71,7 +65,7 @@ CASES = {
     "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms of step", ""),
     "all cores in use": ("cpu", {"cpu_share": 0.97}, "97 % of 4 cores are in use.", ""),
     "a slow stage": ("cpu", {"stages": (READ, DECODE)}, "", "Make decode cheaper (a.py:6, decode): smaller source"),
-    "what failed otherwise": ("cpu", failed("user_exception"), "", ""),
+    "what failed otherwise": ("cpu", {"trials": (failed("user_exception"),)}, "", ""),
     "a step that was passed": ("cpu", {"ceiling": exactly(800.0)}, "at most 2.00x as fast", ""),
     "memory that was not missed": ("cpu", NOT_MISSED, "", ""),
     "the step": ("step", {"wait_share": 0.02, "ceiling": exactly(1020.0)},
@@ -83,9 +77,9 @@ CASES = {
         "read takes 100 % of a worker's waiting (a.py:4, read).", "Read larger pieces"),
     "handing over": ("hand_over", {"receive_s": 0.02}, "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
     "small batches": ("hand_over", SMALL, "90 % of the time", "Hand over less often"),
-    "memory that ran out": ("memory", failed("oom_killed"),
+    "memory that ran out": ("memory", {"trials": (failed("oom_killed"),)},
         "6 workers, prefetch 2 ran out of it (oom killed).", "Make a worker smaller"),
-    "shared memory": ("memory", failed("shared_memory"), "", "--shm-size"),
+    "shared memory": ("memory", {"trials": (failed("shared_memory"),)}, "", "--shm-size"),
     "starting epochs": ("start_up", {"starting_share": 0.2}, "takes 20 %", "persistent_workers=True"),
     "workers that are kept": ("start_up", {"starting_share": 0.2, "config": KEPT}, "", None),
     "in memory": ("in_memory", IN_MEMORY, "takes 1 ms, so no worker is needed", "__getitems__"),
@@ -117,7 +111,7 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_row_counts_the_rounds_that_its_side_ran_in_and_not_its_batches(rounds):
-    sides = trial(LoaderConfig(), 200.0), trial(FOUR, 1000.0)
+    sides = ran(LoaderConfig(), 200.0), ran(FOUR, 1000.0)
     trials = tuple(replace(each, number=number, round=number) for number in range(rounds) for each in sides)
     rates = {"rate": exactly(1000.0), "baseline_rate": exactly(200.0)}
     found = TuningResult(best=FOUR, status="undecided", trials=trials, **rates)
@@ -128,8 +122,61 @@ def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
     # GIVEN a burst whose batches the loop fetched itself, so that none lay ready, and epochs of 100 batches of 32 ms
     ends = dict.fromkeys(("fetch_end", "collate_end", "cpu_s", "received", "step_end"), 0.1)
     batch = BatchTrace(worker=MAIN_PROCESS, fetch_start=0.0, requested=0.0, samples=32, **ends)
-    burst = trial(traces=(batch,) * 50, first_batch_s=0.91, receive_s=0.1).measurement
+    burst = ran(FOUR, 1000.0, traces=(batch,) * 50, first_batch_s=0.88, receive_s=0.1).measurement
     found = Evidence.of(burst, config=FOUR, cores=4, wait_share=0.3, epoch_batches=100)
-    assert (found.samples_per_s, found.fetch_s, found.wait_share, found.receive_s) == (1000.0, 0.11, 0.3, 0.0)
+    assert (found.samples_per_s, found.fetch_s, found.wait_share, found.receive_s) == (1000.0, 0.08, 0.3, 0.0)
     assert found.starting_share == pytest.approx(0.8 / (0.8 + 3.2))
     assert Evidence.of(burst, config=KEPT, cores=4, epoch_batches=100).starting_share == 0.0
+
+
+RATIO = Interval(value=2.31, low=2.2, high=2.42, count=4)
+FIGURES = {
+    "share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "rate": 1234.5, "ratio": RATIO, "": "words", ".2f": 2.25,
+}  # fmt: skip
+
+
+def test_every_row_can_be_said_in_one_line_that_ends_and_only_with_all_its_figures():
+    rows = [row for table in Table.__subclasses__() for row in table]
+    assert len(rows) > 80
+    for row in rows:
+        fields = [(name, spec or "") for _, name, spec, _ in string.Formatter().parse(row.value) if name]
+        finding = row(**{name: 3 if spec.startswith("# ") else FIGURES[spec] for name, spec in fields})
+        assert finding.kind == row.name.lower()
+        assert row.said_by(finding)
+        assert not re.search(r"[{}\n]|  ", finding.sentence), row
+        assert finding.sentence[-1] in ".:)" or row.value.endswith("}"), row
+    assert all(len({row.value for row in table}) == len(table.__members__) for table in Table.__subclasses__())
+    with pytest.raises(KeyError):
+        Advice.RUN()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "row"),
+    [
+        ((1.5, 1.4, 1.6), Answer.FASTER),
+        ((0.8, 0.7, 0.9), Answer.SLOWER),
+        ((1.1, 0.9, 1.3), Answer.NOT_SHOWN),
+        ((1.003, 1.001, 1.005), Answer.NOT_SHOWN),  # shown, and not worth a word
+        ((1.5, float("-inf"), float("inf")), Answer.UNSURE),
+    ],
+)
+def test_a_gain_is_claimed_only_where_rounds_show_it(ratio, row):
+    value, low, high = ratio
+    assert row.said_by(answer("new", Interval(value=value, low=low, high=high, count=4), "old"))
+
+
+TEXTS = {
+    units.rate_text: {1234.4: "1,234/s", 0.7891: "0.789/s", 123_456: "123k/s", 1_234_567: "1.23M/s", None: "-"},
+    units.share_text: {0.004: "0.4 %", 0.124: "12 %"},
+    units.bytes_text: {45 << 20: "45 MiB", (5 << 30) // 4: "1.25 GiB"},
+    units.seconds_text: {0.00004: "40 us", 0.0004: "0.4 ms", 1.234: "1.23 s", 200: "3 min 20 s"},
+    units.ratio_text: {RATIO: "2.31x (2.20x to 2.42x)"},
+    units.range_text: {RATIO: "2.20–2.42", Interval(value=1.0, low=0.0, high=9.0, count=4): "-"},
+    lambda count: units.counted(count, "batch"): {1: "1 batch", 1200: "1,200 batches"},
+    lambda count: units.counted(count, "epoch"): {2: "2 epochs"},
+}
+
+
+def test_numbers_are_written_for_people():
+    for text_of, texts in TEXTS.items():
+        assert {number: text_of(number) for number in texts} == texts

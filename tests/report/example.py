@@ -9,7 +9,7 @@ from autotune_loader.diagnosis import Caution, Ended, judged
 from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, Trial
+from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, MemoryUse, Trial
 from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval, mean_interval
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
@@ -37,6 +37,18 @@ MACHINE = Fingerprint(usable_cores=4, memory_bytes=16 << 30, torch="2.6.0", data
 def exactly(value: float, count: int = 20) -> Interval:
     """A rate without doubt."""
     return Interval(value=value, low=value, high=value, count=count)
+
+
+def ran(config, rate, number=0, in_round=None, **changes):
+    """A burst at this rate, which is a number or an interval; or its failure."""
+    if isinstance(rate, Failure):
+        return Trial(number=number, config=config, failure=rate)
+    figures = {
+        "samples_per_s": rate if isinstance(rate, Interval) else exactly(rate), "samples": 640, "window_s": 0.5,
+        "batch_size": 32, "first_batch_s": 0.25, "wait_share": 0.125, "service_s": 0.08, "service_cpu_s": 0.07,
+        "receive_s": 0.001, "step_s": 0.02, "memory": MemoryUse(rss_bytes=900 << 20, pss_bytes=640 << 20), **changes,
+    }  # fmt: skip
+    return Trial(number=number, config=config, round=in_round, measurement=Measurement(**figures))
 
 
 @functools.cache

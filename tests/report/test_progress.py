@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from report.example import KILLED, synthetic_result
+from report.example import KILLED, ran
 
 from autotune_loader.report.progress import make_progress
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Trial
 from autotune_loader.values.statistics import Interval
 
 NONE, FOUR = LoaderConfig(), LoaderConfig(num_workers=4, prefetch_factor=4)
-FAILED = Trial(number=3, config=LoaderConfig(num_workers=16), failure=KILLED)
+FAILED = ran(LoaderConfig(num_workers=16), KILLED, 3)
 LINES = """\
 config [/red] [bold]
 trial   0  0 workers                             389/s ± 2.0 %      best 389/s  55 s left
@@ -27,12 +25,8 @@ round   2  nothing worked
 """
 
 
-def measured(number, config, rate):
-    interval = Interval(value=rate, low=rate * 0.98, high=rate * 1.02, count=20)
-    burst = synthetic_result().trials[0].measurement
-    return Trial(number=number, config=config, measurement=replace(burst, samples_per_s=interval))
-
-
+FIRST = ran(NONE, Interval(value=389.0, low=381.2, high=396.8, count=20), 0)
+SECOND = ran(FOUR, Interval(value=1308.0, low=1281.8, high=1334.2, count=20), 1)
 TERMINAL = {"isatty": lambda: True}
 Shell = type("TerminalInteractiveShell", (), {})
 Kernel = type("ZMQInteractiveShell", (), {})
@@ -59,11 +53,10 @@ def test_who_gets_the_lines(asked, stderr, shell, rank, shown, monkeypatch, capl
     stream = SimpleNamespace(write=printed.append, flush=lambda: None, **stderr)
     with caplog.at_level(logging.INFO, logger="autotune_loader"):
         progress = make_progress(asked, rank=rank, stream=stream)
-        first, second = measured(0, NONE, 389.0), measured(1, FOUR, 1308.0)
         progress.announce("config [/red] [bold]")  # square brackets are text
-        progress.trial(first, first, 55.0)
-        progress.trial(second, second, 53.4)
-        progress.trial(FAILED, second, 50.0)
+        progress.trial(FIRST, FIRST, 55.0)
+        progress.trial(SECOND, SECOND, 53.4)
+        progress.trial(FAILED, SECOND, 50.0)
         progress.round(1, {FOUR: 1300.0, NONE: 390.0}, 20.0)
         progress.round(2, {}, 20.0)
     assert "".join(printed) == (LINES if shown == "printed" else "")

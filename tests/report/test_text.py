@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from report.example import FULL, exactly
+from report.example import FULL, exactly, ran
 
 from autotune_loader.diagnosis import Source, Undecided
 from autotune_loader.report.text import configurations_of, report_of
@@ -13,19 +13,7 @@ from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement, MemoryUse, Trial
 from autotune_loader.values.statistics import Interval, Round
-
-
-def ran(number, config, rate, round_number=None):
-    if isinstance(rate, Failure):
-        return Trial(number=number, config=config, failure=rate)
-    measurement = Measurement(
-        samples_per_s=Interval(value=rate, low=rate - 10, high=rate + 10, count=20), samples=640, window_s=0.5,
-        batch_size=32, first_batch_s=0.25, wait_share=0.125, service_s=0.08, service_cpu_s=0.07, receive_s=0.001,
-        step_s=0.02, memory=MemoryUse(rss_bytes=900 << 20, pss_bytes=640 << 20),
-    )  # fmt: skip
-    return Trial(number=number, config=config, round=round_number, measurement=measurement)
 
 
 def ratio(value, low, high, count=2):
@@ -35,12 +23,13 @@ def ratio(value, low, high, count=2):
 NONE, ONE = LoaderConfig(), LoaderConfig(num_workers=1)
 TWO, THREE = LoaderConfig(num_workers=2, pin_memory=True), LoaderConfig(num_workers=3, pin_memory=True)
 CROWDED = LoaderConfig(num_workers=8, prefetch_factor=16)
-SEARCHED = [(NONE, 400.0), (TWO, 1200.0), (THREE, 1210.0), (ONE, 700.0), (CROWDED, FULL)]
-ROUNDS = [
-    *((TWO, 1200.0, 0), (THREE, 1204.0, 0), (NONE, 402.0, 0)),
-    *((TWO, 1190.0, 1), (THREE, 1194.0, 1), (NONE, 398.0, 1)),
-]
-TRIED = tuple(ran(number, *each) for number, each in enumerate(SEARCHED + ROUNDS))
+RATES = [(NONE, 400), (TWO, 1200), (THREE, 1210), (ONE, 700)]
+ROUNDS = [(TWO, 1200, 0), (THREE, 1204, 0), (NONE, 402, 0), (TWO, 1190, 1), (THREE, 1194, 1), (NONE, 398, 1)]
+TRIED = (
+    *(ran(config, ratio(rate, rate - 10, rate + 10), number) for number, (config, rate) in enumerate(RATES)),
+    ran(CROWDED, FULL, 4),
+    *(ran(config, float(rate), 5 + number, in_round) for number, (config, rate, in_round) in enumerate(ROUNDS)),
+)
 SMALL = TuningResult(
     best=TWO, status="complete", trials=TRIED, as_fast=(THREE,),
     rate=ratio(1195.0, 1068.0, 1322.0), speedup=ratio(2.99, 2.8, 3.2),
@@ -111,8 +100,8 @@ def test_many_words_are_wrapped_in_their_column_and_a_long_list_is_cut_but_for_w
         num_workers=12, prefetch_factor=16, pin_memory=True, persistent_workers=True, in_order=False,
         multiprocessing_context="forkserver", batch_size=1024,
     )  # fmt: skip
-    many = tuple(ran(number, LoaderConfig(num_workers=number + 1), 100.0 + number) for number in range(40))
-    text = configurations_of(replace(SMALL, trials=(*TRIED, ran(60, much, 123456.0), *many)))
+    many = tuple(ran(LoaderConfig(num_workers=number + 1), 100.0 + number, number) for number in range(40))
+    text = configurations_of(replace(SMALL, trials=(*TRIED, ran(much, 123456.0, 60), *many)))
     assert max(map(len, text.splitlines())) <= 80
     assert all(word in text for word in ("pinned,", "persistent", "forkserver", "batch"))
     assert "more configurations, all in result.to_dataframe()" in text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from types import SimpleNamespace
 
 import click
@@ -37,55 +35,45 @@ def loader_of(workers=0, *, loop_cpu_s=0.001, queued_s=0.0, busy_s=5.0, **totals
     return known
 
 
-def told_of(*loaders):
+def told_of(monkeypatch, *loaders, cores=4):
+    monkeypatch.setattr(report, "usable_cores", lambda: SimpleNamespace(usable=cores))
     session = Session(Plan(verb="watch", script="train.py"))
     session.loaders += loaders
     return report.report_of(session).loaders
-
-
-@pytest.fixture(autouse=True)
-def cores(monkeypatch):
-    found = SimpleNamespace(usable=4)
-    monkeypatch.setattr(report, "usable_cores", lambda: found)
-    return found
 
 
 RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
 
 
 @pytest.mark.parametrize(
-    ("known", "bottleneck", "command"),
+    ("known", "cores", "bottleneck", "command"),
     [
-        (loader_of(), Bottleneck.STORAGE, RUN_WITH_WORKERS),
-        (loader_of(loop_cpu_s=0.008), Bottleneck.CPU, RUN_WITH_WORKERS),
-        (loader_of(loop_cpu_s=0.004, queued_s=0.004), Bottleneck.CPU, RUN_WITH_WORKERS),
-        (loader_of(2), Bottleneck.STORAGE, RUN),
-        (loader_of(2, queued_s=0.039, busy_s=39.0), Bottleneck.CPU, RUN),
-        (loader_of(2, loop_cpu_s=0.008), Bottleneck.HAND_OVER, RUN),
-        (loader_of(waited_s=0.04), Bottleneck.STEP, None),
-        (loader_of(batches=2), Bottleneck.TOO_SHORT, None),
-        (loader_of(stepped_s=0.0), Bottleneck.NO_STEP, None),
-        (loader_of(waited_s=0.3, stepped_s=0.1), Bottleneck.IN_MEMORY, None),
-        (loader_of(started_s=2.0, epochs=10), Bottleneck.START_UP, None),
+        (loader_of(), 4, Bottleneck.STORAGE, RUN_WITH_WORKERS),
+        (loader_of(), 1, Bottleneck.STORAGE, RUN_WITH_WORKERS),
+        (loader_of(loop_cpu_s=0.008), 4, Bottleneck.CPU, RUN_WITH_WORKERS),
+        (loader_of(loop_cpu_s=0.008), 1, Bottleneck.CPU, None),  # one core gains nothing from workers that compute
+        (loader_of(loop_cpu_s=0.004, queued_s=0.004), 4, Bottleneck.CPU, RUN_WITH_WORKERS),
+        (loader_of(2), 4, Bottleneck.STORAGE, RUN),
+        (loader_of(2, queued_s=0.039, busy_s=39.0), 4, Bottleneck.CPU, RUN),
+        (loader_of(2, loop_cpu_s=0.008), 4, Bottleneck.HAND_OVER, RUN),
+        (loader_of(waited_s=0.04), 4, Bottleneck.STEP, None),
+        (loader_of(batches=2), 4, Bottleneck.TOO_SHORT, None),
+        (loader_of(stepped_s=0.0), 4, Bottleneck.NO_STEP, None),
+        (loader_of(waited_s=0.3, stepped_s=0.1), 4, Bottleneck.IN_MEMORY, None),
+        (loader_of(started_s=2.0, epochs=10), 4, Bottleneck.START_UP, None),
     ],
 )
-def test_the_command_that_tries_more_is_named_where_it_could_pay(known, bottleneck, command):
-    (found,) = told_of(known)
+def test_the_command_that_tries_more_is_named_where_it_could_pay(monkeypatch, known, cores, bottleneck, command):
+    (found,) = told_of(monkeypatch, known, cores=cores)
     assert bottleneck.said_by(found.bottleneck), found.bottleneck
     named = [each.kind for each in found.advice if each.kind in (RUN, RUN_WITH_WORKERS)]
     assert named == ([command] if command else [])
     assert not any("x as fast" in each.sentence and "at most" not in each.sentence for each in found.advice)
 
 
-def test_one_core_gains_nothing_from_workers_that_compute(cores):
-    cores.usable = 1
-    computes, sleeps = told_of(loader_of(loop_cpu_s=0.008)) + told_of(loader_of())
-    advised = [RUN_WITH_WORKERS in [each.kind for each in found.advice] for found in (computes, sleeps)]
-    assert advised == [False, True]
-
-
-def test_a_loader_that_the_script_hardly_waits_for_comes_last_and_is_left_alone():
-    main, other = told_of(loader_of(batches=10, samples=80, waited_s=0.08, stepped_s=0.01), loader_of())
+def test_a_loader_that_the_script_hardly_waits_for_comes_last_and_is_left_alone(monkeypatch):
+    rare = loader_of(batches=10, samples=80, waited_s=0.08, stepped_s=0.01)
+    main, other = told_of(monkeypatch, rare, loader_of())
     assert (main.batches, other.batches) == (500, 10)
     assert Bottleneck.LITTLE.said_by(other.bottleneck)
     assert other.advice[0].kind == Advice.LEAVE_IT.kind
@@ -121,12 +109,9 @@ train.py:47  Images[200], batches of 32
 Written to loader.json."""
 
 
-def test_a_report_says_what_was_changed_and_what_it_brought():
-    written = ("Written to loader.json.",)
-    assert str(ScriptReport(verb="run", seconds=61.0, loaders=(CHANGED, KEPT), notes=written)) == DRAWN
-
-
-def test_a_script_with_hundreds_of_loaders_can_be_read():
+def test_a_report_says_what_was_changed_and_what_it_brought_and_hundreds_of_loaders_can_be_read():
+    found = ScriptReport(verb="run", seconds=61.0, loaders=(CHANGED, KEPT), notes=("Written to loader.json.",))
+    assert str(found) == DRAWN
     text = str(ScriptReport(verb="watch", seconds=61.0, loaders=(CHANGED,) * 100))
     assert len(text.splitlines()) < 120
     assert text.endswith("88 loaders more, each with less time; --json FILE has all of them.")
@@ -147,16 +132,3 @@ def test_a_script_with_hundreds_of_loaders_can_be_read():
 def test_what_cannot_be_done_is_said_before_the_script_runs(command, typed, told):
     with pytest.raises((ValueError, TunerError, click.UsageError), match=told):
         command.main(typed.split(), standalone_mode=False)
-
-
-def test_the_environment_hands_the_plan_on(monkeypatch):
-    monkeypatch.delenv("AUTOTUNE_LOADER_SCRIPT", raising=False)
-    monkeypatch.setenv("PYTHONPATH", "/theirs")
-    assert Plan.handed_on() is None
-    plan = Plan(verb="run", script="train.py", workers=True, max_workers=3, most_waiting=0.1)
-    for _ in range(2):
-        plan.hand_on()
-    assert Plan.handed_on() == plan
-    ours, *theirs = os.environ["PYTHONPATH"].split(os.pathsep)
-    assert re.search(r"autotune_loader/watch/startup$", ours)
-    assert theirs == ["/theirs"]

@@ -39,15 +39,12 @@ DROPPED = """
 import gc, weakref
 class Trainer:
     def __init__(self):
-        self.loader = DataLoader(Numbers(400), batch_size=8, shuffle=True, collate_fn=self.collate)
+        self.loader = DataLoader(Numbers(200), batch_size=8, shuffle=True, collate_fn=self.collate)
     def collate(self, samples):
         return torch.stack(samples)
-    def train(self):
-        for _ in zip(range(25), self.loader):
-            pass
 def trial():
     trainer = Trainer()
-    trainer.train()
+    assert len(list(trainer.loader)) == 25
     return weakref.ref(trainer)
 if __name__ == "__main__":
     print([(trial(), gc.collect())[0]() for _ in range(3)])
