@@ -11,7 +11,7 @@ import torch
 from autotune_loader.bursts.settings import read_modules, read_torch, set_torch
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
-from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
+from tests.support.bursts import ALONE, ONE_WORKER, run, workload
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +77,8 @@ def module(tmp_path, monkeypatch):
 def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result_lists_them(module, monkeypatch):
     # GIVEN values that the script has set after importing the module
     module.ROOT = "/data"
-    with opened(workload(module.Rows())) as probe:
-        assert [note for note in probe.notes if "has set" in note] == [
-            "The bursts run with what this process has set in modules: settings_of_a_job.ROOT='/data'."
-        ]
+    listed = "The bursts run with what this process has set in modules: settings_of_a_job.ROOT='/data'."
+    assert [note for note in run(workload(module.Rows()))[0].notes if "has set" in note] == [listed]
     monkeypatch.setattr(sys, "argv", ["train.py", "--patch", "32"])
     set_torch({"float32_matmul_precision": "high"})
     module.limit, module._private = 3, 7
@@ -88,8 +86,8 @@ def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result
     module.table["y"] = 2
     # WHEN the dataset is read in the process of the bursts THEN it sees them
     seen = f"seen: /data 3 ['a', 'b'] [('x', 1), ('y', 2)] 7 ['--patch', '32'] {torch.get_num_threads()} high"
-    with pytest.raises(WorkloadError, match=re.escape(seen)), opened(workload(module.Telling())):
-        pass
+    with pytest.raises(WorkloadError, match=re.escape(seen)):
+        run(workload(module.Telling()))
 
 
 def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(module, monkeypatch):
@@ -110,9 +108,7 @@ def test_what_a_fresh_process_lacks_is_run_in_a_fork(module):
     # GIVEN a run of a tracker, which the script has begun and no other process has
     module.run, names = SimpleNamespace(rows=[]), {}
     exec("def step(model, batch):\n    import settings_of_a_job\n    settings_of_a_job.run.rows.append(1)", names)
-    with opened(workload(module.Rows(), training=TrainingSide(train_step=names["step"]))) as probe:
-        for config in (ALONE, ONE_WORKER):
-            measured(probe.probe, config)
+    probe, _ = run(workload(module.Rows(), training=TrainingSide(train_step=names["step"])), ALONE, ONE_WORKER)
     # THEN it works there, that is said, and the run has the rows that it had
     assert re.search("in forks of this process.*has no attribute 'run'", " ".join(probe.notes))
     assert module.run.rows == []

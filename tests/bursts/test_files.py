@@ -19,7 +19,7 @@ from autotune_loader.bursts.files import refused_path
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan
-from tests.support.bursts import ALONE, TWO_WORKERS, measured, opened, workload
+from tests.support.bursts import ALONE, TWO_WORKERS, run, workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 ROWS = [torch.rand(4) for _ in range(64)]
@@ -118,10 +118,8 @@ def test_what_changes_files_ends_the_run_and_is_told_what_to_do(change, runs):
     job, begun = make(runs), time.monotonic()
     before = contents(runs)
     # WHEN it is run THEN it is refused in the words of the user's own script, long before any deadline
-    refused = pytest.raises(WorkloadError, match=says)
-    with refused, opened(job) as probe:
-        for _ in range(20):
-            measured(probe.probe, config)
+    with pytest.raises(WorkloadError, match=says):
+        run(job, *[config] * 20)
     assert contents(runs) == before
     assert time.monotonic() - begun < 45.0
     if change == "a fork":  # what was open there has been written nowhere
@@ -132,8 +130,8 @@ def test_what_changes_files_ends_the_run_and_is_told_what_to_do(change, runs):
 def test_a_step_that_waits_for_a_thread_which_a_fork_lacks_ends_the_run(runs):
     writer = Writer("scratch/events", size=20)  # the script's own
     says = pytest.raises(WorkloadError, match=r"no thread of this process \(.*writer.*\) runs in a fork.*leave saving")
-    with says, opened(stepping(lambda: writer.queue.put("row"))(runs)) as probe:
-        measured(probe.probe, plan=BurstPlan(deadline_s=5.0))
+    with says:
+        run(stepping(lambda: writer.queue.put("row"))(runs), ALONE, plan=BurstPlan(deadline_s=5.0))
 
 
 @pytest.mark.process
@@ -147,8 +145,7 @@ def test_scratch_caches_and_a_tracker_that_is_off_are_no_trouble(runs, monkeypat
         assert os.environ["WANDB_MODE"] == "disabled"
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).name.startswith("torchinductor")
 
-    with opened(stepping(step)(runs)) as probe:
-        measured(probe.probe)
+    run(stepping(step)(runs), ALONE)
     assert contents(runs)["weights"] == "downloaded"
     assert not Path(tempfile.gettempdir(), "mine.pt").exists()
 

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan
-from tests.support.bursts import ALONE, ONE_WORKER, Made, failed, measured, opened, workload
+from tests.support.bursts import ALONE, ONE_WORKER, Made, failed, measured, opened, run, workload
 
 pytestmark = pytest.mark.process
 ALL = BurstPlan(max_s=2.0, min_s=2.0, relative_error=1e-6, deadline_s=60.0)
@@ -49,8 +49,8 @@ ODD = Made(lambda key: torch.zeros(2 if key == 42 else 1))
     ids=("first batch", "in a worker", "exit", "another shape", "stream"),
 )
 def test_a_sample_that_raises_is_named_with_its_error_and_what_to_do(dataset, parts, config, says):
-    with pytest.raises(WorkloadError) as caught, opened(workload(dataset, **parts)) as probe:
-        measured(probe.probe, config, ALL)
+    with pytest.raises(WorkloadError) as caught:
+        run(workload(dataset, **parts), config, plan=ALL)
     assert says in caught.value.message
     to_do = "; training would end there too: mend that sample, or leave it out of the dataset"
     assert caught.value.message.endswith(to_do)
@@ -78,10 +78,9 @@ def test_no_burst_reads_what_another_one_has_cached_however_much_the_training_ha
         ballast[:] = ballast or [torch.ones(300 << 20, dtype=torch.uint8).repeat(4)]
 
     plan = BurstPlan(max_s=0.2, min_s=0.1, relative_error=1e-6)
-    with opened(workload(Made(remembered), training=TrainingSide(train_step=step))) as probe:
-        bursts = [measured(probe.probe, plan=plan).traces[:8] for _ in range(3)]
+    _, bursts = run(workload(Made(remembered), training=TrainingSide(train_step=step)), *[ALONE] * 3, plan=plan)
     # THEN the samples are slow in each of them: later on a burst may come back to what it has read itself
-    assert all(sum(trace.fetch_end - trace.fetch_start for trace in traces) > 8 * 0.01 for traces in bursts)
+    assert all(sum(trace.fetch_end - trace.fetch_start for trace in each.traces[:8]) > 8 * 0.01 for each in bursts)
 
 
 class Shuffled(IterableDataset):
@@ -113,8 +112,7 @@ class Local(list):
     ids=("repeated", "sharded", "slow", "not picklable"),
 )
 def test_what_is_known_after_the_first_batch_is_noted(dataset, parts, says, most_workers):
-    with opened(workload(dataset, **parts)) as probe:
-        report = probe.warmup
+    probe, _ = run(workload(dataset, **parts))
     assert re.search(says, " ".join(probe.notes))
-    assert report.most_workers == most_workers
-    assert (report.first_fetch_s > 2.0) is ("raise the budget" in says)
+    assert probe.warmup.most_workers == most_workers
+    assert (probe.warmup.first_fetch_s > 2.0) is ("raise the budget" in says)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from autotune_loader.bursts.step import StepError, StepInferenceError, build_step
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
-from tests.support.bursts import measured, opened, workload
+from tests.support.bursts import ALONE, run, workload
 
 N, IN, CLASSES = 6, 4, 3
 X, Y = torch.rand(N, IN), torch.randint(0, CLASSES, (N,))
@@ -186,7 +186,5 @@ def test_a_step_that_raises_later_ends_the_run_as_training_would():
         if len(done) == 30:
             raise IndexError("Target 99 is out of bounds.")
 
-    says = pytest.raises(WorkloadError, match="IndexError: Target 99 is out of bounds")
-    with opened(workload([X[0]] * 64, training=TrainingSide(train_step=step))) as probe, says:
-        for _ in range(9):
-            measured(probe.probe)
+    with pytest.raises(WorkloadError, match="IndexError: Target 99 is out of bounds"):
+        run(workload([X[0]] * 64, training=TrainingSide(train_step=step)), *[ALONE] * 9)

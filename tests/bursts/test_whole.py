@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader.values.errors import WorkloadError
-from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
+from tests.support.bursts import ALONE, ONE_WORKER, opened, run, workload
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 LENGTH = 64
@@ -45,7 +45,7 @@ class RemovesItsFiles:
 
 
 def lines(folder):
-    (folder / "lines").write_text("".join(f"{number}\n" for number in range(100_000)))
+    (folder / "lines").write_text("".join(f"{number}\n" for number in range(300_000)))
     return (folder / "lines").open("rb", buffering=0)
 
 
@@ -96,9 +96,8 @@ def test_what_a_dataset_holds_is_as_it_was(kind, tmp_path):
         (tmp_path / f"{number}").write_text(str(number))
     held = make(tmp_path)
     # WHEN bursts read from it, with workers where these are right
-    with opened(workload(Numbers(held, read))) as probe:
-        for config in (ALONE, ONE_WORKER, ALONE) if may_have_workers else (ALONE, ALONE):
-            measured(probe.probe, config)
+    configs = (ALONE, ONE_WORKER, ALONE) if may_have_workers else (ALONE, ALONE)
+    probe, _ = run(workload(Numbers(held, read)), *configs)
     gc.collect()
     # THEN it is as before, and it was found out whether workers read the same
     assert is_as_before(held)

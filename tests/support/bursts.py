@@ -50,6 +50,12 @@ def measured(probe: Any, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK) 
     return outcome
 
 
+def run(job: Workload, *configs: LoaderConfig, plan: BurstPlan = QUICK) -> tuple[OpenProbe, list[Measurement]]:
+    """A probe, which is closed again, and what bursts in it have measured."""
+    with opened(job) as probe:
+        return probe, [measured(probe.probe, config, plan) for config in configs]
+
+
 def failed(probe: Any, kind: FailureKind, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK) -> Failure:
     """The failure of a burst, which must be of this kind."""
     outcome = probe.burst(config, plan)
