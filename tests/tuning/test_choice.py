@@ -1,10 +1,7 @@
 """What is chosen, when a choice is called a guess, and what has to be known of it: on simulated machines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,16 +19,16 @@ AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.
 
 
 def a_search(
-    rates: list[tuple[float | None, float]],
+    rates,
     *,
-    ended: RoundsEnd = RoundsEnd.NO_TIME,
-    tried: int = 2,
-    loss: float = 0.0,
-    foreign: float = 0.0,
-    searched: float = 1.0,
-    at_ceiling: bool = False,
-    search_ended: Ended = Ended.SAFE,
-) -> Any:
+    ended=RoundsEnd.NO_TIME,
+    tried=2,
+    loss=0.0,
+    foreign=0.0,
+    searched=1.0,
+    at_ceiling=False,
+    search_ended=Ended.SAFE,
+):
     """A search whose rounds gave the user's own configuration and the winner these rates."""
     rounds = tuple(
         Round(rates={side: rate for side, rate in ((ONE, a), (TWO, b)) if rate is not None}, foreign_cpu_share=foreign)
@@ -77,16 +74,14 @@ def a_search(
         (a_search([], search_ended=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
     ],
 )
-def test_a_guess_is_the_users_own_unless_two_rounds_agree(
-    search: Any, why: Undecided | None, best: LoaderConfig
-) -> None:
+def test_a_guess_is_the_users_own_unless_two_rounds_agree(search, why, best):
     found = why_undecided(search)
     assert (found and found.kind) == (why and why.kind)
     assert choice_of(search, is_decided=found is None) == best
 
 
-def test_what_is_told_of_the_best_is_of_its_rounds_alone() -> None:
-    found: Any = simulated_result(SimulatedMachine(step_s=0.005), own=LoaderConfig(num_workers=1))
+def test_what_is_told_of_the_best_is_of_its_rounds_alone():
+    found = simulated_result(SimulatedMachine(step_s=0.005), own=LoaderConfig(num_workers=1))
     rates = found.rates_of(found.best)
     assert found.status == "complete"
     assert len(rates) >= 2
@@ -96,8 +91,8 @@ def test_what_is_told_of_the_best_is_of_its_rounds_alone() -> None:
     assert found.step_s == pytest.approx(0.005, rel=0.2)
 
 
-def test_when_every_burst_fails_the_defaults_are_given_with_the_distinct_errors() -> None:
-    def fails(config: LoaderConfig) -> Failure:
+def test_when_every_burst_fails_the_defaults_are_given_with_the_distinct_errors():
+    def fails(config):
         place = "a worker" if config.num_workers else "the main process"
         return Failure(kind="user_exception", phase="batches", message=f"broken in {place}")
 
@@ -110,7 +105,7 @@ def test_when_every_burst_fails_the_defaults_are_given_with_the_distinct_errors(
 class PerBatch(SimulatedProbe):
     """A step of which all is the same for every batch."""
 
-    def burst(self, config: LoaderConfig, plan: Any) -> Any:
+    def burst(self, config, plan):
         size = config.batch_size or 32
         machine, self.machine = self.machine, replace(self.machine, batch_size=size, cpu_s=0.005 * size / 32)
         try:
@@ -119,7 +114,7 @@ class PerBatch(SimulatedProbe):
             self.machine = machine
 
 
-def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed() -> None:
+def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed():
     machine, clock = SimulatedMachine(batch_size=32, cpu_s=0.005, step_s=0.01), FakeClock()
     run = simulated_run(machine, epoch_batches=10_000)
     allowed = replace(run, space=replace(run.space, max_workers=4, batch_sizes=(None, 64, 128, 16)))
@@ -140,10 +135,8 @@ def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed() -> None:
         (1e5, 10, False, Source.STORAGE_ALWAYS(sample=1e5, data=10**6, memory=1 << 30)),
     ],
 )
-def test_where_samples_came_from_is_told_and_where_training_will_have_them_from(
-    sample: float | None, samples: int | None, fits: bool | None, told: Any
-) -> None:
-    machine: Any = SimpleNamespace(memory=SimpleNamespace(total_bytes=1 << 30), holds=lambda size: fits)
-    measured: Any = SimpleNamespace(read_bytes_per_sample=sample)
-    data: Any = SimpleNamespace(samples_per_epoch=lambda: samples)
+def test_where_samples_came_from_is_told_and_where_training_will_have_them_from(sample, samples, fits, told):
+    machine = SimpleNamespace(memory=SimpleNamespace(total_bytes=1 << 30), holds=lambda size: fits)
+    measured = SimpleNamespace(read_bytes_per_sample=sample)
+    data = SimpleNamespace(samples_per_epoch=lambda: samples)
     assert source_of(measured, data, machine) == told
