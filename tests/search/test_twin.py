@@ -71,23 +71,11 @@ def test_the_queue_agrees_with_an_event_simulation(seed, workers, prefetch):
 BURST = simulated_trials(SimulatedMachine(batch_size=8), LoaderConfig())[0].measurement
 
 
-def trace(start, service, requested, worker=0):
-    end, asked = start + service, max(start + service, requested)
-    return BatchTrace(worker, start, end, end, service, 8, requested, asked + 0.002, asked + 0.01)
-
-
-def test_the_first_batch_of_each_worker_is_left_out():
-    # GIVEN two workers, each of which is slow at first
-    times = [(i, 0.5 if i < 2 else 0.04) for i in range(8)]
-    traces = tuple(trace(i * 0.1, service, i * 0.1 + service + 1.0, i % 2) for i, service in times)
-    seen = Observation.of(LoaderConfig(num_workers=2), replace(BURST, traces=traces))
-    assert seen.service_s == pytest.approx(np.full(6, 0.04))
-
-
 def test_a_worker_that_has_its_order_shows_what_it_does_between_batches():
     # GIVEN one worker that begins 3 ms after it ended, its next orders long there, and a loop that waits for each batch
-    traces = tuple(trace(i * 0.043, 0.04, i * 0.043 + 0.01) for i in range(20))
-    seen = Observation.of(with_workers(1, 4), replace(BURST, traces=traces))
+    begun = [i * 0.043 for i in range(20)]
+    traces = [BatchTrace(0, t, t + 0.04, t + 0.04, 0.04, 8, t + 0.01, t + 0.042, t + 0.05) for t in begun]
+    seen = Observation.of(with_workers(1, 4), replace(BURST, traces=tuple(traces)))
     assert seen.between_s == pytest.approx(0.003)
     # THEN that is part of what it can deliver
     rate = Twin.fit([seen], Context(usable_cores=4)).predict([with_workers(1, 4)]).samples_per_s[0]

@@ -19,15 +19,7 @@ AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.
 
 
 def a_search(
-    rates,
-    *,
-    ended=RoundsEnd.NO_TIME,
-    tried=2,
-    loss=0.0,
-    foreign=0.0,
-    searched=1.0,
-    at_ceiling=False,
-    search_ended=Ended.SAFE,
+    rates, *, ended=RoundsEnd.NO_TIME, tried=2, loss=0.0, foreign=0.0, searched=1.0, capped=False, because=Ended.SAFE
 ):
     """A search whose rounds gave the user's own configuration and the winner these rates."""
     rounds = tuple(
@@ -40,14 +32,14 @@ def a_search(
     ]
     belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
     return SimpleNamespace(
-        outcome=SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=at_ceiling) if rounds else None,
+        outcome=SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=capped) if rounds else None,
         rounds=SimpleNamespace(ended=ended) if rounds else None,
         trials=trials,
         fastest=lambda: trials[-1],
         run=SimpleNamespace(tolerance=0.02, baseline=ONE),
         twin=SimpleNamespace(belief=lambda study: belief),
         study=None,
-        ended=search_ended,
+        ended=because,
     )
 
 
@@ -56,7 +48,7 @@ def a_search(
     [
         (a_search(AGREE, ended=RoundsEnd.SAFE), None, TWO),
         (a_search(DISAGREE, ended=RoundsEnd.NOT_WORTH_IT), None, TWO),
-        (a_search([(100.0, 110.0)], at_ceiling=True), None, TWO),
+        (a_search([(100.0, 110.0)], capped=True), None, TWO),
         # undecided, and two rounds agree that something is faster
         (a_search(AGREE, loss=0.05), Undecided.CLOSE, TWO),
         (a_search(AGREE, foreign=0.5), Undecided.BUSY, TWO),
@@ -71,7 +63,7 @@ def a_search(
         (a_search([], tried=1), Undecided.ONE_TRIED, ONE),
         (a_search([(None, 900.0), (100.0, 900.0)], loss=0.05), Undecided.CLOSE, ONE),
         # interrupted: the best so far
-        (a_search([], search_ended=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
+        (a_search([], because=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
     ],
 )
 def test_a_guess_is_the_users_own_unless_two_rounds_agree(search, why, best):
