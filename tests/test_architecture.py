@@ -1,7 +1,5 @@
 """What the layers of import-linter do not say: what a door knows of the house, what has a name, what an import costs."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import json
@@ -27,7 +25,7 @@ PUBLIC = {
 }
 
 
-def test_the_doors_name_few_modules_and_few_names_of_inner_rooms() -> None:
+def test_the_doors_name_few_modules_and_few_names_of_inner_rooms():
     """Also inside of functions; the public names of the package are what everybody may use."""
     found = set[tuple[str, str]]()
     for path in (path for door in DOORS for path in (PACKAGE / door).rglob("*.py")):
@@ -39,7 +37,7 @@ def test_the_doors_name_few_modules_and_few_names_of_inner_rooms() -> None:
     assert len({name for _, name in found}) <= MOST_NAMES, sorted(found)
 
 
-def test_a_file_name_and_a_class_name_stand_for_one_thing() -> None:
+def test_a_file_name_and_a_class_name_stand_for_one_thing():
     paths = list(PACKAGE.rglob("*.py"))
     classes = [
         each.name for path in paths for each in ast.walk(ast.parse(path.read_text())) if type(each) is ast.ClassDef
@@ -48,26 +46,26 @@ def test_a_file_name_and_a_class_name_stand_for_one_thing() -> None:
     assert [name for name, count in Counter(files + classes).items() if count > 1] == []
 
 
-def test_the_files_that_contributing_names_exist() -> None:
+def test_the_files_that_contributing_names_exist():
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:\w+/)+\w+\.\w+)`", text))
     assert len(named) > 20
     assert [each for each in named if not (PACKAGE / each).exists() and not (PACKAGE.parent / each).exists()] == []
 
 
-def test_all_names_exactly_the_public_surface_and_every_name_can_be_imported() -> None:
+def test_all_names_exactly_the_public_surface_and_every_name_can_be_imported():
     assert set(autotune_loader.__all__) == PUBLIC
     assert [name for name in PUBLIC if getattr(autotune_loader, name, None) is None] == []
     assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
 
 
-def modules_after(statement: str) -> set[str]:
+def modules_after(statement):
     """Names in `sys.modules` of a fresh interpreter that ran `statement`."""
     script = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
     return set(json.loads(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout))
 
 
 @pytest.mark.process
-def test_importing_the_package_leaves_heavy_dependencies_alone() -> None:
+def test_importing_the_package_leaves_heavy_dependencies_alone():
     by_torch = modules_after("import torch")  # which may change with its version
     assert (modules_after("import autotune_loader") - by_torch).isdisjoint(LAZY)

@@ -1,14 +1,11 @@
 """Files are data, never code; what only we need is private."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,8 +28,8 @@ NEVER = {"eval", "exec", "compile", "__import__"}
 LOADING = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib", "yaml", "torch"}
 
 
-def test_nothing_is_unpickled_from_disk_or_run_as_code() -> None:
-    found: dict[str, set[str]] = {}
+def test_nothing_is_unpickled_from_disk_or_run_as_code():
+    found = {}
     for path in PACKAGE.rglob("*.py"):
         for call in (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
             name = getattr(call, "id", None) or getattr(call, "attr", "")
@@ -43,7 +40,7 @@ def test_nothing_is_unpickled_from_disk_or_run_as_code() -> None:
     assert found == UNPICKLING
 
 
-HOSTILE: list[dict[str, Any]] = [
+HOSTILE = [
     {"dataloader_kwargs": {"num_workers": "__import__('os').system('touch owned')"}},
     {"dataloader_kwargs": {"num_workers": 1, "multiprocessing_context": "os.system"}},
     {"dataloader_kwargs": {"num_workers": 1, "collate_fn": "os:system"}},
@@ -54,9 +51,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", HOSTILE, ids=lambda changes: json.dumps(changes)[:60])
-def test_a_hostile_file_is_refused_or_harmless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
+def test_a_hostile_file_is_refused_or_harmless(tmp_path, monkeypatch, changes):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "loader.json"
     path.write_text(json.dumps({"schema_version": "1.0", "status": "complete", **changes}))
@@ -70,7 +65,7 @@ def test_a_hostile_file_is_refused_or_harmless(
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"schema_version": 1e999}', '{"dataloader_kwargs": 1' + "0" * 9999])
-def test_deeply_nested_and_huge_numbers_are_refused(tmp_path: Path, text: str) -> None:
+def test_deeply_nested_and_huge_numbers_are_refused(tmp_path, text):
     (tmp_path / "loader.json").write_text(text)
     with pytest.raises(ConfigFileError):
         load_config(tmp_path / "loader.json")
@@ -79,10 +74,10 @@ def test_deeply_nested_and_huge_numbers_are_refused(tmp_path: Path, text: str) -
 class SpiesOnDescriptors(Dataset[torch.Tensor]):
     """Raises if a program that the dataset starts would get descriptors, were it started without `close_fds`."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         numbers = [int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()]
         given = [number for number in numbers if number > 2 and os.get_inheritable(number)]
         if given:
@@ -91,7 +86,7 @@ class SpiesOnDescriptors(Dataset[torch.Tensor]):
 
 
 @pytest.mark.process
-def test_the_pipe_between_parent_and_probe_is_private() -> None:
+def test_the_pipe_between_parent_and_probe_is_private():
     with opened(workload(SpiesOnDescriptors())) as probe:
         # A program started on our side gets nothing either, not even without close_fds.
         ours = probe.probe._child._connection.fileno()

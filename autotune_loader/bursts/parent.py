@@ -36,7 +36,7 @@ from autotune_loader.bursts.protocol import Message, Request, WarmupReport, rece
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
 from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.memory_guard import MemoryGuard
+from autotune_loader.machine.processes import MemoryGuard
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError

@@ -5,29 +5,14 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.config import LoaderConfig
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
-from tests.support.bursts import QUICK, measured, opened, workload
+from tests.support.bursts import QUICK, Made, measured, opened, workload
 
 # Python 3.12+ warns of fork in a process with threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-
-
-class Sleepy(Dataset):
-    """Sample i is i, after a nap; with a lock it cannot be pickled."""
-
-    def __init__(self, lock):
-        self.lock = lock
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        time.sleep(0.0005)
-        return torch.full((4,), float(index)), index % 2
 
 
 PROBES = ["simulated", *(pytest.param(kind, marks=pytest.mark.process) for kind in ("fresh", "forked"))]
@@ -38,8 +23,13 @@ def probe(request):
     if request.param == "simulated":
         yield SimulatedProbe(SimulatedMachine(), FakeClock())
         return
-    lock = threading.Lock() if request.param == "forked" else None
-    with opened(workload(Sleepy(lock), training=TrainingSide(model=torch.nn.Linear(4, 2)))) as found:
+    lock = threading.Lock() if request.param == "forked" else None  # it cannot be pickled
+
+    def make(index, held=lock):
+        time.sleep(0.0005)
+        return torch.full((4,), float(index)), index % 2
+
+    with opened(workload(Made(make), training=TrainingSide(model=torch.nn.Linear(4, 2)))) as found:
         assert ("in forks of this process" in " ".join(found.notes)) is (request.param == "forked")
         yield found.probe
 

@@ -19,12 +19,11 @@ import torch
 from torch.utils.data import Dataset, SequentialSampler, get_worker_info
 
 from autotune_loader.bursts.failures import deaths_of, failure_of, needs_new_process
-from autotune_loader.bursts.packing import Payload
-from autotune_loader.bursts.parent import ProcessProbe
-from autotune_loader.bursts.settings import Settings
+from autotune_loader.bursts.parent import ProcessProbe, open_probe
+from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan
-from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, failed, measured, workload
+from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, failed, measured, opened, workload
 
 PLAN = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)
 FORKED = replace(TWO_WORKERS, multiprocessing_context="fork")  # the others start slowly
@@ -101,10 +100,9 @@ class Trouble(Dataset):
         return torch.zeros(4)
 
 
-def probe_of(path, nap_s=0.001, fine=20, **limits):
+def job(path, nap_s=0.001, fine=20):
     dataset = Trouble(path, nap_s, fine)
-    payload = Payload(workload(dataset, sampler=SequentialSampler(dataset)), Settings.read(), 1 << 30)
-    return contextlib.closing(ProcessProbe(payload, **limits))
+    return workload(dataset, sampler=SequentialSampler(dataset))
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +119,8 @@ def shared(trouble, tmp_path_factory, preloaded):  # the last has files of its o
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder))
         patch.setenv("TMPDIR", str(folder))
-        with probe_of(trouble) as probe:
-            probe.start()
-            yield probe
+        with opened(job(trouble)) as found:
+            yield found.probe
     assert list(folder.iterdir()) == [], "whatever is killed leaves no file"
 
 
@@ -184,12 +181,14 @@ def test_a_hang_in_a_worker_is_broken_by_the_deadline_and_leaves_no_process(prob
 def test_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble):
     trouble.write_text("worker:hoard")
     slow = BurstPlan(max_s=20.0, min_s=20.0, relative_error=0.0001, deadline_s=60.0)
-    with probe_of(trouble, nap_s=0.01, memory_budget_bytes=1500 << 20) as probe:
-        assert "fewer workers" in failed(probe, "memory_guard", ONE_WORKER, slow).message
+    with open_probe(job(trouble, nap_s=0.01), inspect_machine(), 1500 << 20) as found:
+        assert "fewer workers" in failed(found.probe, "memory_guard", ONE_WORKER, slow).message
 
 
 @pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(trouble):
     trouble.write_text("main:hang")
-    with probe_of(trouble, fine=0, start_s=5.0) as probe, pytest.raises(WorkloadError, match="first_batch"):
+    probe = ProcessProbe(job(trouble, fine=0), start_s=5.0)
+    with contextlib.closing(probe), pytest.raises(WorkloadError, match="first_batch"):
         probe.start()

@@ -13,12 +13,12 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from autotune_loader.bursts import parent
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.measurement import BurstPlan
-from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
+from tests.support.bursts import ONE_WORKER, TWO_WORKERS, Made, measured, opened, workload
 
 pytestmark = pytest.mark.process
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
@@ -88,11 +88,8 @@ def test_a_process_that_cannot_start_leaves_nothing(monkeypatch, tmp_path):
 HARD = """
 import os, torch
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
-class Rows:
-    def __len__(self): return 4096
-    def __getitem__(self, index): return torch.zeros(4)
 if __name__ == "__main__":
-    with opened(workload(Rows())) as probe:
+    with opened(workload([torch.zeros(4)] * 4096)) as probe:
         for config in (ONE_WORKER, TWO_WORKERS):
             measured(probe.probe, config)
         print("fine", [note for note in probe.notes if "fork" in note], os.path.exists("/proc/self/fd/0"))
@@ -114,39 +111,27 @@ def test_a_place_that_is_hard_to_begin_in_is_no_trouble(place, tmp_path):
     assert list(long.iterdir()) == []
 
 
-class Rows(Dataset):
+def rows(slow=None):
     """In workers, one sample may take long."""
+    read = []
 
-    def __init__(self, slow=None):
-        self.slow, self.read = slow, 0
-
-    def __len__(self):
-        return 4096
-
-    def __getitem__(self, index):
-        self.read += 1
-        time.sleep(30.0 if self.read == self.slow and get_worker_info() is not None else 0.001)
+    def make(index):
+        read.append(index)
+        time.sleep(30.0 if len(read) == slow and get_worker_info() is not None else 0.001)
         return torch.zeros(4)
 
+    return Made(make, 4096)
 
-HELD = []
+
 MIB = 1 << 20
 
 
-def hold_50_mib(worker):
-    HELD.append(b"x" * (50 * MIB))
-
-
-def nap(worker):
-    time.sleep(0.5)
-
-
 def test_workers_of_50_mib_each_are_reported_to_10_percent_and_their_start_apart():
-    plan = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=60.0)
+    plan, held = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=60.0), []
     # Both are opened before either is measured: what is in both, such as torch's libraries, counts by halves in each.
     with (
-        opened(workload(Rows(), 8, worker_init_fn=hold_50_mib)) as holding,
-        opened(workload(Rows(), 8, worker_init_fn=nap)) as plain,
+        opened(workload(rows(), 8, worker_init_fn=lambda worker: held.append(b"x" * (50 * MIB)))) as holding,
+        opened(workload(rows(), 8, worker_init_fn=lambda worker: time.sleep(0.5))) as plain,
     ):
         for config in (ONE_WORKER, TWO_WORKERS):
             large, small = (measured(each.probe, config, plan) for each in (holding, plain))
@@ -163,7 +148,7 @@ def test_workers_end_at_once_at_the_end_of_a_burst():
     # GIVEN workers that are at a slow sample when a burst with a slow step ends
     plan = BurstPlan(max_s=0.02, min_s=0.01, relative_error=0.9, deadline_s=60.0)
     slow = TrainingSide(train_step=lambda model, batch: time.sleep(0.03))
-    with opened(workload(Rows(slow=6), 1, training=slow)) as probe:
+    with opened(workload(rows(slow=6), 1, training=slow)) as probe:
         begun = time.monotonic()
         measured(probe.probe, TWO_WORKERS, plan)
         assert time.monotonic() - begun < 10.0

@@ -7,28 +7,15 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan
-from tests.support.bursts import ALONE, ONE_WORKER, failed, measured, opened, workload
+from tests.support.bursts import ALONE, ONE_WORKER, Made, failed, measured, opened, workload
 
 pytestmark = pytest.mark.process
 ALL = BurstPlan(max_s=2.0, min_s=2.0, relative_error=1e-6, deadline_s=60.0)
-
-
-class Numbers(Dataset):
-    """0, 1, 2, ..., each made as `make` does."""
-
-    def __init__(self, make=lambda key: torch.full((1,), float(key))):
-        self.make = make
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, key):
-        return self.make(key)
 
 
 def broken(bad, only_in_workers=False):
@@ -37,7 +24,7 @@ def broken(bad, only_in_workers=False):
             raise ValueError(f"broken image {key}\nand more of it")
         return torch.zeros(1)
 
-    return Numbers(make)
+    return Made(make)
 
 
 class Stream(IterableDataset):
@@ -46,8 +33,8 @@ class Stream(IterableDataset):
         raise OSError("connection lost")
 
 
-EXITING = Numbers(lambda key: torch.zeros(1) if key != 21 else sys.exit(3))
-ODD = Numbers(lambda key: torch.zeros(2 if key == 42 else 1))
+EXITING = Made(lambda key: torch.zeros(1) if key != 21 else sys.exit(3))
+ODD = Made(lambda key: torch.zeros(2 if key == 42 else 1))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +78,7 @@ def test_no_burst_reads_what_another_one_has_cached_however_much_the_training_ha
         ballast[:] = ballast or [torch.ones(300 << 20, dtype=torch.uint8).repeat(4)]
 
     plan = BurstPlan(max_s=0.2, min_s=0.1, relative_error=1e-6)
-    with opened(workload(Numbers(remembered), training=TrainingSide(train_step=step))) as probe:
+    with opened(workload(Made(remembered), training=TrainingSide(train_step=step))) as probe:
         bursts = [measured(probe.probe, plan=plan).traces[:8] for _ in range(3)]
     # THEN the samples are slow in each of them: later on a burst may come back to what it has read itself
     assert all(sum(trace.fetch_end - trace.fetch_start for trace in traces) > 8 * 0.01 for traces in bursts)
@@ -120,8 +107,8 @@ class Local(list):
     [
         (Shuffled(False), {"worker_init_fn": torch.manual_seed}, "delivers the same samples", 1),
         (Shuffled(True), {"worker_init_fn": torch.manual_seed}, "", None),
-        (Numbers(lambda key: time.sleep(0.6) or 0), {}, "raise the budget, or tune with a smaller batch_size", None),
-        (Numbers(), {"collate_fn": Local}, r"cannot be pickled .*Local.* none are tried", 0),
+        (Made(lambda key: time.sleep(0.6) or 0), {}, "raise the budget, or tune with a smaller batch_size", None),
+        (Made(float), {"collate_fn": Local}, r"cannot be pickled .*Local.* none are tried", 0),
     ],
     ids=("repeated", "sharded", "slow", "not picklable"),
 )

@@ -7,7 +7,7 @@ import string
 from dataclasses import replace
 
 import pytest
-from report.example import exactly, ran
+from report.example import STAGES, exactly, ran
 
 from autotune_loader.diagnosis import Advice, Answer, Evidence, diagnose, units
 from autotune_loader.diagnosis.ranking import ranking
@@ -15,7 +15,6 @@ from autotune_loader.diagnosis.tables import Table, answer
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure
-from autotune_loader.values.stages import StageTime
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
@@ -37,14 +36,6 @@ def failed(kind, config=SIX):
     return ran(config, Failure(kind=kind, phase="batches", message="no room"))
 
 
-def stage(name, wall_s, cpu_s):
-    where = f"a.py:{len(name)}, {name}"
-    return StageTime(
-        stage=name, where=where, wall_share=wall_s / 0.006, cpu_share=cpu_s / 0.003, wall_s=wall_s, cpu_s=cpu_s
-    )
-
-
-READ, DECODE = stage("read", 3e-3, 0.3e-3), stage("decode", 1.8e-3, 1.8e-3)
 READS = {"fetch_cpu_s": 0.01}
 IN_MEMORY = {
     "config": LoaderConfig(), "batch_size": 64.0, "fetch_s": 0.001, "fetch_cpu_s": 0.001, "step_s": 0.0001,
@@ -64,7 +55,7 @@ CASES = {
     "the CPU": ("cpu", {}, "100 ms of CPU to fetch and 15 ms of step", "Make transforms cheaper"),
     "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms of step", ""),
     "all cores in use": ("cpu", {"cpu_share": 0.97}, "97 % of 4 cores are in use.", ""),
-    "a slow stage": ("cpu", {"stages": (READ, DECODE)}, "", "Make decode cheaper (a.py:6, decode): smaller source"),
+    "a slow stage": ("cpu", {"stages": STAGES}, "", "Make decode cheaper (photos.py:41, PIL.Image.convert): smaller source"),
     "what failed otherwise": ("cpu", {"trials": (failed("user_exception"),)}, "", ""),
     "a step that was passed": ("cpu", {"ceiling": exactly(800.0)}, "at most 2.00x as fast", ""),
     "memory that was not missed": ("cpu", NOT_MISSED, "", ""),
@@ -73,8 +64,8 @@ CASES = {
     "without a ceiling": ("step", {"wait_share": 0.01, "ceiling": None}, "waits for data 1 % of the time.", ""),
     "fetches sleep, and are in time": ("step", ASLEEP_IN_TIME, "4 % of the time", ""),
     "storage": ("storage", READS, "Of 110 ms per batch, a fetch computes for 10 ms.", "Read larger pieces (tar"),
-    "a stage that waits": ("storage", {**READS, "stages": (READ, DECODE)},
-        "read takes 100 % of a worker's waiting (a.py:4, read).", "Read larger pieces"),
+    "a stage that waits": ("storage", {**READS, "stages": STAGES},
+        "read takes 100 % of a worker's waiting (photos.py:40, open).", "Read larger pieces"),
     "handing over": ("hand_over", {"receive_s": 0.02}, "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
     "small batches": ("hand_over", SMALL, "90 % of the time", "Hand over less often"),
     "memory that ran out": ("memory", {"trials": (failed("oom_killed"),)},

@@ -1,6 +1,5 @@
 """What a process that runs the user's code may not do to the one that started it; the rest is seen in tests/bursts."""
 
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -64,27 +63,6 @@ def test_files_are_changed_in_the_given_places_only(change, tmp_path):
     # THEN the user's is what it was, and reading it works
     assert in_fork(confined) == (True, True, "mine")
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["last.pt", "ok", "scratch"]
-
-
-@pytest.mark.parametrize("writable", [False, True])
-@pytest.mark.parametrize("mode", ["rb", "r+b", "ab"])
-def test_open_files_have_positions_of_their_own(mode, writable, tmp_path):
-    path, reads = tmp_path / "data", "r" in mode
-    path.write_bytes(b"0123456789")
-    with path.open(mode, buffering=0) as file:
-        # WHEN a fork reads from it and writes to it
-        def use(_):
-            elsewhere.own_files(writable=writable)
-            read = file.read(4) if reads else b""
-            with contextlib.suppress(OSError):
-                file.write(b"XX" if mode != "rb" else b"")
-            return read
-
-        assert in_fork(use) == (b"0123" if reads else b"")
-        # THEN the parent's position is where it was, and only a writable one has reached the file
-        assert file.tell() == (0 if reads else 10)
-    changed = {"r+b": b"0123XX6789", "ab": b"0123456789XX"}.get(mode) if writable else None
-    assert path.read_bytes() == (changed or b"0123456789")
 
 
 def test_inherited_pipes_and_sockets_lead_nowhere_but_ours():

@@ -5,7 +5,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,7 +13,6 @@ import psutil
 import pytest
 
 from autotune_loader.machine import host
-from autotune_loader.machine.elsewhere import scratch_root
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import open_files_limit
 
@@ -140,15 +138,6 @@ def test_a_daemonic_process_has_no_workers(inspect, monkeypatch):
     assert inspect().why_no_workers is None
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     assert "may have no children" in inspect().why_no_workers
-
-
-@pytest.mark.parametrize(
-    ("own", "others", "root"), [("a" * 70, ("/tmp",), "/tmp"), ("short", ("/tmp",), "short"), ("a" * 70, (), "a" * 70)]
-)
-def test_a_temporary_folder_with_a_long_name_is_not_used_for_sockets(own, others, root, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", own)
-    monkeypatch.setattr("autotune_loader.machine.elsewhere.OTHER_ROOTS", others)
-    assert scratch_root() == root
 
 
 @pytest.mark.process

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune_loader.machine import memory_guard, window
+from autotune_loader.machine import processes, window
 from autotune_loader.machine.host import HostCpu
-from autotune_loader.machine.memory_guard import MemoryGuard
-from autotune_loader.machine.processes import PAGE_BYTES, TICKS_PER_S, TreeUse, tree, tree_pss, tree_use
+from autotune_loader.machine.processes import PAGE_BYTES, TICKS_PER_S, MemoryGuard, TreeUse, tree, tree_pss, tree_use
 from autotune_loader.machine.window import Window
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
@@ -66,10 +65,10 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(rss_bytes, pss_bytes
     # GIVEN a tree that is as large as a test says, looked at every 5 ms
     looks, raised = [], []
     use = TreeUse(cpu_s=1.0, rss_bytes=rss_bytes)
-    monkeypatch.setattr(memory_guard, "PERIOD_S", 0.005)
-    monkeypatch.setattr(memory_guard, "SUSPICION_S", 0.0)
-    monkeypatch.setattr(memory_guard, "tree_use", lambda members: looks.append(members) or use)
-    monkeypatch.setattr(memory_guard, "tree_pss", lambda _members: pss_bytes)
+    monkeypatch.setattr(processes, "PERIOD_S", 0.005)
+    monkeypatch.setattr(processes, "SUSPICION_S", 0.0)
+    monkeypatch.setattr(processes, "tree_use", lambda members: looks.append(members) or use)
+    monkeypatch.setattr(processes, "tree_pss", lambda _members: pss_bytes)
     # WHEN it may have 100 bytes
     with MemoryGuard(os.getpid(), 100, lambda: raised.append(True)):
         while len(looks) < 5 and not raised:

@@ -40,18 +40,17 @@ def loader(dataset=ROWS, **parts):
     return DataSide.from_loader(DataLoader(dataset, **({} if "batch_sampler" in parts else {"batch_size": 16}) | parts))
 
 
-def burst(reading, batches=BURST, **config):
-    """What one burst reads, batch by batch."""
-    iterator = iter(make_traced_loader(reading.data, LoaderConfig(**config), reading))
-    read = [torch.as_tensor(batch).tolist() for batch, _ in itertools.islice(iterator, batches)]
-    forget_open_batch()
-    return read
+class Run:
+    """The bursts of one run; each call is one, and gives what it reads, batch by batch."""
 
+    def __init__(self, data, seed=0):
+        self.data, self.reading = data, Reading(data, seed)
 
-def reading_of(data, seed=0):
-    reading = Reading(data, seed)
-    reading.data = data
-    return reading
+    def __call__(self, batches=BURST, **config):
+        iterator = iter(make_traced_loader(self.data, LoaderConfig(**config), self.reading))
+        read = [torch.as_tensor(batch).tolist() for batch, _ in itertools.islice(iterator, batches)]
+        forget_open_batch()
+        return read
 
 
 LOADERS = {
@@ -68,9 +67,9 @@ LOADERS = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_bursts_read_what_none_before_has_read(name):
-    reading = reading_of(LOADERS[name])
+    burst = Run(LOADERS[name])
     bursts = 4 if name == "a rank's" else 10  # it has half of the rows
-    samples = np.hstack([np.ravel(batch) for _ in range(bursts) for batch in burst(reading)])
+    samples = np.hstack([np.ravel(batch) for _ in range(bursts) for batch in burst()])
     assert len(set(samples.tolist())) == len(samples) == bursts * BURST * (1 if name == "one by one" else 16)
 
 
@@ -78,30 +77,30 @@ def test_bursts_read_what_none_before_has_read(name):
 def test_all_is_read_before_anything_is_read_twice(shuffled):
     # GIVEN a dataset of 63 batches, the last of 8 samples, and bursts of 12 batches
     data = loader(range(1000), shuffle=shuffled)
-    reading = reading_of(data)
-    batches = [batch for _ in range(6) for batch in burst(reading)]
+    burst = Run(data)
+    batches = [batch for _ in range(6) for batch in burst()]
     # THEN the first 1,000 samples are all of them, in another order, and only the end of an epoch has a smaller batch
     read = list(itertools.chain(*batches))[:1000]
     assert read != sorted(read) == list(range(1000))
     assert [number for number, batch in enumerate(batches) if len(batch) != 16] == [62]
     # AND batches of other sizes read no sample twice either, and begin where batches do
-    reading = reading_of(data)
-    sized = [burst(reading, 5, batch_size=size) for size in (None, 1, 24, None, 7)]
+    burst = Run(data)
+    sized = [burst(5, batch_size=size) for size in (None, 1, 24, None, 7)]
     read = list(itertools.chain(*itertools.chain(*sized)))
     assert len(set(read)) == len(read)
     assert shuffled or [each[0][0] % 16 for each in sized[:1] + sized[3:4]] == [0, 0]
 
 
 def test_a_small_dataset_is_read_as_training_reads_it_and_then_again():
-    reading = reading_of(loader([1, 2, 3, 4, 5], batch_size=2))
-    assert [burst(reading, 2), burst(reading, 4)] == [[[1, 2], [3, 4]], [[5], [1, 2], [3, 4], [5]]]
-    assert burst(reading_of(loader([1, 2, 3], batch_size=2, drop_last=True)), 3) == [[1, 2]] * 3
+    burst = Run(loader([1, 2, 3, 4, 5], batch_size=2))
+    assert [burst(2), burst(4)] == [[[1, 2], [3, 4]], [[5], [1, 2], [3, 4], [5]]]
+    assert Run(loader([1, 2, 3], batch_size=2, drop_last=True))(3) == [[1, 2]] * 3
 
 
 @pytest.mark.parametrize("name", ["in order", "an order of one's own", "batches by length"])
 def test_bursts_are_spread_over_an_epoch_whose_order_follows_the_length(name):
-    reading = reading_of(LOADERS[name])
-    bursts = [burst(reading) for _ in range(8)]
+    burst = Run(LOADERS[name])
+    bursts = [burst() for _ in range(8)]
     means = [fmean(itertools.chain(*each)) / len(ROWS) for each in bursts]
     # THEN together they are the middle of the epoch; where the order is torch's, each of them is
     assert fmean(means) == pytest.approx(0.5, abs=0.1)
@@ -115,7 +114,7 @@ def test_bursts_are_spread_over_an_epoch_whose_order_follows_the_length(name):
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_probe_that_had_to_be_started_anew_begins_elsewhere(shuffled):
     data = loader(range(100_000), shuffle=shuffled)
-    first, second = (set(itertools.chain(*burst(reading_of(data, seed)))) for seed in (0, 5))
+    first, second = (set(itertools.chain(*Run(data, seed)())) for seed in (0, 5))
     assert not first & second
 
 
@@ -139,18 +138,18 @@ class Drawing:
 
 def test_a_sampler_that_draws_gives_a_run_the_same_samples_in_each_process_and_others_in_each_burst():
     drawing = loader(batch_size=8, sampler=Drawing())
-    first, again, other = (burst(reading_of(drawing, seed), 2) for seed in (0, 0, 1))
+    first, again, other = (Run(drawing, seed)(2) for seed in (0, 0, 1))
     assert first == again != other
-    reading = reading_of(loader(sampler=RandomSampler(ROWS, replacement=True)))
-    assert burst(reading) != burst(reading)
+    burst = Run(loader(sampler=RandomSampler(ROWS, replacement=True)))
+    assert burst() != burst()
 
 
 def test_a_burst_ends_where_a_sampler_is_empty_and_raises_what_it_raises():
-    reading = reading_of(loader(sampler=Broken()))
+    burst = Run(loader(sampler=Broken()))
     for _ in range(2):
         with pytest.raises(LookupError, match="no more"):
-            burst(reading)
-    assert burst(reading_of(loader(sampler=[]))) == []
+            burst()
+    assert Run(loader(sampler=[]))() == []
 
 
 class Stream(IterableDataset):
@@ -167,9 +166,9 @@ class StreamOfEpochs(Stream):
 
 
 def test_a_stream_has_another_seed_and_epoch_in_each_burst_and_it_is_said_where_that_may_not_help():
-    plain, told = (reading_of(loader(dataset)) for dataset in (Stream(), StreamOfEpochs()))
-    for reading in (plain, told):
-        assert burst(reading, 4) != burst(reading, 4)
+    plain, told = (Run(loader(dataset)) for dataset in (Stream(), StreamOfEpochs()))
+    for burst in (plain, told):
+        assert burst(4) != burst(4)
     assert told.data.dataset.epochs == [1, 2]
-    assert told.note is reading_of(LOADERS["in order"]).note is None
-    assert "which every burst begins anew" in plain.note
+    assert told.reading.note is Reading(LOADERS["in order"]).note is None
+    assert "which every burst begins anew" in plain.reading.note

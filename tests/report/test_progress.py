@@ -23,8 +23,6 @@ trial   3  16 workers, prefetch 2                failed: oom killed  best 1,308/
 round   1  4 workers, prefetch 4                 1,300/s   fastest of 2  20 s left
 round   2  nothing worked
 """
-
-
 FIRST = ran(NONE, Interval(value=389.0, low=381.2, high=396.8, count=20), 0)
 SECOND = ran(FOUR, Interval(value=1308.0, low=1281.8, high=1334.2, count=20), 1)
 TERMINAL = {"isatty": lambda: True}

@@ -1,10 +1,6 @@
 """What is believed of a job from what was observed of it, and what follows for the choice and for the next burst."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +10,6 @@ from autotune_loader.search.draws import PATHS, Draws, Observed, draw
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import Context, Space
 from autotune_loader.search.sufficiency import Sufficient, sufficient, with_sufficiency
-from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Failure, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
@@ -22,14 +17,14 @@ MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
 CONTEXT = Context(usable_cores=4, step_s=0.001)
 
 
-def ratio(belief: Belief, one: LoaderConfig, other: LoaderConfig) -> tuple[float, float]:
+def ratio(belief, one, other):
     """Mean and standard deviation of ln(rate of the one / rate of the other), as they may be."""
     rates = belief.draws.of([one.key(), other.key()]).paths
     logs = rates[:, 0] - rates[:, 1]
     return float(logs.mean()), float(logs.std())
 
 
-def draws_of(means: Sequence[float], sd: float | Sequence[float]) -> Draws:
+def draws_of(means, sd):
     """Normal draws of logarithms of these means."""
     off = np.random.default_rng(0).standard_normal((PATHS, len(means)))
     return Draws(keys=tuple(range(len(means))), paths=np.array(means) + np.array(sd) * off, noise_sd=0.03)
@@ -49,7 +44,7 @@ def draws_of(means: Sequence[float], sd: float | Sequence[float]) -> Draws:
         (0.015, 0.03, False),
     ],
 )
-def test_equally_fast_within_2_percent_means_what_it_says(deficit: float, sd: float, is_equal: bool) -> None:
+def test_equally_fast_within_2_percent_means_what_it_says(deficit, sd, is_equal):
     # GIVEN few workers that are so much slower than many, as surely as that (B4: 0.4 % used to be the limit)
     draws = draws_of([-deficit, 0.0], sd)
     # THEN they are chosen where they are within 2 % almost certainly, or as probably as the many
@@ -57,10 +52,9 @@ def test_equally_fast_within_2_percent_means_what_it_says(deficit: float, sd: fl
     assert choose(draws, [(4,), (8,)], 0.02) == (0 if is_equal else 1)
 
 
-def test_the_choice_on_a_machine_is_near_the_best_and_cheap() -> None:
+def test_the_choice_on_a_machine_is_near_the_best_and_cheap():
     belief = Belief(Space(), CONTEXT, simulated_trials(MACHINE, *(with_workers(n, 8) for n in (0, 1, 4, 6))))
     choice, probe = belief.choice, SimulatedProbe(MACHINE, FakeClock())
-    assert choice is not None
     assert probe.truth(choice) >= 0.97 * max(probe.truth(config) for config in belief.space.candidates(8))
     # THEN all answers come from the same draws
     assert belief.shortlist()[0] == choice
@@ -76,7 +70,7 @@ def test_the_choice_on_a_machine_is_near_the_best_and_cheap() -> None:
 # What to measure
 
 
-def test_the_gradient_counts_only_what_a_burst_can_teach() -> None:
+def test_the_gradient_counts_only_what_a_burst_can_teach():
     # GIVEN two that differ by a constant, however uncertain both are: no burst can tell more of it (B3)
     common = np.random.default_rng(0).standard_normal(PATHS)
     draws = Draws(keys=(0, 1), paths=np.stack([0.03 * common, 0.01 + 0.03 * common], axis=1), noise_sd=0.03)
@@ -87,7 +81,7 @@ def test_the_gradient_counts_only_what_a_burst_can_teach() -> None:
     assert 0.0005 < gains[1] < gains[2]
 
 
-FAILURES: dict[str, tuple[str, int, int, dict[str, Any], int | None]] = {
+FAILURES = {
     "the geometric middle": ("oom_killed", 32, 2, {}, 8),
     "one, where none has worked": ("deadline", 35, 0, {}, 1),
     "none, where one has failed": ("crashed", 1, 0, {}, 0),
@@ -100,9 +94,7 @@ FAILURES: dict[str, tuple[str, int, int, dict[str, Any], int | None]] = {
 
 
 @pytest.mark.parametrize(("kind", "failed", "succeeded", "knobs", "most"), FAILURES.values(), ids=FAILURES)
-def test_a_failure_bounds_the_workers_that_are_tried(
-    kind: Any, failed: int, succeeded: int, knobs: dict[str, Any], most: int | None
-) -> None:
+def test_a_failure_bounds_the_workers_that_are_tried(kind, failed, succeeded, knobs, most):
     broken = with_workers(failed, **knobs)
     failure = Failure(kind=kind, phase="batches", message="no")
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(succeeded, 8))
@@ -117,7 +109,7 @@ def test_a_failure_bounds_the_workers_that_are_tried(
     assert belief.proposal() != broken
 
 
-def test_workers_beyond_use_or_beyond_the_batches_of_an_epoch_are_no_candidates() -> None:
+def test_workers_beyond_use_or_beyond_the_batches_of_an_epoch_are_no_candidates():
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8))
     for context, most in ((CONTEXT, 1.5 * 4 + 4), (replace(CONTEXT, epoch_batches=3), 3)):
         assert max(config.num_workers for config in Belief(Space(), context, trials).configs) <= most
@@ -127,9 +119,7 @@ def test_workers_beyond_use_or_beyond_the_batches_of_an_epoch_are_no_candidates(
 
 
 @pytest.mark.parametrize(("last", "most"), [(50.0, 0.2 * np.log(2.0) / 4), (98.0, 0.01)], ids=["disturbed", "alike"])
-def test_an_observation_that_something_disturbed_moves_the_belief_less_than_its_distance(
-    last: float, most: float
-) -> None:
+def test_an_observation_that_something_disturbed_moves_the_belief_less_than_its_distance(last, most):
     # GIVEN a belief in 100 samples/s, and four bursts of the thing, the last of which differs
     logs, none = np.log([100.0, 100.0, 100.0, last]), np.zeros(4)
     seen = Observed(where=none.astype(int), logs=logs, variances=none, rounds=np.arange(4))
@@ -138,7 +128,7 @@ def test_an_observation_that_something_disturbed_moves_the_belief_less_than_its_
     assert abs(np.log(100.0) - paths.mean()) < most
 
 
-def test_beliefs_hold_the_truth_as_often_as_they_say() -> None:
+def test_beliefs_hold_the_truth_as_often_as_they_say():
     """Truths beyond 1.645 standard deviations of ln(rate / rate of the choice)."""
     beyond = []
     for seed in range(24):
@@ -146,7 +136,6 @@ def test_beliefs_hold_the_truth_as_often_as_they_say() -> None:
         bursts = simulated_trials(machine, with_workers(0), with_workers(2, 8), with_workers(5), seed=seed)
         belief = Belief(Space(), CONTEXT, bursts)
         probe, choice = SimulatedProbe(machine, FakeClock()), belief.choice
-        assert choice is not None
         for config in (with_workers(1), with_workers(3, 4), with_workers(6), with_workers(8, 8)):
             mean, sd = ratio(belief, config, choice)
             truth = np.log(probe.truth(config, batches=400) / probe.truth(choice, batches=400))
@@ -154,13 +143,13 @@ def test_beliefs_hold_the_truth_as_often_as_they_say() -> None:
     assert np.mean(beyond) <= 0.1
 
 
-def test_a_knob_that_the_twin_does_not_know_is_measured_and_only_then_believed() -> None:
+def test_a_knob_that_the_twin_does_not_know_is_measured_and_only_then_believed():
     # GIVEN pinning that was measured to be 10 % faster beside the same without
     space = Space(pin_memory=(False, True))
     plain, pinned = with_workers(4, 8), with_workers(4, 8, pin_memory=True)
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8), plain)
     assert abs(ratio(Belief(space, CONTEXT, trials), pinned, plain)[0]) < 0.01
-    seen: Any = trials[2].measurement
+    seen = trials[2].measurement
     rate = seen.samples_per_s
     ten_percent = {name: 1.1 * getattr(rate, name) for name in ("value", "low", "high")}
     faster = replace(seen, samples_per_s=replace(rate, **ten_percent))
@@ -176,21 +165,19 @@ def test_a_knob_that_the_twin_does_not_know_is_measured_and_only_then_believed()
 CONFIGS = TOO_FEW, ENOUGH, MANY = tuple(with_workers(count, 8) for count in (2, 5, 16))
 
 
-def observed(
-    config: LoaderConfig, *, batches: int = 200, slow: int = 0, faster: float = 1.0, **of: float
-) -> Observation:
+def observed(config, *, batches=200, slow=0, faster=1.0, **of):
     """A burst in which a worker takes 40 ms a batch, `slow` of them ten times as long, and the loop 10.5 ms."""
     service = np.full(batches, 0.04) / faster
     service[:slow] *= 10
     loop = {name: np.full(batches, s) / faster for name, s in {"receive_s": 0.0005, "step_s": 0.01, **of}.items()}
-    kept: dict[str, Any] = {"service_s": service, "cpu_s": service, "batch_size": 8.0, "samples_per_s": 100.0, **loop}
+    kept = {"service_s": service, "cpu_s": service, "batch_size": 8.0, "samples_per_s": 100.0, **loop}
     return Observation(num_workers=config.num_workers, **kept)
 
 
 ALL = [observed(config) for config in CONFIGS]
 
 
-def draws_with(bursts: list[Observation], many: float = 110.0, *, sd: float = 0.05, use: float = 1.0) -> Draws:
+def draws_with(bursts, many=110.0, *, sd=0.05, use=1.0):
     """Draws around 50, 100 and so many samples/s, with what the bursts show."""
     before = draws_of(np.log([50.0, 100.0, many]).tolist(), sd)
     return replace(before, paths=with_sufficiency(before.paths, sufficient(CONFIGS, bursts, (0.5, use, 1.0))))
@@ -201,9 +188,7 @@ def draws_with(bursts: list[Observation], many: float = 110.0, *, sd: float = 0.
     [(draws_with(ALL), ENOUGH), (draws_with([]), MANY), (draws_with(ALL, 130.0, sd=0.02), MANY)],
     ids=["they are enough", "nothing was seen", "rates beyond all luck refute it"],
 )
-def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough(
-    draws: Draws, chosen: LoaderConfig
-) -> None:
+def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough(draws, chosen):
     # GIVEN 16 workers that are believed to be 10 % faster than 5, which keep the loop busy, and 2, which do not
     assert CONFIGS[choose(draws, [(config.num_workers,) for config in CONFIGS], 0.02)] == chosen
     if chosen == ENOUGH:
@@ -213,7 +198,7 @@ def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough(
         assert draws.worth_of_pair(1, 2, 0.02) == pytest.approx(0.0, abs=1e-6)
 
 
-KEEPING_UP: dict[str, tuple[list[Observation], float, bool]] = {
+KEEPING_UP = {
     "they keep up": ([observed(ENOUGH)], 1.0, True),
     "the loop waits 8 % of the time behind slow batches": ([observed(ENOUGH)], 0.92, False),
     "rare slow batches in another burst": (
@@ -228,16 +213,14 @@ KEEPING_UP: dict[str, tuple[list[Observation], float, bool]] = {
 
 
 @pytest.mark.parametrize(("bursts", "use", "are_enough"), KEEPING_UP.values(), ids=KEEPING_UP)
-def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(
-    bursts: list[Observation], use: float, are_enough: bool
-) -> None:
+def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(bursts, use, are_enough):
     paths = draws_with(bursts, use=use).paths
     # THEN 5 workers lose nothing against 16, in the mean of the truths that may be
     lost = np.maximum(1 - np.exp(paths[:, 1] - paths[:, 2]), 0.0).mean()
     assert (lost < 0.001) == are_enough
 
 
-def test_many_bursts_of_enough_workers_are_not_outvoted_by_the_luckiest_of_others_that_never_ran() -> None:
+def test_many_bursts_of_enough_workers_are_not_outvoted_by_the_luckiest_of_others_that_never_ran():
     """A machine in memory whose rounds never ended: one worker was held for as fast as the best of a hundred unknown."""
     noise = np.random.default_rng(0).standard_normal((PATHS, 102))
     paths = np.concatenate([0.07 + 0.015 * noise[:, :1], 0.015 * noise[:, 1:2], 0.1 * noise[:, 2:]], axis=1)

@@ -1,9 +1,6 @@
 """The space: what Optuna proposes is what runs, every veto is exact, and costs are compared as people would."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import optuna
 import pytest
@@ -33,7 +30,7 @@ RICH = Space(
 )
 
 
-def test_every_candidate_is_legal_different_and_changes_one_unmodelled_knob_at_most() -> None:
+def test_every_candidate_is_legal_different_and_changes_one_unmodelled_knob_at_most():
     limits = Limits(shm_bytes=20 * MIB, memory_bytes=300 * MIB, descriptors=100)
     space = replace(RICH, max_workers=3, limits=limits, batch=BatchCost(bytes=MIB, tensors=2))
     configs = space.candidates()
@@ -52,7 +49,7 @@ def test_every_candidate_is_legal_different_and_changes_one_unmodelled_knob_at_m
 
 
 @pytest.mark.parametrize("space", [Space(), Space(max_workers=0), Space(max_workers=6, in_order=(True, False)), RICH])
-def test_what_a_sampler_proposes_is_exactly_what_runs_and_what_the_study_says(space: Space) -> None:
+def test_what_a_sampler_proposes_is_exactly_what_runs_and_what_the_study_says(space):
     # GIVEN any sampler of Optuna's
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     for _ in range(60):
@@ -68,7 +65,7 @@ def test_what_a_sampler_proposes_is_exactly_what_runs_and_what_the_study_says(sp
 @pytest.mark.parametrize(
     "own", [with_workers(96), with_workers(4, 16), with_workers(3, 3, pin_memory=True), LoaderConfig()], ids=str
 )
-def test_the_users_own_is_proposed_as_it_is(own: LoaderConfig) -> None:
+def test_the_users_own_is_proposed_as_it_is(own):
     # GIVEN a configuration of the user's that no grid has
     space, study = Space(max_workers=8, also=(own,)), optuna.create_study()
     study.enqueue_trial(space.params(own))
@@ -84,9 +81,8 @@ def test_the_users_own_is_proposed_as_it_is(own: LoaderConfig) -> None:
 # What is legal
 
 
-def vetoed(space: Space, config: LoaderConfig) -> Any:
+def vetoed(space, config):
     veto = space.veto(config)
-    assert veto is not None
     assert (veto.kind, veto.phase, veto.retryable) == ("infeasible", "plan", False)
     return veto
 
@@ -99,11 +95,11 @@ def vetoed(space: Space, config: LoaderConfig) -> Any:
         ("memory_bytes", 3 * WORKER_BASE_BYTES + 13 * MIB, "193 MiB of host memory"),
     ],
 )
-def test_vetoes_are_exact(limit: str, need: int, words: str) -> None:
+def test_vetoes_are_exact(limit, need, words):
     # GIVEN batches of 1 MiB in 3 tensors, and room for exactly what three workers with four batches each, and one, take
     enough, config = round(need / SAFE_SHARE) + 1, with_workers(3, 4)
 
-    def with_room(room: int) -> Space:
+    def with_room(room):
         return Space(max_workers=4, batch=BatchCost(bytes=MIB, tensors=3), limits=Limits(**{limit: room}))
 
     assert with_room(enough).veto(config) is None
@@ -112,7 +108,7 @@ def test_vetoes_are_exact(limit: str, need: int, words: str) -> None:
     assert with_room(1).veto(LoaderConfig()) is None
 
 
-def test_a_larger_batch_needs_the_memory_of_its_samples() -> None:
+def test_a_larger_batch_needs_the_memory_of_its_samples():
     # GIVEN batches of 1 MiB with 8 samples, and room for 40 batches in flight
     space = Space(batch=BatchCost(bytes=MIB, samples=8), batch_sizes=(None, 64), limits=Limits(shm_bytes=40 * MIB))
     # THEN four workers with two each are fine, but not with batches of eight times the size
@@ -129,11 +125,9 @@ def test_a_larger_batch_needs_the_memory_of_its_samples() -> None:
     [({"batch_size": 16}, 95 * MIB, "device_memory"), ({}, 95 * MIB, None), ({"batch_size": 16}, 80 * MIB, None)],
     ids=["more than nine tenths", "of the user's own size", "less"],
 )
-def test_what_a_burst_of_a_tuned_batch_size_took_leaves_a_margin(
-    knobs: dict[str, Any], device_bytes: int, kind: str | None
-) -> None:
+def test_what_a_burst_of_a_tuned_batch_size_took_leaves_a_margin(knobs, device_bytes, kind):
     space = Space(limits=Limits(device_bytes=100 * MIB), batch_sizes=(None, 16))
-    burst: Any = simulated_trials(SimulatedMachine(), with_workers(1))[0].measurement
+    burst = simulated_trials(SimulatedMachine(), with_workers(1))[0].measurement
     burst = replace(burst, memory=MemoryUse(rss_bytes=MIB), gpu_memory_bytes=device_bytes)
     failure = space.over_margin(with_workers(1, **knobs), burst)
     assert (failure and failure.kind) == kind
@@ -150,14 +144,14 @@ COSTS = {
 
 
 @pytest.mark.parametrize(("cheaper", "dearer"), COSTS.values(), ids=COSTS)
-def test_costs_are_compared_as_people_would(cheaper: LoaderConfig, dearer: LoaderConfig) -> None:
+def test_costs_are_compared_as_people_would(cheaper, dearer):
     space = replace(RICH, limits=Limits(memory_bytes=64 << 30))
     assert space.cost(space.as_kept(cheaper)) < space.cost(space.as_kept(dearer))
 
 
 # What a search begins with
 
-RULES: dict[str, tuple[dict[str, Any], LoaderConfig]] = {
+RULES = {
     "one keeps up": ({"fetch_s": 0.04, "fetch_cpu_s": 0.0, "step_s": 0.04, "cores": 8}, with_workers(2, 4)),
     "1.15 x 10 + 1": ({"fetch_s": 0.1, "fetch_cpu_s": 0.001, "step_s": 0.01, "cores": 2}, with_workers(12)),
     "the cores are full": ({"fetch_s": 0.1, "fetch_cpu_s": 0.1, "step_s": 0.001, "cores": 4}, with_workers(5)),
@@ -166,13 +160,13 @@ RULES: dict[str, tuple[dict[str, Any], LoaderConfig]] = {
 
 
 @pytest.mark.parametrize(("seen", "expected"), RULES.values(), ids=RULES)
-def test_the_rule(seen: dict[str, Any], expected: LoaderConfig) -> None:
+def test_the_rule(seen, expected):
     assert plain_rule(**seen) == expected
 
 
 SET = {"pin_memory": True, "persistent_workers": True, "multiprocessing_context": "forkserver"}
 NONE, RULE, PINNED = with_workers(0), with_workers(3, 4), with_workers(0, pin_memory=True)
-BEGINNINGS: dict[str, tuple[Space, LoaderConfig | None, float | None, list[LoaderConfig]]] = {
+BEGINNINGS = {
     "own, rule, none": (Space(), with_workers(6), 0.02, [with_workers(6), RULE, NONE]),
     "none twice": (Space(), RULE, 0.02, [RULE, NONE]),
     "without a first batch": (Space(), None, None, [with_workers(4), NONE]),
@@ -182,9 +176,7 @@ BEGINNINGS: dict[str, tuple[Space, LoaderConfig | None, float | None, list[Loade
 
 
 @pytest.mark.parametrize(("space", "own", "fetch_s", "expected"), BEGINNINGS.values(), ids=BEGINNINGS)
-def test_a_search_begins_with_the_users_own_the_rule_and_no_workers(
-    space: Space, own: LoaderConfig | None, fetch_s: float | None, expected: list[LoaderConfig]
-) -> None:
+def test_a_search_begins_with_the_users_own_the_rule_and_no_workers(space, own, fetch_s, expected):
     context = Context(usable_cores=4, step_s=0.01)
     space = replace(space, also=() if own is None else (own,))
     assert begin_with(space, context, own=own, fetch_s=fetch_s, fetch_cpu_s=0.001) == expected

@@ -1,11 +1,7 @@
 """The twin against closed forms, an independent event simulation, and simulated machines."""
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +21,11 @@ from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated
 MIB = 2**20
 
 
-def event_simulation(
-    service: Sequence[int], receive: Sequence[int], step: Sequence[int], *, workers: int, prefetch: int
-) -> list[int]:
+def event_simulation(service, receive, step, *, workers, prefetch):
     """Step-end times by going from event to event, written without the recursion; whole-number times make it exact."""
-    queues: list[deque[int]] = [deque() for _ in range(workers)]
+    queues = [deque() for _ in range(workers)]
     sent, received, now = 0, 0, 0
-    ready, done, ends = set[int](), list[int](), dict[Any, int]()
+    ready, done, ends = set(), [], {}
     while True:
         while sent < min(len(service), workers * prefetch + received):
             queues[sent % workers].append(sent)
@@ -58,7 +52,7 @@ def event_simulation(
 
 @settings(max_examples=30, derandomize=True)
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 4))
-def test_the_queue_agrees_with_an_event_simulation(seed: int, workers: int, prefetch: int) -> None:
+def test_the_queue_agrees_with_an_event_simulation(seed, workers, prefetch):
     # GIVEN whole-number times without ties between workers, for 40 batches, and three loaders in one call
     count, rng = 40, np.random.default_rng(seed)
     service = rng.permutation(np.arange(1, count + 1)) * 10_007 + rng.integers(0, 5_000, count)
@@ -74,26 +68,14 @@ def test_the_queue_agrees_with_an_event_simulation(seed: int, workers: int, pref
 
 # What a burst tells
 
-BURST: Any = simulated_trials(SimulatedMachine(batch_size=8), LoaderConfig())[0].measurement
+BURST = simulated_trials(SimulatedMachine(batch_size=8), LoaderConfig())[0].measurement
 
 
-def trace(start: float, service: float, requested: float, worker: int = 0) -> BatchTrace:
-    end, asked = start + service, max(start + service, requested)
-    return BatchTrace(worker, start, end, end, service, 8, requested, asked + 0.002, asked + 0.01)
-
-
-def test_the_first_batch_of_each_worker_is_left_out() -> None:
-    # GIVEN two workers, each of which is slow at first
-    times = [(i, 0.5 if i < 2 else 0.04) for i in range(8)]
-    traces = tuple(trace(i * 0.1, service, i * 0.1 + service + 1.0, i % 2) for i, service in times)
-    seen = Observation.of(LoaderConfig(num_workers=2), replace(BURST, traces=traces))
-    assert seen.service_s == pytest.approx(np.full(6, 0.04))
-
-
-def test_a_worker_that_has_its_order_shows_what_it_does_between_batches() -> None:
+def test_a_worker_that_has_its_order_shows_what_it_does_between_batches():
     # GIVEN one worker that begins 3 ms after it ended, its next orders long there, and a loop that waits for each batch
-    traces = tuple(trace(i * 0.043, 0.04, i * 0.043 + 0.01) for i in range(20))
-    seen = Observation.of(with_workers(1, 4), replace(BURST, traces=traces))
+    begun = [i * 0.043 for i in range(20)]
+    traces = [BatchTrace(0, t, t + 0.04, t + 0.04, 0.04, 8, t + 0.01, t + 0.042, t + 0.05) for t in begun]
+    seen = Observation.of(with_workers(1, 4), replace(BURST, traces=tuple(traces)))
     assert seen.between_s == pytest.approx(0.003)
     # THEN that is part of what it can deliver
     rate = Twin.fit([seen], Context(usable_cores=4)).predict([with_workers(1, 4)]).samples_per_s[0]
@@ -113,7 +95,7 @@ def test_a_worker_that_has_its_order_shows_what_it_does_between_batches() -> Non
         (SimulatedMachine(cpu_s=0.04, step_s=0.001), 0),
     ],
 )
-def test_a_prediction_holds_the_true_rate(machine: SimulatedMachine, workers: int) -> None:
+def test_a_prediction_holds_the_true_rate(machine, workers):
     trials = simulated_trials(machine, *(with_workers(count) for count in (0, 1, machine.cores)), seed=1)
     config = with_workers(workers, 4)
     rate = predict(trials, [config], usable_cores=machine.cores, step_cores=machine.step_cores)[0].samples_per_s
@@ -124,14 +106,14 @@ def test_a_prediction_holds_the_true_rate(machine: SimulatedMachine, workers: in
     ("trials", "cores", "words"),
     [([], None, "nothing was measured"), (simulated_trials(SimulatedMachine(), with_workers(1)), 0.0, "cores=2")],
 )
-def test_what_cannot_be_predicted_is_refused(trials: list[Trial], cores: float | None, words: str) -> None:
+def test_what_cannot_be_predicted_is_refused(trials, cores, words):
     with pytest.raises(ValueError, match=words):
         predict(trials, [with_workers(2)], usable_cores=4, cores=cores)
 
 
-def test_memory_grows_by_what_workers_took_and_by_what_their_queues_hold() -> None:
+def test_memory_grows_by_what_workers_took_and_by_what_their_queues_hold():
     # GIVEN bursts in which a worker takes 100 MiB beside 500 MiB for the process, and batches of 10 MiB
-    def burst(config: LoaderConfig) -> Trial:
+    def burst(config):
         taken = (500 + 100 * config.num_workers + 10 * config.batches_in_flight) * MIB
         return Trial.of(0, config, replace(BURST, batch_bytes=10 * MIB, memory=MemoryUse(rss_bytes=taken)))
 
@@ -143,7 +125,7 @@ def test_memory_grows_by_what_workers_took_and_by_what_their_queues_hold() -> No
     assert alone == (500 + 2 * 100 + 2 * 60 + 10 * 9) * MIB
 
 
-def observation(workers: int, service_s: Any, step_s: Any, receive_s: Any = 0.001, **more: Any) -> Observation:
+def observation(workers, service_s, step_s, receive_s=0.001, **more):
     """A burst with these seconds of each batch."""
     service, step, receive = (np.full(np.size(service_s), 1.0) * each for each in (service_s, step_s, receive_s))
     bound = workers / service.mean() if workers else 1 / (service + receive + step).mean()
@@ -152,7 +134,7 @@ def observation(workers: int, service_s: Any, step_s: Any, receive_s: Any = 0.00
     return Observation(num_workers=workers, batch_size=8.0, samples_per_s=rate, **stages)
 
 
-def test_a_step_on_the_cores_is_slowed_by_workers_as_the_bursts_show() -> None:
+def test_a_step_on_the_cores_is_slowed_by_workers_as_the_bursts_show():
     # GIVEN a step of four threads that workers beside it slow down 2.5 times
     fetch = np.full(80, 0.01)
     seen = [observation(0, fetch, 0.012), *(observation(n, fetch, 0.03, at_work=0.7) for n in (1, 4))]
@@ -162,7 +144,7 @@ def test_a_step_on_the_cores_is_slowed_by_workers_as_the_bursts_show() -> None:
 
 
 @pytest.mark.parametrize(("tail", "waits"), [(1.0, False), (12.0, True)])
-def test_workers_that_just_keep_up_have_long_filled_their_queues(tail: float, waits: bool) -> None:
+def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
     # GIVEN 18 workers that can deliver 1.04 times what the loop takes, every 33rd batch perhaps much slower
     service = 0.04 * np.exp(0.25 * np.random.default_rng(18).standard_normal(396))
     service[::33] *= tail

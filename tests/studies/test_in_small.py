@@ -1,14 +1,10 @@
 """Studies run in small: killed again and again, the jobs of a GPU on a CPU, a library tried."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from preloaded import PreloadedPython, Run
 from torch.utils.data import TensorDataset, default_collate
 
 from studies.cold import datasets as cold
@@ -20,13 +16,11 @@ from studies.libraries.attempt import Job, make_attempt
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 
-def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(
-    tmp_path: Path, preloaded: PreloadedPython, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(tmp_path, preloaded, monkeypatch):
     # Five short runs, each of which would otherwise begin with importing torch.
     (tmp_path / "run.py").write_text(kills.RUN.replace("budget=4", "budget=2"))
 
-    def start(folder: Path) -> Run:
+    def start(folder):
         return preloaded.start(str(tmp_path / "run.py"), folder=folder, environ=kills.environ(folder))
 
     monkeypatch.setattr(kills, "start", start)
@@ -35,7 +29,7 @@ def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(
     assert [figures[name] for name in kills.LEFT] == [0, 0]
 
 
-def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_runs_in_small_on_a_cpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)  # put back afterwards
     jobs.main(["--device", "cpu", "--quick", "--only", "transformer", "--budget", "2"])
     lines = capsys.readouterr().out.splitlines()
@@ -52,7 +46,7 @@ def test_a_job_runs_in_small_on_a_cpu(capsys: pytest.CaptureFixture[str], monkey
         (42, 4, "refused", "would work"),
     ],
 )
-def test_an_attempt_is_tuned_refused_or_wrong(given: Any, batch: int, outcome: str, says: str) -> None:
+def test_an_attempt_is_tuned_refused_or_wrong(given, batch, outcome, says):
     options = {"batch_size": 4, "budget": 2, "collate_fn": default_collate}
     job = Job(given=given, model=None, options=options, batch=batch, epoch=lambda result: result.make_loader(given))
     made = make_attempt(job)
@@ -62,8 +56,8 @@ def test_an_attempt_is_tuned_refused_or_wrong(given: Any, batch: int, outcome: s
     assert row("torch", "2", "a | b", made).startswith(f"| torch 2 | a \\| b | {outcome} | ")
 
 
-def test_a_cold_dataset_is_slow_once_and_again_when_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
+def test_a_cold_dataset_is_slow_once_and_again_when_it_is_forgotten(monkeypatch):
+    waits = []
     monkeypatch.setattr(time, "sleep", waits.append)
     dataset = cold.FirstReadWaits(4, slope=0.5)
     for _ in range(2):

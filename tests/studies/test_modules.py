@@ -1,7 +1,5 @@
 """Studies can be imported without measuring anything, their commands exist, their tables and workloads are whole."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import re
@@ -22,11 +20,11 @@ MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_says_what_it_is_for(module: str) -> None:
+def test_a_module_says_what_it_is_for(module):
     assert importlib.import_module(module).__doc__
 
 
-def test_the_commands_of_pages_and_scripts_exist_and_no_raw_records_are_kept() -> None:
+def test_the_commands_of_pages_and_scripts_exist_and_no_raw_records_are_kept():
     assert {path.suffix for path in FILES} <= {".py", ".md", ".sh", ".pyc"}
     texts = [path.read_text() for path in FILES if path.suffix in (".md", ".sh")]
     commands = {command for text in texts for command in re.findall(r"-m (studies(?:\.\w+)+)", text)}
@@ -34,7 +32,7 @@ def test_the_commands_of_pages_and_scripts_exist_and_no_raw_records_are_kept() -
     assert all(importlib.util.find_spec(command) for command in commands), commands
 
 
-def test_the_kept_table_of_libraries_has_an_explained_row_for_every_library() -> None:
+def test_the_kept_table_of_libraries_has_an_explained_row_for_every_library():
     rows = rows_by_library()
     assert list(rows) == list(ENVIRONMENTS)
     assert set(rows) == set(LIBRARIES)
@@ -44,7 +42,7 @@ def test_the_kept_table_of_libraries_has_an_explained_row_for_every_library() ->
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", sorted(set(workloads.WORKLOADS) - {"jpeg"}))  # which is made in the user's cache
-def test_a_workload_survives_pickling_and_yields_a_batch(name: str) -> None:
+def test_a_workload_survives_pickling_and_yields_a_batch(name):
     workload = pickle.loads(pickle.dumps(workloads.WORKLOADS[name]()))
     batch = next(iter(DataLoader(workload.dataset, batch_size=workload.batch_size)))
     if name == "text":
@@ -53,7 +51,7 @@ def test_a_workload_survives_pickling_and_yields_a_batch(name: str) -> None:
     assert len(batch[0] if isinstance(batch, list) else batch) == workload.batch_size
 
 
-def test_a_repeated_dataset_fetches_as_the_one_it_repeats() -> None:
+def test_a_repeated_dataset_fetches_as_the_one_it_repeats():
     plain = workloads.repeated(torch.arange(6), 3)
     assert (len(plain), int(plain[7]), hasattr(plain, "__getitems__")) == (18, 1, False)
     twice = workloads.repeated(workloads.TextDataset(8), 2).__getitems__([1, 9])

@@ -1,10 +1,7 @@
 """The oracle of `studies.regret.real` finds the best on a machine that changes its speed, and its tables say so."""
 
-from __future__ import annotations
-
 import math
 import random
-from typing import Any
 
 import pytest
 
@@ -23,19 +20,19 @@ RATES = {FAST: 100.0, NEAR: 99.9, WORSE: 95.0, SLOW: 50.0}
 class FakeBench:
     """Rates by configuration with 1 % noise, on a machine whose speed changes from round to round."""
 
-    def __init__(self) -> None:
-        self.asked: list[LoaderConfig] = []
+    def __init__(self):
+        self.asked = []
 
-    def time(self, config: LoaderConfig, *, seconds: float, seed: int) -> float:
+    def time(self, config, *, seconds, seed):
         self.asked.append(config)
         if config not in RATES:
             raise BenchError("no answer")
         return RATES[config] * (1 + 0.3 * math.sin(seed)) * math.exp(random.Random(len(self.asked)).gauss(0, 0.01))
 
 
-def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out() -> None:
+def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out():
     # GIVEN the best, which nobody chose, one as good, one 5 % off, one 50 % off, and one that always fails
-    bench: Any = FakeBench()
+    bench = FakeBench()
     # WHEN they are judged
     chosen = [key(each) for each in (NEAR, WORSE, SLOW, FAILING)]
     regrets = judge(bench, chosen, {key(FAST): 100.0, key(NEAR): 90.0})
@@ -50,7 +47,7 @@ def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out() -> None:
     assert regrets[key(SLOW)].ratio.high < HOPELESS
 
 
-def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost() -> None:
+def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost():
     tuned = {"seconds": 12.0, "workers": 4, "ratio": (0.97, 0.9, 1.1), "regret": 0.0}
     failed = Outcome(job="jpeg", strategy="loadtune", seconds=1.0, failure="ValueError: no")
     runs = [Outcome(job="jpeg", strategy="autotune_loader", **tuned), failed]
@@ -60,7 +57,7 @@ def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost() -> None:
     assert "failed: ValueError: no" in real.details(runs)
 
 
-def test_every_strategy_chooses_on_a_simulated_machine() -> None:
+def test_every_strategy_chooses_on_a_simulated_machine():
     # GIVEN one on which loading binds
     machine = SimulatedMachine(cores=4, cpu_s=0.04, step_s=0.01)
     fields = {name: SimulatedField(machine, 0, limit_s=30.0) for name in STRATEGIES}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import Dataset
 
 from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
@@ -14,6 +17,19 @@ from autotune_loader.values.measurement import BurstPlan, Failure, FailureKind, 
 
 QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2, deadline_s=60.0)  # a spawned worker imports torch
 ALONE, ONE_WORKER, TWO_WORKERS = (LoaderConfig(num_workers=workers) for workers in range(3))
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of their index."""
+
+    def __init__(self, make: Callable[[int], Any], length: int = 64) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
 
 
 def workload(dataset: Any, batch_size: int | None = 4, training: TrainingSide | None = None, **parts: Any) -> Workload:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from torch.utils.data import IterableDataset
 
 from autotune_loader.bursts.parent import OpenProbe
-from autotune_loader.bursts.protocol import Probe, WarmupReport
+from autotune_loader.bursts.protocol import WarmupReport
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.report.progress import make_progress
-from autotune_loader.results.result import TuningResult
 from autotune_loader.search.space import BatchCost, Context, Limits, Space
 from autotune_loader.tuning import compare as comparer
 from autotune_loader.tuning import tune as tuner
@@ -28,7 +25,7 @@ from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan, Trial
-from tests.support.simulation import FakeClock, SimulatedMachine, SimulatedProbe
+from tests.support.simulation import FakeClock, SimulatedProbe
 
 START_S = 3.5
 """What starting a probe takes of a budget."""
@@ -37,25 +34,25 @@ START_S = 3.5
 class Endless(IterableDataset[Any]):
     """A stream, whose epochs have no length."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return itertools.count()
 
 
-def with_workers(count: int, prefetch: int = 2, **more: Any) -> LoaderConfig:
+def with_workers(count, prefetch=2, **more):
     """A configuration with so many workers; without any, nothing is fetched ahead."""
     return LoaderConfig(num_workers=count, prefetch_factor=prefetch if count else None, **more)
 
 
-def simulated_trials(machine: SimulatedMachine, *configs: LoaderConfig, seed: int = 0) -> list[Trial]:
+def simulated_trials(machine, *configs, seed=0):
     """A burst of each configuration."""
     probe, plan = SimulatedProbe(machine, FakeClock(), seed=seed), BurstPlan(max_s=0.6, min_s=0.3)
     bursts = [probe.burst(config, replace(plan, seed=i)) for i, config in enumerate(configs)]
     return [Trial.of(i, config, each) for i, (config, each) in enumerate(zip(configs, bursts, strict=True))]
 
 
-def simulated_warmup(machine: SimulatedMachine, **changes: Any) -> WarmupReport:
+def simulated_warmup(machine, **changes):
     """What a probe knows of a simulated machine once it is warm."""
-    seen: dict[str, Any] = {
+    seen = {
         "step": "simulated",
         "samples": machine.batch_size,
         "batch_bytes": machine.batch_bytes,
@@ -68,15 +65,7 @@ def simulated_warmup(machine: SimulatedMachine, **changes: Any) -> WarmupReport:
     return WarmupReport(**{**seen, **changes})
 
 
-def simulated_run(
-    machine: SimulatedMachine,
-    space: Space | None = None,
-    *,
-    own: LoaderConfig | None = None,
-    epoch_batches: int | None = None,
-    has_step: bool = True,
-    **warmup: Any,
-) -> Run:
+def simulated_run(machine, space=None, *, own=None, epoch_batches=None, has_step=True, **warmup):
     """What `tune()` knows of a simulated machine before its search begins; an epoch without length never ends.
 
     `own` is the user's configuration, `warmup` other fields of the `WarmupReport`.
@@ -103,16 +92,7 @@ def simulated_run(
     )
 
 
-def simulated_search(
-    probe: Probe,
-    run: Run,
-    clock: FakeClock,
-    study: Any = None,
-    sampler: Any = None,
-    *,
-    budget_s: float = 60.0,
-    **given: Any,
-) -> Search:
+def simulated_search(probe, run, clock, study=None, sampler=None, *, budget_s=60.0, **given):
     """The search of `tune()` with this probe, up to the end of its rounds."""
     budget = Budget(seconds=budget_s, started=given.pop("started", clock()), clock=clock)
     search = Search(run, probe, study, sampler, budget=budget, **{"progress": make_progress(False), **given})
@@ -120,9 +100,7 @@ def simulated_search(
     return search
 
 
-def simulated_result(
-    machine: SimulatedMachine, *, seed: int = 0, budget_s: float = 60.0, epoch_batches: int = 10_000, **given: Any
-) -> TuningResult:
+def simulated_result(machine, *, seed=0, budget_s=60.0, epoch_batches=10_000, **given):
     """What `tune()` would return on this machine."""
     clock = FakeClock()
     probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
@@ -131,21 +109,17 @@ def simulated_result(
     return assembled(simulated_search(probe, run, clock, budget_s=budget_s, started=0.0), clock())
 
 
-def on_simulated_machines(
-    monkeypatch: pytest.MonkeyPatch,
-    machine_of: Callable[[Workload], SimulatedMachine | str],
-    probe_on: Callable[..., Probe] = SimulatedProbe,
-) -> None:
+def on_simulated_machines(monkeypatch, machine_of, probe_on=SimulatedProbe):
     """From now on `tune()` and `compare()` burst on the machine of a workload; a text is what its first batch raises."""
     clock = FakeClock()
 
     @contextlib.contextmanager
-    def opened(workload: Workload, *_: Any, **__: Any) -> Iterator[OpenProbe]:
+    def opened(workload, *_, **__):
         machine = machine_of(workload)
         if isinstance(machine, str):
             raise WorkloadError(machine, "the traceback")
         batches = None if workload.data.is_iterable else workload.data.batches_per_epoch()
-        probe: Any = probe_on(machine, clock, epoch_batches=batches)
+        probe = probe_on(machine, clock, epoch_batches=batches)
         yield OpenProbe(probe=probe, warmup=simulated_warmup(machine))
 
     for module in (tuner, comparer):

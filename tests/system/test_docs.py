@@ -4,18 +4,14 @@ A page has a `dataset` and a `model` at hand, and `tune()` is held to a few shor
 is marked ```text or ```bash and not run.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-from preloaded import PreloadedPython
 
 import autotune_loader
 from autotune_loader.cli.app import cli
@@ -26,48 +22,30 @@ pytestmark = pytest.mark.system
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages of fragments: what each block takes for granted, block by block.
-TAKEN_FOR_GRANTED: dict[str, list[str]] = {
+TAKEN_FOR_GRANTED = {
     "docs/frameworks.md": [
         """
 import lightning, transformers, accelerate
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from tests.integrations.job import Classifier, Waiting, collate as collator
+from tests.integrations.lightning_parts import Module, Points
 autotune_loader.tune(dataset, model, batch_size=64, output="loader.json")
+pairs, dataset = dataset, Waiting(256, 0.001)
 """,
         """
-class Classifier(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 2)
-    def training_step(self, batch, index):
-        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-class MyDataModule(lightning.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(dataset, batch_size=16)
-model = Classifier()
+model, MyDataModule = Module(), lambda: Points(dataset)
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)
 """,
         """
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 2)
-    def forward(self, x, labels):
-        logits = self.layer(x)
-        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-model = Model()
-collator = lambda rows: {"x": torch.stack([x for x, _ in rows]), "labels": torch.stack([y for _, y in rows])}
+model = Classifier()
 alone = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False, "num_train_epochs": 1}
 TrainingArguments = lambda folder: transformers.TrainingArguments(folder, save_strategy="no", **alone)
 """,
         """
-accelerator = accelerate.Accelerator(cpu=True)
-model = torch.nn.Linear(8, 2)
+accelerator, model, loader = accelerate.Accelerator(cpu=True), torch.nn.Linear(8, 2), DataLoader(pairs, batch_size=16)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(dataset, batch_size=16)
 """,
     ],
 }
@@ -99,29 +77,29 @@ model = torch.nn.Linear(8, 2)
 """
 
 
-def name(page: Path) -> str:
+def name(page):
     return page.relative_to(ROOT).as_posix()
 
 
-def blocks(page: Path) -> list[str]:
+def blocks(page):
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES if blocks(page)])
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_code_of_a_page_runs(page, tmp_path, request):
     found = blocks(page)
     given = TAKEN_FOR_GRANTED.get(name(page), [""] * len(found))
     code = "".join(f"{first}\n{block}\n" for first, block in zip(given, found, strict=True))
     (tmp_path / "page.py").write_text(PRELUDE + code, encoding="utf-8")
     kind = "preloaded_frameworks" if page.stem == "frameworks" else "preloaded"
-    python: PreloadedPython = request.getfixturevalue(kind)
+    python = request.getfixturevalue(kind)
 
     run = python.start("page.py", folder=tmp_path)
 
     assert run.wait(timeout=110) == 0, run.output
 
 
-def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_documentation_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
 
@@ -130,7 +108,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_reference_has_every_key_every_option_and_every_public_name() -> None:
+def test_the_reference_has_every_key_every_option_and_every_public_name():
     page = (ROOT / "docs" / "reference.md").read_text() + (ROOT / "docs" / "watch.md").read_text()
     keys = {each.name for each in fields(TuningResult)} - set(NOT_IN_FILE) | set(FILE_ONLY)
     options = {option for command in cli.commands.values() for each in command.params for option in each.opts}
@@ -138,20 +116,20 @@ def test_the_reference_has_every_key_every_option_and_every_public_name() -> Non
     assert sorted(each for each in wanted - {"__version__"} if each not in page) == []
 
 
-def test_pages_are_few_and_short() -> None:
+def test_pages_are_few_and_short():
     words = [len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")]
     assert len(words) <= 13
     assert sum(words) <= 6000
 
 
 @pytest.fixture(scope="module")
-def build() -> dict[str, Any]:
+def build():
     pytest.importorskip("nbclient")
     return runpy.run_path(str(ROOT / "notebooks" / "build.py"))
 
 
 @pytest.mark.parametrize("notebook", ["quickstart", "autoloader", "inspect_study"])
-def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(notebook: str, build: dict[str, Any]) -> None:
+def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(notebook, build):
     path = ROOT / "notebooks" / f"{notebook}.ipynb"
     committed = build["nbformat"].read(path, as_version=4)
     outputs = [out for cell in committed.cells for out in cell.get("outputs", [])]
@@ -163,7 +141,7 @@ def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(notebook
 
 @pytest.mark.parametrize("notebook", ["quickstart", "inspect_study"])
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client: sockets, event loops
-def test_a_notebook_runs(notebook: str, tmp_path: Path, build: dict[str, Any]) -> None:
+def test_a_notebook_runs(notebook, tmp_path, build):
     made = build["make"](notebook)
     made.cells.insert(0, build["CODE"](BRIEFLY))
     build["run"](made, tmp_path, timeout_s=100)

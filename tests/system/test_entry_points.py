@@ -1,7 +1,5 @@
 """However a program is started, and however it ends: real processes with hard deadlines."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from preloaded import PreloadedPython
 
 from autotune_loader import TuningResult
 from tests.support.bursts import orphaned_segments
@@ -74,7 +71,7 @@ if __name__ == "__main__":
 ENVIRON = {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
 
 
-def test_a_program_without_a_file_tunes_its_own_dataset_and_keeps_nothing(tmp_path: Path) -> None:
+def test_a_program_without_a_file_tunes_its_own_dataset_and_keeps_nothing(tmp_path):
     done = subprocess.run(
         [sys.executable, "-"], input=SCRIPT, cwd=tmp_path, env={**os.environ, **ENVIRON},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S, check=False,
@@ -94,9 +91,7 @@ def test_a_program_without_a_file_tunes_its_own_dataset_and_keeps_nothing(tmp_pa
     ],
     ids=["spawned workers", "workers of a fork server", "a daemonic process"],
 )
-def test_a_script_tunes_and_trains_with(
-    script: str, method: str, says: str, epochs: int, tmp_path: Path, preloaded: PreloadedPython
-) -> None:
+def test_a_script_tunes_and_trains_with(script, method, says, epochs, tmp_path, preloaded):
     (tmp_path / "train.py").write_text(script)
     run = preloaded.start("train.py", folder=tmp_path, environ={**ENVIRON, "METHOD": method})
     assert run.wait(DEADLINE_S) == 0, run.output
@@ -104,7 +99,7 @@ def test_a_script_tunes_and_trains_with(
     assert run.output.count("WHOLE True") == epochs
 
 
-def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(tmp_path: Path, preloaded: PreloadedPython) -> None:
+def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(tmp_path, preloaded):
     # GIVEN a run that has told its first trial
     before, journal = orphaned_segments(), tmp_path / "study.journal"
     (tmp_path / "train.py").write_text(SCRIPT)

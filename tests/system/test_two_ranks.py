@@ -1,7 +1,5 @@
 """Two ranks on gloo, as launchers start them: a script that is run unchanged, and one that calls Accelerate's integration."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,10 +7,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-from preloaded import PreloadedPython
 
 from autotune_loader import TuningResult
 from autotune_loader.machine.limits import usable_cores
@@ -119,7 +115,7 @@ elastic_launch(LaunchConfig(
 """
 
 
-def both_trained(folder: Path, epochs: int) -> list[dict[str, Any]]:
+def both_trained(folder, epochs):
     """What the ranks said, who have the same weights, and each half of every epoch."""
     said = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert said[0]["weights"] == pytest.approx(said[1]["weights"])
@@ -130,7 +126,7 @@ def both_trained(folder: Path, epochs: int) -> list[dict[str, Any]]:
     return said
 
 
-def test_a_launcher_runs_a_script_each_rank_trains_on_its_half_and_rank_0_reports(tmp_path: Path) -> None:
+def test_a_launcher_runs_a_script_each_rank_trains_on_its_half_and_rank_0_reports(tmp_path):
     (tmp_path / "train.py").write_text(PLAIN)
     temporary = tempfile.mkdtemp(dir="/tmp")  # a longer path leaves no room for the names of torch's sockets
     launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
@@ -152,7 +148,7 @@ def test_a_launcher_runs_a_script_each_rank_trains_on_its_half_and_rank_0_report
     assert TuningResult.load(tmp_path / "loader.json").found_by == "autoloader"
 
 
-def test_accelerate_tunes_where_loading_is_done(tmp_path: Path, preloaded_frameworks: PreloadedPython) -> None:
+def test_accelerate_tunes_where_loading_is_done(tmp_path, preloaded_frameworks):
     (tmp_path / "train.py").write_text(PREPARED)
     (tmp_path / "torchrun.py").write_text(TORCHRUN)
     job = preloaded_frameworks.start("torchrun.py", folder=tmp_path, environ=ENVIRON)

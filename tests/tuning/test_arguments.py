@@ -1,12 +1,8 @@
 """How `tune()` reads what it is given: what is wrong is named with what would work; wrappers are unwrapped or answered."""
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import optuna
@@ -25,30 +21,30 @@ MINIMIZES = optuna.create_study(direction="minimize")
 
 
 class WithoutLength:
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
-class Stream(IterableDataset[int]):
+class Stream(IterableDataset):
     pipeline = None
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(8))
 
 
-class ThreadLoader(DataLoader[Any]):
-    def __iter__(self) -> Any:
+class ThreadLoader(DataLoader):
+    def __iter__(self):
         yield from super().__iter__()
 
 
-def holding(name: str, value: Any) -> Any:
+def holding(name, value):
     """A library's wrapper."""
     wrapper = Stream() if name == "pipeline" else SimpleNamespace()
     setattr(wrapper, name, value)
     return wrapper
 
 
-def ordered(**parts: Any) -> Any:
+def ordered(**parts):
     return DataLoader(SAMPLES, **parts)
 
 
@@ -103,22 +99,20 @@ def ordered(**parts: Any) -> Any:
         (SAMPLES, None, {"reuse": True}, TypeError, r"reuse=True is not an argument of tune\(\); one of data, .* would work"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_what_would_work(
-    data: Any, model: Any, options: Any, error: type[Exception], says: str
-) -> None:
+def test_what_is_wrong_is_named_with_what_would_work(data, model, options, error, says):
     with pytest.raises(error, match=says) as caught:
         tune(data, model, **options)
     assert "would work" in str(caught.value)
 
 
-def test_tune_has_the_arguments_that_are_promised() -> None:
+def test_tune_has_the_arguments_that_are_promised():
     parts = "data model batch_size collate_fn worker_init_fn train_step loss_fn optimizer device"
     search = "budget max_workers allow tolerance study sampler output progress"
     assert " ".join(inspect.signature(tune).parameters) == f"{parts} {search}"
 
 
 @pytest.mark.parametrize(("budget", "seconds"), [(60, 60), (" 60 s ", 60), ("1.5min", 90), ("5m", 300)])
-def test_every_way_to_write_a_budget_is_read(budget: Any, seconds: float) -> None:
+def test_every_way_to_write_a_budget_is_read(budget, seconds):
     assert parse_options(budget=budget).budget_s == seconds
     assert parse_options(allow="in_order") == parse_options(allow={"in_order"})
 
@@ -137,9 +131,7 @@ def test_every_way_to_write_a_budget_is_read(budget: Any, seconds: float) -> Non
         (holding("_iterables", {"a": HELD}), {}, 5, 10, "data=SimpleNamespace holds a DataLoader (_iterables['a'])"),
     ],
 )  # fmt: skip
-def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(
-    given: Any, options: Any, size: int, samples: int, says: str
-) -> None:
+def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(given, options, size, samples, says):
     workload = make_workload(given, **options)
     assert (workload.data.batch_size, workload.data.samples_per_epoch()) == (size, samples)
     assert type(workload.data.batch_size) is int
@@ -160,8 +152,8 @@ def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(
     ids=["no GPU", "torch's default", "a GPU", "what is set", "cuda is what is set", "a rank of a job"],
 )
 def test_auto_is_where_the_model_is_or_what_this_process_has_chosen(
-    monkeypatch: pytest.MonkeyPatch, asked: str, used: str, default: str, cuda: int | None, rank: str, chosen: str
-) -> None:
+    monkeypatch, asked, used, default, cuda, rank, chosen
+):
     model = nn.Linear(2, 2)
     monkeypatch.setattr(model, "parameters", lambda recurse=True: iter([SimpleNamespace(device=torch.device(used))]))
     monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(default))
@@ -172,22 +164,22 @@ def test_auto_is_where_the_model_is_or_what_this_process_has_chosen(
     assert make_workload(SAMPLES, model, batch_size=2, device=asked).training.device == chosen
 
 
-def test_a_model_is_trained_without_the_wrapper_of_its_ranks() -> None:
+def test_a_model_is_trained_without_the_wrapper_of_its_ranks():
     class DistributedDataParallel(nn.Module):
-        module: Any = nn.Linear(2, 2)
+        module = nn.Linear(2, 2)
 
     training = make_workload(SAMPLES, DistributedDataParallel(), batch_size=2).training
     assert training.model is DistributedDataParallel.module
 
 
-def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: pytest.fail("it was opened"), raising=False)
     assert make_workload(SAMPLES, batch_size=2).training.device == "cuda"
 
 
-def test_a_spawned_process_that_imports_the_script_does_not_tune_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spawned_process_that_imports_the_script_does_not_tune_again(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(RuntimeError, match=r"imports it, and tunes once more; .*__main__.*would work"):
         make_workload(SAMPLES)

@@ -1,10 +1,7 @@
 """What is chosen, when a choice is called a guess, and what has to be known of it: on simulated machines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,16 +19,8 @@ AGREE, DISAGREE = [(100.0, 200.0), (100.0, 150.0)], [(100.0, 110.0), (100.0, 90.
 
 
 def a_search(
-    rates: list[tuple[float | None, float]],
-    *,
-    ended: RoundsEnd = RoundsEnd.NO_TIME,
-    tried: int = 2,
-    loss: float = 0.0,
-    foreign: float = 0.0,
-    searched: float = 1.0,
-    at_ceiling: bool = False,
-    search_ended: Ended = Ended.SAFE,
-) -> Any:
+    rates, *, ended=RoundsEnd.NO_TIME, tried=2, loss=0.0, foreign=0.0, searched=1.0, capped=False, because=Ended.SAFE
+):
     """A search whose rounds gave the user's own configuration and the winner these rates."""
     rounds = tuple(
         Round(rates={side: rate for side, rate in ((ONE, a), (TWO, b)) if rate is not None}, foreign_cpu_share=foreign)
@@ -43,14 +32,14 @@ def a_search(
     ]
     belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
     return SimpleNamespace(
-        outcome=SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=at_ceiling) if rounds else None,
+        outcome=SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=capped) if rounds else None,
         rounds=SimpleNamespace(ended=ended) if rounds else None,
         trials=trials,
         fastest=lambda: trials[-1],
         run=SimpleNamespace(tolerance=0.02, baseline=ONE),
         twin=SimpleNamespace(belief=lambda study: belief),
         study=None,
-        ended=search_ended,
+        ended=because,
     )
 
 
@@ -59,7 +48,7 @@ def a_search(
     [
         (a_search(AGREE, ended=RoundsEnd.SAFE), None, TWO),
         (a_search(DISAGREE, ended=RoundsEnd.NOT_WORTH_IT), None, TWO),
-        (a_search([(100.0, 110.0)], at_ceiling=True), None, TWO),
+        (a_search([(100.0, 110.0)], capped=True), None, TWO),
         # undecided, and two rounds agree that something is faster
         (a_search(AGREE, loss=0.05), Undecided.CLOSE, TWO),
         (a_search(AGREE, foreign=0.5), Undecided.BUSY, TWO),
@@ -74,19 +63,17 @@ def a_search(
         (a_search([], tried=1), Undecided.ONE_TRIED, ONE),
         (a_search([(None, 900.0), (100.0, 900.0)], loss=0.05), Undecided.CLOSE, ONE),
         # interrupted: the best so far
-        (a_search([], search_ended=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
+        (a_search([], because=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
     ],
 )
-def test_a_guess_is_the_users_own_unless_two_rounds_agree(
-    search: Any, why: Undecided | None, best: LoaderConfig
-) -> None:
+def test_a_guess_is_the_users_own_unless_two_rounds_agree(search, why, best):
     found = why_undecided(search)
     assert (found and found.kind) == (why and why.kind)
     assert choice_of(search, is_decided=found is None) == best
 
 
-def test_what_is_told_of_the_best_is_of_its_rounds_alone() -> None:
-    found: Any = simulated_result(SimulatedMachine(step_s=0.005), own=LoaderConfig(num_workers=1))
+def test_what_is_told_of_the_best_is_of_its_rounds_alone():
+    found = simulated_result(SimulatedMachine(step_s=0.005), own=LoaderConfig(num_workers=1))
     rates = found.rates_of(found.best)
     assert found.status == "complete"
     assert len(rates) >= 2
@@ -96,8 +83,8 @@ def test_what_is_told_of_the_best_is_of_its_rounds_alone() -> None:
     assert found.step_s == pytest.approx(0.005, rel=0.2)
 
 
-def test_when_every_burst_fails_the_defaults_are_given_with_the_distinct_errors() -> None:
-    def fails(config: LoaderConfig) -> Failure:
+def test_when_every_burst_fails_the_defaults_are_given_with_the_distinct_errors():
+    def fails(config):
         place = "a worker" if config.num_workers else "the main process"
         return Failure(kind="user_exception", phase="batches", message=f"broken in {place}")
 
@@ -110,7 +97,7 @@ def test_when_every_burst_fails_the_defaults_are_given_with_the_distinct_errors(
 class PerBatch(SimulatedProbe):
     """A step of which all is the same for every batch."""
 
-    def burst(self, config: LoaderConfig, plan: Any) -> Any:
+    def burst(self, config, plan):
         size = config.batch_size or 32
         machine, self.machine = self.machine, replace(self.machine, batch_size=size, cpu_s=0.005 * size / 32)
         try:
@@ -119,7 +106,7 @@ class PerBatch(SimulatedProbe):
             self.machine = machine
 
 
-def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed() -> None:
+def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed():
     machine, clock = SimulatedMachine(batch_size=32, cpu_s=0.005, step_s=0.01), FakeClock()
     run = simulated_run(machine, epoch_batches=10_000)
     allowed = replace(run, space=replace(run.space, max_workers=4, batch_sizes=(None, 64, 128, 16)))
@@ -140,10 +127,8 @@ def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed() -> None:
         (1e5, 10, False, Source.STORAGE_ALWAYS(sample=1e5, data=10**6, memory=1 << 30)),
     ],
 )
-def test_where_samples_came_from_is_told_and_where_training_will_have_them_from(
-    sample: float | None, samples: int | None, fits: bool | None, told: Any
-) -> None:
-    machine: Any = SimpleNamespace(memory=SimpleNamespace(total_bytes=1 << 30), holds=lambda size: fits)
-    measured: Any = SimpleNamespace(read_bytes_per_sample=sample)
-    data: Any = SimpleNamespace(samples_per_epoch=lambda: samples)
+def test_where_samples_came_from_is_told_and_where_training_will_have_them_from(sample, samples, fits, told):
+    machine = SimpleNamespace(memory=SimpleNamespace(total_bytes=1 << 30), holds=lambda size: fits)
+    measured = SimpleNamespace(read_bytes_per_sample=sample)
+    data = SimpleNamespace(samples_per_epoch=lambda: samples)
     assert source_of(measured, data, machine) == told

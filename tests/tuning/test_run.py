@@ -1,9 +1,6 @@
 """What of workload, machine and `allow=` makes the space that is searched, and what a choice changes in training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,16 +13,14 @@ from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, 
 from autotune_loader.search.space import Limits, Space
 from autotune_loader.tuning.assemble import _of_training
 from autotune_loader.tuning.options import parse_options
-from autotune_loader.tuning.run import Run, common_space, make_run
+from autotune_loader.tuning.run import common_space, make_run
 from autotune_loader.values.config import LoaderConfig
 from tests.support import SimulatedMachine
 from tests.support.tuned import simulated_warmup
 
-PROBE: Any = None
 
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
+class Stream(IterableDataset):
+    def __iter__(self):
         return iter(range(100))
 
 
@@ -37,11 +32,11 @@ class ToldItsEpoch(TensorDataset):
     epoch = 0
 
 
-def rows(length: int = 100) -> TensorDataset:
+def rows(length=100):
     return TensorDataset(torch.zeros(length, 3))
 
 
-def data(dataset: Any = None, batch_size: int | None = 8, **parts: Any) -> DataSide:
+def data(dataset=None, batch_size=8, **parts):
     return DataSide.from_dataset(dataset or rows(), batch_size=batch_size, **parts)
 
 
@@ -49,17 +44,9 @@ LONG, TOLD = data(rows(800)), data(ToldItsEpoch(torch.zeros(100, 3)))
 DROPPING = data(Stream(), drop_last=True)
 
 
-def run_of(
-    side: DataSide | None = None,
-    *allow: str,
-    training: TrainingSide | None = None,
-    own: LoaderConfig | None = None,
-    max_workers: int | None = None,
-    why_no_workers: str | None = None,
-    **ready: Any,
-) -> Run:
+def run_of(side=None, *allow, training=None, own=None, max_workers=None, why_no_workers=None, **ready):
     workload = Workload(data=side or data(), training=training or TrainingSide(), own_config=own)
-    opened = OpenProbe(probe=PROBE, warmup=simulated_warmup(SimulatedMachine(), **ready))
+    opened = OpenProbe(probe=None, warmup=simulated_warmup(SimulatedMachine(), **ready))
     machine = replace(inspect_machine(), why_no_workers=why_no_workers)
     return make_run(workload, opened, machine, parse_options(allow=allow, max_workers=max_workers))
 
@@ -75,9 +62,7 @@ def run_of(
     ],
     ids=["map-style", "a small epoch", "a stream", "no batches", "one sample"],
 )
-def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_not(
-    side: DataSide, sizes: tuple[int | None, ...], why: str
-) -> None:
+def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_not(side, sizes, why):
     assert run_of(side).space.batch_sizes == (None,)
     run = run_of(side, "batch_size")
     assert run.space.batch_sizes == sizes
@@ -97,7 +82,7 @@ def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_no
     ],
     ids=["free", "asked", "epoch", "shards", "repeats", "shared file", "no process can be started"],
 )
-def test_no_more_workers_are_tried_than_are_right(side: DataSide, given: dict[str, Any], most: int) -> None:
+def test_no_more_workers_are_tried_than_are_right(side, given, most):
     run = run_of(side, **given)
     assert run.space.max_workers == most
     assert list(run.notes) == [why for name, why in given.items() if name == "why_no_workers"]
@@ -127,15 +112,13 @@ CUDA, WAIT = TrainingSide(device="cuda:1"), TrainingSide(train_step=StepTime(0.0
         ({"training": WAIT}, ("device_prefetch",), "device_prefetch", (0,)),
     ],
 )
-def test_what_is_searched_is_safe_here_or_allowed_and_the_rest_is_the_users_own(
-    given: dict[str, Any], allow: tuple[str, ...], knob: str, values: Any
-) -> None:
+def test_what_is_searched_is_safe_here_or_allowed_and_the_rest_is_the_users_own(given, allow, knob, values):
     run = run_of(given.get("side"), *allow, own=given.get("own"), training=given.get("training"))
     assert getattr(run.space, knob) == values
     assert run.baseline == given.get("own", LoaderConfig())
 
 
-def test_the_tightest_limits_of_all_ranks_hold_for_each() -> None:
+def test_the_tightest_limits_of_all_ranks_hold_for_each():
     one = Space(max_workers=8, limits=Limits(shm_bytes=100, memory_bytes=None, descriptors=50))
     other = Space(max_workers=6, limits=Limits(shm_bytes=200, memory_bytes=70, descriptors=20))
     limits = Limits(shm_bytes=100, memory_bytes=70, descriptors=20)
@@ -153,9 +136,7 @@ def test_the_tightest_limits_of_all_ranks_hold_for_each() -> None:
         ({"num_workers": 1, "prefetch_factor": 4}, TOLD, None, ""),
     ],
 )
-def test_what_a_choice_changes_in_training_is_said(
-    best: dict[str, Any], side: DataSide, row: Caution | None, words: str
-) -> None:
+def test_what_a_choice_changes_in_training_is_said(best, side, row, words):
     found = list(_of_training(LoaderConfig(**best), side))
     assert [each.kind for each in found] == ([] if row is None else [row.kind])
     assert all(words in each.sentence for each in found)

@@ -1,18 +1,9 @@
 """The study of a run, on simulated machines with a fake clock: who proposes, what is told and kept, why it ends."""
 
-from __future__ import annotations
-
 import functools
 import os
-import pwd
-import shutil
 import stat
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import optuna
@@ -22,9 +13,9 @@ from autotune_loader.diagnosis import Ended
 from autotune_loader.search.sampler import TwinSampler
 from autotune_loader.search.space import Space
 from autotune_loader.tuning.assemble import assembled
-from autotune_loader.tuning.study import CHOSEN, MOST_REPEATS, ROUNDS, Search, open_study
+from autotune_loader.tuning.study import CHOSEN, MOST_REPEATS, ROUNDS, open_study
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, Measurement
+from autotune_loader.values.measurement import Failure
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 from tests.support.tuned import simulated_run, simulated_search
 
@@ -32,30 +23,23 @@ OWN = LoaderConfig(num_workers=2)
 FAST_STEP = SimulatedMachine(step_s=0.001)
 
 
-def search_on(
-    machine: SimulatedMachine,
-    *,
-    own: LoaderConfig | None = OWN,
-    probe: type[SimulatedProbe] = SimulatedProbe,
-    space: Space | None = None,
-    **given: Any,
-) -> tuple[Search, FakeClock]:
+def search_on(machine, *, own=OWN, probe=SimulatedProbe, space=None, **given):
     clock = FakeClock()
     return simulated_search(probe(machine, clock), simulated_run(machine, space, own=own), clock, **given), clock
 
 
-def searched(found: Search) -> list[Any]:
+def searched(found):
     return [trial for trial in found.trials if trial.round is None]
 
 
-def configs(found: Search) -> list[LoaderConfig]:
+def configs(found):
     return [trial.config for trial in searched(found)]
 
 
 # What the study holds
 
 
-def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice() -> None:
+def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice():
     told = Mock()
     found, _ = search_on(FAST_STEP, progress=told)
     result = assembled(found, 1.0)
@@ -75,76 +59,35 @@ def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice() -> None:
     assert study.user_attrs[ROUNDS][0][str(OWN)] == pytest.approx(result.rates_of(OWN)[0])
 
 
-@pytest.fixture
-def postgresql() -> Iterator[str]:
-    """A server of our own, run by somebody who is not root."""
-    if any(shutil.which(program) is None for program in ("initdb", "pg_ctl", "postgres")):
-        pytest.skip("needs initdb, pg_ctl and postgres (Debian: apt-get install postgresql)")
-    pytest.importorskip("psycopg", reason="needs pip install 'autotune-loader[postgres]'")
-    folder = Path(tempfile.mkdtemp(prefix="autotune-pg-"))  # not tmp_path: its parents are closed to other users
-    user = max({"postgres", "nobody"} & {each.pw_name for each in pwd.getpwall()}) if os.geteuid() == 0 else None
-    if user is not None:
-        shutil.chown(folder, user)
-
-    def run(program: str, *arguments: str) -> None:
-        command, environ = [program, "-D", str(folder / "data"), *arguments], {**os.environ, "LC_ALL": "C"}
-        subprocess.run(command, user=user, cwd=folder, timeout=60, check=True, env=environ, stdout=subprocess.DEVNULL)
-
-    run("initdb", "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync")
-    options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"  # a port might be taken
-    run("pg_ctl", "-l", str(folder / "log"), "-w", "-o", options, "start")
-    yield f"postgresql+psycopg://tuner@/postgres?host={folder}"
-    run("pg_ctl", "-m", "immediate", "-w", "stop")
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def opened(request: pytest.FixtureRequest) -> Iterator[Callable[[str], optuna.Study]]:
-    """Opens a study; connections are closed in the end, as Optuna leaves them to the garbage collector."""
-    studies: list[Any] = []
-
-    def open_one(storage: str) -> optuna.Study:
-        url = request.getfixturevalue(storage) if storage == "postgresql" else storage
-        studies.append(open_study(url))
-        return studies[-1]
-
-    yield open_one
-    for engine in [getattr(each._storage._backend, "engine", None) for each in studies]:
-        if engine is not None:
-            engine.dispose()
-
-
-@pytest.mark.parametrize(
-    "storage", ["study.journal", "sqlite:///study.db", pytest.param("postgresql", marks=pytest.mark.system)]
-)
+@pytest.mark.parametrize("storage", ["study.journal", "sqlite:///study.db"])
 def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_passed_over(
-    storage: str, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+    storage, tmp_path, monkeypatch, request
+):
     monkeypatch.chdir(tmp_path)
     request.addfinalizer(functools.partial(os.umask, os.umask(0)))
     # GIVEN a search that was told to end after some trials, and another process that stands still in one more
-    theirs = opened(storage)
+    theirs = open_study(storage)
     first = searched(search_on(FAST_STEP, study=theirs, budget_s=6.0)[0])
-    found_space = Space(also=(OWN,))
-    running = found_space.suggest(theirs.ask())
+    running = Space(also=(OWN,)).suggest(theirs.ask())
     assert len(first) >= 2
     assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.journal")] in ([], [0o600])
     # WHEN the same job is tuned with the same storage
-    found, _ = search_on(FAST_STEP, study=opened(storage))
+    found, _ = search_on(FAST_STEP, study=open_study(storage))
     # THEN what was measured is known, none of it is run again in the search, and the trial of the other one is left to it
     known = searched(found)[: len(first)]
+    assert found.twin.belief(theirs).twin is not None
     assert [(each.config, each.samples_per_s) for each in known] == [(e.config, e.samples_per_s) for e in first]
     assert len({*configs(found), running}) == len(configs(found)) + 1 > len(first) + 1
     assert [each.state.name for each in theirs.get_trials()].count("RUNNING") == 1
     # AND another job is refused by name
     with pytest.raises(ValueError, match=r"has trials of another job .*; a study of its own for each job would work"):
-        search_on(replace(FAST_STEP, batch_size=64), study=opened(storage))
+        search_on(replace(FAST_STEP, batch_size=64), study=open_study(storage))
 
 
 @pytest.mark.parametrize(
     "storage", ["nodb://me:swordfish@host/db", "postgresql+nodriver://me:swo:rd@fish@host/db", "/dev/null/x.journal"]
 )
-def test_a_storage_that_cannot_be_opened_is_refused_without_its_password(storage: str) -> None:
+def test_a_storage_that_cannot_be_opened_is_refused_without_its_password(storage):
     with pytest.raises(ValueError, match=r"cannot be opened \(\w+\); storage='study.journal' would work") as caught:
         open_study(storage)
     assert "fish" not in str(caught.value)
@@ -154,7 +97,7 @@ def test_a_storage_that_cannot_be_opened_is_refused_without_its_password(storage
 # Ends
 
 
-def test_another_sampler_proposes_until_it_repeats_itself() -> None:
+def test_another_sampler_proposes_until_it_repeats_itself():
     # GIVEN a space of three configurations
     space, sampler = Space(max_workers=1, prefetch_factors=(1, 2)), optuna.samplers.TPESampler(seed=0)
     found, _ = search_on(FAST_STEP, sampler=sampler, own=None, space=space, budget_s=1000.0)
@@ -163,7 +106,7 @@ def test_another_sampler_proposes_until_it_repeats_itself() -> None:
     assert len(configs(found)) < 60
 
 
-def test_a_search_ends_at_the_ceiling_of_the_step() -> None:
+def test_a_search_ends_at_the_ceiling_of_the_step():
     # GIVEN a step that two workers keep busy
     found, _ = search_on(SimulatedMachine(cpu_s=0.01, step_s=0.03))
     assert found.ended is Ended.CEILING
@@ -171,19 +114,18 @@ def test_a_search_ends_at_the_ceiling_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("budget_s", [8.0, 60.0])
-def test_the_budget_holds_and_leaves_time_for_rounds(budget_s: float) -> None:
+def test_the_budget_holds_and_leaves_time_for_rounds(budget_s):
     # GIVEN a machine on which no configuration reaches the ceiling
     found, clock = search_on(SimulatedMachine(step_s=0.005, noise_sd=0.03), budget_s=budget_s)
     # THEN the time is kept, but for one round that was under way
     assert clock() < budget_s + 5
-    assert found.outcome is not None
     assert found.outcome.rounds
 
 
 # Failures
 
 
-def failing(kind: Any, beyond: int) -> Any:
+def failing(kind, beyond):
     """From so many workers on."""
     failure = Failure(kind=kind, phase="batches", message="the driver said no")
     return lambda config: failure if config.num_workers > beyond else None
@@ -192,14 +134,14 @@ def failing(kind: Any, beyond: int) -> Any:
 class Hanging(SimulatedProbe):
     """Takes the whole deadline for what fails by it."""
 
-    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+    def burst(self, config, plan):
         outcome = super().burst(config, plan)
         if isinstance(outcome, Failure) and outcome.kind == "deadline":
             self._clock.advance(plan.deadline_s)
         return outcome
 
 
-def test_failures_are_pruned_with_their_reason_never_the_best_and_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_pruned_with_their_reason_never_the_best_and_in_silence(capfd):
     before = optuna.logging.get_verbosity()
     found, _ = search_on(replace(FAST_STEP, fails=failing("crashed", beyond=3)))
     pruned = {each.number: each for each in found.study.trials if each.state.name == "PRUNED"}
@@ -213,20 +155,17 @@ def test_failures_are_pruned_with_their_reason_never_the_best_and_in_silence(cap
 
 @pytest.mark.parametrize("kind", ["oom_killed", "deadline"])
 @pytest.mark.parametrize(("cores", "own", "safe"), [(2, LoaderConfig(num_workers=8), 3), (16, None, 2)])
-def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(
-    kind: str, cores: int, own: LoaderConfig | None, safe: int
-) -> None:
+def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(kind, cores, own, safe):
     # GIVEN a job for which every worker helps, on a machine where few can be had
     machine = SimulatedMachine(cores=cores, cpu_s=0.01, wait_s=0.02, step_s=0.001, fails=failing(kind, beyond=safe))
     # WHEN it is searched, be it from a configuration that fails
     found, clock = search_on(machine, own=own, probe=Hanging)
     # THEN these are chosen, in time
-    assert found.outcome is not None
     assert found.outcome.winner.num_workers == safe
     assert clock() <= 62
 
 
-def test_a_failure_that_may_pass_is_tried_once_more() -> None:
+def test_a_failure_that_may_pass_is_tried_once_more():
     # GIVEN a configuration that fails the first time only
     answers = [Failure(kind="crashed", phase="start", message="chance", retryable=True)]
     machine = replace(FAST_STEP, fails=lambda config: answers.pop() if config.num_workers == 2 and answers else None)

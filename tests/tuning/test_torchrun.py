@@ -1,7 +1,5 @@
 """Ranks in lock-step: by what they say to each other, and as torchrun starts them; bursts on simulated machines."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -10,7 +8,6 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -26,22 +23,22 @@ HARD_DEADLINE_S = 100
 PLAN, TWO = BurstPlan(seed=5), LoaderConfig(num_workers=2)
 
 
-def a_probe(cpu_s: float) -> SimulatedProbe:
+def a_probe(cpu_s):
     return SimulatedProbe(SimulatedMachine(cpu_s=cpu_s), FakeClock())
 
 
-def decide(probe: Any) -> TuningResult:
+def decide(probe):
     return TuningResult(best=TWO, status="complete", rate=probe.burst(TWO, PLAN).samples_per_s, tuned_at="now")
 
 
-def test_the_slowest_rank_counts_and_a_failure_anywhere_fails_for_all() -> None:
+def test_the_slowest_rank_counts_and_a_failure_anywhere_fails_for_all():
     slow, fast = (a_probe(cpu_s).burst(LoaderConfig(), PLAN) for cpu_s in (0.04, 0.02))
     failure = Failure(kind="oom_killed", phase="batches", message="a worker was killed")
     assert slowest([fast, slow, fast]) == slow
     assert slowest([fast, failure]) == replace(failure, message="rank 1: a worker was killed")
 
 
-def test_a_process_without_a_launcher_has_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_launcher_has_no_ranks(monkeypatch):
     for environ in ({}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}):
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
@@ -49,31 +46,31 @@ def test_a_process_without_a_launcher_has_no_ranks(monkeypatch: pytest.MonkeyPat
             assert ranks is None
 
 
-def test_all_ranks_run_each_burst_for_its_whole_window_and_get_what_the_slowest_measured() -> None:
+def test_all_ranks_run_each_burst_for_its_whole_window_and_get_what_the_slowest_measured():
     # GIVEN what two ranks say to each other, of which the second is slow
-    asked, told = list[Any](), list[Any]()
+    asked, told = [], []
     whole = replace(PLAN, min_s=PLAN.max_s)
     slow = a_probe(0.04).burst(TWO, whole)
-    first: Any = SimpleNamespace(
+    first = SimpleNamespace(
         rank=0, from_rank_0=lambda *each: asked.append(each) or each, from_all=lambda own: [own, slow]
     )
     result = decided(first, a_probe(0.02), decide)
     assert asked == [("burst", TWO, whole), (None, result.to_dict())]
     # WHEN the second hears what the first has asked
     heard = iter(asked)
-    second: Any = SimpleNamespace(rank=1, from_rank_0=lambda: next(heard), from_all=told.append)
+    second = SimpleNamespace(rank=1, from_rank_0=lambda: next(heard), from_all=told.append)
     # THEN it has run the same, and has the same answer
     assert decided(second, a_probe(0.04), pytest.fail) == result
-    assert (told, result.rate) == ([slow], slow.samples_per_s)  # type: ignore[union-attr]
+    assert (told, result.rate) == ([slow], slow.samples_per_s)
 
 
-def test_a_burst_that_is_interrupted_ends_the_run_as_the_other_ranks_wait_for_it() -> None:
-    def interrupted(*_: Any) -> Any:
+def test_a_burst_that_is_interrupted_ends_the_run_as_the_other_ranks_wait_for_it():
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    ranks: Any = SimpleNamespace(rank=0, from_rank_0=lambda *asked: asked, from_all=list)
+    ranks = SimpleNamespace(rank=0, from_rank_0=lambda *asked: asked, from_all=list)
     with pytest.raises(TunerError, match="interrupted"):
-        decided(ranks, SimpleNamespace(burst=interrupted), decide)  # type: ignore[arg-type]
+        decided(ranks, SimpleNamespace(burst=interrupted), decide)
 
 
 # Both calls of tune() use one group. In one write, as the ranks share a pipe. The pause: torch 2.13 aborts where the exit
@@ -110,15 +107,12 @@ JOB = """
 @pytest.mark.parametrize(
     ("has_group", "machine", "error"),
     [
-        (True, "SimulatedMachine()", ""),
         (False, "SimulatedMachine()", ""),
         (True, "'no bucket' if rank else SimulatedMachine()", "WorkloadError: no bucket"),
     ],
-    ids=["in the job's group", "before there is one", "a rank fails"],
+    ids=["before the job has a group", "in its group a rank fails"],
 )
-def test_torchrun_gives_both_ranks_one_configuration_and_one_file(
-    tmp_path: Path, has_group: bool, machine: str, error: str
-) -> None:
+def test_torchrun_gives_both_ranks_one_configuration_and_one_file(tmp_path, has_group, machine, error):
     (tmp_path / "job.py").write_text(textwrap.dedent(JOB.format(has_group=has_group, machine=machine)))
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}

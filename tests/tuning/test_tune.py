@@ -1,46 +1,39 @@
 """`tune()` and `compare()` from call to file or answer, on simulated machines."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from autotune_loader import Comparison, LoaderConfig, TuningResult, compare, load_config, tune
+from autotune_loader import LoaderConfig, TuningResult, compare, load_config, tune
 from autotune_loader.diagnosis import Caution
 from autotune_loader.search.sampler import TwinSampler
 from autotune_loader.tuning.study import CHOSEN
 from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BurstPlan, Failure, Measurement
+from autotune_loader.values.measurement import Failure
 from tests.support import SimulatedMachine, SimulatedProbe, on_simulated_machines
 
 ROWS = TensorDataset(torch.zeros(100_000, 3), torch.zeros(100_000, dtype=torch.long))
 MACHINE = SimulatedMachine(batch_size=8, step_s=0.005)
 
 
-def loader(**parts: Any) -> DataLoader[Any]:
+def loader(**parts):
     return DataLoader(ROWS, **{"batch_size": 8, **parts})
 
 
-def tuned(monkeypatch: pytest.MonkeyPatch, data: Any = None, probe: Any = SimulatedProbe, **given: Any) -> TuningResult:
+def tuned(monkeypatch, data=None, probe=SimulatedProbe, **given):
     on_simulated_machines(monkeypatch, lambda workload: MACHINE, probe)
     return tune(loader() if data is None else data, torch.nn.Linear(3, 2), progress=False, **given)
 
 
-class NeverIterated(DataLoader[Any]):
-    def __iter__(self) -> Any:
+class NeverIterated(DataLoader):
+    def __iter__(self):
         pytest.fail("the user's own loader must never be iterated")
 
 
-def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(tmp_path, monkeypatch):
     # GIVEN a loader that must not be iterated
     own, path = NeverIterated(ROWS, batch_size=8, num_workers=1, prefetch_factor=3), tmp_path / "loader.json"
     # WHEN it is tuned
@@ -58,13 +51,11 @@ def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(
     assert tuned(monkeypatch, loader(shuffle=True)).shuffle
 
 
-def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(tmp_path, monkeypatch):
     path, odd = tmp_path / "loader.json", LoaderConfig(num_workers=7, prefetch_factor=5, persistent_workers=True)
     earlier = tuned(monkeypatch, output=path)
 
-    def tried(**changes: Any) -> list[LoaderConfig]:
+    def tried(**changes):
         replace(earlier, best=odd, **changes).save(path)
         return [trial.config for trial in tuned(monkeypatch, output=path).trials if trial.round is None]
 
@@ -75,7 +66,7 @@ def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(
     assert tuned(monkeypatch, output=path).best == TuningResult.load(path).best
 
 
-def test_the_study_of_the_user_is_gone_on_with_and_told_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_study_of_the_user_is_gone_on_with_and_told_the_choice(monkeypatch):
     study, params = optuna.create_study(direction="maximize"), {"num_workers": 5, "prefetch_factor": 2}
     study.enqueue_trial(params)
     result = tuned(monkeypatch, study=study)
@@ -88,27 +79,27 @@ class Ending(SimulatedProbe):
 
     raised: BaseException
 
-    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+    def burst(self, config, plan):
         if len(self.bursts) == 3:
             raise self.raised
         return super().burst(config, plan)
 
 
 @pytest.fixture
-def of_before(tmp_path: Path) -> Iterator[Path]:
+def of_before(tmp_path):
     path = tmp_path / "loader.json"
     path.write_text("{}")
     return path
 
 
-def test_ctrl_c_keeps_what_was_measured(of_before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_was_measured(of_before, monkeypatch):
     monkeypatch.setattr(Ending, "raised", KeyboardInterrupt(), raising=False)
     result = tuned(monkeypatch, probe=Ending, output=of_before)
     assert (result.status, len(result.trials), TuningResult.load(of_before).status) == ("partial", 3, "partial")
     assert "interrupted" in result.report()
 
 
-def test_a_sample_that_raises_ends_the_run_and_writes_nothing(of_before: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_raises_ends_the_run_and_writes_nothing(of_before, monkeypatch):
     monkeypatch.setattr(Ending, "raised", WorkloadError("sample 40 raises ValueError: no"), raising=False)
     study = optuna.create_study(direction="maximize")
     with pytest.raises(WorkloadError, match="sample 40 raises ValueError: no"):
@@ -118,15 +109,15 @@ def test_a_sample_that_raises_ends_the_run_and_writes_nothing(of_before: Path, m
 
 
 def test_an_output_that_cannot_be_written_is_refused_at_once_and_a_disk_that_fills_up_costs_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     (tmp_path / "a-file").touch()
     for place in (tmp_path, tmp_path / "a-file" / "loader.json"):
         with pytest.raises(ValueError, match=r"cannot be written .*output='loader.json' would work"):
             tune(ROWS, batch_size=8, output=place)
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
 
-    def no_space(*_: Any) -> None:
+    def no_space(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TuningResult, "save", no_space)
@@ -142,11 +133,11 @@ BROKEN = SimulatedMachine(fails=lambda config: Failure(kind="user_exception", ph
 AT_ONCE = "the first batch failed"
 
 
-def sample_raises(config: LoaderConfig) -> Failure:
+def sample_raises(config):
     raise WorkloadError("sample 3 raises KeyError: 'label'")
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, **machines: SimulatedMachine | str) -> Comparison:
+def compared(monkeypatch, **machines):
     """One worker on each machine; a text is what the first batch of a side raises."""
     sides = {
         name: DataLoader([0] * 10**6, batch_size=getattr(machine, "batch_size", 32), num_workers=1)
@@ -157,15 +148,15 @@ def compared(monkeypatch: pytest.MonkeyPatch, **machines: SimulatedMachine | str
     return compare(sides, train_step=0.001, progress=False)
 
 
-def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Any = compared(monkeypatch, now=SLOW, cached=FAST)
+def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatch):
+    found = compared(monkeypatch, now=SLOW, cached=FAST)
     assert found.ratios["cached"].low < 2 < found.ratios["cached"].high < 3
     assert [each.rates.keys() for each in found.rounds[:2]] == [{"now", "cached"}] * 2
     assert found["cached"].bottleneck.kind == "cpu"
     assert "cached is" in str(found)
 
 
-def test_sides_that_are_alike_are_not_called_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_that_are_alike_are_not_called_faster(monkeypatch):
     found = compared(monkeypatch, now=SLOW, other=SLOW)
     assert found.ratios["other"].low < 1 < found.ratios["other"].high
     assert "other is not shown to be faster than now" in found.report()
@@ -181,7 +172,7 @@ def test_sides_that_are_alike_are_not_called_faster(monkeypatch: pytest.MonkeyPa
     ],
     ids=["in a burst", "by a sample", "at once", "the first at once"],
 )
-def test_a_side_that_fails_is_an_answer(monkeypatch: pytest.MonkeyPatch, sides: dict[str, Any]) -> None:
+def test_a_side_that_fails_is_an_answer(monkeypatch, sides):
     found = compared(monkeypatch, **sides)
     assert found["broken"].error is not None
     assert "broken failed: " in found.report()
@@ -190,9 +181,7 @@ def test_a_side_that_fails_is_an_answer(monkeypatch: pytest.MonkeyPatch, sides: 
     assert found.ratios == compared(monkeypatch, one=BROKEN, other=AT_ONCE).rates == {}
 
 
-def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said(monkeypatch):
     small, large = SimulatedMachine(batch_size=16, cpu_s=0.02), SimulatedMachine(batch_size=32)
     found = compared(monkeypatch, small=small, large=large)
     assert found.ratios["large"].value == pytest.approx(1.0, abs=0.1)
@@ -214,17 +203,17 @@ LOADER = loader()
         ({"a": LOADER, "b": (LOADER, "step")}, TypeError, r"sides\['b'\]: train_step='step' is not callable"),
     ],
 )
-def test_wrong_sides_are_named(sides: Any, error: type[Exception], message: str) -> None:
+def test_wrong_sides_are_named(sides, error, message):
     with pytest.raises(error, match=message):
         compare(sides)
 
 
-class Own(DataLoader[Any]):
-    def __iter__(self) -> Any:
+class Own(DataLoader):
+    def __iter__(self):
         return super().__iter__()
 
 
-def test_a_side_may_have_a_step_or_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_may_have_a_step_or_a_model_of_its_own(monkeypatch):
     model, step = torch.nn.Linear(4, 2), lambda model, batch: None
     is_slow = {True: SLOW, False: FAST}
     on_simulated_machines(

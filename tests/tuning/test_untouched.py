@@ -1,7 +1,5 @@
 """`tune()` for real, in processes of its own: the user's objects, files and process are afterwards as they were."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random
@@ -10,7 +8,6 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -21,20 +18,20 @@ from torch.utils.data import DataLoader, Dataset
 from autotune_loader import tune
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
-QUICK: dict[str, Any] = {"budget": 3, "max_workers": 1, "progress": False}
+QUICK = {"budget": 3, "max_workers": 1, "progress": False}
 
 
-class Caching(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+class Caching(Dataset):
     """Remembers what it has read, draws random numbers and meddles with its process, as datasets of users do."""
 
-    def __init__(self, held: Any = None) -> None:
-        self.cache: dict[int, float] = {}
+    def __init__(self, held=None):
+        self.cache = {}
         self.held = held
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 512
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index):
         time.sleep(0.0005)
         self.cache[index] = random.random() + float(np.random.rand())  # noqa: NPY002
         os.environ["MEDDLED"] = "yes"
@@ -43,7 +40,7 @@ class Caching(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.rand(3) + self.cache[index], torch.tensor(index % 2)
 
 
-def process_state() -> dict[str, Any]:
+def process_state():
     """What of this process loading and training could change."""
     return {
         "random": (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())),  # noqa: NPY002
@@ -54,7 +51,7 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def training_state(model, optimizer):
     return {
         "state": {name: value.tolist() for name, value in model.state_dict().items()},
         "gradients": [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
@@ -63,7 +60,7 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     }
 
 
-def leftovers() -> dict[str, Any]:
+def leftovers():
     """What a run could leave behind; segments are named after their process, and other tests may run at the same time."""
     return {
         "children": [child.pid for child in psutil.Process().children(recursive=True)],
@@ -74,13 +71,13 @@ def leftovers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("held", [None, "a lock"])
-def test_a_run_changes_nothing_and_leaves_nothing(held: Any) -> None:
+def test_a_run_changes_nothing_and_leaves_nothing(held):
     # GIVEN a training under way, whose step closes over its optimizer; what is in no pickle is run in forks
     layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 2)
-    model: Any = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters())
 
-    def train_step(model: torch.nn.Module, batch: list[torch.Tensor]) -> None:
+    def train_step(model, batch):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
         optimizer.step()

@@ -109,7 +109,7 @@ def test_an_error_of_the_dataset_ends_the_script_and_the_report_comes_all_the_sa
     assert printed.rstrip().splitlines()[-1].startswith("ValueError: ")
 
 
-def test_processes_and_autoloaders_of_the_script_are_told_of(bench):
+def test_processes_and_autoloaders_of_the_script_are_told_of_and_ranks_by_rank_0(bench):
     text = bench.write(PROCESSES)
     for how in ("fork", "spawn", "subprocess"):
         code, printed, report = bench.command("watch", "train.py", how)
@@ -120,10 +120,6 @@ def test_processes_and_autoloaders_of_the_script_are_told_of(bench):
         assert nothing.startswith(" can be told"), how  # of the script's own process
     _, _, report = bench.command("watch", "train.py", "auto")
     assert f"train.py:{line_of(text, 'AUTO')}  Numbers[96], batches of 8\n  12 batches" in report
-
-
-def test_a_job_of_several_ranks_is_told_of_by_rank_0(bench):
-    bench.write(PROCESSES)
     for rank, told in (("0", ["These are the loaders of rank 0 of 2."]), ("1", [])):
         _, _, report = bench.command("watch", "train.py", "child", RANK=rank, WORLD_SIZE="2")
         assert [line for line in report.splitlines() if "rank" in line] == told
