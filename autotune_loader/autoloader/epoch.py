@@ -359,9 +359,9 @@ class EpochIterator(_BaseDataLoaderIter):
             self.order.leave()
 
     def __del__(self) -> None:
-        try:
+        try:  # noqa: SIM105 - modules may be gone: the interpreter ends
             self._leave()
-        except Exception:  # noqa: BLE001, S110 - the interpreter ends, and modules are gone
+        except Exception:  # noqa: S110
             pass
 
     @property

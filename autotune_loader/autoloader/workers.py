@@ -109,9 +109,9 @@ class Workers:
         return len(self._all)
 
     def __del__(self) -> None:
-        try:
+        try:  # noqa: SIM105 - modules may be gone: the interpreter ends
             self.close()
-        except Exception:  # noqa: BLE001, S110 - the interpreter ends, and modules are gone
+        except Exception:  # noqa: S110
             pass
 
     @property
