@@ -59,13 +59,15 @@ def test_all_names_exactly_the_public_surface_and_every_name_can_be_imported():
     assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
 
 
-def modules_after(statement):
+def modules_after(statement: str) -> set[str]:
     """Names in `sys.modules` of a fresh interpreter that ran `statement`."""
     script = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
-    return set(json.loads(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout))
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.process
-def test_importing_the_package_leaves_heavy_dependencies_alone():
+def test_importing_the_package_or_asking_for_help_leaves_heavy_dependencies_alone() -> None:
     by_torch = modules_after("import torch")  # which may change with its version
     assert (modules_after("import autotune_loader") - by_torch).isdisjoint(LAZY)
+    assert modules_after("from autotune_loader.cli import main; main(['--help'])").isdisjoint({*LAZY, "torch", "PIL"})

@@ -6,7 +6,6 @@ next ── the last step is noted ── tuner, if it is time ── the next n
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -360,8 +359,10 @@ class EpochIterator(_BaseDataLoaderIter):
             self.order.leave()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter ends
+        try:  # noqa: SIM105 - modules may be gone: the interpreter ends
             self._leave()
+        except Exception:  # noqa: S110
+            pass
 
     @property
     def _workers(self) -> list[Any]:

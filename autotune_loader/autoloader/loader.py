@@ -131,6 +131,9 @@ class AutoLoader(DataLoader[T], Generic[T]):
         """What was tried and found, as `tune()` returns it."""
         return self.found.result
 
+    def __str__(self) -> str:
+        return str(self.result)
+
     def report(self) -> str:
         """What was tried, what was found and what binds, as text; and why nothing was tried, where that is so."""
         return self.result.report()

@@ -37,7 +37,7 @@ SHORT_EPOCH_S = 1.0
 HEADROOM = 1.15
 """Fetches take longer beside each other."""
 LEAST_FALL = 0.01
-"""Twice as many workers are worth it if they take away this share of waiting."""
+"""More workers are worth it if the loop waits for a sample less by this share of the time that one takes."""
 MOST_PAIRS, LEAST_SCATTER, WIDTH = 6, 0.02, 2.0
 """Pairs at most; what is not believed of less scatter between them; half-width in standard errors."""
 SHORTEST_EPOCH = 4
@@ -200,10 +200,13 @@ class Tuner:
             self.wake = 0.0
 
     def _measured(self, request: Measure) -> Block | None:
-        rows = [row for row in self._log.since(self._since) if _is_of(row, request.config)]
-        if self._applied_at > -math.inf:  # what was begun before belongs to another one, and queues fill first
-            begun = [row for row in rows if row.fetch_start > self._applied_at]
-            rows = begun[max(1, request.config.num_workers) :]
+        latest = self._log.since(self._since)
+        rows = [row for row in latest if _is_of(row, request.config)]
+        begin = self._applied_at
+        if request.config.num_workers:  # while the loop itself fetches one, to compare it, their queues fill up
+            begin = max([begin, *(row.received for row in latest if row.worker == MAIN_PROCESS)])
+        if begin > -math.inf:  # what was begun before belongs to another one, and queues fill first
+            rows = [row for row in rows if row.fetch_start > begin][max(1, request.config.num_workers) :]
         if len(rows) < max(request.batches, request.config.num_workers):
             return None
         block = block_of(request.config, rows)
@@ -232,7 +235,7 @@ class Tuner:
             if not self.may(self._price(config, asked, is_risky=is_risky)):
                 break
             block = yield from self._run(config, asked)
-            falls = candidate is None or candidate.waiting - block.waiting > LEAST_FALL or not config.num_workers
+            falls = candidate is None or _falls(candidate, block) or not config.num_workers
             if candidate is None or block.samples_per_s > candidate.samples_per_s:
                 candidate = block
                 known = before.gains[-MOST_PAIRS // 2 :] if before is not None and config == before.config else ()
@@ -308,7 +311,7 @@ class Tuner:
                 continue
             tried = yield from self._run(other, block)
             fewer = other.num_workers < block.config.num_workers
-            if tried.waiting < 2 * IDLE if fewer else tried.waiting < block.waiting - LEAST_FALL:
+            if tried.waiting < 2 * IDLE if fewer else _falls(block, tried):
                 self.best = other
                 self._settled()
             else:
@@ -384,6 +387,10 @@ def block_of(config: LoaderConfig, rows: list[BatchTrace]) -> Block | None:
         receive_s=sum(row.receive_s for row in rows) / count,
         step_s=sum(row.step_s for row in rows) / count,
     )
+
+
+def _falls(before: Block, after: Block) -> bool:
+    return before.waiting - after.waiting * before.samples_per_s / after.samples_per_s > LEAST_FALL
 
 
 def _interval(logs: list[float]) -> Interval:

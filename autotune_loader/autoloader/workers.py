@@ -109,8 +109,10 @@ class Workers:
         return len(self._all)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter ends
+        try:  # noqa: SIM105 - modules may be gone: the interpreter ends
             self.close()
+        except Exception:  # noqa: S110
+            pass
 
     @property
     def processes(self) -> list[Any]:
@@ -174,19 +176,16 @@ class Workers:
         return Worker(process, ours, number)
 
     def _give_all(self) -> None:
-        while working := [each for each in self._all[: self.active] if len(each.has) < self._prefetch]:
-            if not self._give(min(working, key=lambda each: len(each.has))):
+        """Whoever has the fewest batches gets the next one, so that all have as many."""
+        while (order := self._order) is not None:
+            worker = min(self._all[: self.active], key=lambda each: len(each.has), default=None)
+            item = None if worker is None or len(worker.has) >= self._prefetch else next(order, None)
+            if worker is None or item is None:
                 return
-
-    def _give(self, worker: Worker) -> bool:
-        order = self._order
-        item = None if order is None else next(order, None)
-        if order is None or item is None:
-            return False
-        worker.has.append(item[0])
-        with contextlib.suppress(OSError):  # its end is found where it is waited for
-            transport.send(worker.end, (worker.turn, item[0], order.seed, self._initial_seed, item[1]), is_plain=True)
-        return True
+            worker.has.append(item[0])
+            with contextlib.suppress(OSError):  # its end is found where it is waited for
+                job = worker.turn, item[0], order.seed, self._initial_seed, item[1]
+                transport.send(worker.end, job, is_plain=True)
 
     def get(self, number: int) -> Made:
         """The batch of this number.
@@ -218,8 +217,7 @@ class Workers:
                 worker.has.remove(number)
                 self._ready[number] = made if self._pinner is None else self._pinner.submit(_pinned, made)
                 self._losses = 0
-                if worker.number < self.active:
-                    self._give(worker)
+                self._give_all()
         except BlockingIOError:
             if flags:
                 raise

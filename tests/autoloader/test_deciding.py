@@ -68,6 +68,26 @@ def test_no_job_is_slower_than_as_asked_by_more_than_two_percent_and_half_a_seco
     assert took <= 1.02 * seconds + 0.5
 
 
+def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
+    log, tuner, now = Log(), Tuner(Log(), NONE, cores=2), 100.0
+    tuner = Tuner(log, of(2), cores=2)
+    loop = log.begin(now)
+    loop.started(now)
+    for number in range(40):  # each of two workers takes 1 s; the loop has fetched number 8 itself, for 10 s
+        ready = now if 8 < number <= 16 else now + 0.5
+        begun, worker = (now, -1) if number == 8 else (ready - 1.0, number % 2)
+        end = now + 10.0 if number == 8 else ready
+        loop.ask(now)
+        loop.receive(now := end, 8, (worker, begun, end, end, 0.1))
+    loop.ask(now)
+    tuner.applied(0.0)
+
+    block = tuner._measured(tuner._request._replace(seconds=0.0, batches=4))
+
+    assert block is not None
+    assert block.samples_per_s == pytest.approx(16, rel=0.01)
+
+
 def test_epochs_of_one_to_three_batches_start_no_workers() -> None:
     training = Training(fetch_s=0.1, cpu=0.1, step_s=0.0001, epoch_batches=3)
     tuner = training.tuner(NONE)

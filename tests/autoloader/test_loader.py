@@ -113,6 +113,7 @@ def test_what_was_found_lives_on_without_the_loader_and_is_saved(tmp_path: Path)
 
     assert load_config(tmp_path / "loader.json") == LoaderConfig()
     assert "num_workers=0 was asked for" in loader.report()
+    assert str(loader) == str(loader.result)
     assert "`run --workers`" in loader.report().replace("\n  ", " ")
     del loader
     gc.collect()

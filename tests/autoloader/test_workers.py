@@ -213,6 +213,15 @@ def test_killed_workers_are_replaced_and_nothing_is_lost_or_doubled(
     assert len(indices(loader)) == 40
 
 
+def test_workers_that_are_added_get_as_much_to_do_as_the_first_ones() -> None:
+    loader = FixedLoader(Slow(200, 0.01), batch_size=1, num_workers=2, prefetch_factor=4)
+    for number, _ in enumerate(loader):
+        if number == 20:
+            loader.change_to(LoaderConfig(num_workers=8, prefetch_factor=2))
+    latest = [row.worker for row in loader.log.rows[-120:-20]]
+    assert max(map(latest.count, range(8))) <= 2 * min(map(latest.count, range(8)))
+
+
 class Deadly(Numbers):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 7:

@@ -5,8 +5,6 @@ import signal
 import pytest
 from torch.utils.data import _utils
 
-from tests.integrations.job import Waiting
-
 
 @pytest.fixture(autouse=True)
 def torch_hears_of_dead_workers():
@@ -15,14 +13,3 @@ def torch_hears_of_dead_workers():
     yield
     signal.signal(signal.SIGCHLD, before)
     _utils.signal_handling._SIGCHLD_handler_set = was_set
-
-
-@pytest.fixture
-def few():
-    return Waiting(256, 0.001)
-
-
-@pytest.fixture
-def quick():
-    """Enough for a handful of bursts; what is chosen does not matter here, only that it is used."""
-    return {"budget": 2.5, "max_workers": 3, "progress": False}

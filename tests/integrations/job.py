@@ -25,6 +25,11 @@ class Waiting(Dataset):
         return torch.full((4,), index / self.size), index % 2, index
 
 
+FEW = Waiting(256, 0.001)
+QUICK = {"budget": 2.5, "max_workers": 3, "progress": False}
+"""Enough for a handful of bursts; what is chosen does not matter, only that it is used."""
+
+
 class Classifier(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from autotune_loader import AutoLoader
 from autotune_loader.integrations.lightning import tuned
 from autotune_loader.values.config import LoaderConfig
-from tests.integrations.job import BATCH, EPOCHS, Waiting, assert_changed
+from tests.integrations.job import BATCH, EPOCHS, FEW, QUICK, Waiting, assert_changed
 
 # Lightning warns about small machines and short runs, which is what a test is.
 pytestmark = [
@@ -42,9 +42,9 @@ def fit(parts, tmp_path):
     return fit
 
 
-def test_a_data_module_is_tuned_before_the_first_epoch_and_keeps_every_hook(fit, parts, few, quick, tmp_path):
-    model, own, checkpoint = parts.Module(), parts.Points(few), tmp_path / "last.ckpt"
-    data = tuned(own, model, **quick)
+def test_a_data_module_is_tuned_before_the_first_epoch_and_keeps_every_hook(fit, parts, tmp_path):
+    model, own, checkpoint = parts.Module(), parts.Points(FEW), tmp_path / "last.ckpt"
+    data = tuned(own, model, **QUICK)
     assert data is own
     trainer = fit(model, datamodule=data)
     # THEN the loader in use has the tuned configuration, and only fitting has trained and validated the model
@@ -58,8 +58,8 @@ def test_a_data_module_is_tuned_before_the_first_epoch_and_keeps_every_hook(fit,
     assert own.called == parts.HOOKS
 
 
-def test_a_configuration_from_a_file_needs_no_tuning(fit, parts, few):
-    model, loader = parts.Module(), DataLoader(few, batch_size=64, shuffle=True)
+def test_a_configuration_from_a_file_needs_no_tuning(fit, parts):
+    model, loader = parts.Module(), DataLoader(FEW, batch_size=64, shuffle=True)
     trainer = fit(model, tuned(loader, model, config=CONFIG))
     assert LoaderConfig.from_loader(trainer.train_dataloader) == CONFIG
     assert (loader.num_workers, trainer.global_step) == (0, 2 * 4)

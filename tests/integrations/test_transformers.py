@@ -8,7 +8,7 @@ from autotune_loader.integrations import transformers as integration
 from autotune_loader.integrations.accelerate import tune_live
 from autotune_loader.integrations.transformers import plain_loader, training_arguments, tune_trainer
 from autotune_loader.values.config import LoaderConfig
-from tests.integrations.job import BATCH, EPOCHS, Classifier, Waiting, assert_changed, collate
+from tests.integrations.job import BATCH, EPOCHS, FEW, QUICK, Classifier, Waiting, assert_changed, collate
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,18 +44,18 @@ class Live(transformers.Trainer):
         return tune_live(super().get_train_dataloader(), workers=True)
 
 
-def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains_with_untouched_weights(trainer_of, few, quick):
-    trainer = trainer_of(few)
+def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains_with_untouched_weights(trainer_of):
+    trainer = trainer_of(FEW)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    result = tune_trainer(trainer, **quick)
+    result = tune_trainer(trainer, **QUICK)
     assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
     assert trainer.args.dataloader_num_workers == result.best.num_workers
     assert trainer.get_train_dataloader().num_workers == result.best.num_workers
     assert (result.batch_size, trainer.train().global_step) == (32, 2 * 8)
 
 
-def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, few, monkeypatch):
-    samplers = [type(plain_loader(trainer_of(few, kind)).sampler).__name__ for kind in (transformers.Trainer, Own)]
+def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, monkeypatch):
+    samplers = [type(plain_loader(trainer_of(FEW, kind)).sampler).__name__ for kind in (transformers.Trainer, Own)]
     assert samplers == ["RandomSampler", "SequentialSampler"]
     was_on = []
 
@@ -64,7 +64,7 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, f
         return synthetic_result()
 
     monkeypatch.setattr(integration, "tune", tuned)
-    trainer = trainer_of(few, Own, bf16=True)
+    trainer = trainer_of(FEW, Own, bf16=True)
     # WHEN it is tuned THEN bursts train in bf16, and what they leave out is said, unless a step was given
     with pytest.warns(UserWarning, match="own compute_loss; pass train_step="):
         tune_trainer(trainer)
@@ -72,9 +72,9 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, f
     assert was_on == [True, True]
 
 
-def test_the_fields_of_a_file_make_training_arguments(trainer_of, few):
+def test_the_fields_of_a_file_make_training_arguments(trainer_of):
     config = LoaderConfig(num_workers=2, prefetch_factor=4, persistent_workers=True)
-    loader = trainer_of(few, **training_arguments(config)).get_train_dataloader()
+    loader = trainer_of(FEW, **training_arguments(config)).get_train_dataloader()
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 4, True)
     assert training_arguments(LoaderConfig()) == {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
 

@@ -155,14 +155,10 @@ class Case:
     samples: int
     batch_size: int
     epochs: int
-    asked: dict[str, Any]
-    """Arguments of DataLoader for both."""
-    changes: dict[tuple[int, int], LoaderConfig]
-    """By (epoch, batch): asked for after that batch."""
-    leaves: dict[int, int]
-    """Epochs that are left by `break` after so many batches."""
-    draws: bool
-    """Whether the loop draws random numbers, too, as dropout does."""
+    asked: dict[str, Any]  # Arguments of DataLoader for both
+    changes: dict[tuple[int, int], LoaderConfig]  # By (epoch, batch): asked for after that batch
+    leaves: dict[int, int]  # Epochs that are left by `break` after so many batches
+    draws: bool  # Whether the loop draws random numbers, too, as dropout does
 
 
 def draw_case(seed: int, kind: str | None = None) -> Case:

@@ -45,46 +45,31 @@ class SimulatedMachine:
 
     cores: int = 4
     batch_size: int = 32
-    cpu_s: float = 0.04
-    """CPU seconds of a worker, alone on the machine."""
-    wait_s: float = 0.0
-    """Seconds in which a worker waits for storage or the network."""
-    service_cv: float = 0.1
-    """Coefficient of variation of a batch's service time (log-normal, a property of its samples)."""
-    tail_share: float = 0.0
-    """Share of batches that take `tail_factor` times as long."""
+    cpu_s: float = 0.04  # CPU seconds of a worker, alone on the machine
+    wait_s: float = 0.0  # Seconds in which a worker waits for storage or the network
+    service_cv: float = (
+        0.1  # Coefficient of variation of a batch's service time (log-normal, a property of its samples)
+    )
+    tail_share: float = 0.0  # Share of batches that take `tail_factor` times as long
     tail_factor: float = 5.0
-    receive_s: float = 0.0005
-    """Seconds in which the training loop takes a ready batch over."""
-    step_s: float = 0.01
-    """Seconds of an undisturbed training step."""
-    step_cores: float = 0.0
-    """Cores that the step uses; 0 for a step on an accelerator, which workers cannot disturb."""
+    receive_s: float = 0.0005  # Seconds in which the training loop takes a ready batch over
+    step_s: float = 0.01  # Seconds of an undisturbed training step
+    step_cores: float = 0.0  # Cores that the step uses; 0 for a step on an accelerator, which workers cannot disturb
     step_cv: float = 0.02
-    alpha: float = 0.05
-    """Relative growth of CPU seconds per further worker that runs (caches, memory bandwidth)."""
-    beta: float = 0.0
-    """The same, per pair of running workers."""
+    alpha: float = 0.05  # Relative growth of CPU seconds per further worker that runs (caches, memory bandwidth)
+    beta: float = 0.0  # The same, per pair of running workers
     start_s: float = 0.05
-    worker_start_s: float = 0.02
-    """Workers start one after the other, then the first indices are handed out."""
-    first_batch_extra_s: float = 0.02
-    """CPU seconds that every worker's first batch takes longer (imports, cold caches)."""
+    worker_start_s: float = 0.02  # Workers start one after the other, then the first indices are handed out
+    first_batch_extra_s: float = 0.02  # CPU seconds that every worker's first batch takes longer (imports, cold caches)
     batch_bytes: int = 1 << 20
-    worker_bytes: int = 100 << 20
-    """Private memory of one worker."""
-    noise_sd: float = 0.0
-    """Relative standard deviation between bursts of one configuration."""
-    drift_per_hour: float = 0.0
-    """Relative growth of all times per hour of the probe's clock."""
-    spike_share: float = 0.0
-    """Share of bursts that something disturbs."""
+    worker_bytes: int = 100 << 20  # Private memory of one worker
+    noise_sd: float = 0.0  # Relative standard deviation between bursts of one configuration
+    drift_per_hour: float = 0.0  # Relative growth of all times per hour of the probe's clock
+    spike_share: float = 0.0  # Share of bursts that something disturbs
     neighbours: float | None = None
     """Cores that processes of others want. None: the machine has no meter of CPU use, and nobody else runs on it."""
-    neighbours_share: float = 1.0
-    """Share of bursts beside which they run."""
-    fails: Callable[[LoaderConfig], Failure | None] | None = None
-    """Configurations that fail, and how."""
+    neighbours_share: float = 1.0  # Share of bursts beside which they run
+    fails: Callable[[LoaderConfig], Failure | None] | None = None  # Configurations that fail, and how
 
 
 class SimulatedProbe:
@@ -140,11 +125,8 @@ class SimulatedProbe:
     def truth(self, config: LoaderConfig, *, batches: int = 2000, warm: int | None = None) -> float:
         """Samples per second that `config` sustains in the long run, without noise, drift, spikes and neighbours.
 
-        Args:
-            config: the configuration.
-            batches: how many are timed, both ends averaged over a round of the workers, who deliver in waves.
-            warm: how many go before; enough to fill every queue when None. The same for all configurations makes them
-                read the same batches.
+        Both ends of the batches that are timed are averaged over a round of the workers, who deliver in waves. The same
+        number of `warm` ones for all configurations makes them read the same batches; without it they fill every queue.
         """
         if config not in self._truths:
             if warm is None:
