@@ -10,14 +10,13 @@ Prints each figure beside its goal. What is compared takes turns, in mixed order
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import itertools
 import logging
 import multiprocessing
-import os
 import random
-import signal
 import statistics
 import sys
 import threading
@@ -143,10 +142,10 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         while self.killed < self.left and not self.is_off.wait(self._rng.uniform(0.15, 0.6)):
-            workers = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-            if workers:
-                os.kill(self._rng.choice(workers).pid, signal.SIGKILL)
-                self.killed += 1
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if workers := [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]:
+                    self._rng.choice(workers).kill()
+                    self.killed += 1
 
 
 def kills(count: int, seed: int) -> str:
