@@ -72,8 +72,7 @@ class Slow(Numbers):
     """The same, waited for."""
 
     def __init__(self, samples: int, seconds: float = 0.002) -> None:
-        super().__init__(samples)
-        self.seconds = seconds
+        self.samples, self.seconds = samples, seconds
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self.seconds)
@@ -85,8 +84,7 @@ class Where(Slow):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         info = get_worker_info()
-        who = (info.id, info.num_workers) if info else (-1, 0)
-        return torch.tensor([super().__getitem__(index)[0], *who])
+        return torch.tensor([super().__getitem__(index)[0], *((info.id, info.num_workers) if info else (-1, 0))])
 
 
 class Fetched(Numbers):
@@ -115,19 +113,13 @@ class Stream(IterableDataset[Any]):
         return iter(range(first, self.samples, step))
 
 
-class Eager:
+class Eager(Numbers):
     """A sampler that draws from all three global generators as soon as it is asked for an iterator."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(self.samples).tolist()
         random.shuffle(order)
         return iter([order[i] for i in np.random.permutation(self.samples)])
-
-    def __len__(self) -> int:
-        return self.samples
 
 
 SAMPLERS: dict[str, Callable[[Any, torch.Generator, int], Any]] = {
@@ -137,15 +129,13 @@ SAMPLERS: dict[str, Callable[[Any, torch.Generator, int], Any]] = {
     "random": lambda dataset, generator, seed: RandomSampler(dataset, num_samples=len(dataset) * 2),
     "replacement": lambda dataset, generator, seed: RandomSampler(dataset, replacement=True, generator=generator),
     "subset": lambda dataset, generator, seed: SubsetRandomSampler(range(0, len(dataset), 2)),
-    "weighted": lambda dataset, generator, seed: WeightedRandomSampler(
-        [1.0 + i for i in range(len(dataset))], len(dataset)
-    ),
+    "weighted": lambda dataset, generator, seed: WeightedRandomSampler(range(1, len(dataset) + 1), len(dataset)),
     "distributed": lambda dataset, generator, seed: DistributedSampler(dataset, num_replicas=2, rank=seed % 2),
     "eager": lambda dataset, generator, seed: Eager(len(dataset)),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """A loader, and when it changes to what."""
 
@@ -172,26 +162,17 @@ def draw_case(seed: int, kind: str | None = None) -> Case:
         asked["persistent_workers"] = rng.random() < 0.4
     if kind in ("map", "getitems", "stream") and rng.random() < 0.3:
         asked["drop_last"] = True
-    return Case(
-        seed=seed,
-        kind=kind,
-        sampler="none" if kind == "stream" else rng.choice(list(SAMPLERS)),
-        samples=samples,
-        batch_size=batch_size,
-        epochs=epochs,
-        asked=asked,
-        changes={
-            (rng.randrange(epochs), rng.randrange(batches + 1)): draw_config(rng)
-            for _ in range(0 if kind == "stream" else rng.randint(1, 4))
-        },
-        leaves={rng.randrange(epochs): rng.randint(1, batches)} if rng.random() < 0.2 and kind != "stream" else {},
-        draws=rng.random() < 0.5,
-    )
+    sampler = "none" if kind == "stream" else rng.choice(list(SAMPLERS))
+    changes = {
+        (rng.randrange(epochs), rng.randrange(batches + 1)): draw_config(rng)
+        for _ in range(0 if kind == "stream" else rng.randint(1, 4))
+    }
+    leaves = {rng.randrange(epochs): rng.randint(1, batches)} if rng.random() < 0.2 and kind != "stream" else {}
+    return Case(seed, kind, sampler, samples, batch_size, epochs, asked, changes, leaves, draws=rng.random() < 0.5)
 
 
 def draw_config(rng: random.Random) -> LoaderConfig:
-    workers = rng.choice([0, 1, 2, 3])
-    if workers == 0:
+    if (workers := rng.choice([0, 1, 2, 3])) == 0:
         return LoaderConfig()
     return LoaderConfig(num_workers=workers, prefetch_factor=rng.randint(1, 4), persistent_workers=rng.random() < 0.3)
 
