@@ -44,7 +44,6 @@ def test_each_setting_of_torch_and_opencv_is_read_set_and_listed(name, value, mo
     assert set_torch(before) == []
     assert set_torch({name: value}) == [f"{name}={value}"]
     assert read_torch()[name] == value
-    set_torch(before)
 
 
 MODULE = """

@@ -20,13 +20,18 @@ AGREE, DISAGREE, ONE = [(1.0, 2.0), (1.0, 1.5)], [(1.0, 1.1), (1.0, 0.9)], [(1.0
 NO_TIME, WORTHLESS = RoundsEnd.NO_TIME, RoundsEnd.NOT_WORTH_IT
 
 
-def a_search(rates, ended=NO_TIME, *, tried=2, loss=0.0, foreign=0.0, searched=1.0, capped=False, why=Ended.SAFE):
-    """A search whose rounds gave the user's own configuration and the winner these rates."""
+def a_search(
+    rates, ended=NO_TIME, *, loss=0.0, foreign=0.0, capped=False, searched=(1.0, 1.0), own_ran=None, why=Ended.SAFE
+):
+    """A search whose rounds gave the user's own configuration and the winner these rates; perhaps they alone ran it."""
     sides = [{side: rate for side, rate in zip((OWN, TWO), pair, strict=True) if rate} for pair in rates]
     rounds = tuple(Round(rates=each, foreign_cpu_share=foreign) for each in sides)
-    burst = {"measurement": object(), "round": None}
-    trials = [SimpleNamespace(config=OWN, samples_per_s=1.0, **burst)]
-    trials += [SimpleNamespace(config=TWO, samples_per_s=searched, **burst)][: tried - 1]
+    trials = [
+        SimpleNamespace(
+            config=config, samples_per_s=rate, measurement=object(), round=None if config == TWO else own_ran
+        )
+        for config, rate in zip((OWN, TWO), searched, strict=False)
+    ]
     belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
     return SimpleNamespace(
         outcome=SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=capped) if rounds else None,
@@ -54,10 +59,12 @@ def a_search(rates, ended=NO_TIME, *, tried=2, loss=0.0, foreign=0.0, searched=1
         (a_search(DISAGREE, WORTHLESS, loss=0.05), Undecided.TOO_NOISY, OWN),
         (a_search(DISAGREE, foreign=0.5), Undecided.BUSY, OWN),
         (a_search(ONE), Undecided.FEW_ROUNDS, OWN),
-        (a_search(ONE, searched=4.0), Undecided.FEW_ROUNDS, TWO),
-        (a_search([(1.0, 0.9)], searched=4.0), Undecided.FEW_ROUNDS, OWN),
-        (a_search([], searched=4.0), Undecided.NO_ROUNDS, OWN),
-        (a_search([], tried=1), Undecided.ONE_TRIED, OWN),
+        (a_search(ONE, searched=(1.0, 4.0)), Undecided.FEW_ROUNDS, TWO),
+        (a_search([(1.0, 0.9)], searched=(1.0, 4.0)), Undecided.FEW_ROUNDS, OWN),
+        (a_search(ONE, own_ran=0), Undecided.FEW_ROUNDS, TWO),
+        (a_search([(1.0, 1.1)], own_ran=0), Undecided.FEW_ROUNDS, OWN),
+        (a_search([], searched=(1.0, 4.0)), Undecided.NO_ROUNDS, OWN),
+        (a_search([], searched=(1.0,)), Undecided.ONE_TRIED, OWN),
         (a_search([(None, 9.0), *ONE], loss=0.05), Undecided.CLOSE, OWN),
         # interrupted: the best so far
         (a_search([], why=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
