@@ -26,12 +26,8 @@ def a_search(
     """A search whose rounds gave the user's own configuration and the winner these rates; perhaps they alone ran it."""
     sides = [{side: rate for side, rate in zip((OWN, TWO), pair, strict=True) if rate} for pair in rates]
     rounds = tuple(Round(rates=each, foreign_cpu_share=foreign) for each in sides)
-    trials = [
-        SimpleNamespace(
-            config=config, samples_per_s=rate, measurement=object(), round=None if config == TWO else own_ran
-        )
-        for config, rate in zip((OWN, TWO), searched, strict=False)
-    ]
+    ran = zip((OWN, TWO), searched, (own_ran, None), strict=False)
+    trials = [SimpleNamespace(config=c, samples_per_s=s, round=r, measurement=object()) for c, s, r in ran]
     belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
     return SimpleNamespace(
         outcome=SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=capped) if rounds else None,
@@ -68,6 +64,8 @@ def a_search(
         (a_search([(None, 9.0), *ONE], loss=0.05), Undecided.CLOSE, OWN),
         # interrupted: the best so far
         (a_search([], why=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
+        # and nothing that never ran, whatever is believed of it
+        (a_search([], searched=(1.0,), why=Ended.INTERRUPTED), Undecided.ONE_TRIED, OWN),
     ],
 )
 def test_a_guess_is_the_users_own_unless_two_rounds_agree(search, why, best):
