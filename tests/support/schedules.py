@@ -14,18 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils import data
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from autotune_loader.autoloader.batch_comparison import FIRST
 from autotune_loader.autoloader.loader import AutoLoader
@@ -123,14 +113,14 @@ class Eager(Numbers):
 
 
 SAMPLERS: dict[str, Callable[[Any, torch.Generator, int], Any]] = {
-    "none": lambda dataset, generator, seed: SequentialSampler(dataset),
-    "shuffle": lambda dataset, generator, seed: RandomSampler(dataset),
-    "generator": lambda dataset, generator, seed: RandomSampler(dataset, generator=generator),
-    "random": lambda dataset, generator, seed: RandomSampler(dataset, num_samples=len(dataset) * 2),
-    "replacement": lambda dataset, generator, seed: RandomSampler(dataset, replacement=True, generator=generator),
-    "subset": lambda dataset, generator, seed: SubsetRandomSampler(range(0, len(dataset), 2)),
-    "weighted": lambda dataset, generator, seed: WeightedRandomSampler(range(1, len(dataset) + 1), len(dataset)),
-    "distributed": lambda dataset, generator, seed: DistributedSampler(dataset, num_replicas=2, rank=seed % 2),
+    "none": lambda dataset, generator, seed: data.SequentialSampler(dataset),
+    "shuffle": lambda dataset, generator, seed: data.RandomSampler(dataset),
+    "generator": lambda dataset, generator, seed: data.RandomSampler(dataset, generator=generator),
+    "random": lambda dataset, generator, seed: data.RandomSampler(dataset, num_samples=len(dataset) * 2),
+    "replacement": lambda dataset, generator, seed: data.RandomSampler(dataset, replacement=True, generator=generator),
+    "subset": lambda dataset, generator, seed: data.SubsetRandomSampler(range(0, len(dataset), 2)),
+    "weighted": lambda dataset, generator, seed: data.WeightedRandomSampler(range(1, len(dataset) + 1), len(dataset)),
+    "distributed": lambda dataset, generator, seed: data.DistributedSampler(dataset, num_replicas=2, rank=seed % 2),
     "eager": lambda dataset, generator, seed: Eager(len(dataset)),
 }
 
@@ -187,13 +177,12 @@ def arguments(case: Case) -> dict[str, Any]:
     asked: dict[str, Any] = {"dataset": dataset, **case.asked}
     if case.sampler in ("generator", "replacement"):
         asked["generator"] = generator
-    if case.kind == "unbatched":
-        return asked | {"sampler": sampler, "batch_size": None}
     if case.kind == "batch_sampler":
-        return asked | {"batch_sampler": BatchSampler(sampler, case.batch_size, case.seed % 2 == 0)}
-    if case.sampler in ("none", "shuffle", "generator"):
-        return asked | {"batch_size": case.batch_size, "shuffle": case.sampler != "none"}
-    return asked | {"batch_size": case.batch_size, "sampler": sampler}
+        return asked | {"batch_sampler": data.BatchSampler(sampler, case.batch_size, case.seed % 2 == 0)}
+    asked["batch_size"] = None if case.kind == "unbatched" else case.batch_size
+    if case.kind != "unbatched" and case.sampler in ("none", "shuffle", "generator"):
+        return asked | {"shuffle": case.sampler != "none"}
+    return asked | {"sampler": sampler}
 
 
 def run(case: Case, loader_class: type[Any], change: bool) -> tuple[list[Any], Any]:

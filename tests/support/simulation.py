@@ -34,6 +34,8 @@ class FakeClock:
         self.now += seconds
         return self.now
 
+    sleep = advance
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedMachine:
@@ -87,8 +89,8 @@ class SimulatedProbe:
         if failure:
             self._clock.advance(self.machine.start_s)
             return failure
-        disturbed, begun = self._disturbed(), self._clock()
-        next_check, traces = begun, list[BatchTrace]()
+        disturbed, begun, traces = self._disturbed(), self._clock(), list[BatchTrace]()
+        next_check = begun
         for trace in Run(disturbed, config, self._order(plan.seed), begun, plan.prefill_s).batches():
             traces.append(trace)
             if (now := trace.step_end) - begun > plan.deadline_s:
@@ -247,8 +249,7 @@ class Run:
         self._at(self.asked_from, lambda _: None, Batch(-1, -1))  # the loop asks after every event
         while self.done < self.handed_out:
             self._request()
-            stepped = self._advance()
-            if stepped is not None:
+            if (stepped := self._advance()) is not None:
                 yield stepped.trace(self.now, self.machine.batch_size)
 
     def _serial(self) -> Iterator[BatchTrace]:
@@ -338,8 +339,8 @@ class Run:
             return stepped
         if until_whole <= passed:
             self._complete(heapq.heappop(self.computing)[2])
-            return None
-        when, _, what, batch = heapq.heappop(self.timed)
-        self.now = max(self.now, when)  # what was added up may fall short of it by a rounding
-        what(batch)
+        else:
+            when, _, what, batch = heapq.heappop(self.timed)
+            self.now = max(self.now, when)  # what was added up may fall short of it by a rounding
+            what(batch)
         return None

@@ -35,8 +35,7 @@ def with_workers(count, prefetch=2, **more):
 def simulated_trials(machine, *configs, seed=0):
     """A burst of each configuration."""
     probe, plan = SimulatedProbe(machine, FakeClock(), seed=seed), BurstPlan(max_s=0.6, min_s=0.3)
-    bursts = [probe.burst(config, replace(plan, seed=i)) for i, config in enumerate(configs)]
-    return [Trial.of(i, config, each) for i, (config, each) in enumerate(zip(configs, bursts, strict=True))]
+    return [Trial.of(i, config, probe.burst(config, replace(plan, seed=i))) for i, config in enumerate(configs)]
 
 
 def simulated_warmup(machine, **changes):

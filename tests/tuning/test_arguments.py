@@ -40,11 +40,6 @@ class ThreadLoader(DataLoader):
         yield from super().__iter__()
 
 
-def holding(**parts):
-    """A library's wrapper."""
-    return SimpleNamespace(**parts)
-
-
 @pytest.mark.parametrize(
     ("data", "model", "options", "error", "says"),
     [
@@ -54,9 +49,9 @@ def holding(**parts):
         (Pipeline, None, {}, TypeError, r"data=Pipeline is a class; data=Pipeline\(...\) would work"),
         ("data/", None, {}, TypeError, r"data='data/' is a path.*ImageFolder\('data/'\) would work"),
         # what holds data somewhere else
-        (holding(get_train_dataloader=None), None, {}, TypeError, r"data=.*tune_trainer\(trainer\) would work"),
-        (holding(fit_loop=None), None, {}, TypeError, r"data=.*lightning.tuned\(model, .*would work"),
-        (holding(loaders=[LOADER, HELD]), None, {}, TypeError, r"2 DataLoaders .*; one at a time, tune\(loader, model\)"),
+        (SimpleNamespace(get_train_dataloader=None), None, {}, TypeError, r"data=.*tune_trainer\(trainer\) would work"),
+        (SimpleNamespace(fit_loop=None), None, {}, TypeError, r"data=.*lightning.tuned\(model, .*would work"),
+        (SimpleNamespace(loaders=[LOADER, HELD]), None, {}, TypeError, r"2 DataLoaders .*one at a time, tune\(loader"),
         # data and model
         (nn.Linear(2, 2), SAMPLES, {}, TypeError, r"data=Linear is a model.*tune\(data, model\)"),
         ([1, 2], SAMPLES, {}, TypeError, r"model=TensorDataset holds data.*tune\(data, model\) would work"),
@@ -121,7 +116,7 @@ def test_tune_has_the_arguments_that_are_promised_and_reads_each_way_to_write_th
         (ThreadLoader(SAMPLES), {}, 1, 10, "ThreadLoader has an __iter__ of its own"),
         # a wrapper around one loader: webdataset's, Lightning's
         (Pipeline(), {}, 5, 10, "data=Pipeline holds a DataLoader (pipeline[0]), which is what was tuned"),
-        (holding(_iterables={"a": HELD}), {}, 5, 10, "data=SimpleNamespace holds a DataLoader (_iterables['a'])"),
+        (SimpleNamespace(_iterables={"a": HELD}), {}, 5, 10, "data=SimpleNamespace holds a DataLoader (_iterables['a'])"),
     ],
 )  # fmt: skip
 def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(given, options, size, samples, says):

@@ -117,10 +117,8 @@ AT_ONCE = "the first batch failed"
 
 def compared(monkeypatch, **machines):
     """One worker on each machine; a text is what the first batch of a side raises."""
-    sides = {
-        name: DataLoader([0] * 10**6, batch_size=getattr(machine, "batch_size", 32), num_workers=1)
-        for name, machine in machines.items()
-    }
+    sizes = {name: getattr(machine, "batch_size", 32) for name, machine in machines.items()}
+    sides = {name: DataLoader([0] * 10**6, size, num_workers=1) for name, size in sizes.items()}
     machine_of = {id(sides[name].dataset): machine for name, machine in machines.items()}
     on_simulated_machines(monkeypatch, lambda workload: machine_of[id(workload.data.dataset)])
     return compare(sides, train_step=0.001, progress=False)
@@ -138,16 +136,15 @@ def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatc
     assert "other is not shown to be faster than now" in found.report()
 
 
-@pytest.mark.parametrize(
-    "sides",
-    [
-        {"broken": BROKEN, "works": FAST},
-        {"works": FAST, "broken": SAMPLE_RAISES},
-        {"works": FAST, "broken": AT_ONCE},
-        {"broken": AT_ONCE, "works": FAST},
-    ],
-    ids=["in a burst", "by a sample", "at once", "the first at once"],
-)
+FAILING = {
+    "in a burst": {"broken": BROKEN, "works": FAST},
+    "by a sample": {"works": FAST, "broken": SAMPLE_RAISES},
+    "at once": {"works": FAST, "broken": AT_ONCE},
+    "the first at once": {"broken": AT_ONCE, "works": FAST},
+}
+
+
+@pytest.mark.parametrize("sides", FAILING.values(), ids=FAILING)
 def test_a_side_that_fails_is_an_answer(monkeypatch, sides):
     found = compared(monkeypatch, **sides)
     assert found["broken"].error is not None
