@@ -28,10 +28,6 @@ def rows(floats=16):
     return [torch.arange(floats, dtype=torch.float32)] * 256
 
 
-PAIRS = [(row, row[:4]) for row in rows()]
-"""The step of (x, y) is moved for."""
-
-
 def slow_loss(output, target):
     torch.cuda._sleep(STEP_CYCLES)
     return (output - target).square().mean()
@@ -48,12 +44,12 @@ def on_gpu(dataset=None, **training):
 
 def test_a_burst_is_timed_by_the_device_and_knows_its_memory():
     # GIVEN a step of which the host sees only the launch
-    with on_gpu(PAIRS, model=torch.nn.Linear(16, 4), train_step=None, loss_fn=slow_loss) as probe:
+    pairs = [(row, row[:4]) for row in rows()]
+    with on_gpu(pairs, model=torch.nn.Linear(16, 4), train_step=None, loss_fn=slow_loss) as probe:
         ceiling = probe.probe.step_ceiling(PLAN)
         burst = measured(probe.probe, PINNED, PLAN)
     # THEN ceiling and burst have the device's time
-    assert burst.step_s == pytest.approx(ceiling.step_s, rel=0.2)
-    assert burst.step_s > 0.002
+    assert 0.002 < burst.step_s == pytest.approx(ceiling.step_s, rel=0.2)
     assert burst.gpu_memory_bytes is not None
     # THEN the device was at work for the share of its step in its cycle
     assert burst.gpu_busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
@@ -123,9 +119,7 @@ def test_a_compiled_model_in_half_precision_is_warm_before_the_first_burst():
 
 
 def test_tune_searches_the_roads_to_the_device_and_makes_the_loader():
-    # GIVEN a parent that uses CUDA
     model = torch.nn.Linear(16, 4).cuda()
-    # WHEN it tunes
     options = {"max_workers": 1, "allow": ("device_prefetch",), "budget": 20, "progress": False}
     result = tune(rows(), model, train_step=train, batch_size=8, **options)
     # THEN pinning was among the trials, and the GPU's memory is known

@@ -1,6 +1,7 @@
 """Nothing of ours stays, however a run ends; and places where a run is hard to begin are no trouble."""
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -113,11 +114,10 @@ def test_a_place_that_is_hard_to_begin_in_is_no_trouble(place, tmp_path):
 
 def rows(slow=None):
     """In workers, one sample may take long."""
-    read = []
+    read = itertools.count(1)
 
     def make(index):
-        read.append(index)
-        time.sleep(30.0 if len(read) == slow and get_worker_info() is not None else 0.001)
+        time.sleep(30.0 if next(read) == slow and get_worker_info() is not None else 0.001)
         return torch.zeros(4)
 
     return Made(make, 4096)

@@ -61,11 +61,9 @@ def test_a_train_step_is_done_once_and_completed_by_what_it_returns(body, is_giv
         calls.append(1)
         return names["go"](model, optimizer, batch)
 
-    # WHEN it is run three times
     step = trained((X, Y), model=model, train_step=train_step, optimizer=optimizer if is_given else None)
     # THEN it was called once for each batch, also for the first, and the optimizer has stepped as often or never
-    assert (len(calls), len(stepped)) == (3, steps)
-    assert step.description == f"train_step(model, batch){says}"
+    assert (len(calls), len(stepped), step.description) == (3, steps, f"train_step(model, batch){says}")
 
 
 class Model(nn.Module):
@@ -93,16 +91,12 @@ class OutputOnly(Model):
         return super().forward(image)
 
 
-def plain(out=CLASSES):
-    return nn.Linear(IN, out)
-
-
 def pair(logits, loss=None):
     """As nanoGPT."""
     return logits, loss
 
 
-CONV = nn.Conv2d(2, CLASSES, 1)
+plain, CONV = functools.partial(nn.Linear, IN, CLASSES), nn.Conv2d(2, CLASSES, 1)
 SMOOTHED = functools.partial(functional.cross_entropy, label_smoothing=0.1)
 ENTROPY = "cross_entropy(model(x), y)"
 
@@ -112,8 +106,8 @@ ENTROPY = "cross_entropy(model(x), y)"
     [
         (plain(), (X, Y), None, ENTROPY),
         (nn.DataParallel(plain()), (X, Y), None, ENTROPY),
-        (plain(1), (X, Y > 1), None, "binary_cross_entropy_with_logits(model(x), y)"),
-        (plain(1), (X, torch.rand(N).double()), None, "mse_loss(model(x), y)"),
+        (nn.Linear(IN, 1), (X, Y > 1), None, "binary_cross_entropy_with_logits(model(x), y)"),
+        (nn.Linear(IN, 1), (X, torch.rand(N).double()), None, "mse_loss(model(x), y)"),
         (CONV, (IMAGES, MASKS), None, ENTROPY),
         (plain(), (torch.rand(N, 7, IN), torch.zeros(N, 7).long()), None, ENTROPY),  # tokens
         (OutputOnly(pair), [X, Y.byte()], None, ENTROPY),
@@ -138,7 +132,7 @@ def test_a_customary_batch_and_model_are_trained_as_is_shown(model, batch, loss_
         (plain(), None, object()),
         (plain(), None, (X, X, Y)),
         (nn.Bilinear(IN, IN, CLASSES), nn.CrossEntropyLoss(), (X, Y)),
-        (plain(IN), nn.MSELoss(), X),  # an autoencoder's, or of the output alone
+        (nn.Linear(IN, IN), nn.MSELoss(), X),  # an autoencoder's, or of the output alone
         (plain(), None, {"image": X, "label": Y}),
         (Model(WithLoss), nn.CrossEntropyLoss(), {"inputs": X, "labels": Y}),
         (plain(), None, (X, torch.rand(N, 7))),
@@ -149,10 +143,6 @@ def test_a_customary_batch_and_model_are_trained_as_is_shown(model, batch, loss_
 def test_what_is_not_customary_is_asked_for_in_one_sentence(model, loss_fn, batch):
     with pytest.raises(StepInferenceError, match=r"^[^\n]*pass train_step=lambda model, batch: \.\.\.[^\n]*$"):
         trained(batch, model=model, loss_fn=loss_fn)
-
-
-def test_a_step_without_a_gradient_is_said():
-    assert "nothing is trained" in trained((X, Y), model=plain().requires_grad_(False)).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +158,8 @@ def test_an_error_of_the_users_own_step_is_told_from_a_lack_of_memory(act, raise
         trained((X, Y), model=plain(), train_step=lambda model, batch: act())
 
 
-def test_a_train_step_gets_the_batch_as_the_loader_gives_it():
+def test_a_train_step_gets_the_batch_as_the_loader_gives_it_and_one_without_a_gradient_is_said():
+    assert "nothing is trained" in trained((X, Y), model=plain().requires_grad_(False)).notes[0]
     seen = []
     own = build_step(TrainingSide(train_step=lambda model, batch: seen.append(batch), device="meta"), X)
     own.run(X)
@@ -179,12 +170,7 @@ def test_a_train_step_gets_the_batch_as_the_loader_gives_it():
 
 @pytest.mark.process
 def test_a_step_that_raises_later_ends_the_run_as_training_would():
-    done = []
-
-    def step(model, batch):
-        done.append(1)
-        if len(done) == 30:
-            raise IndexError("Target 99 is out of bounds.")
-
-    with pytest.raises(WorkloadError, match="IndexError: Target 99 is out of bounds"):
-        run(workload([X[0]] * 64, training=TrainingSide(train_step=step)), *[ALONE] * 9)
+    left = iter(range(30))
+    side = TrainingSide(train_step=lambda model, batch: 1 / (29 - next(left)))
+    with pytest.raises(WorkloadError, match="ZeroDivisionError: division by zero"):
+        run(workload([X[0]] * 64, training=side), *[ALONE] * 9)
