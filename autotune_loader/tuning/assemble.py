@@ -164,7 +164,7 @@ def why_undecided(search: Search) -> Finding | None:
 def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
     """What to use: the winner of the rounds; undecided the user's own, unless two rounds agree that the winner is faster.
 
-    One round is enough where the search has shown much faster ones, too.
+    One round is enough where it is much faster, and the search did not show otherwise.
     """
     outcome, baseline, fastest = search.outcome, search.run.baseline, search.fastest()
     if fastest is None:
@@ -174,11 +174,13 @@ def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
     if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or not works:
         return best
     rounds = () if outcome is None else outcome.rounds
-    faster = [each.rates[best] > each.rates[baseline] for each in rounds if {best, baseline} <= each.rates.keys()]
-    searched = [each for each in search.trials if each.round is None and each.samples_per_s]
-    own = max((each.samples_per_s or 0.0 for each in searched if each.config == baseline), default=math.inf)
-    faster += [True] if faster and any((each.samples_per_s or 0.0) > MUCH_FASTER * own for each in searched) else []
-    return best if len(faster) >= FEW_ROUNDS and all(faster) else baseline
+    ratios = [each.rates[best] / each.rates[baseline] for each in rounds if {best, baseline} <= each.rates.keys()]
+    searched = [(each.config, each.samples_per_s or 0.0) for each in search.trials if each.round is None]
+    own = max((rate for config, rate in searched if config == baseline), default=0.0)
+    other = max((rate for config, rate in searched if config != baseline), default=0.0)
+    was_so = not own or not other or other > MUCH_FASTER * own
+    is_much = was_so and min(ratios, default=0.0) > MUCH_FASTER
+    return best if is_much or (len(ratios) >= FEW_ROUNDS and min(ratios) > 1) else baseline
 
 
 def _rate(search: Search, config: LoaderConfig) -> Interval | None:

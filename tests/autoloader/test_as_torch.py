@@ -16,7 +16,7 @@ import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     SequentialSampler,
     TensorDataset,
     get_worker_info,
@@ -69,9 +68,8 @@ def changes_between_epochs(base: Any, workers: int) -> Any:
 
 
 def kept_workers_see_the_first_epoch(base: Any, workers: int) -> Any:
-    data = Timed()
-    kept = {"persistent_workers": True} if workers else {}
-    loader, seen = base(data, batch_size=8, num_workers=workers, **kept), []
+    data, asked = Timed(), {"num_workers": workers, "persistent_workers": workers > 0}
+    loader, seen = base(data, batch_size=8, **asked), []
     for epoch in range(3):
         data.labels[:] = epoch
         seen.append(rows(loader))
@@ -227,8 +225,8 @@ OF_ITERATOR = "_num_yielded _num_workers _dataset _index_sampler _persistent_wor
 
 
 def attributes(base: Any, workers: int) -> Any:
-    kept = {"persistent_workers": True} if workers else {}
-    loader = base(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True, num_workers=workers, **kept)
+    asked = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = base(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True, **asked)
     iterator = iter(loader)
     next(iterator), next(iterator)
     shown = [
@@ -251,11 +249,6 @@ def copies(base: Any, workers: int) -> Any:
     next(iterator)
     others = [copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
     return [rows(each) for each in (*others, iterator)]
-
-
-@dataclass
-class Fields:
-    x: torch.Tensor
 
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -281,7 +274,7 @@ class Everything(Timed):
 
     def collate(self, samples: list[Any]) -> Pair:
         longest, self.longest = self.longest, 0
-        return Pair(Fields(torch.stack(samples)), longest)
+        return Pair(SimpleNamespace(x=torch.stack(samples)), longest)
 
 
 def workers_get_what_is_sent(base: Any, workers: int, method: str | None = None) -> Any:
@@ -289,19 +282,6 @@ def workers_get_what_is_sent(base: Any, workers: int, method: str | None = None)
     loader = base(data, batch_size=4, num_workers=workers, collate_fn=data.collate, multiprocessing_context=method)
     batches = [(type(batch), type(batch.x), batch.x.x.tolist(), batch.y) for batch in loader]
     return batches, data.counts.tolist()
-
-
-class Counting(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        for index in range(20):
-            time.sleep(0.002)
-            yield torch.tensor([index, -1 if info is None else info.num_workers])
-
-
-def a_stream_has_as_many_workers_as_asked_for(base: Any, workers: int) -> Any:
-    loader = base(Counting(), batch_size=2, num_workers=workers)
-    return [rows(loader) for _ in range(3)]
 
 
 def daemonic(base: Any, workers: int) -> Any:
@@ -365,7 +345,6 @@ SCENARIOS = [
     failing(lambda: KeyError("sample")),
     failing(StopIteration),
     interrupted,
-    a_stream_has_as_many_workers_as_asked_for,
     attributes,
     copies,
     workers_get_what_is_sent,

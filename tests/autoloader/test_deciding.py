@@ -69,7 +69,7 @@ def test_no_job_is_slower_than_as_asked_by_more_than_two_percent_and_half_a_seco
 
 
 def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
-    log, tuner, now = Log(), Tuner(Log(), NONE, cores=2), 100.0
+    log, now = Log(), 100.0
     tuner = Tuner(log, of(2), cores=2)
     loop = log.begin(now)
     loop.started(now)
@@ -97,12 +97,14 @@ def test_epochs_of_one_to_three_batches_start_no_workers() -> None:
     assert training.started == 0
 
 
-def test_no_more_workers_than_are_allowed_or_fit() -> None:
+def test_no_more_workers_than_are_allowed_and_who_asked_is_told_of_what_was_settled_on() -> None:
+    told: list[int] = []
     training = Training(fetch_s=0.04, cpu=0.05, step_s=0.002)
-    tuner = training.tuner(NONE, max_workers=3)
+    tuner = training.tuner(NONE, max_workers=3, on_settled=lambda: told.append(tuner.best.num_workers))
 
     training.run(tuner, 60.0)
 
+    assert told[0] > 0
     assert training.most == tuner.best.num_workers == 3
 
 
@@ -116,14 +118,6 @@ def test_what_an_earlier_loader_found_is_tried_first_and_sooner() -> None:
         seconds.append(training.now)
 
     assert seconds[1] < seconds[0]
-
-
-def test_who_asked_is_told_of_what_was_settled_on() -> None:
-    told: list[int] = []
-    training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
-    tuner = training.tuner(NONE, on_settled=lambda: told.append(tuner.best.num_workers))
-    training.run(tuner, 60.0)
-    assert told[0] > 0
 
 
 def test_a_rate_that_shifts_later_is_answered() -> None:

@@ -21,21 +21,16 @@ from tests.support.schedules import Noise, Numbers, Stream, states
 TWO = LoaderConfig(num_workers=2)
 
 
-@pytest.mark.parametrize("arguments", [{"batch_size": 3, "shuffle": True}, {"batch_size": None}])
-def test_takes_over_an_existing_loader(arguments: dict[str, Any]) -> None:
-    plain, runs = DataLoader(Numbers(10), **arguments), []
-    for loader in (plain, AutoLoader(plain)):
-        torch.manual_seed(0)
-        runs.append([batch.tolist() for batch in loader])
+def test_takes_over_an_existing_loader_beside_which_arguments_win_and_a_configuration_beside_these() -> None:
+    for arguments in ({"batch_size": 3, "shuffle": True}, {"batch_size": None}):
+        plain, runs = DataLoader(Numbers(10), **arguments), []
+        for loader in (plain, AutoLoader(plain)):
+            torch.manual_seed(0)
+            runs.append([batch.tolist() for batch in loader])
+        assert runs[0] == runs[1]
 
-    assert runs[0] == runs[1]
-
-
-def test_arguments_beside_an_existing_loader_win_and_a_configuration_beside_arguments() -> None:
-    loader = AutoLoader(DataLoader(Numbers(10), batch_size=3), timeout=0, num_workers=0, collate_fn=len)
+    assert list(AutoLoader(DataLoader(Numbers(10), batch_size=3), num_workers=0, collate_fn=len)) == [3, 3, 3, 1]
     wanted = LoaderConfig(num_workers=3, prefetch_factor=5)
-
-    assert list(loader) == [3, 3, 3, 1]
     assert AutoLoader(Numbers(4), config=wanted, num_workers=1).config == wanted
 
 
@@ -84,10 +79,13 @@ HOW = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9, "multipro
         ({"num_workers": 2, "in_order": False}, "out_of_order"),
         ({"worker_init_fn": own_init}, "worker_init"),
         ({"worker_init_fn": torch.manual_seed}, "too_short"),  # a library's
+        ({"dataset": Stream(9)}, "iterable"),
+        ({"dataset": DataLoader(Numbers(8))}, "no_consent"),  # it asked for none
+        ({"dataset": DataLoader(Numbers(8)), "workers": True}, "too_short"),
     ],
 )
 def test_when_workers_may_be_used(arguments: dict[str, Any], kept: str) -> None:
-    loader = AutoLoader(Numbers(8), **arguments)
+    loader = AutoLoader(**{"dataset": Numbers(8), **arguments})
 
     assert loader.kept is not None
     assert loader.kept.kind == kept
@@ -96,12 +94,6 @@ def test_when_workers_may_be_used(arguments: dict[str, Any], kept: str) -> None:
     again = AutoLoader(loader.dataset, **{name: getattr(loader, name) for name in names})
     assert again.kept is not None
     assert again.kept.kind == kept
-
-
-def test_who_wraps_a_loader_that_asked_for_none_gets_none() -> None:
-    assert AutoLoader(DataLoader(Numbers(8))).kept.kind == "no_consent"  # type: ignore[union-attr]
-    assert AutoLoader(Stream(9)).kept.kind == "iterable"  # type: ignore[union-attr]
-    assert AutoLoader(DataLoader(Numbers(8)), workers=True).kept.kind == "too_short"  # type: ignore[union-attr]
 
 
 def test_what_was_found_lives_on_without_the_loader_and_is_saved(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import itertools
 import logging
@@ -113,10 +112,14 @@ class Drawing:
         return index, *self.params.values(), self.R.rand(), torch.rand(2, generator=self.torch)
 
 
-def remembered(self: Any, index: int) -> int:
-    if self.table is None:
-        self.table = list(range(SIZE))
-    return self.table[index]
+def of_hugging_face(_: Path) -> Any:
+    def transform(rows: Any) -> Any:
+        time.sleep(0.004)
+        return {"x": [torch.full((3,), float(n)) + random.random() for n in rows["n"]]}
+
+    rows = pytest.importorskip("datasets").Dataset.from_dict({"n": list(range(SIZE))})
+    rows.set_transform(transform)
+    return rows
 
 
 GOOD: dict[str, Callable[[Path], Any]] = {
@@ -130,11 +133,12 @@ GOOD: dict[str, Callable[[Path], Any]] = {
     "an open file": lambda d: Items(lambda self, i: os.pread(self.f.fileno(), 8, 8 * i), f=(d / "raw").open("rb")),
     "memmap": lambda d: Items(lambda self, i: int(self.x[i]), x=np.memmap(d / "raw", dtype="i8", mode="r")),
     "pandas": lambda d: Items(lambda self, i: self.f["n"].iloc[i], f=pd.DataFrame({"n": np.arange(SIZE), "s": "x"})),
-    "a table that is made once": lambda d: Items(remembered, table=None),
+    "a table that is made once": lambda d: Items(lambda self, i: vars(self).setdefault("t", list(range(SIZE)))[i]),
     "nested": lambda d: ConcatDataset([Subset(Items(lambda self, i: {"x": i}), range(120)) for _ in range(2)]),
     "logger": lambda d: Items(lambda self, i: self.log.debug("%d", i) or i, log=logging.getLogger("user")),
     "a lock": lambda d: Items(lambda self, i: (self.lock.acquire(), self.lock.release()) and i, lock=threading.Lock()),
     "a socket that is held": lambda d: Items(lambda self, i: i, s=socket.socketpair()),
+    "Hugging Face with set_transform": of_hugging_face,
     "NaN": lambda d: Items(lambda self, i: {"x": torch.tensor([float("nan"), i]), "box": ("name", (1.0, i))}),
     "sums": lambda d: Items(lambda self, i: self.x.mul(i).sum() / 3, x=torch.linspace(0, 1, 20_000)),
 }  # fmt: skip
@@ -157,23 +161,6 @@ def test_common_data_get_workers_and_the_batches_of_the_loop(kind: str, data: Pa
     assert found is None
     assert loader.found.tuner.refused is None
     assert {trace.worker for trace in loader.log.rows} > {-1}
-
-
-def test_images_of_hugging_face_with_set_transform_get_workers(data: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def waits(rows: Any) -> Any:
-        time.sleep(0.004)
-        return {"x": [torch.full((3,), float(n)) + random.random() for n in rows["n"]]}
-
-    def make() -> Any:
-        rows = datasets.Dataset.from_dict({"n": list(range(SIZE))})
-        rows.set_transform(waits)
-        return rows
-
-    loader, found = trained(make, collate_fn=None)
-
-    assert (found, loader.found.tuner.refused) == (None, None)
 
 
 def bumped(values: Any, key: Any, index: int) -> int:
@@ -220,7 +207,10 @@ def test_what_workers_cannot_make_the_loop_makes_and_why_is_told(
     make, reason, words = REFUSED[kind]
     caplog.set_level(logging.INFO, "autotune_loader")
 
-    loader = trained_alone(make(data))
+    Items.wait_s, until = 0.002, time.monotonic() + MOST_S
+    loader = AutoLoader(make(data), batch_size=BATCH, collate_fn=list, max_workers=3)
+    while loader.found.tuner.refused is None and time.monotonic() < until:
+        assert len(list(loader)) == SIZE // BATCH
 
     assert loader.kept is not None
     assert (loader.kept.kind, words in loader.kept.sentence) == (reason, True)
@@ -229,28 +219,13 @@ def test_what_workers_cannot_make_the_loop_makes_and_why_is_told(
     assert loader.kept.sentence in loader.report().replace("\n  ", " ")
 
 
-def trained_alone(dataset: Any) -> Any:
+def labelled() -> Any:
     Items.wait_s = 0.002
-    loader, until = AutoLoader(dataset, batch_size=BATCH, collate_fn=list, max_workers=3), time.monotonic() + MOST_S
-    while loader.found.tuner.refused is None and time.monotonic() < until:
-        assert len(list(loader)) == SIZE // BATCH
-    return loader
-
-
-class Labelled(Dataset[Any]):
-    def __init__(self, seconds: float = 0.002) -> None:
-        self.labels, self.seconds = np.zeros(SIZE, dtype=np.int64), seconds
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds)
-        return torch.tensor([index, int(self.labels[index])])
+    return Items(lambda self, i: torch.tensor([i, self.labels[i]]), labels=np.zeros(SIZE, dtype=np.int64))
 
 
 def test_what_the_training_changes_between_epochs_workers_see() -> None:
-    data = Labelled()
+    data = labelled()
     loader = AutoLoader(data, batch_size=BATCH, max_workers=3)
     for epoch in range(8):
         data.labels[:] = epoch
@@ -259,7 +234,7 @@ def test_what_the_training_changes_between_epochs_workers_see() -> None:
 
 
 def test_what_the_training_changes_in_mid_epoch_the_loop_sees_at_once() -> None:
-    data, seen = Labelled(), list[tuple[int, set[int]]]()
+    data, seen = labelled(), list[tuple[int, set[int]]]()
     loader = FixedLoader(data, batch_size=BATCH)
     for epoch in range(4):
         loader.change_to(LoaderConfig(num_workers=2))
@@ -274,40 +249,35 @@ def test_what_the_training_changes_in_mid_epoch_the_loop_sees_at_once() -> None:
     assert loader.found.tuner.refused.kind == "training_changes"
 
 
-class Listening:
-    """Batches begin where the training loop says."""
+class Sampler:
+    """Draws each batch when it is asked for it, from where the training loop says."""
 
-    def __init__(self) -> None:
-        self.start = 0
+    def __init__(self, draw: Callable[[int], list[int]]) -> None:
+        self.draw, self.start = draw, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(200):
-            yield [(self.start + offset) % SIZE for offset in range(4)]
+        return (self.draw(self.start) for _ in range(200))
 
     def __len__(self) -> int:
         return 200
 
 
-class Chance:
-    """Draws each batch when it is asked for it."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return ([int(100 * random.random())] for _ in range(200))
-
-    def __len__(self) -> int:
-        return 200
-
-
-@pytest.mark.parametrize(("sampler", "reason"), [(Listening(), "training_changes"), (Chance(), "sampler_draws")])
-def test_a_sampler_that_follows_the_training_is_not_drawn_ahead(sampler: Any, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("draw", "reason"),
+    [
+        (lambda start: [(start + offset) % SIZE for offset in range(4)], "training_changes"),
+        (lambda _: [int(100 * random.random())], "sampler_draws"),
+    ],
+)
+def test_a_sampler_that_follows_the_training_is_not_drawn_ahead(draw: Any, reason: str) -> None:
     def rows(base: Any, **rest: Any) -> Any:
         random.seed(4)
-        sampler.start, seen = 0, []
-        loader = base(Labelled(0.002 if rest else 0.0), batch_sampler=sampler, **rest)
+        sampler, data, seen = Sampler(draw), labelled(), []
+        Items.wait_s = 0.002 if rest else 0.0
+        loader = base(data, batch_sampler=sampler, **rest)
         for batch in itertools.chain(loader, loader):
             seen.append((batch[:, 0].tolist(), random.random()))
-            if isinstance(sampler, Listening):
-                sampler.start += 5
+            sampler.start += 5
         return loader, seen
 
     loader, seen = rows(AutoLoader, max_workers=3)
@@ -317,26 +287,17 @@ def test_a_sampler_that_follows_the_training_is_not_drawn_ahead(sampler: Any, re
     assert loader.kept.kind == reason
 
 
-class ReadsOn(Dataset[Any]):
-    """Passes over the index: its one worker reads on, anew in each epoch."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def __len__(self) -> int:
-        return 120
-
-    def __getitem__(self, _: int) -> Any:
-        time.sleep(0.004)
-        self.step += 1
-        return torch.tensor(self.step)
+def reads_on(self: Any, _: int) -> int:
+    self.step += 1
+    return self.step
 
 
 def test_workers_that_were_asked_for_stay_as_they_are_where_another_number_gives_other_samples() -> None:
-    data = ReadsOn()
+    Items.wait_s = 0.002
+    data = Items(reads_on, step=0)
     loader = AutoLoader(data, batch_size=None, num_workers=1)
-    for _ in range(4):
-        assert [int(step) for step in loader] == [*range(1, 121)]
+    for _ in range(4):  # its one worker begins anew in each epoch
+        assert [int(step) for step in loader] == [*range(1, SIZE + 1)]
 
     assert loader.kept is not None
     assert loader.kept.kind in ("samples_differ", "dataset_changes")
@@ -374,4 +335,4 @@ def test_plain_data_need_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = TensorDataset(torch.arange(40))
 
     assert len(list(AutoLoader(rows, batch_size=4, num_workers=0))) == 10
-    functools.reduce(lambda a, b: b, AutoLoader(rows, tune=False))
+    assert len(list(AutoLoader(rows, tune=False))) == 40

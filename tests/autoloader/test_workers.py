@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,6 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_worker_info
 
-from autotune_loader.autoloader import workers
 from autotune_loader.autoloader.batch_comparison import difference
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.values.config import LoaderConfig
@@ -37,6 +36,18 @@ ALONE, TWO = LoaderConfig(), LoaderConfig(num_workers=2)
 KEPT = LoaderConfig(num_workers=2, persistent_workers=True)
 FOURS = [list(range(i, i + 4)) for i in range(0, 160, 4)]
 Pair = namedtuple("Pair", ["x", "y"])
+
+
+class Made(Numbers):
+    """Sample i is what a function makes of i and of what is held."""
+
+    def __init__(self, samples: int, make: Callable[[Any, int], Any], **held: Any) -> None:
+        super().__init__(samples)
+        self.make = make
+        self.__dict__.update(held)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(self, index)
 
 
 def indices(batches: Any) -> list[Any]:
@@ -84,29 +95,10 @@ def test_worker_init_fn_runs_in_each_worker_which_knows_who_it_is() -> None:
     assert all(t.requested <= t.received <= t.step_end and t.fetch_start <= t.collate_end for t in loader.log.rows)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_stay_for_the_next_epoch_while_nothing_has_changed(persistent: bool) -> None:
-    data = Labelled(16)
-    loader = FixedLoader(data, batch_size=2, num_workers=2, persistent_workers=persistent)
-    seen, processes = [], []
-    for label in (0, 0, 3):
-        data.label = label
-        seen.append({int(label) for batch in loader for label in batch[:, 1]})
-        processes.append({process.pid for process in multiprocessing.active_children()})
-
-    assert processes[0] == processes[1]
-    assert seen == [{0}, {0}, {0} if persistent else {3}]  # with persistent workers as torch
-    assert (processes[1] == processes[2]) is persistent
-
-
-class Given(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        return MESSAGES[index]
-
-
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_batches_of_all_kinds_arrive_as_they_were_and_hold_no_descriptor() -> None:
-    loader = FixedLoader(Given(len(MESSAGES)), batch_size=None, collate_fn=lambda each: each, num_workers=2)
+    data = Made(len(MESSAGES), lambda self, index: MESSAGES[index])
+    loader = FixedLoader(data, batch_size=None, collate_fn=lambda each: each, num_workers=2)
     held = set()
     for _ in range(3):
         for own, arrived in zip(MESSAGES, loader, strict=True):
@@ -127,9 +119,8 @@ def drawn(seed: int, loader_of: Any, dataset: Any, *configs: LoaderConfig, **arg
     seen, own, left = list[Any](), list[Any](), list(configs)
     loader = loader_of(dataset, batch_size=4, shuffle=True, collate_fn=list, **arguments)
     for number, batch in enumerate(changed(loader, left)):
-        seen += [
-            sample.tolist() for sample in batch
-        ]  # some of these leave a second Gaussian number in a generator's hands
+        seen += [sample.tolist() for sample in batch]
+        # Some of these leave a second Gaussian number in a generator's hands.
         own.append((number % 3 and random.gauss(0, 1), number % 2 and np.random.normal(), torch.rand(()).item()))
     return seen, (own, states())
 
@@ -182,13 +173,6 @@ def test_workers_begin_anew_after_whatever_has_changed_between_two_epochs(change
     assert epoch().isdisjoint(first)
 
 
-class Labelled(Numbers):
-    label = 0
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index, self.label])
-
-
 # The loss falls into the waiting for a batch, into the step, or into a change.
 @pytest.mark.parametrize(
     ("kept", "step_s", "changes", "kills"),
@@ -222,32 +206,23 @@ def test_workers_that_are_added_get_as_much_to_do_as_the_first_ones() -> None:
     assert max(map(latest.count, range(8))) <= 2 * min(map(latest.count, range(8)))
 
 
-class Deadly(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
+@pytest.mark.parametrize(
+    ("make", "raised", "says"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), RuntimeError, "worker .* is killed by signal: Killed"),
+        (lambda: lambda: None, Exception, "pickle|local object"),
+    ],
+    ids=["kills each worker", "cannot be sent"],
+)
+def test_a_sample_that_no_worker_can_give_ends_with_torchs_error_at_its_batch(
+    make: Any, raised: type[Exception], says: str
+) -> None:
+    data, seen = Made(20, lambda self, index: make() if index == 7 else index), list[Any]()
+    with pytest.raises(raised, match=says):  # noqa: PT012
+        for batch in FixedLoader(data, collate_fn=list, num_workers=2):
+            seen += batch
 
-
-def test_a_sample_that_always_kills_its_worker_ends_with_torchs_error_at_its_batch() -> None:
-    loader, seen = FixedLoader(Deadly(20), num_workers=2), []
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .* is killed by signal: Killed"):  # noqa: PT012
-        for batch in loader:
-            seen.append(batch)
-
-    assert indices(seen) == [[i] for i in range(7)]
-
-
-class Unsent(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index), (lambda: index) if index == 5 else None
-
-
-def test_a_batch_that_was_asked_for_from_workers_and_cannot_be_sent_is_an_error() -> None:
-    loader = FixedLoader(Unsent(8), batch_size=2, collate_fn=list, num_workers=1)
-
-    with pytest.raises(Exception, match=r"pickle|local object"):
-        list(loader)
+    assert seen == list(range(7))
 
 
 @pytest.mark.parametrize("config", [TWO, KEPT])
@@ -309,41 +284,24 @@ def test_workers_hold_no_pipe_that_somebody_waits_for() -> None:
     os.close(read_end)
 
 
-class Told(Numbers):
-    def __init__(self, samples: int) -> None:
-        super().__init__(samples)
-        self.queue: Any = multiprocessing.SimpleQueue()
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.queue.put(index)
-        return super().__getitem__(index)
-
-
 def test_workers_keep_a_queue_that_the_dataset_holds() -> None:
-    data = Told(8)
+    data = Made(8, lambda self, index: self.queue.put(index) or index, queue=multiprocessing.SimpleQueue())
     list(FixedLoader(data, batch_size=2, num_workers=2))
 
     assert sorted(data.queue.get() for _ in range(8)) == list(range(8))
 
 
-class Positioned(Numbers):
-    """Reads at the position of a file that it has opened: forks share that."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(200)
-        np.arange(200, dtype=np.int64).tofile(path)
-        self.file = path.open("rb", buffering=0)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.file.seek(8 * index)
-        time.sleep(0.0005)
-        return torch.frombuffer(bytearray(self.file.read(8)), dtype=torch.int64)
+def at_its_position(self: Any, index: int) -> int:
+    self.file.seek(8 * index)
+    time.sleep(0.0005)
+    return int.from_bytes(self.file.read(8), "little")
 
 
 def test_each_worker_has_positions_of_its_own_in_open_files(tmp_path: Path) -> None:
-    data = Positioned(tmp_path / "raw")
-    assert torch.cat(list(FixedLoader(data, batch_size=4, num_workers=4))).flatten().tolist() == list(range(200))
-    data.file.close()
+    np.arange(200, dtype=np.int64).tofile(tmp_path / "raw")
+    with (tmp_path / "raw").open("rb", buffering=0) as file:  # forks share where it is read
+        data = Made(200, at_its_position, file=file)
+        assert torch.cat(list(FixedLoader(data, batch_size=4, num_workers=4))).tolist() == list(range(200))
 
 
 def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None:
@@ -359,17 +317,6 @@ def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None
 
     assert good
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-@pytest.mark.parametrize("asked", [0, 2])
-def test_a_timeout_is_torchs_where_workers_were_asked_for(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = FixedLoader(Slow(8, 0.4), batch_size=8, num_workers=asked, timeout=1)
-    if asked:
-        with pytest.raises(RuntimeError, match="DataLoader timed out after 1 seconds"):
-            list(loader)
-    else:
-        assert len(list(loader)) == 1
-    assert workers.MOST_LOSSES == 3
 
 
 def test_workers_in_the_midst_of_a_batch_make_no_noise_when_the_loop_is_left(capfd: pytest.CaptureFixture[str]) -> None:

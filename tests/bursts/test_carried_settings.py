@@ -43,7 +43,6 @@ def test_each_setting_of_torch_and_opencv_is_read_set_and_listed(name, value, mo
     before = read_torch()
     assert [set_torch(each) for each in (before, {name: value})] == [[], [f"{name}={value}"]]
     assert read_torch()[name] == value
-    set_torch(before)
 
 
 MODULE = """

@@ -151,17 +151,16 @@ class Stream(IterableDataset):
 
 
 class StreamOfEpochs(Stream):
-    def __init__(self):
-        self.epochs = []
+    epochs = ()
 
     def set_epoch(self, epoch):
-        self.epochs.append(epoch)
+        self.epochs += (epoch,)
 
 
 def test_a_stream_has_another_seed_and_epoch_in_each_burst_and_it_is_said_where_that_may_not_help():
     plain, told = (Run(loader(dataset)) for dataset in (Stream(), StreamOfEpochs()))
     for burst in (plain, told):
         assert burst(4) != burst(4)
-    assert told.data.dataset.epochs == [1, 2]
+    assert told.data.dataset.epochs == (1, 2)
     assert told.reading.note is Reading(LOADERS["in order"]).note is None
     assert "which every burst begins anew" in plain.reading.note

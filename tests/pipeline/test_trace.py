@@ -55,16 +55,10 @@ def long_run_rate(**loader):
     return SAMPLES * 3000 / (ends[3999] - ends[999])
 
 
+# A slow worker is one that delivery in order waits for.
 @pytest.mark.parametrize(
     ("workers", "prefetch", "slow"),
-    [
-        (1, 2, None),
-        (1, 16, None),
-        (2, 8, None),
-        (4, 2, None),
-        (4, 16, None),
-        (4, 16, 2),
-    ],  # delivery in order waits for it
+    [(1, 2, None), (1, 16, None), (2, 8, None), (4, 2, None), (4, 16, None), (4, 16, 2)],
 )
 def test_full_queues_do_not_flatter_the_rate(workers, prefetch, slow):
     # GIVEN a fast step and a pause of 1 s in which the workers fill their queues: those batches were made before the burst

@@ -1,6 +1,7 @@
 """The traced loader delivers what the user's own loader would, whatever it is made of (in this process, real workers)."""
 
 import itertools
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -43,9 +44,9 @@ class Squares(Dataset):
         return torch.tensor(index**2)
 
 
-class Negative(Squares):
+class Fetched(Squares):
     def __getitems__(self, indices):
-        return [torch.tensor(-(index**2)) for index in indices]
+        return torch.tensor(indices).neg().unbind()
 
 
 class Stream(IterableDataset):
@@ -56,14 +57,10 @@ class Stream(IterableDataset):
         return iter(self.items)
 
 
-def by_hand(samples):
-    return "+".join(str(int(sample)) for sample in samples)
-
-
 LOADERS = (
     DataLoader(Squares(), batch_size=3),
-    DataLoader(Negative(), batch_size=4),
-    DataLoader(Squares(), batch_size=4, collate_fn=by_hand),
+    DataLoader(Fetched(), batch_size=4),
+    DataLoader(Squares(), batch_size=4, collate_fn=str),
     DataLoader(Squares(), batch_size=4, sampler=range(7, -1, -1)),
     DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(Squares()), 2, False)),
     DataLoader(Squares(), batch_size=None),
@@ -91,13 +88,6 @@ class Point(NamedTuple):
     tags: dict
 
 
-class Own:
-    """A batch type of the user's own."""
-
-    def __init__(self, values):
-        self.values = values
-
-
 class WholeBatches(Squares):
     """Its `__getitems__` returns a batch that is ready, as tensordict's does."""
 
@@ -110,12 +100,8 @@ class ListsOfIndices(Squares):
         return {"x": 0.5} if isinstance(index, list) else torch.zeros(5, 2)
 
 
-def as_it_is(batch):
-    return batch
-
-
 def stream_of(batch):
-    return DataLoader(Stream([batch] * 3), batch_size=None, collate_fn=as_it_is)
+    return DataLoader(Stream([batch] * 3), batch_size=None, collate_fn=lambda batch: batch)
 
 
 POINTS = [Point(torch.zeros(2), {"name": "a", "y": [torch.ones(3)]})] * 4
@@ -127,12 +113,12 @@ ROWS_OF_INDICES = BatchSampler(SequentialSampler(range(8)), 3, True)
     ("loader", "samples", "size"),
     [
         (DataLoader(POINTS, batch_size=4), 4, 4 * (4 * 2 + 4 * 3)),
-        (DataLoader(WholeBatches(), batch_size=4, collate_fn=as_it_is), 4, 3 * 4 * 8),
+        (DataLoader(WholeBatches(), batch_size=4, collate_fn=lambda batch: batch), 4, 3 * 4 * 8),
         (DataLoader(ListsOfIndices(), sampler=ROWS_OF_INDICES, batch_size=None), 3, 0),
         (DataLoader(ListsOfIndices(), batch_size=None), 5, 5 * 2 * 4),
         (stream_of({"path": "a", "n": torch.tensor(7), "x": torch.zeros(6)}), 6, 8 + 6 * 4),
         (stream_of({"graph": SPARSE, "y": torch.zeros(2)}), 3, 16 + 8 + 8),
-        (stream_of(Own(torch.zeros(6, 2))), 6, 48),
+        (stream_of(SimpleNamespace(values=torch.zeros(6, 2))), 6, 48),  # a type of the user's own
         (stream_of("nobody knows"), 1, 0),
     ],
 )

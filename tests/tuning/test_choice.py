@@ -43,6 +43,11 @@ def a_search(
     )
 
 
+def own_in_rounds_alone(search):
+    search.trials[0].round = 0
+    return search
+
+
 @pytest.mark.parametrize(
     ("search", "why", "best"),
     [
@@ -59,6 +64,8 @@ def a_search(
         (a_search([(100.0, 900.0)]), Undecided.FEW_ROUNDS, ONE),
         (a_search([(100.0, 900.0)], searched=4.0), Undecided.FEW_ROUNDS, TWO),
         (a_search([(100.0, 90.0)], searched=4.0), Undecided.FEW_ROUNDS, ONE),
+        (own_in_rounds_alone(a_search([(100.0, 900.0)])), Undecided.FEW_ROUNDS, TWO),
+        (own_in_rounds_alone(a_search([(100.0, 110.0)])), Undecided.FEW_ROUNDS, ONE),
         (a_search([], searched=4.0), Undecided.NO_ROUNDS, ONE),
         (a_search([], tried=1), Undecided.ONE_TRIED, ONE),
         (a_search([(None, 900.0), (100.0, 900.0)], loss=0.05), Undecided.CLOSE, ONE),

@@ -1,8 +1,12 @@
 """The study of a run, on simulated machines with a fake clock: who proposes, what is told and kept, why it ends."""
 
 import functools
+import gc
 import os
+import shutil
 import stat
+import subprocess
+import tempfile
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -59,10 +63,36 @@ def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice():
     assert study.user_attrs[ROUNDS][0][str(OWN)] == pytest.approx(result.rates_of(OWN)[0])
 
 
-@pytest.mark.parametrize("storage", ["study.journal", "sqlite:///study.db"])
+@pytest.fixture
+def postgresql():
+    """A server of our own, which root must not run."""
+    if any(shutil.which(program) is None for program in ("initdb", "pg_ctl", "postgres")):
+        pytest.skip("needs initdb, pg_ctl and postgres (Debian: apt-get install postgresql)")
+    psycopg = pytest.importorskip("psycopg", reason="needs pip install 'autotune-loader[postgres]'")
+    user = None if os.geteuid() else "nobody"
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: its parents are closed to other users
+        run = functools.partial(
+            subprocess.run, user=user, cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL,
+            env={**os.environ, "LC_ALL": "C", "PGDATA": f"{folder}/data"},
+        )  # fmt: skip
+        if user:
+            shutil.chown(folder, user)
+        run(["initdb", "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync"])
+        options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"  # a port might be taken
+        run(["pg_ctl", "-l", f"{folder}/log", "-w", "-o", options, "start"])
+        yield f"postgresql+psycopg://tuner@/postgres?host={folder}"
+        for connection in [each for each in gc.get_objects() if type(each) is psycopg.Connection]:
+            connection.close()  # Optuna leaves that to the garbage collector
+        run(["pg_ctl", "-m", "immediate", "-w", "stop"])
+
+
+@pytest.mark.parametrize(
+    "storage", ["study.journal", "sqlite:///study.db", pytest.param("postgresql", marks=pytest.mark.system)]
+)
 def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_passed_over(
     storage, tmp_path, monkeypatch, request
 ):
+    storage = request.getfixturevalue(storage) if storage == "postgresql" else storage
     monkeypatch.chdir(tmp_path)
     request.addfinalizer(functools.partial(os.umask, os.umask(0)))
     # GIVEN a search that was told to end after some trials, and another process that stands still in one more
