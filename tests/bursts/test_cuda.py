@@ -69,11 +69,9 @@ def test_a_parent_on_the_gpu_keeps_its_model_and_its_memory():
     train(model, torch.ones(8, 1024, device="cuda")).backward()
     optimizer.step()
     weights, before = model.weight.detach().clone(), allocated_bytes()
-    # WHEN a burst trains it
     with on_gpu(rows(1024), model=model, optimizer=optimizer) as probe:
         measured(probe.probe, ONE_WORKER, PLAN)
     del probe
-    # THEN here nothing changed, and no copy is left
     assert torch.equal(model.weight, weights)
     assert allocated_bytes() == before
 
@@ -113,7 +111,6 @@ def test_a_compiled_model_in_half_precision_is_warm_before_the_first_burst():
             return train(model, batch)
 
     model = torch.compile(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)))
-    # THEN none of the steps of a burst stands out as a compilation would
     with on_gpu(model=model, train_step=in_half) as probe:
         assert max(trace.step_s for trace in measured(probe.probe, ALONE, PLAN).traces) < 1.0
 
@@ -125,5 +122,4 @@ def test_tune_searches_the_roads_to_the_device_and_makes_the_loader():
     # THEN pinning was among the trials, and the GPU's memory is known
     assert any(trial.config.pin_memory for trial in result.trials)
     assert all(trial.measurement.gpu_memory_bytes for trial in result.trials if trial.measurement is not None)
-    # THEN the loader that it makes delivers
     assert next(iter(result.make_loader(rows(), device="cuda"))).shape == (8, 16)

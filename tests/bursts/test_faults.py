@@ -247,7 +247,6 @@ def test_what_raises_in_workers_alone_is_their_failure():
 
 @pytest.mark.process
 def test_no_burst_reads_what_another_one_has_cached_however_much_the_training_has_grown():
-    # GIVEN samples that are slow once, and a training whose state is larger than a gigabyte
     cache, ballast = {}, []
 
     def remembered(key):

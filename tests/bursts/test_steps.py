@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,7 +63,6 @@ def test_a_train_step_is_done_once_and_completed_by_what_it_returns(body, is_giv
         return names["go"](model, optimizer, batch)
 
     step = trained((X, Y), model=model, train_step=train_step, optimizer=optimizer if is_given else None)
-    # THEN it was called once for each batch, also for the first, and the optimizer has stepped as often or never
     assert (len(calls), len(stepped), step.description) == (3, steps, f"train_step(model, batch){says}")
 
 
@@ -78,14 +78,6 @@ class Model(nn.Module):
         return self.wrap(logits) if labels is None else self.wrap(logits, functional.cross_entropy(logits, labels))
 
 
-class WithLoss(dict):
-    """As of transformers: an object with the loss."""
-
-    def __init__(self, logits, loss=None):
-        super().__init__(logits=logits, loss=loss)
-        self.loss = loss
-
-
 class OutputOnly(Model):
     def forward(self, image):
         return super().forward(image)
@@ -94,6 +86,11 @@ class OutputOnly(Model):
 def pair(logits, loss=None):
     """As nanoGPT."""
     return logits, loss
+
+
+def with_loss(logits, loss=None):
+    """As of transformers: an object with the loss."""
+    return SimpleNamespace(logits=logits, loss=loss)
 
 
 plain, CONV = functools.partial(nn.Linear, IN, CLASSES), nn.Conv2d(2, CLASSES, 1)
@@ -116,7 +113,7 @@ ENTROPY = "cross_entropy(model(x), y)"
         (OutputOnly(pair), (X, Y), lambda out, y: functional.cross_entropy(out[0], y), "<lambda>(model(x), y)"),
         (Model(pair), (X, Y), None, "model(x, y)"),
         (Model(pair), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x), y)"),
-        (Model(WithLoss), {"inputs": X, "labels": Y}, None, "model(**batch).loss"),
+        (Model(with_loss), {"inputs": X, "labels": Y}, None, "model(**batch).loss"),
     ],
 )
 def test_a_customary_batch_and_model_are_trained_as_is_shown(model, batch, loss_fn, says):
@@ -134,7 +131,7 @@ def test_a_customary_batch_and_model_are_trained_as_is_shown(model, batch, loss_
         (nn.Bilinear(IN, IN, CLASSES), nn.CrossEntropyLoss(), (X, Y)),
         (nn.Linear(IN, IN), nn.MSELoss(), X),  # an autoencoder's, or of the output alone
         (plain(), None, {"image": X, "label": Y}),
-        (Model(WithLoss), nn.CrossEntropyLoss(), {"inputs": X, "labels": Y}),
+        (Model(with_loss), nn.CrossEntropyLoss(), {"inputs": X, "labels": Y}),
         (plain(), None, (X, torch.rand(N, 7))),
         (OutputOnly(lambda out: {"a": out, "b": out}), None, (X, Y)),
         (nn.Linear(9, 2), None, (X, Y)),

@@ -102,7 +102,6 @@ def test_what_a_dataset_holds_is_as_it_was(kind, tmp_path):
     configs = (ALONE, ONE_WORKER, ALONE) if may_have_workers else (ALONE, ALONE)
     probe, _ = run(workload(Numbers(held, read)), *configs)
     gc.collect()
-    # THEN it is as before, and it was found out whether workers read the same
     assert is_as_before(held)
     assert (probe.warmup.most_workers is None) is may_have_workers, probe.notes
     assert re.search(says, " ".join(probe.notes))

@@ -46,12 +46,10 @@ def in_fork(run):
     ids=("new file", "truncate", "unlink", "rename away", "link away", "mkdir", "program"),
 )
 def test_files_are_changed_in_the_given_places_only(change, tmp_path):
-    # GIVEN a file of the user's and a place that may be written to
     mine, scratch = tmp_path / "last.pt", tmp_path / "scratch"
     mine.write_text("mine")
     scratch.mkdir()
 
-    # WHEN a confined process changes both
     def confined(_):
         held, raised = elsewhere.write_only_in([scratch, "/dev", tmp_path / "is not there"]), ""
         try:
@@ -61,7 +59,6 @@ def test_files_are_changed_in_the_given_places_only(change, tmp_path):
         (scratch / "ok").touch()
         return held, raised in ("PermissionError", "OSError", "CalledProcessError"), mine.read_text()
 
-    # THEN the user's is what it was, and reading it works
     assert in_fork(confined) == (True, True, "mine")
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["last.pt", "ok", "scratch"]
 

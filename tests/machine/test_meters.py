@@ -66,7 +66,6 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(rss_bytes, pss_bytes
     used, pss = (lambda members: looks.append(members) or use), (lambda _members: pss_bytes)
     for name, value in {"PERIOD_S": 0.005, "SUSPICION_S": 0.0, "tree_use": used, "tree_pss": pss}.items():
         monkeypatch.setattr(processes, name, value)
-    # WHEN it may have 100 bytes
     with MemoryGuard(os.getpid(), 100, lambda: raised.append(True)):
         while len(looks) < 5 and not raised:
             time.sleep(0.005)

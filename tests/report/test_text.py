@@ -143,7 +143,6 @@ def test_a_comparison_is_a_table_and_a_sentence_for_each_side_and_a_frame():
     assert str(COMPARED).endswith("in 4 paired rounds. comparison.report() has the table.")
     with pytest.raises(KeyError, match="'warm' is no side; 'now', 'cached', 'broken' would work"):
         COMPARED["warm"]
-    # AND a frame with a row for each
     frame = COMPARED.to_dataframe().set_index("side")
     assert list(frame.index) == ["now", "cached", "broken"]
     assert frame.loc["cached", "ratio"] == pytest.approx(3.0, rel=0.01)

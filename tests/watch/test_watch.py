@@ -76,7 +76,6 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     line = f"train.py:{line_of(bench.write(WAITS), 'MAIN')}"
     written = ("-o", "loader.json", "--json", "report.json", "--fail-if-wait", "10%")
     code, _, report = bench.command("watch", *written, "train.py", str(workers))
-    # THEN there is a first line, while it trains, and a block at the end
     assert [first.partition(" the loop waits ")[0] for first in bench.first_lines] == [f"{line}:"]
     assert report.startswith("watch: 2 loaders in ")
     # AND the loader with most time comes first, with what it waits for and at most gains, and a command
@@ -88,7 +87,6 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     assert f"autotune-loader {command}" in loader["advice"][0]["sentence"]
     assert "1 batch: too few to say anything" in other["bottleneck"]["sentence"]
     assert (code, "--fail-if-wait allows 10 %" in told["notes"][0]) == (4, True)
-    # AND files are written where the command was typed, with the settings of the script
     result = TuningResult.load(bench.folder / "loader.json")
     assert (result.found_by, result.best.num_workers) == ("watch", workers)
     assert sorted(each["num_workers"] for each in result.loaders.values()) == [workers, 1]
