@@ -169,9 +169,10 @@ def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
     outcome, baseline, fastest = search.outcome, search.run.baseline, search.fastest()
     if fastest is None:
         return LoaderConfig()
-    best = outcome.winner if outcome is not None else search.twin.belief(search.study).choice or fastest.config
-    works = any(each.config == baseline and each.measurement is not None for each in search.trials)
-    if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or not works:
+    measured = [each.config for each in search.trials if each.measurement is not None]
+    believed = outcome.winner if outcome is not None else search.twin.belief(search.study).choice
+    best = believed if believed in measured else fastest.config
+    if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or baseline not in measured:
         return best
     rounds = () if outcome is None else outcome.rounds
     ratios = [each.rates[best] / each.rates[baseline] for each in rounds if {best, baseline} <= each.rates.keys()]

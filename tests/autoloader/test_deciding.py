@@ -127,7 +127,7 @@ def test_a_rate_that_shifts_later_is_answered() -> None:
     before = tuner.best.num_workers
 
     training.fetch_s *= 6  # another folder, on a slower disk
-    training.run(tuner, 240.0)
+    training.run(tuner, 360.0)
 
     assert tuner.best.num_workers > before
     assert training.run(tuner, 30.0) > 0.9 * training.rate(of(12))

@@ -71,6 +71,8 @@ def own_in_rounds_alone(search):
         (a_search([(None, 900.0), (100.0, 900.0)], loss=0.05), Undecided.CLOSE, ONE),
         # interrupted: the best so far
         (a_search([], because=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
+        # and nothing that never ran, whatever is believed of it
+        (a_search([], tried=1, because=Ended.INTERRUPTED), Undecided.ONE_TRIED, ONE),
     ],
 )
 def test_a_guess_is_the_users_own_unless_two_rounds_agree(search, why, best):
