@@ -47,10 +47,10 @@ BROKEN = {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}
 @pytest.mark.parametrize(
     ("groups", "files", "quotas"),
     [
-        pytest.param("0::/pods/pod7/app\n", PODS, [2.5, 0.5], id="less than one core still leaves one"),
-        pytest.param("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5], id="entered from outside"),
-        pytest.param("4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n", OWN_PART, [0.5], id="sees its own part only"),
-        pytest.param("0::/a\nnonsense\n", BROKEN, [], id="broken files"),
+        ("0::/pods/pod7/app\n", PODS, [2.5, 0.5]),  # less than one core still leaves one
+        ("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5]),  # entered from outside
+        ("4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n", OWN_PART, [0.5]),  # sees its own part only
+        ("0::/a\nnonsense\n", BROKEN, []),  # broken files
     ],
 )
 def test_every_quota_above_this_process_counts_and_the_least_binds(groups, files, quotas, inspect):
@@ -78,24 +78,21 @@ def test_cores_are_divided_among_the_ranks_that_share_them(environ, usable, insp
     assert inspect(environ=environ).usable_cores == usable
 
 
-def test_affinity_and_pythons_own_count_bind(inspect, monkeypatch):
+def test_affinity_and_pythons_own_count_bind_and_a_daemonic_process_has_no_workers(inspect, monkeypatch):
     monkeypatch.setattr(os, "process_cpu_count", lambda: 3, raising=False)
     assert inspect().usable_cores == 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
-    assert inspect().usable_cores == 2
+    assert (inspect().usable_cores, inspect().why_no_workers) == (2, None)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    assert "may have no children" in inspect().why_no_workers
 
 
 V2_MEMORY = {
     # 100 bytes allowed, 80 used of which 30 are cache that the kernel would drop, and a parent with less left
-    "pod/app/memory.max": "100",
-    "pod/app/memory.current": "80",
-    "pod/app/memory.stat": "anon 50\ninactive_file 30\n",
-    "pod/memory.max": "200",
-    "pod/memory.high": "190",
-    "pod/memory.current": "180",
-    "pod/memory.stat": "inactive_file 0\n",
-    "memory.max": "max\n",
-}
+    "pod/app/memory.max": "100", "pod/app/memory.current": "80", "pod/app/memory.stat": "anon 50\ninactive_file 30\n",
+    "pod/memory.max": "200", "pod/memory.high": "190", "pod/memory.current": "180",
+    "pod/memory.stat": "inactive_file 0\n", "memory.max": "max\n",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,7 +101,6 @@ V2_MEMORY = {
         ("0::/pod/app\n", V2_MEMORY, [900, 50, 20, 10], 100),
         ("0::/\n", {"memory.max": "garbage", "memory.stat": "a b c"}, [900], 1000),
     ],
-    ids=["limits", "broken files"],
 )
 def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(groups, files, left, total, inspect):
     machine = inspect(groups, files, {"LOCAL_WORLD_SIZE": "4"})
@@ -132,12 +128,6 @@ def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice():
     whole, one = host.host_cpu(), host.host_cpu({0})
     assert one.cpus == 1 <= whole.cpus
     assert 0 < one.busy_s <= whole.busy_s
-
-
-def test_a_daemonic_process_has_no_workers(inspect, monkeypatch):
-    assert inspect().why_no_workers is None
-    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
-    assert "may have no children" in inspect().why_no_workers
 
 
 @pytest.mark.process

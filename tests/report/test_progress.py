@@ -1,7 +1,5 @@
 """Lines of progress, as printed, and who gets them."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A result as text: the table as drawn, what is special, and never wider than a terminal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -138,17 +136,13 @@ broken failed: user_exception: no such file
 cached is 3.00x (2.77x to 3.24x) as fast as now in 4 paired rounds."""
 
 
-def test_a_comparison_is_a_table_and_a_sentence_for_each_side():
+def test_a_comparison_is_a_table_and_a_sentence_for_each_side_and_a_frame():
     assert COMPARED.report().startswith(COMPARISON)
     assert "cached: Bottleneck: CPU." in COMPARED.report()
     assert "No side worked." in Comparison(sides=SIDES[2:]).report()
     assert str(COMPARED).endswith("in 4 paired rounds. comparison.report() has the table.")
-    assert COMPARED["cached"].config == TWO
     with pytest.raises(KeyError, match="'warm' is no side; 'now', 'cached', 'broken' would work"):
         COMPARED["warm"]
-
-
-def test_a_comparison_is_a_frame_with_a_row_for_each_side():
     frame = COMPARED.to_dataframe().set_index("side")
     assert list(frame.index) == ["now", "cached", "broken"]
     assert frame.loc["cached", "ratio"] == pytest.approx(3.0, rel=0.01)

@@ -1,7 +1,5 @@
 """`run`: a script's loaders are AutoLoaders, with the same samples in the same order, and workers where they are allowed."""
 
-from __future__ import annotations
-
 import pytest
 
 from autotune_loader import LoaderConfig, TuningResult
@@ -11,11 +9,6 @@ pytestmark = pytest.mark.process
 WAITING = """
 import atexit
 atexit.register(print, "cleaned up")
-
-class Waiting(Numbers):
-    def __getitem__(self, index):
-        time.sleep(float(os.environ.get("FETCH_S", 0.004)))
-        return torch.tensor(index)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

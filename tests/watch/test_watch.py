@@ -1,7 +1,5 @@
 """`watch` on scripts with loaders: what they do and draw is what they do without, and each loader is told of by its line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -34,10 +32,6 @@ TRAIN = """
         print(weights, random.random(), np.random.rand(), torch.rand(1).item())
     """
 WAITS = """
-    class Waiting(Numbers):
-        def __getitem__(self, index):
-            time.sleep(0.004)
-            return torch.zeros(16)
     if __name__ == "__main__":
         os.chdir("/")
         for x in DataLoader(Waiting(800), batch_size=8, num_workers=int(sys.argv[1])):  # MAIN
@@ -82,7 +76,6 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     line = f"train.py:{line_of(bench.write(WAITS), 'MAIN')}"
     written = ("-o", "loader.json", "--json", "report.json", "--fail-if-wait", "10%")
     code, _, report = bench.command("watch", *written, "train.py", str(workers))
-    # THEN there is a first line, while it trains, and a block at the end
     assert [first.partition(" the loop waits ")[0] for first in bench.first_lines] == [f"{line}:"]
     assert report.startswith("watch: 2 loaders in ")
     # AND the loader with most time comes first, with what it waits for and at most gains, and a command
@@ -94,7 +87,6 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     assert f"autotune-loader {command}" in loader["advice"][0]["sentence"]
     assert "1 batch: too few to say anything" in other["bottleneck"]["sentence"]
     assert (code, "--fail-if-wait allows 10 %" in told["notes"][0]) == (4, True)
-    # AND files are written where the command was typed, with the settings of the script
     result = TuningResult.load(bench.folder / "loader.json")
     assert (result.found_by, result.best.num_workers) == ("watch", workers)
     assert sorted(each["num_workers"] for each in result.loaders.values()) == [workers, 1]
@@ -113,11 +105,11 @@ def test_processes_and_autoloaders_of_the_script_are_told_of_and_ranks_by_rank_0
     text = bench.write(PROCESSES)
     for how in ("fork", "spawn", "subprocess"):
         code, printed, report = bench.command("watch", "train.py", how)
-        assert (code, printed) == (0, "")
         blocks, _, nothing = report.partition("\nautotune-loader watch: Nothing")
-        assert f"train.py:{line_of(text, 'CHILD')}  " in blocks, how
-        assert "1 loader in" in blocks
-        assert nothing.startswith(" can be told"), how  # of the script's own process
+        assert (code, printed, nothing[:12]) == (0, "", " can be told"), how  # of the script's own process
+        assert [part for part in ("1 loader in", f"train.py:{line_of(text, 'CHILD')}  ") if part not in blocks] == [], (
+            how
+        )
     _, _, report = bench.command("watch", "train.py", "auto")
     assert f"train.py:{line_of(text, 'AUTO')}  Numbers[96], batches of 8\n  12 batches" in report
     for rank, told in (("0", ["These are the loaders of rank 0 of 2."]), ("1", [])):
