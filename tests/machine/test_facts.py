@@ -1,13 +1,149 @@
-"""GPUs that CUDA shows for a mask, and differences to the machine that was tuned on (load_config: tests/results)."""
+"""What this process may use, on machines played by a root directory of our own and on this one; GPUs; differences."""
 
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
+from autotune_loader.machine import host
 from autotune_loader.machine.facts import inspect_machine, visible_gpus
 from autotune_loader.machine.fingerprint import Fingerprint, differences
+from autotune_loader.machine.limits import open_files_limit
+
+
+@pytest.fixture
+def inspect(tmp_path, monkeypatch):
+    """Looks at a machine with 8 CPUs and 1000 bytes of memory, these lines in `/proc/self/cgroup` and these files."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    monkeypatch.delattr(os, "process_cpu_count", raising=False)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=900, total=1000))
+
+    def look(groups="0::/\n", files=(), environ=()):
+        written = {f"sys/fs/cgroup/{name}": text for name, text in dict(files).items()}
+        for name, text in (written | {"proc/self/cgroup": groups}).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return inspect_machine(root=tmp_path, environ=dict(environ))
+
+    return look
+
+
+PODS = {
+    "pods/pod7/app/cpu.max": "max 100000\n",
+    "pods/pod7/cpu.max": "250000",  # of a period that is not named
+    "pods/cpu.max": "50000 100000",
+}
+OWN_PART = {"inner/cpu.max": "max 100000", "cpu.max": "50000 100000", "cpu/cpu.max": "1 100000"}
+BROKEN = {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quotas"),
+    [
+        ("0::/pods/pod7/app\n", PODS, [2.5, 0.5]),  # less than one core still leaves one
+        ("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5]),  # entered from outside
+        ("4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n", OWN_PART, [0.5]),  # sees its own part only
+        ("0::/a\nnonsense\n", BROKEN, []),  # broken files
+    ],
+)
+def test_every_quota_above_this_process_counts_and_the_least_binds(groups, files, quotas, inspect):
+    cores = inspect(groups, files, {"SLURM_CPUS_PER_TASK": "6"}).cores
+    assert [limit.value for limit in cores.inputs] == [8, 8, 6, *quotas]
+    assert all(Path(limit.source).is_file() for limit in cores.inputs[3:])
+    assert cores.available == cores.binding.value == min([6, *quotas])
+    assert cores.usable == max(1, int(cores.available))
+
+
+@pytest.mark.parametrize(
+    ("environ", "usable"),
+    [
+        ({"LOCAL_WORLD_SIZE": "3"}, 2),
+        ({"LOCAL_WORLD_SIZE": "16"}, 1),
+        ({"LOCAL_WORLD_SIZE": "nonsense"}, 8),
+        ({"LOCAL_WORLD_SIZE": "0"}, 8),
+        # one SLURM task starts all four ranks with torchrun: they share what the task has
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_PER_TASK": "8", "SLURM_NTASKS_PER_NODE": "1"}, 2),
+        # every rank is a SLURM task of its own: what a task has is a rank's
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "4(x2)"}, 2),
+    ],
+)
+def test_cores_are_divided_among_the_ranks_that_share_them(environ, usable, inspect):
+    assert inspect(environ=environ).usable_cores == usable
+
+
+def test_affinity_and_pythons_own_count_bind_and_a_daemonic_process_has_no_workers(inspect, monkeypatch):
+    monkeypatch.setattr(os, "process_cpu_count", lambda: 3, raising=False)
+    assert inspect().usable_cores == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
+    assert (inspect().usable_cores, inspect().why_no_workers) == (2, None)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    assert "may have no children" in inspect().why_no_workers
+
+
+V2_MEMORY = {
+    # 100 bytes allowed, 80 used of which 30 are cache that the kernel would drop, and a parent with less left
+    "pod/app/memory.max": "100", "pod/app/memory.current": "80", "pod/app/memory.stat": "anon 50\ninactive_file 30\n",
+    "pod/memory.max": "200", "pod/memory.high": "190", "pod/memory.current": "180",
+    "pod/memory.stat": "inactive_file 0\n", "memory.max": "max\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "left", "total"),
+    [
+        ("0::/pod/app\n", V2_MEMORY, [900, 50, 20, 10], 100),
+        ("0::/\n", {"memory.max": "garbage", "memory.stat": "a b c"}, [900], 1000),
+    ],
+)
+def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(groups, files, left, total, inspect):
+    machine = inspect(groups, files, {"LOCAL_WORLD_SIZE": "4"})
+    assert [limit.value for limit in machine.memory.inputs] == left
+    assert (machine.memory.available_bytes, machine.memory.total_bytes) == (min(left), total)
+    assert machine.memory_budget_bytes == min(left) // 4
+    # AND what files can stay in memory from epoch to epoch goes by the whole
+    assert (machine.holds(total * 3 // 5), machine.holds(total * 9 // 10)) == (True, False)
+
+
+def test_what_a_system_does_not_tell_is_none(inspect, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
+    monkeypatch.setattr(psutil, "cpu_times", Mock(side_effect=FileNotFoundError("/proc/stat")))
+    machine = inspect()
+    assert (machine.usable_cores, machine.memory_budget_bytes, machine.shm, host.host_cpu()) == (8, None, None, None)
+
+
+def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice():
+    machine, again = (inspect_machine(environ={}) for _ in "ab")
+    assert machine.fingerprint(dataset="d") == again.fingerprint(dataset="d")
+    assert 0 <= machine.shm.free_bytes <= machine.shm.total_bytes
+    assert open_files_limit() in (resource.getrlimit(resource.RLIMIT_NOFILE)[0], None)
+    # AND of its CPUs those count that were asked for, which have been busy since boot
+    whole, one = host.host_cpu(), host.host_cpu({0})
+    assert one.cpus == 1 <= whole.cpus
+    assert 0 < one.busy_s <= whole.busy_s
+
+
+@pytest.mark.process
+def test_inspecting_settles_nothing_and_another_system_is_told_at_once_what_works_there():
+    script = (
+        "import sys, multiprocessing; from autotune_loader.machine.facts import inspect_machine;"
+        "before = 'torch' in sys.modules; inspect_machine().fingerprint(); assert before == ('torch' in sys.modules);"
+        "multiprocessing.set_start_method('spawn');"
+        "import torch; sys.platform = 'darwin'; from autotune_loader import load_config, LoaderConfig, AutoLoader"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
+    assert "PlatformError: AutoLoader works on Linux only, and this is 'darwin'" in told
+    assert "load_config()" in told
+
 
 A, B, C = "GPU-aaaa1111-0000", "GPU-aabb2222-0000", "GPU-cccc3333-0000"
 
