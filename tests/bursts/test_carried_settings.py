@@ -41,8 +41,7 @@ def test_each_setting_of_torch_and_opencv_is_read_set_and_listed(name, value, mo
     cv2 = SimpleNamespace(getNumThreads=lambda: threads[0], setNumThreads=lambda count: threads.__setitem__(0, count))
     monkeypatch.setitem(sys.modules, "cv2", cv2)
     before = read_torch()
-    assert set_torch(before) == []
-    assert set_torch({name: value}) == [f"{name}={value}"]
+    assert [set_torch(each) for each in (before, {name: value})] == [[], [f"{name}={value}"]]
     assert read_torch()[name] == value
 
 
@@ -51,11 +50,8 @@ ROOT, limit, names, table, _private = "/default", 10, ["a"], {"x": 1}, 0
 class Rows:
     def __len__(self): return 8
     def __getitem__(self, index):
-        import torch
-        return torch.zeros(2)
-class Telling(Rows):
-    def __getitem__(self, index):
         import sys, torch
+        if limit == 10: return torch.zeros(2)
         raise RuntimeError(f"seen: {ROOT} {limit} {names} {sorted(table.items())} {_private} {sys.argv[1:]} "
                            f"{torch.get_num_threads()} {torch.get_float32_matmul_precision()}")
 """
@@ -74,19 +70,15 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.process
 def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result_lists_them(module, monkeypatch):
-    # GIVEN values that the script has set after importing the module
     module.ROOT = "/data"
     listed = "The bursts run with what this process has set in modules: settings_of_a_job.ROOT='/data'."
     assert [note for note in run(workload(module.Rows()))[0].notes if "has set" in note] == [listed]
     monkeypatch.setattr(sys, "argv", ["train.py", "--patch", "32"])
     set_torch({"float32_matmul_precision": "high"})
-    module.limit, module._private = 3, 7
-    module.names.append("b")
-    module.table["y"] = 2
-    # WHEN the dataset is read in the process of the bursts THEN it sees them
+    vars(module).update(limit=3, _private=7, names=["a", "b"], table={"x": 1, "y": 2})
     seen = f"seen: /data 3 ['a', 'b'] [('x', 1), ('y', 2)] 7 ['--patch', '32'] {torch.get_num_threads()} high"
     with pytest.raises(WorkloadError, match=re.escape(seen)):
-        run(workload(module.Telling()))
+        run(workload(module.Rows()))
 
 
 def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(module, monkeypatch):
@@ -104,7 +96,6 @@ def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(mo
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_what_a_fresh_process_lacks_is_run_in_a_fork(module):
-    # GIVEN a run of a tracker, which the script has begun and no other process has
     module.run, names = SimpleNamespace(rows=[]), {}
     exec("def step(model, batch):\n    import settings_of_a_job\n    settings_of_a_job.run.rows.append(1)", names)
     probe, _ = run(workload(module.Rows(), training=TrainingSide(train_step=names["step"])), ALONE, ONE_WORKER)

@@ -1,29 +1,32 @@
-"""Real processes in real trouble: a failing configuration is an answer of the right kind, in time, and the next one works.
+"""Trouble: a failing configuration is an answer of the right kind, in time; a sample that raises ends the run and is named.
 
-One probe process goes through all of it; what kills it starts a new one.
+One probe process goes through all that processes can do; what kills it starts a new one.
 """
 
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, SequentialSampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler, get_worker_info
 
 from autotune_loader.bursts.failures import deaths_of, failure_of, needs_new_process
 from autotune_loader.bursts.parent import ProcessProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan
-from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, failed, measured, opened, workload
+from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, Made, failed, measured, opened, run, workload
 
 PLAN = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)
 FORKED = replace(TWO_WORKERS, multiprocessing_context="fork")  # the others start slowly
@@ -41,7 +44,6 @@ SHM = "raise /dev/shm"
         (RuntimeError("CUDA error: device-side assert triggered"), "user_exception", "device-side assert"),
         # the exit codes of workers tell what torch does not hear below a fork server
         (3, "crashed", "a worker died"),
-        (-signal.SIGKILL, "oom_killed", "OOM killer"),
         (-signal.SIGBUS, "shared_memory", SHM),
     ],
 )
@@ -155,14 +157,11 @@ def test_trouble_is_classified_at_once(probe, trouble, what, kind, says):
     assert time.monotonic() - begun < PLAN.deadline_s / 2
 
 
-def members_of(group):
-    """Processes of a group, whose leader may have ended."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
-            if group in (os.getpgid(process.pid), os.getsid(process.pid)):
-                found.append(process.pid)
-    return found
+def has_members(group):
+    """Whether there is a process of a group, whose leader may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.killpg(group, 0) is None
+    return False
 
 
 @pytest.mark.process
@@ -172,9 +171,9 @@ def test_a_hang_in_a_worker_is_broken_by_the_deadline_and_leaves_no_process(prob
     assert failed(probe, "deadline", FORKED, replace(PLAN, deadline_s=2.0)).phase == "batches"
     assert time.monotonic() - begun < 8.0
     deadline = time.monotonic() + 5
-    while members_of(group) and time.monotonic() < deadline:
+    while has_members(group) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert members_of(group) == []
+    assert not has_members(group)
 
 
 @pytest.mark.process
@@ -192,3 +191,108 @@ def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadl
     probe = ProcessProbe(job(trouble, fine=0), start_s=5.0)
     with contextlib.closing(probe), pytest.raises(WorkloadError, match="first_batch"):
         probe.start()
+
+
+ALL = BurstPlan(max_s=2.0, min_s=2.0, relative_error=1e-6, deadline_s=60.0)
+
+
+def broken(bad, only_in_workers=False):
+    def make(key):
+        if key == bad and (get_worker_info() is not None or not only_in_workers):
+            raise ValueError(f"broken image {key}\nand more of it")
+        return torch.zeros(1)
+
+    return Made(make)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.arange(10.0)
+        raise OSError("connection lost")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("dataset", "parts", "config", "says"),
+    [
+        (broken(3), {"sampler": range(64)}, ALONE, "sample 3 raises ValueError: broken image 3"),  # in the first batch
+        (broken(33), {}, ONE_WORKER, "sample 33 raises ValueError: broken image 33"),
+        (Made(lambda key: sys.exit(3) if key == 21 else key), {}, ALONE, "sample 21 raises SystemExit: 3"),
+        (
+            Made(lambda key: torch.zeros(2 if key == 42 else 1)),
+            {},
+            ALONE,
+            "RuntimeError: stack expects each tensor to be equal size",
+        ),
+        (Stream(), {}, ALONE, "the sample after 10 of a process's stream raises OSError: connection lost"),
+    ],
+    ids=("first batch", "in a worker", "exit", "another shape", "stream"),
+)
+def test_a_sample_that_raises_is_named_with_its_error_and_what_to_do(dataset, parts, config, says):
+    with pytest.raises(WorkloadError) as caught:
+        run(workload(dataset, **parts), config, plan=ALL)
+    assert says in caught.value.message
+    to_do = "; training would end there too: mend that sample, or leave it out of the dataset"
+    assert caught.value.message.endswith(to_do)
+    assert "autotune_loader/" not in caught.value.user_traceback
+
+
+@pytest.mark.process
+def test_what_raises_in_workers_alone_is_their_failure():
+    with opened(workload(broken(9, only_in_workers=True))) as probe:
+        failure = failed(probe.probe, "user_exception", ONE_WORKER, ALL)
+        assert "broken image 9, in a worker, and not when it is read again alone" in failure.message
+        measured(probe.probe)
+
+
+@pytest.mark.process
+def test_no_burst_reads_what_another_one_has_cached_however_much_the_training_has_grown():
+    cache, ballast = {}, []
+
+    def remembered(key):
+        time.sleep(0.0 if key in cache else 0.005)
+        return cache.setdefault(key, torch.zeros(1))
+
+    def step(model, batch):
+        ballast[:] = ballast or [torch.ones(300 << 20, dtype=torch.uint8).repeat(4)]
+
+    plan = BurstPlan(max_s=0.2, min_s=0.1, relative_error=1e-6)
+    _, bursts = run(workload(Made(remembered), training=TrainingSide(train_step=step)), *[ALONE] * 3, plan=plan)
+    # THEN the samples are slow in each of them: later on a burst may come back to what it has read itself
+    assert all(sum(trace.fetch_end - trace.fetch_start for trace in each.traces[:8]) > 8 * 0.01 for each in bursts)
+
+
+class Shuffled(IterableDataset):
+    """In an order of its own, a bit changed; shared out by worker where it is asked to."""
+
+    def __init__(self, is_sharded):
+        self.is_sharded = is_sharded
+
+    def __iter__(self):
+        info = get_worker_info()
+        own = np.random.default_rng(info.seed if info else 0)
+        for number in own.permutation(range(info.id if self.is_sharded and info else 0, 20, 2)):
+            yield torch.tensor(number + np.random.rand()) + torch.rand(())  # noqa: NPY002
+
+
+class Local(list):
+    def __reduce__(self):
+        raise TypeError("cannot pickle Local")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("dataset", "parts", "says", "most_workers"),
+    [
+        (Shuffled(False), {"worker_init_fn": torch.manual_seed}, "delivers the same samples", 1),
+        (Shuffled(True), {"worker_init_fn": torch.manual_seed}, "", None),
+        (Made(lambda key: time.sleep(0.6) or 0), {}, "raise the budget, or tune with a smaller batch_size", None),
+        (Made(float), {"collate_fn": Local}, r"cannot be pickled .*Local.* none are tried", 0),
+    ],
+    ids=("repeated", "sharded", "slow", "not picklable"),
+)
+def test_what_is_known_after_the_first_batch_is_noted(dataset, parts, says, most_workers):
+    probe, _ = run(workload(dataset, **parts))
+    assert re.search(says, " ".join(probe.notes))
+    assert probe.warmup.most_workers == most_workers
+    assert (probe.warmup.first_fetch_s > 2.0) is ("raise the budget" in says)

@@ -30,9 +30,9 @@ def runs(tmp_path, monkeypatch):
     """The folder of a training before, which is the working directory's."""
     monkeypatch.chdir(tmp_path)
     for folder in ("runs", "scratch"):
-        (tmp_path / folder).mkdir()
-    for name in ("last.pt", "other"):
-        (tmp_path / "runs" / name).write_text("mine")
+        Path(folder).mkdir()
+    for name in ("runs/last.pt", "runs/other"):
+        Path(name).write_text("mine")
     return tmp_path / "runs"
 
 
@@ -41,20 +41,20 @@ def contents(folder):
 
 
 def save(path="runs/last.pt"):
-    torch.save({"weights": torch.zeros(2)}, str(path))
+    torch.save({"weights": torch.zeros(2)}, path)
 
 
-class Writer:
-    """As TensorBoard's: a thread writes what it is handed, and who hands it waits while the queue is full."""
+def writer(path, size=2):
+    """The queue of a thread as TensorBoard's, which writes what is put there; who puts waits while the queue is full."""
 
-    def __init__(self, path, size=2):
-        self.path, self.queue = path, queue.Queue(size)
-        threading.Thread(target=self.write, name="writer", daemon=True).start()
-
-    def write(self):
-        with open(self.path, "w") as file:  # noqa: PTH123
+    def write():
+        with open(path, "w") as file:  # noqa: PTH123
             while True:
-                file.write(self.queue.get())
+                file.write(rows.get())
+
+    rows = queue.Queue(size)
+    threading.Thread(target=write, name="writer", daemon=True).start()
+    return rows
 
 
 class Filling(Dataset):
@@ -92,8 +92,8 @@ def saving_at(step, done=[]):  # noqa: B006 - counts the calls in each process
 
 
 def logging(made=[]):  # noqa: B006 - made once in each process
-    made[:] = made or [Writer("runs/events")]
-    made[0].queue.put("row")
+    made[:] = made or [writer("runs/events")]
+    made[0].put("row")
 
 
 STEP = r"train_step writes runs/\w[\w.]+, and bursts change no file of yours: leave saving and logging out of the step"
@@ -128,10 +128,10 @@ def test_what_changes_files_ends_the_run_and_is_told_what_to_do(change, runs):
 
 @pytest.mark.process
 def test_a_step_that_waits_for_a_thread_which_a_fork_lacks_ends_the_run(runs):
-    writer = Writer("scratch/events", size=20)  # the script's own
-    says = pytest.raises(WorkloadError, match=r"no thread of this process \(.*writer.*\) runs in a fork.*leave saving")
-    with says:
-        run(stepping(lambda: writer.queue.put("row"))(runs), ALONE, plan=BurstPlan(deadline_s=5.0))
+    rows = writer("scratch/events", size=20)  # the script's own
+    says = r"no thread of this process \(.*writer.*\) runs in a fork.*leave saving"
+    with pytest.raises(WorkloadError, match=says):
+        run(stepping(lambda: rows.put("row"))(runs), ALONE, plan=BurstPlan(deadline_s=5.0))
 
 
 @pytest.mark.process
@@ -174,10 +174,9 @@ def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(ru
     places = {"PYTHONPATH": str(Path(files.__file__).parents[2]), "TMPDIR": str(runs.parent / "scratch")}
     command = [sys.executable, "-c", WITHOUT_LANDLOCK]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **places}, check=True)
-    first, *others = ran.stdout.splitlines()
-    assert first == "True"
-    assert [line.split()[0] for line in others] == ["refused"] * 5 + ["done"]
-    assert others[1] == "refused runs/last.pt"
+    told = ran.stdout.splitlines()
+    assert [line.split()[0] for line in told] == ["True", *["refused"] * 5, "done"]
+    assert told[2] == "refused runs/last.pt"
     assert contents(runs)["last.pt"] == "mine"
 
 

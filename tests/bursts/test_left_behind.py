@@ -1,6 +1,6 @@
 """Nothing of ours stays, however a run ends; and places where a run is hard to begin are no trouble."""
 
-import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -61,11 +61,9 @@ def test_after_kill_9_no_process_and_no_folder_stays(kind, victim, tmp_path):
         pids = [int(word) for word in job.stdout.readline().split()]
         processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         assert "sleep" in [each.name() for each in processes], "the dataset's own program belongs to them"
-        # WHEN one is killed in the midst of a burst
         ours = [each for each in processes if each.ppid() == job.pid and "AFTER" not in str(each.cmdline())]
         os.kill(job.pid if victim == "parent" else max(ours, key=lambda each: len(each.children())).pid, signal.SIGKILL)
         job.wait(timeout=60)
-    # THEN all that was started ends, and the temporary folder is empty
     deadline, left = time.monotonic() + 15.0, True
     while left and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -75,9 +73,8 @@ def test_after_kill_9_no_process_and_no_folder_stays(kind, victim, tmp_path):
 
 
 def test_a_process_that_cannot_start_leaves_nothing(monkeypatch, tmp_path):
-    no_more = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(parent.subprocess, "Popen", Mock(side_effect=no_more))
+    monkeypatch.setattr(parent.subprocess, "Popen", Mock(side_effect=BlockingIOError))
     descriptors = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(BlockingIOError), opened(workload(torch.zeros(8, 4))):
         pass
@@ -113,11 +110,10 @@ def test_a_place_that_is_hard_to_begin_in_is_no_trouble(place, tmp_path):
 
 def rows(slow=None):
     """In workers, one sample may take long."""
-    read = []
+    read = itertools.count(1)
 
     def make(index):
-        read.append(index)
-        time.sleep(30.0 if len(read) == slow and get_worker_info() is not None else 0.001)
+        time.sleep(30.0 if next(read) == slow and get_worker_info() is not None else 0.001)
         return torch.zeros(4)
 
     return Made(make, 4096)

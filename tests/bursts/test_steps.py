@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,11 +62,8 @@ def test_a_train_step_is_done_once_and_completed_by_what_it_returns(body, is_giv
         calls.append(1)
         return names["go"](model, optimizer, batch)
 
-    # WHEN it is run three times
     step = trained((X, Y), model=model, train_step=train_step, optimizer=optimizer if is_given else None)
-    # THEN it was called once for each batch, also for the first, and the optimizer has stepped as often or never
-    assert (len(calls), len(stepped)) == (3, steps)
-    assert step.description == f"train_step(model, batch){says}"
+    assert (len(calls), len(stepped), step.description) == (3, steps, f"train_step(model, batch){says}")
 
 
 class Model(nn.Module):
@@ -80,21 +78,9 @@ class Model(nn.Module):
         return self.wrap(logits) if labels is None else self.wrap(logits, functional.cross_entropy(logits, labels))
 
 
-class WithLoss(dict):
-    """As of transformers: an object with the loss."""
-
-    def __init__(self, logits, loss=None):
-        super().__init__(logits=logits, loss=loss)
-        self.loss = loss
-
-
 class OutputOnly(Model):
     def forward(self, image):
         return super().forward(image)
-
-
-def plain(out=CLASSES):
-    return nn.Linear(IN, out)
 
 
 def pair(logits, loss=None):
@@ -102,7 +88,12 @@ def pair(logits, loss=None):
     return logits, loss
 
 
-CONV = nn.Conv2d(2, CLASSES, 1)
+def with_loss(logits, loss=None):
+    """As of transformers: an object with the loss."""
+    return SimpleNamespace(logits=logits, loss=loss)
+
+
+plain, CONV = functools.partial(nn.Linear, IN, CLASSES), nn.Conv2d(2, CLASSES, 1)
 SMOOTHED = functools.partial(functional.cross_entropy, label_smoothing=0.1)
 ENTROPY = "cross_entropy(model(x), y)"
 
@@ -112,8 +103,8 @@ ENTROPY = "cross_entropy(model(x), y)"
     [
         (plain(), (X, Y), None, ENTROPY),
         (nn.DataParallel(plain()), (X, Y), None, ENTROPY),
-        (plain(1), (X, Y > 1), None, "binary_cross_entropy_with_logits(model(x), y)"),
-        (plain(1), (X, torch.rand(N).double()), None, "mse_loss(model(x), y)"),
+        (nn.Linear(IN, 1), (X, Y > 1), None, "binary_cross_entropy_with_logits(model(x), y)"),
+        (nn.Linear(IN, 1), (X, torch.rand(N).double()), None, "mse_loss(model(x), y)"),
         (CONV, (IMAGES, MASKS), None, ENTROPY),
         (plain(), (torch.rand(N, 7, IN), torch.zeros(N, 7).long()), None, ENTROPY),  # tokens
         (OutputOnly(pair), [X, Y.byte()], None, ENTROPY),
@@ -122,7 +113,7 @@ ENTROPY = "cross_entropy(model(x), y)"
         (OutputOnly(pair), (X, Y), lambda out, y: functional.cross_entropy(out[0], y), "<lambda>(model(x), y)"),
         (Model(pair), (X, Y), None, "model(x, y)"),
         (Model(pair), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x), y)"),
-        (Model(WithLoss), {"inputs": X, "labels": Y}, None, "model(**batch).loss"),
+        (Model(with_loss), {"inputs": X, "labels": Y}, None, "model(**batch).loss"),
     ],
 )
 def test_a_customary_batch_and_model_are_trained_as_is_shown(model, batch, loss_fn, says):
@@ -138,9 +129,9 @@ def test_a_customary_batch_and_model_are_trained_as_is_shown(model, batch, loss_
         (plain(), None, object()),
         (plain(), None, (X, X, Y)),
         (nn.Bilinear(IN, IN, CLASSES), nn.CrossEntropyLoss(), (X, Y)),
-        (plain(IN), nn.MSELoss(), X),  # an autoencoder's, or of the output alone
+        (nn.Linear(IN, IN), nn.MSELoss(), X),  # an autoencoder's, or of the output alone
         (plain(), None, {"image": X, "label": Y}),
-        (Model(WithLoss), nn.CrossEntropyLoss(), {"inputs": X, "labels": Y}),
+        (Model(with_loss), nn.CrossEntropyLoss(), {"inputs": X, "labels": Y}),
         (plain(), None, (X, torch.rand(N, 7))),
         (OutputOnly(lambda out: {"a": out, "b": out}), None, (X, Y)),
         (nn.Linear(9, 2), None, (X, Y)),
@@ -176,12 +167,7 @@ def test_a_train_step_gets_the_batch_as_the_loader_gives_it_and_that_nothing_is_
 
 @pytest.mark.process
 def test_a_step_that_raises_later_ends_the_run_as_training_would():
-    done = []
-
-    def step(model, batch):
-        done.append(1)
-        if len(done) == 30:
-            raise IndexError("Target 99 is out of bounds.")
-
-    with pytest.raises(WorkloadError, match="IndexError: Target 99 is out of bounds"):
-        run(workload([X[0]] * 64, training=TrainingSide(train_step=step)), *[ALONE] * 9)
+    left = iter(range(30))
+    side = TrainingSide(train_step=lambda model, batch: 1 / (29 - next(left)))
+    with pytest.raises(WorkloadError, match="ZeroDivisionError: division by zero"):
+        run(workload([X[0]] * 64, training=side), *[ALONE] * 9)

@@ -1,7 +1,8 @@
-"""What a dataset holds, or does when it is finalised, is as it was after bursts have read copies of it, or forks."""
+"""What a dataset holds is as it was after bursts have read copies of it, or forks; every byte is copied once."""
 
 import gc
 import multiprocessing
+import os
 import re
 import socket
 import sqlite3
@@ -13,10 +14,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from autotune_loader.bursts.packing import TooLargeError, read_archive, write_archive
 from autotune_loader.values.errors import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, opened, run, workload
 
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 LENGTH = 64
 
 
@@ -89,6 +91,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_dataset_holds_is_as_it_was(kind, tmp_path):
     make, read, is_as_before, may_have_workers, says = KINDS[kind]
@@ -99,7 +102,6 @@ def test_what_a_dataset_holds_is_as_it_was(kind, tmp_path):
     configs = (ALONE, ONE_WORKER, ALONE) if may_have_workers else (ALONE, ALONE)
     probe, _ = run(workload(Numbers(held, read)), *configs)
     gc.collect()
-    # THEN it is as before, and it was found out whether workers read the same
     assert is_as_before(held)
     assert (probe.warmup.most_workers is None) is may_have_workers, probe.notes
     assert re.search(says, " ".join(probe.notes))
@@ -107,6 +109,7 @@ def test_what_a_dataset_holds_is_as_it_was(kind, tmp_path):
         getattr(held, name, lambda: None)()
 
 
+@pytest.mark.process
 def test_what_no_other_process_can_read_is_named():
     says = r"^dataset\.held cannot be taken to another process .*make it on first use in each process"
     ours, other = socket.socketpair()
@@ -115,3 +118,55 @@ def test_what_no_other_process_can_read_is_named():
         with pytest.raises(WorkloadError, match=says), opened(workload(dataset)):
             pass
         assert dataset[0] == 7  # nobody has taken anything of it
+
+
+MIB = 1 << 20
+
+
+def written(value, max_bytes=256 * MIB):
+    """The value as it is read, and the bytes of its file."""
+    with os.fdopen(os.memfd_create("test"), "rb") as file:
+        write_archive(file.fileno(), value, max_bytes)
+        return read_archive(file.fileno()), os.fstat(file.fileno()).st_size
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        torch.zeros(0),
+        torch.rand(30, 30).T,
+        torch.ones(9, 9, dtype=torch.bfloat16)[::2],
+        torch.nn.Parameter(torch.rand(99)),
+        torch.rand(99, dtype=torch.complex64).conj(),
+        torch.rand(9, 9).to_sparse(),
+    ],
+)
+def test_unusual_tensors_travel(held):
+    with torch.device("cpu" if held.is_sparse else "meta"):  # a default of the caller's, such as "cuda"
+        back, _ = written(held)
+    assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
+    for name in ("dtype", "requires_grad", "layout", "__class__"):
+        assert getattr(back, name) == getattr(held, name)
+
+
+def test_shared_memory_travels_once_and_a_map_of_a_file_by_its_name_and_the_file_is_safe(tmp_path):
+    rows = torch.rand(1000, 4096)
+    back, size = written(list(rows))
+    assert size < rows.nbytes + MIB
+    assert all(torch.equal(a, b) for a, b in zip(rows, back, strict=True))
+
+    path = tmp_path / "tokens.bin"
+    np.arange(MIB, dtype=np.int64).tofile(path)
+    tokens = np.memmap(path, dtype=np.int64, mode="r+")
+    (whole, part), size = written([tokens, tokens[1000:2000]])
+    assert size < MIB // 8
+    assert np.array_equal(whole, tokens)
+    assert np.array_equal(part, tokens[1000:2000])
+    whole[0] = 7
+    assert np.fromfile(path, dtype=np.int64)[0] == 0
+
+
+@pytest.mark.parametrize("held", [torch.zeros(MIB), b"x" * 2 * MIB, ["word"] * MIB])
+def test_what_is_too_large_is_refused_with_its_limit(held):
+    with pytest.raises(TooLargeError, match="larger than 1 MiB"):
+        written(held, MIB)

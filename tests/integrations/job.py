@@ -1,7 +1,5 @@
 """The job of the tests of this folder: samples that are waited for, a model that fits them, and what a live change shows."""
 
-from __future__ import annotations
-
 import time
 
 import torch

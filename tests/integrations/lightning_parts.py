@@ -1,7 +1,5 @@
 """A module and its data for Lightning, whose import takes seconds: tests import this file when they run."""
 
-from __future__ import annotations
-
 import lightning.pytorch as lightning
 import torch
 from torch.utils.data import DataLoader
@@ -47,17 +45,11 @@ class Points(lightning.LightningDataModule):
         assert state == {"rows": len(self.dataset)}
 
 
-def noted(name):
-    plain = getattr(Points, name)
-
-    def hook(self, *args, **kwargs):
-        self.called.add(name)
-        return plain(self, *args, **kwargs)
-
-    return hook
+def noted(name, plain):
+    return lambda self, *args, **kwargs: self.called.add(name) or plain(self, *args, **kwargs)
 
 
 HOOKS = {"prepare_data", "setup", "teardown", "val_dataloader", "state_dict", "load_state_dict"}
 HOOKS |= {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
 for _name in HOOKS:
-    setattr(Points, _name, noted(_name))
+    setattr(Points, _name, noted(_name, getattr(Points, _name)))

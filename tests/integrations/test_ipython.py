@@ -1,7 +1,5 @@
 """`%%watch` in IPython's own shell."""
 
-from __future__ import annotations
-
 import pytest
 
 interactiveshell = pytest.importorskip("IPython.core.interactiveshell")

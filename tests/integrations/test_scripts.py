@@ -1,7 +1,5 @@
 """Scripts that use the real libraries, unchanged: who makes the loader does not matter, it bears the user's line."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

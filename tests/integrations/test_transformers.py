@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from report.example import synthetic_result
@@ -57,12 +55,8 @@ def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains_with_untouched_we
 def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, monkeypatch):
     samplers = [type(plain_loader(trainer_of(FEW, kind)).sampler).__name__ for kind in (transformers.Trainer, Own)]
     assert samplers == ["RandomSampler", "SequentialSampler"]
-    was_on = []
-
-    def tuned(*_, **__):
-        was_on.append(torch.is_autocast_enabled("cpu"))
-        return synthetic_result()
-
+    was_on, result = [], synthetic_result()
+    tuned = lambda *_, **__: was_on.append(torch.is_autocast_enabled("cpu")) or result  # noqa: E731
     monkeypatch.setattr(integration, "tune", tuned)
     trainer = trainer_of(FEW, Own, bf16=True)
     # WHEN it is tuned THEN bursts train in bf16, and what they leave out is said, unless a step was given

@@ -35,22 +35,21 @@ def in_fork(run):
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda path, scratch: path.with_name("new").touch(), id="new file"),
-        pytest.param(lambda path, scratch: os.truncate(path, 0), id="truncate"),
-        pytest.param(lambda path, scratch: path.unlink(), id="unlink"),
-        pytest.param(lambda path, scratch: path.rename(scratch / "away"), id="rename away"),
-        pytest.param(lambda path, scratch: os.link(path, scratch / "linked"), id="link away"),
-        pytest.param(lambda path, scratch: path.with_name("folder").mkdir(), id="mkdir"),
-        pytest.param(lambda path, scratch: subprocess.check_call(f"echo changed >> {path}", shell=True), id="program"),
+        lambda path, scratch: path.with_name("new").touch(),
+        lambda path, scratch: os.truncate(path, 0),
+        lambda path, scratch: path.unlink(),
+        lambda path, scratch: path.rename(scratch / "away"),
+        lambda path, scratch: os.link(path, scratch / "linked"),
+        lambda path, scratch: path.with_name("folder").mkdir(),
+        lambda path, scratch: subprocess.check_call(f"echo changed >> {path}", shell=True),
     ],
+    ids=("new file", "truncate", "unlink", "rename away", "link away", "mkdir", "program"),
 )
 def test_files_are_changed_in_the_given_places_only(change, tmp_path):
-    # GIVEN a file of the user's and a place that may be written to
     mine, scratch = tmp_path / "last.pt", tmp_path / "scratch"
     mine.write_text("mine")
     scratch.mkdir()
 
-    # WHEN a confined process changes both
     def confined(_):
         held, raised = elsewhere.write_only_in([scratch, "/dev", tmp_path / "is not there"]), ""
         try:
@@ -60,23 +59,19 @@ def test_files_are_changed_in_the_given_places_only(change, tmp_path):
         (scratch / "ok").touch()
         return held, raised in ("PermissionError", "OSError", "CalledProcessError"), mine.read_text()
 
-    # THEN the user's is what it was, and reading it works
     assert in_fork(confined) == (True, True, "mine")
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["last.pt", "ok", "scratch"]
 
 
 def test_inherited_pipes_and_sockets_lead_nowhere_but_ours():
-    # GIVEN a socket of the user's, and one that is ours
-    theirs, peer = socket.socketpair()
-    ours, other = socket.socketpair()
+    def use(answer):
+        elsewhere.cut_channels([ours.fileno(), answer])
+        os.write(theirs.fileno(), b"to nobody")
+        ours.send(b"heard")
+
+    # GIVEN a socket of the user's, and one that is ours WHEN a fork writes to both THEN only ours is heard
+    (theirs, peer), (ours, other) = socket.socketpair(), socket.socketpair()
     with theirs, peer, ours, other:
-
-        def use(answer):
-            elsewhere.cut_channels([ours.fileno(), answer])
-            os.write(theirs.fileno(), b"to nobody")
-            ours.send(b"heard")
-
-        # WHEN a fork writes to both THEN only ours is heard
         in_fork(use)
         peer.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -85,7 +80,6 @@ def test_inherited_pipes_and_sockets_lead_nowhere_but_ours():
 
 
 def test_a_process_whose_parent_is_gone_already_ends_at_once():
-    # WHEN a process asks to end with a parent that is not its own any more THEN it ends
     code = "from autotune_loader.machine.elsewhere import die_with_parent; die_with_parent(1 << 22); print('lives')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (1, "")

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -42,13 +41,12 @@ def test_a_tree_has_used_what_its_processes_have_and_the_gone_count_nothing(tmp_
 
 @pytest.mark.process
 def test_this_process_and_its_children_are_a_tree_with_what_the_system_says():
-    with subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1) as child:
-        child.stdout.readline()
+    with subprocess.Popen(["cat"], stdin=-1) as child:
         own, both = tree_use([os.getpid()]), tree_use(tree(os.getpid()))
         assert both.rss_bytes > own.rss_bytes > 1 << 20
         assert own.cpu_s == pytest.approx(sum(os.times()[:4]), abs=0.1)
         assert tree_pss([child.pid]) is not None
-        child.communicate(b"\n")
+        child.communicate()
 
 
 @pytest.mark.parametrize(
@@ -65,11 +63,9 @@ def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(rss_bytes, pss_bytes
     # GIVEN a tree that is as large as a test says, looked at every 5 ms
     looks, raised = [], []
     use = TreeUse(cpu_s=1.0, rss_bytes=rss_bytes)
-    monkeypatch.setattr(processes, "PERIOD_S", 0.005)
-    monkeypatch.setattr(processes, "SUSPICION_S", 0.0)
-    monkeypatch.setattr(processes, "tree_use", lambda members: looks.append(members) or use)
-    monkeypatch.setattr(processes, "tree_pss", lambda _members: pss_bytes)
-    # WHEN it may have 100 bytes
+    used, pss = (lambda members: looks.append(members) or use), (lambda _members: pss_bytes)
+    for name, value in {"PERIOD_S": 0.005, "SUSPICION_S": 0.0, "tree_use": used, "tree_pss": pss}.items():
+        monkeypatch.setattr(processes, name, value)
     with MemoryGuard(os.getpid(), 100, lambda: raised.append(True)):
         while len(looks) < 5 and not raised:
             time.sleep(0.005)
@@ -118,8 +114,7 @@ def test_shares_and_bytes_are_those_of_the_window_alone(monkeypatch):
     walks = len(machine.walks)
     watched.open()
     machine.at(8.0, 15.0, {1: (5.0, 50), WORKER: (4.0, 920), LATE: (1.0, 100)})
-    # THEN its beginning asks known processes only
-    assert len(machine.walks) == walks
+    assert len(machine.walks) == walks, "its beginning asks known processes only"
     # WHEN it is closed THEN the tree has had 1.5 of 2 usable cores, and a quarter of the CPUs was others' work
     found = watched.closed(MEASURED)
     assert (found.cpu_share, found.foreign_cpu_share) == pytest.approx((0.75, 0.25))

@@ -1,7 +1,5 @@
 """A finished run on a simulated machine, with everything that a report can show; nothing of it comes from a tuner."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -34,7 +32,7 @@ KILLED = Failure(kind="oom_killed", phase="first_batch", message="the kernel's O
 MACHINE = Fingerprint(usable_cores=4, memory_bytes=16 << 30, torch="2.6.0", dataset="photos.Photos[1200]")
 
 
-def exactly(value: float, count: int = 20) -> Interval:
+def exactly(value, count=20):
     """A rate without doubt."""
     return Interval(value=value, low=value, high=value, count=count)
 
@@ -52,7 +50,7 @@ def ran(config, rate, number=0, in_round=None, **changes):
 
 
 @functools.cache
-def synthetic_result() -> TuningResult:
+def synthetic_result():
     """Four bursts, three rounds of three, two failures."""
     probe = SimulatedProbe(SimulatedMachine(noise_sd=0.03), FakeClock(), epoch_batches=10_000)
     ran = [(config, None) for config in SEARCHED] + [(config, number) for number in range(3) for config in ROUNDS]

@@ -1,7 +1,5 @@
 """No result contradicts itself: simulated searches on quiet and busy machines. What was not measured (None) is not asked."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -38,8 +36,7 @@ def contradictions(result):
 
 
 def _of_the_bottleneck(found, wait):
-    gains = [each for each in (wait, found.gain) if each is not None]
-    if not gains:
+    if not (gains := [each for each in (wait, found.gain) if each is not None]):
         return
     if found.kind == "step":
         contradicts = max(gains) > 2 * LITTLE and (wait is None or wait > LITTLE)

@@ -1,7 +1,5 @@
 """Pictures, by what is drawn in them."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from dataclasses import replace
@@ -49,9 +47,8 @@ def test_every_picture_can_be_drawn_and_leaves_the_users_style_and_pyplot_alone(
     assert whole.x0 <= box.x0 < box.x1 <= whole.x1
     assert whole.y0 <= box.y0 < box.y1 <= whole.y1
     # Where nothing was tried, or nothing worked, it says why it is empty.
-    failed = replace(EMPTY, trials=result.trials[-2:])
-    for bare in () if draw is plots.plot_timeline else (EMPTY, failed):
-        assert draw(bare).axes[0].texts
+    for bare in (EMPTY, replace(EMPTY, trials=result.trials[-2:])):
+        assert draw is plots.plot_timeline or draw(bare).axes[0].texts
     assert dict(matplotlib.rcParams) == before
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
 
@@ -72,9 +69,7 @@ def test_workers_shows_what_ran_by_the_rounds_where_there_are_any_and_joins_only
     assert [count for count, _ in points(axes, "failed")] == [48, 64]
     assert [count for count, _ in points(axes, "predicted, prefetch 2")] == list(range(9))
     assert points(plots.plot_workers(replace(result, machine=None)).axes[0], "predicted, prefetch 2") == []
-
-
-def test_a_ceiling_far_above_is_told_instead_of_drawn_so_that_rates_are_not_pressed_flat(result):
+    # AND a ceiling far above is told instead of drawn, so that rates are not pressed flat
     figure = plots.plot_workers(replace(result, ceiling=exactly(1e6)))
     assert figure.axes[0].get_ylim()[1] < 2 * result.rate.value
     assert any("1.00M/s, far above" in text.get_text() for text in figure.legends[0].get_texts())
@@ -83,8 +78,7 @@ def test_a_ceiling_far_above_is_told_instead_of_drawn_so_that_rates_are_not_pres
 def test_stages_are_drawn_longest_first_and_no_more_than_can_be_read(result):
     drawn = [tick.get_text() for tick in plots.plot_stages(result).axes[0].get_yticklabels()]
     assert drawn == ["Flip", "read", "decode"]  # from the bottom
-    many = plots.plot_stages(replace(result, stages=STAGES * MOST_ROWS))
-    assert len(many.axes[0].texts) == MOST_ROWS
+    assert len(plots.plot_stages(replace(result, stages=STAGES * MOST_ROWS)).axes[0].texts) == MOST_ROWS
 
 
 @pytest.mark.parametrize("trial", [None, 0, 1], ids=["of the choice", "without workers", "with a worker"])
@@ -105,8 +99,7 @@ def test_timeline_shows_the_end_of_one_burst_without_overlap_in_any_process(tria
 
 
 def test_where_there_is_no_timeline_it_says_why(result):
-    failed = result.trials[-1].number
-    with pytest.raises(ValueError, match=f"trial={failed} has no single batches; these have some: 0, 1"):
-        plots.plot_timeline(result, trial=failed)
+    with pytest.raises(ValueError, match="trial=14 has no single batches; these have some: 0, 1"):
+        plots.plot_timeline(result, trial=14)
     with pytest.raises(ValueError, match=r"which loader\.json does not hold"):
         plots.plot_timeline(TuningResult.from_dict(result.to_dict()))

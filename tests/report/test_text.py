@@ -1,13 +1,15 @@
-"""A result as text: the table as drawn, what is special, and never wider than a terminal."""
+"""A result as text: the table as drawn, what is special, and never wider than a terminal; lines of progress."""
 
-from __future__ import annotations
-
+import logging
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from report.example import FULL, exactly, ran
+from report.example import FULL, KILLED, exactly, ran
 
 from autotune_loader.diagnosis import Source, Undecided
+from autotune_loader.report.progress import make_progress
 from autotune_loader.report.text import configurations_of, report_of
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
@@ -138,19 +140,63 @@ broken failed: user_exception: no such file
 cached is 3.00x (2.77x to 3.24x) as fast as now in 4 paired rounds."""
 
 
-def test_a_comparison_is_a_table_and_a_sentence_for_each_side():
+def test_a_comparison_is_a_table_and_a_sentence_for_each_side_and_a_frame():
     assert COMPARED.report().startswith(COMPARISON)
     assert "cached: Bottleneck: CPU." in COMPARED.report()
     assert "No side worked." in Comparison(sides=SIDES[2:]).report()
     assert str(COMPARED).endswith("in 4 paired rounds. comparison.report() has the table.")
-    assert COMPARED["cached"].config == TWO
     with pytest.raises(KeyError, match="'warm' is no side; 'now', 'cached', 'broken' would work"):
         COMPARED["warm"]
-
-
-def test_a_comparison_is_a_frame_with_a_row_for_each_side():
     frame = COMPARED.to_dataframe().set_index("side")
     assert list(frame.index) == ["now", "cached", "broken"]
     assert frame.loc["cached", "ratio"] == pytest.approx(3.0, rel=0.01)
     assert frame.loc["broken", ["rate", "ratio", "wait_share"]].isna().all()
     assert (frame.loc["broken", "error"], frame.loc["now", "bottleneck"]) == ("user_exception: no such file", "cpu")
+
+
+FOUR = LoaderConfig(num_workers=4, prefetch_factor=4)
+FAILED = ran(LoaderConfig(num_workers=16), KILLED, 3)
+LINES = """\
+config [/red] [bold]
+trial   0  0 workers                             389/s ± 2.0 %      best 389/s  55 s left
+trial   1  4 workers, prefetch 4                 1,308/s ± 2.0 %    best 1,308/s  53 s left
+trial   3  16 workers, prefetch 2                failed: oom killed  best 1,308/s  50 s left
+round   1  4 workers, prefetch 4                 1,300/s   fastest of 2  20 s left
+round   2  nothing worked
+"""
+FIRST = ran(NONE, ratio(389.0, 381.2, 396.8), 0)
+SECOND = ran(FOUR, ratio(1308.0, 1281.8, 1334.2), 1)
+TERMINAL = {"isatty": lambda: True}
+Shell = type("TerminalInteractiveShell", (), {})
+Kernel = type("ZMQInteractiveShell", (), {})
+Colab = type("Shell", (Kernel,), {})
+
+
+@pytest.mark.parametrize(
+    ("asked", "stderr", "shell", "rank", "shown"),
+    [
+        (None, TERMINAL, Shell, 0, "printed"),
+        (None, {}, Shell, 0, "logged"),
+        (None, {}, Kernel, 0, "printed"),
+        (None, {}, Colab, 0, "printed"),
+        (False, TERMINAL, Kernel, 0, "logged"),
+        (True, {}, Shell, 0, "printed"),
+        (True, TERMINAL, Shell, 1, "nowhere"),
+    ],
+)
+def test_who_gets_the_lines(asked, stderr, shell, rank, shown, monkeypatch, caplog):
+    made, printed = shell(), []
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: made))
+    monkeypatch.setenv("TERM", "xterm")
+    # All that a script may put in stderr's place.
+    stream = SimpleNamespace(write=printed.append, flush=lambda: None, **stderr)
+    with caplog.at_level(logging.INFO, logger="autotune_loader"):
+        progress = make_progress(asked, rank=rank, stream=stream)
+        progress.announce("config [/red] [bold]")  # square brackets are text
+        progress.trial(FIRST, FIRST, 55.0)
+        progress.trial(SECOND, SECOND, 53.4)
+        progress.trial(FAILED, SECOND, 50.0)
+        progress.round(1, {FOUR: 1300.0, NONE: 390.0}, 20.0)
+        progress.round(2, {}, 20.0)
+    assert "".join(printed) == (LINES if shown == "printed" else "")
+    assert [record.message for record in caplog.records] == (LINES.splitlines() if shown == "logged" else [])

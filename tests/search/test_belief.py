@@ -14,7 +14,7 @@ from autotune_loader.values.measurement import Failure, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
-CONTEXT = Context(usable_cores=4, step_s=0.001)
+CONTEXT, PINS = Context(usable_cores=4, step_s=0.001), Space(pin_memory=(False, True))
 
 
 def ratio(belief, one, other):
@@ -30,19 +30,9 @@ def draws_of(means, sd):
     return Draws(keys=tuple(range(len(means))), paths=np.array(means) + np.array(sd) * off, noise_sd=0.03)
 
 
-# The choice
-
-
 @pytest.mark.parametrize(
     ("deficit", "sd", "is_equal"),
-    [
-        (0.001, 0.004, True),
-        (0.015, 0.002, True),
-        (0.019, 0.0001, True),
-        (0.021, 0.0001, False),
-        (0.03, 0.004, False),
-        (0.015, 0.03, False),
-    ],
+    [(0.001, 0.004, True), (0.019, 0.0001, True), (0.021, 0.0001, False), (0.03, 0.004, False), (0.015, 0.03, False)],
 )
 def test_equally_fast_within_2_percent_means_what_it_says(deficit, sd, is_equal):
     # GIVEN few workers that are so much slower than many, as surely as that (B4: 0.4 % used to be the limit)
@@ -67,13 +57,10 @@ def test_the_choice_on_a_machine_is_near_the_best_and_cheap():
     assert (Belief(Space(), CONTEXT, []).choice, Belief(Space(), CONTEXT, []).shortlist()) == (None, [])
 
 
-# What to measure
-
-
 def test_the_gradient_counts_only_what_a_burst_can_teach():
     # GIVEN two that differ by a constant, however uncertain both are: no burst can tell more of it (B3)
-    common = np.random.default_rng(0).standard_normal(PATHS)
-    draws = Draws(keys=(0, 1), paths=np.stack([0.03 * common, 0.01 + 0.03 * common], axis=1), noise_sd=0.03)
+    common = 0.03 * np.random.default_rng(0).standard_normal(PATHS)
+    draws = replace(draws_of([0.0, 0.01], 0.0), paths=np.stack([common, 0.01 + common], axis=1))
     assert draws.knowledge_gradient(0) == pytest.approx([0.0, 0.0], abs=1e-4)
     # AND where they are apart by luck of their own, a burst is worth something, and of the more uncertain one more
     gains = draws_of([0.0, 0.01, 0.01], [0.001, 0.02, 0.06]).knowledge_gradient(0)
@@ -96,11 +83,9 @@ FAILURES = {
 @pytest.mark.parametrize(("kind", "failed", "succeeded", "knobs", "most"), FAILURES.values(), ids=FAILURES)
 def test_a_failure_bounds_the_workers_that_are_tried(kind, failed, succeeded, knobs, most):
     broken = with_workers(failed, **knobs)
-    failure = Failure(kind=kind, phase="batches", message="no")
+    space, failure = replace(PINS, batch_sizes=(None, 64)), Failure(kind=kind, phase="batches", message="no")
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(succeeded, 8))
-    belief = Belief(
-        Space(pin_memory=(False, True), batch_sizes=(None, 64)), CONTEXT, [*trials, Trial.of(9, broken, failure)]
-    )
+    belief = Belief(space, CONTEXT, [*trials, Trial.of(9, broken, failure)])
     assert belief.most_workers == most
     # THEN neither it nor anything beyond is proposed or chosen (B8)
     assert broken.key() not in belief.configs
@@ -113,9 +98,6 @@ def test_workers_beyond_use_or_beyond_the_batches_of_an_epoch_are_no_candidates(
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8))
     for context, most in ((CONTEXT, 1.5 * 4 + 4), (replace(CONTEXT, epoch_batches=3), 3)):
         assert max(config.num_workers for config in Belief(Space(), context, trials).configs) <= most
-
-
-# What observations make of a belief
 
 
 @pytest.mark.parametrize(("last", "most"), [(50.0, 0.2 * np.log(2.0) / 4), (98.0, 0.01)], ids=["disturbed", "alike"])
@@ -145,16 +127,13 @@ def test_beliefs_hold_the_truth_as_often_as_they_say():
 
 def test_a_knob_that_the_twin_does_not_know_is_measured_and_only_then_believed():
     # GIVEN pinning that was measured to be 10 % faster beside the same without
-    space = Space(pin_memory=(False, True))
     plain, pinned = with_workers(4, 8), with_workers(4, 8, pin_memory=True)
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8), plain)
-    assert abs(ratio(Belief(space, CONTEXT, trials), pinned, plain)[0]) < 0.01
+    assert abs(ratio(Belief(PINS, CONTEXT, trials), pinned, plain)[0]) < 0.01
     seen = trials[2].measurement
-    rate = seen.samples_per_s
-    ten_percent = {name: 1.1 * getattr(rate, name) for name in ("value", "low", "high")}
-    faster = replace(seen, samples_per_s=replace(rate, **ten_percent))
+    faster = replace(seen, samples_per_s=replace(seen.samples_per_s, value=1.1 * seen.samples_per_s.value))
     rounds = [Trial.of(20 + i, c, m, round=i // 2) for i, (c, m) in enumerate([(plain, seen), (pinned, faster)] * 3)]
-    after = Belief(space, CONTEXT, [*trials, *rounds])
+    after = Belief(PINS, CONTEXT, [*trials, *rounds])
     # THEN it is believed of other numbers of workers, too
     assert ratio(after, pinned, plain)[0] > 0.06
     assert ratio(after, with_workers(3, 8, pin_memory=True), with_workers(3, 8))[0] > 0.04
@@ -199,21 +178,18 @@ def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough(dra
 
 
 KEEPING_UP = {
-    "they keep up": ([observed(ENOUGH)], 1.0, True),
-    "the loop waits 8 % of the time behind slow batches": ([observed(ENOUGH)], 0.92, False),
-    "rare slow batches in another burst": (
-        [observed(ENOUGH, batches=30), observed(MANY, batches=30, slow=2)], 1.0, False,
-    ),
-    "a step that is too quick for them": ([observed(ENOUGH, step_s=0.006), observed(MANY)], 1.0, False),
-    "what they hide is only that a batch travels": (
-        [observed(ENOUGH, step_s=0.007, receive_s=0.0035), observed(MANY)], 1.0, False,
-    ),
-    "a moment in which everything was quicker": ([observed(ENOUGH), observed(MANY, faster=1.3)], 1.0, True),
-}  # fmt: skip
+    "they keep up": ({}, None, 1.0, True),
+    "the loop waits 8 % of the time behind slow batches": ({}, None, 0.92, False),
+    "rare slow batches in another burst": ({"batches": 30}, {"batches": 30, "slow": 2}, 1.0, False),
+    "a step that is too quick for them": ({"step_s": 0.006}, {}, 1.0, False),
+    "what they hide is only that a batch travels": ({"step_s": 0.007, "receive_s": 0.0035}, {}, 1.0, False),
+    "a moment in which everything was quicker": ({}, {"faster": 1.3}, 1.0, True),
+}
 
 
-@pytest.mark.parametrize(("bursts", "use", "are_enough"), KEEPING_UP.values(), ids=KEEPING_UP)
-def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(bursts, use, are_enough):
+@pytest.mark.parametrize(("enough", "many", "use", "are_enough"), KEEPING_UP.values(), ids=KEEPING_UP)
+def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(enough, many, use, are_enough):
+    bursts = [observed(ENOUGH, **enough)] + ([] if many is None else [observed(MANY, **many)])
     paths = draws_with(bursts, use=use).paths
     # THEN 5 workers lose nothing against 16, in the mean of the truths that may be
     lost = np.maximum(1 - np.exp(paths[:, 1] - paths[:, 2]), 0.0).mean()

@@ -53,9 +53,6 @@ class Bench:
         return rounds
 
 
-# Who wins
-
-
 @pytest.mark.parametrize(
     ("rates", "winner"),
     [
@@ -96,9 +93,6 @@ def test_who_the_rounds_suggest_is_let_in_but_does_not_win_by_one_burst(after, b
     assert (bench.asked.count(SOME) == 1) == (winner == FEW)
     assert MANY not in rounds.sides
     assert rounds.outcome().winner == winner
-
-
-# How long it takes
 
 
 def test_a_clear_answer_takes_two_rounds_and_one_round_claims_nothing_narrow():
@@ -144,9 +138,6 @@ def test_a_rival_that_cannot_be_faster_is_not_run_again():
     bench = Bench({FEW: 100.0, MANY: 103.0, BASELINE: 50.0}, noise=0.03)
     rounds = bench.run(beside_baseline(FEW, MANY, believe=lambda: fixed))
     assert (rounds.ended, rounds.number) == (RoundsEnd.SAFE, 2)
-
-
-# Failures
 
 
 @pytest.mark.parametrize(

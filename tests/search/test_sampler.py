@@ -34,10 +34,7 @@ def test_a_users_own_objective_is_led_near_its_best_with_few_workers_and_stopped
     assert 6 <= choice.num_workers <= 12
     # THEN every trial is one of its own: what ran is what the study says
     assert len({tuple(trial.params.items()) for trial in study.trials}) == len(study.trials)
-
-
-def test_another_sampler_can_be_stopped_too():
-    # GIVEN a study of Optuna's own sampler, which the twin only watches
+    # AND a study of Optuna's own sampler, which the twin only watches, can be stopped, too
     watching, study = TwinSampler(Space(max_workers=3)), study_with(optuna.samplers.TPESampler(seed=0))
     study.optimize(lambda trial: saturating(trial, 3), n_trials=40, callbacks=[watching.stop_when_safe])
     assert len(study.trials) < 40

@@ -43,9 +43,6 @@ def test_every_candidate_is_legal_different_and_changes_one_unmodelled_knob_at_m
         assert sum(getattr(config, name) != getattr(plain, name) for name in odd) <= 1
 
 
-# What Optuna proposes
-
-
 @pytest.mark.parametrize("space", [Space(), Space(max_workers=0), Space(max_workers=6, in_order=(True, False)), RICH])
 def test_what_a_sampler_proposes_is_exactly_what_runs_and_what_the_study_says(space):
     # GIVEN any sampler of Optuna's
@@ -74,9 +71,6 @@ def test_the_users_own_is_proposed_as_it_is(own):
     assert (space.veto(own), own in space.candidates()) == (None, True)
     # BUT no more workers than the cap are allowed to others
     assert "num_workers=8 would work" in vetoed(space, with_workers(9, 1)).message
-
-
-# What is legal
 
 
 def vetoed(space, config):
@@ -146,8 +140,6 @@ def test_costs_are_compared_as_people_would(cheaper, dearer):
     space = replace(RICH, limits=Limits(memory_bytes=64 << 30))
     assert space.cost(space.as_kept(cheaper)) < space.cost(space.as_kept(dearer))
 
-
-# What a search begins with
 
 RULES = {
     "one keeps up": ({"fetch_s": 0.04, "fetch_cpu_s": 0.0, "step_s": 0.04, "cores": 8}, with_workers(2, 4)),

@@ -66,8 +66,6 @@ def test_the_queue_agrees_with_an_event_simulation(seed, workers, prefetch):
         assert column.tolist() == event_simulation(*exact, workers=each, prefetch=deep)
 
 
-# What a burst tells
-
 BURST = simulated_trials(SimulatedMachine(batch_size=8), LoaderConfig())[0].measurement
 
 
@@ -80,9 +78,6 @@ def test_a_worker_that_has_its_order_shows_what_it_does_between_batches():
     # THEN that is part of what it can deliver
     rate = Twin.fit([seen], Context(usable_cores=4)).predict([with_workers(1, 4)]).samples_per_s[0]
     assert rate == pytest.approx(8 / 0.043, rel=0.01)
-
-
-# What the twin says
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,7 @@ Nothing here starts a process or sleeps.
 """
 
 from tests.support.simulation import FakeClock, SimulatedMachine, SimulatedProbe
-from tests.support.tuned import (
-    on_simulated_machines,
-    simulated_result,
-    simulated_run,
-    simulated_search,
-    simulated_trials,
-    with_workers,
-)
+from tests.support.tuned import on_simulated_machines, simulated_result, simulated_trials, with_workers
 
 __all__ = [
     "FakeClock",
@@ -19,8 +12,6 @@ __all__ = [
     "SimulatedProbe",
     "on_simulated_machines",
     "simulated_result",
-    "simulated_run",
-    "simulated_search",
     "simulated_trials",
     "with_workers",
 ]

@@ -38,8 +38,7 @@ class Bench:
         """Exit code, what the script printed, and the report; what was told while it ran is in `first_lines`."""
         code, output = self.run("command.py", *argv, **environ)
         self.first_lines = FIRST_LINE.findall(output)
-        output = FIRST_LINE.sub("", output)
-        printed, _, report = output.partition("\nautotune-loader ")
+        printed, _, report = FIRST_LINE.sub("", output).partition("\nautotune-loader ")
         return code, printed, report
 
     def told(self, *argv: str, **environ: str) -> tuple[str, dict[str, Any]]:

@@ -14,18 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils import data
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from autotune_loader.autoloader.batch_comparison import FIRST
 from autotune_loader.autoloader.loader import AutoLoader
@@ -72,8 +62,7 @@ class Slow(Numbers):
     """The same, waited for."""
 
     def __init__(self, samples: int, seconds: float = 0.002) -> None:
-        super().__init__(samples)
-        self.seconds = seconds
+        self.samples, self.seconds = samples, seconds
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(self.seconds)
@@ -85,8 +74,7 @@ class Where(Slow):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         info = get_worker_info()
-        who = (info.id, info.num_workers) if info else (-1, 0)
-        return torch.tensor([super().__getitem__(index)[0], *who])
+        return torch.tensor([super().__getitem__(index)[0], *((info.id, info.num_workers) if info else (-1, 0))])
 
 
 class Fetched(Numbers):
@@ -115,37 +103,29 @@ class Stream(IterableDataset[Any]):
         return iter(range(first, self.samples, step))
 
 
-class Eager:
+class Eager(Numbers):
     """A sampler that draws from all three global generators as soon as it is asked for an iterator."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(self.samples).tolist()
         random.shuffle(order)
         return iter([order[i] for i in np.random.permutation(self.samples)])
 
-    def __len__(self) -> int:
-        return self.samples
-
 
 SAMPLERS: dict[str, Callable[[Any, torch.Generator, int], Any]] = {
-    "none": lambda dataset, generator, seed: SequentialSampler(dataset),
-    "shuffle": lambda dataset, generator, seed: RandomSampler(dataset),
-    "generator": lambda dataset, generator, seed: RandomSampler(dataset, generator=generator),
-    "random": lambda dataset, generator, seed: RandomSampler(dataset, num_samples=len(dataset) * 2),
-    "replacement": lambda dataset, generator, seed: RandomSampler(dataset, replacement=True, generator=generator),
-    "subset": lambda dataset, generator, seed: SubsetRandomSampler(range(0, len(dataset), 2)),
-    "weighted": lambda dataset, generator, seed: WeightedRandomSampler(
-        [1.0 + i for i in range(len(dataset))], len(dataset)
-    ),
-    "distributed": lambda dataset, generator, seed: DistributedSampler(dataset, num_replicas=2, rank=seed % 2),
+    "none": lambda dataset, generator, seed: data.SequentialSampler(dataset),
+    "shuffle": lambda dataset, generator, seed: data.RandomSampler(dataset),
+    "generator": lambda dataset, generator, seed: data.RandomSampler(dataset, generator=generator),
+    "random": lambda dataset, generator, seed: data.RandomSampler(dataset, num_samples=len(dataset) * 2),
+    "replacement": lambda dataset, generator, seed: data.RandomSampler(dataset, replacement=True, generator=generator),
+    "subset": lambda dataset, generator, seed: data.SubsetRandomSampler(range(0, len(dataset), 2)),
+    "weighted": lambda dataset, generator, seed: data.WeightedRandomSampler(range(1, len(dataset) + 1), len(dataset)),
+    "distributed": lambda dataset, generator, seed: data.DistributedSampler(dataset, num_replicas=2, rank=seed % 2),
     "eager": lambda dataset, generator, seed: Eager(len(dataset)),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """A loader, and when it changes to what."""
 
@@ -172,26 +152,17 @@ def draw_case(seed: int, kind: str | None = None) -> Case:
         asked["persistent_workers"] = rng.random() < 0.4
     if kind in ("map", "getitems", "stream") and rng.random() < 0.3:
         asked["drop_last"] = True
-    return Case(
-        seed=seed,
-        kind=kind,
-        sampler="none" if kind == "stream" else rng.choice(list(SAMPLERS)),
-        samples=samples,
-        batch_size=batch_size,
-        epochs=epochs,
-        asked=asked,
-        changes={
-            (rng.randrange(epochs), rng.randrange(batches + 1)): draw_config(rng)
-            for _ in range(0 if kind == "stream" else rng.randint(1, 4))
-        },
-        leaves={rng.randrange(epochs): rng.randint(1, batches)} if rng.random() < 0.2 and kind != "stream" else {},
-        draws=rng.random() < 0.5,
-    )
+    sampler = "none" if kind == "stream" else rng.choice(list(SAMPLERS))
+    changes = {
+        (rng.randrange(epochs), rng.randrange(batches + 1)): draw_config(rng)
+        for _ in range(0 if kind == "stream" else rng.randint(1, 4))
+    }
+    leaves = {rng.randrange(epochs): rng.randint(1, batches)} if rng.random() < 0.2 and kind != "stream" else {}
+    return Case(seed, kind, sampler, samples, batch_size, epochs, asked, changes, leaves, draws=rng.random() < 0.5)
 
 
 def draw_config(rng: random.Random) -> LoaderConfig:
-    workers = rng.choice([0, 1, 2, 3])
-    if workers == 0:
+    if (workers := rng.choice([0, 1, 2, 3])) == 0:
         return LoaderConfig()
     return LoaderConfig(num_workers=workers, prefetch_factor=rng.randint(1, 4), persistent_workers=rng.random() < 0.3)
 
@@ -206,13 +177,12 @@ def arguments(case: Case) -> dict[str, Any]:
     asked: dict[str, Any] = {"dataset": dataset, **case.asked}
     if case.sampler in ("generator", "replacement"):
         asked["generator"] = generator
-    if case.kind == "unbatched":
-        return asked | {"sampler": sampler, "batch_size": None}
     if case.kind == "batch_sampler":
-        return asked | {"batch_sampler": BatchSampler(sampler, case.batch_size, case.seed % 2 == 0)}
-    if case.sampler in ("none", "shuffle", "generator"):
-        return asked | {"batch_size": case.batch_size, "shuffle": case.sampler != "none"}
-    return asked | {"batch_size": case.batch_size, "sampler": sampler}
+        return asked | {"batch_sampler": data.BatchSampler(sampler, case.batch_size, case.seed % 2 == 0)}
+    asked["batch_size"] = None if case.kind == "unbatched" else case.batch_size
+    if case.kind != "unbatched" and case.sampler in ("none", "shuffle", "generator"):
+        return asked | {"shuffle": case.sampler != "none"}
+    return asked | {"sampler": sampler}
 
 
 def run(case: Case, loader_class: type[Any], change: bool) -> tuple[list[Any], Any]:

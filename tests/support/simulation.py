@@ -15,10 +15,8 @@ from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, MemoryUse
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
-BASE_BYTES = 500 << 20
-"""What training needs without any worker."""
-SPIKE_FACTOR = 1.5
-"""How much slower a burst is that something disturbs."""
+BASE_BYTES = 500 << 20  # What training needs without any worker
+SPIKE_FACTOR = 1.5  # How much slower a burst is that something disturbs
 
 
 class FakeClock:
@@ -31,7 +29,7 @@ class FakeClock:
         return self.now
 
     def advance(self, seconds: float) -> float:
-        """Move on; returns the new time. Also `time.sleep` on this clock."""
+        """Move on; returns the new time."""
         assert seconds >= 0, seconds
         self.now += seconds
         return self.now
@@ -47,9 +45,7 @@ class SimulatedMachine:
     batch_size: int = 32
     cpu_s: float = 0.04  # CPU seconds of a worker, alone on the machine
     wait_s: float = 0.0  # Seconds in which a worker waits for storage or the network
-    service_cv: float = (
-        0.1  # Coefficient of variation of a batch's service time (log-normal, a property of its samples)
-    )
+    service_cv: float = 0.1  # Coefficient of variation of a batch's service time, a property of its samples
     tail_share: float = 0.0  # Share of batches that take `tail_factor` times as long
     tail_factor: float = 5.0
     receive_s: float = 0.0005  # Seconds in which the training loop takes a ready batch over
@@ -66,8 +62,9 @@ class SimulatedMachine:
     noise_sd: float = 0.0  # Relative standard deviation between bursts of one configuration
     drift_per_hour: float = 0.0  # Relative growth of all times per hour of the probe's clock
     spike_share: float = 0.0  # Share of bursts that something disturbs
-    neighbours: float | None = None
-    """Cores that processes of others want. None: the machine has no meter of CPU use, and nobody else runs on it."""
+    neighbours: float | None = (
+        None  # Cores that others want; None: they want none, and nothing measures the use of CPUs
+    )
     neighbours_share: float = 1.0  # Share of bursts beside which they run
     fails: Callable[[LoaderConfig], Failure | None] | None = None  # Configurations that fail, and how
 
@@ -79,14 +76,11 @@ class SimulatedProbe:
     the twin's formulas. Its dataset has `epoch_batches` batches, or never ends where that is None.
     """
 
-    def __init__(
-        self, machine: SimulatedMachine, clock: FakeClock, *, seed: int = 0, epoch_batches: int | None = None
-    ) -> None:
+    def __init__(self, machine, clock, *, seed=0, epoch_batches=None) -> None:
         self.machine, self.epoch_batches = machine, epoch_batches
         self.bursts: list[LoaderConfig] = []
         """Every configuration that was asked for, in order."""
-        self._clock, self._rng = clock, random.Random(seed)
-        self._truths: dict[LoaderConfig, float] = {}
+        self._clock, self._rng, self._truths = clock, random.Random(seed), dict[LoaderConfig, float]()
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train for a moment of simulated time, by which the clock moves on."""
@@ -95,12 +89,11 @@ class SimulatedProbe:
         if failure:
             self._clock.advance(self.machine.start_s)
             return failure
-        disturbed, begun = self._disturbed(), self._clock()
-        next_check, traces = begun, list[BatchTrace]()
+        disturbed, begun, traces = self._disturbed(), self._clock(), list[BatchTrace]()
+        next_check = begun
         for trace in Run(disturbed, config, self._order(plan.seed), begun, plan.prefill_s).batches():
             traces.append(trace)
-            now = trace.step_end
-            if now - begun > plan.deadline_s:
+            if (now := trace.step_end) - begun > plan.deadline_s:
                 self._clock.advance(plan.deadline_s)
                 return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
             if now >= next_check and len(traces) > 1:
@@ -112,9 +105,8 @@ class SimulatedProbe:
 
     def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
         """Step on one batch again and again."""
-        disturbed = self._disturbed()
+        disturbed, traces = self._disturbed(), list[BatchTrace]()
         begun = now = self._clock()
-        traces: list[BatchTrace] = []
         while now - begun < plan.min_s or len(traces) < 3:
             end = now + disturbed.step_seconds / disturbed.step_speed
             traces.append(Batch(0, MAIN_PROCESS, 0.0, now, now, now, now).trace(end, self.machine.batch_size))
@@ -129,8 +121,7 @@ class SimulatedProbe:
         number of `warm` ones for all configurations makes them read the same batches; without it they fill every queue.
         """
         if config not in self._truths:
-            if warm is None:
-                warm = 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
+            warm = warm or 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
             run = Run(Disturbed(self.machine, 1.0), config, self._order(0), 0.0)
             ends = [trace.step_end for trace in itertools.islice(run.batches(), warm + batches)]
             wave = min(max(config.num_workers, 1), batches // 2)
@@ -153,9 +144,7 @@ class SimulatedProbe:
         are_there = machine.neighbours and self._rng.random() < machine.neighbours_share
         return Disturbed(machine, slower, (machine.neighbours or 0.0) if are_there else 0.0)
 
-    def _measurement(
-        self, config: LoaderConfig, traces: list[BatchTrace], begun: float, disturbed: Disturbed
-    ) -> Measurement:
+    def _measurement(self, config, traces, begun, disturbed) -> Measurement:
         own, foreign = disturbed.cpu_shares(traces)
         worker_bytes = self.machine.worker_bytes + (config.prefetch_factor or 0) * self.machine.batch_bytes
         return replace(
@@ -176,8 +165,8 @@ class Disturbed:
         self.step_cores = min(machine.step_cores, machine.cores)
         self.step_seconds = machine.step_s * slower
         demand = self.step_cores + neighbours
+        # Of its own speed, what a step gets beside neighbours.
         self.step_speed = min(1.0, machine.cores / demand) if self.step_cores else 1.0
-        """Of its own speed, what a step gets beside neighbours."""
 
     def cpu_shares(self, traces: Sequence[BatchTrace]) -> tuple[float | None, float | None]:
         """What our processes and others took of the cores; None where the machine has no meter."""
@@ -216,10 +205,8 @@ class Batch:
 
     def trace(self, step_end: float, samples: int) -> BatchTrace:
         fetched = self.begun + 0.9 * (self.whole - self.begun)
-        return BatchTrace(
-            *(self.worker, self.begun, fetched, self.whole, self.cpu_s, samples),
-            *(self.requested, self.received, step_end),
-        )
+        worker = self.worker, self.begun, fetched, self.whole, self.cpu_s
+        return BatchTrace(*worker, samples, self.requested, self.received, step_end)
 
 
 class Run:
@@ -230,9 +217,7 @@ class Run:
     after the workers have started.
     """
 
-    def __init__(
-        self, disturbed: Disturbed, config: LoaderConfig, order: Iterator[int], begun: float, pause_s: float = 0.0
-    ) -> None:
+    def __init__(self, disturbed: Disturbed, config: LoaderConfig, order: Iterator[int], begun: float, pause_s=0.0):
         self.config, self.order = config, order
         self.disturbed, self.machine = disturbed, disturbed.machine
         workers = config.num_workers
@@ -246,15 +231,13 @@ class Run:
         # Workers: numbers and batches that wait for each, who has nothing to do, who has fetched nothing yet. Without any,
         # worker 0 is the training process.
         self.tasks: list[deque[tuple[int, Batch]]] = [deque() for _ in range(workers)]
-        self.idle = set(range(workers))
-        self.fresh = set(range(max(workers, 1)))
+        self.idle, self.fresh = set(range(workers)), set(range(max(workers, 1)))
         # The loop, which takes the next batch once its step is done: what is ready, and what the step is at.
         self.ready: dict[int, Batch] = {}
         self.stepping: Batch | None = None
         self.step_left = math.inf
         self.handed_out = self.received = self.done = 0
-        self.is_receiving = False
-        self.requested_at: float | None = None
+        self.is_receiving, self.requested_at = False, math.nan
 
     def batches(self) -> Iterator[BatchTrace]:
         """Every batch when its step is done."""
@@ -266,8 +249,7 @@ class Run:
         self._at(self.asked_from, lambda _: None, Batch(-1, -1))  # the loop asks after every event
         while self.done < self.handed_out:
             self._request()
-            stepped = self._advance()
-            if stepped is not None:
+            if (stepped := self._advance()) is not None:
                 yield stepped.trace(self.now, self.machine.batch_size)
 
     def _serial(self) -> Iterator[BatchTrace]:
@@ -280,9 +262,11 @@ class Run:
             batch = Batch(index, MAIN_PROCESS, cpu_s, requested, fetched, requested, fetched)
             yield batch.trace(self.now, self.machine.batch_size)
 
+    def _at(self, when: float, what: Callable[[Batch], None], batch: Batch) -> None:
+        heapq.heappush(self.timed, (when, next(self.ticks), what, batch))
+
     def _hand_out(self, worker: int) -> None:
-        number = next(self.order, None)
-        if number is None:
+        if (number := next(self.order, None)) is None:
             return
         self.tasks[worker].append((number, Batch(self.handed_out, worker)))
         self.handed_out += 1
@@ -300,30 +284,44 @@ class Run:
         batch.begun = self.now
         self._at(self.now + wait_s, self._compute, batch)
 
-    def _at(self, when: float, what: Callable[[Batch], None], batch: Batch) -> None:
-        heapq.heappush(self.timed, (when, next(self.ticks), what, batch))
+    def _compute(self, batch: Batch) -> None:
+        heapq.heappush(self.computing, (self.worked + batch.cpu_s, batch.index, batch))
 
-    def _stretched(self, running: int) -> float:
-        """How much longer computing takes beside `running` others."""
-        return 1.0 + self.machine.alpha * running + self.machine.beta * running * (running + 1)
+    def _complete(self, batch: Batch) -> None:
+        batch.whole = self.now
+        batch.cpu_s *= self._stretched(len(self.computing) + 1)
+        self._fetch(batch.worker)
+        self.ready[batch.index] = batch
+
+    def _request(self) -> None:
+        """The training loop takes the batch it wants next, where that is ready and the step lets it."""
+        if self.is_receiving or self.received > self.done or self.now < self.asked_from:
+            return
+        if math.isnan(self.requested_at):
+            self.requested_at = self.now
+        if self.received in self.ready:
+            self.is_receiving = True
+            batch = self.ready.pop(self.received)
+            self._at(self.now + self.machine.receive_s * self.disturbed.slower, self._receive, batch)
+
+    def _receive(self, batch: Batch) -> None:
+        batch.requested, batch.received = self.requested_at, self.now
+        self.is_receiving, self.requested_at = False, math.nan
+        self.received += 1
+        self._hand_out(self.handed_out % self.config.num_workers)
+        self.stepping, self.step_left = batch, self.disturbed.step_of(batch.index)
+
+    def _stretched(self, computing: int) -> float:
+        """How much longer computing takes for one of so many."""
+        others = max(0, min(computing, self.machine.cores) - 1)
+        return 1.0 + self.machine.alpha * others + self.machine.beta * others * (others + 1)
 
     def _speeds(self) -> tuple[float, float]:
         """Work per second of each computing worker and of the step."""
         computing, cores, step_cores = len(self.computing), self.machine.cores, self.disturbed.step_cores
         demand = computing + (step_cores if self.stepping is not None else 0.0) + self.disturbed.neighbours
         fair = min(1.0, cores / demand) if demand else 1.0
-        return fair / self._stretched(max(0, min(computing, cores) - 1)), fair if step_cores else 1.0
-
-    def _request(self) -> None:
-        """The training loop takes the batch it wants next, where that is ready and the step lets it."""
-        if self.is_receiving or self.received > self.done or self.now < self.asked_from:
-            return
-        if self.requested_at is None:
-            self.requested_at = self.now
-        if self.received in self.ready:
-            self.is_receiving = True
-            batch = self.ready.pop(self.received)
-            self._at(self.now + self.machine.receive_s * self.disturbed.slower, self._receive, batch)
+        return fair / self._stretched(computing), fair if step_cores else 1.0
 
     def _advance(self) -> Batch | None:
         """Go to the next event; the batch whose step that ended, if it did."""
@@ -341,25 +339,8 @@ class Run:
             return stepped
         if until_whole <= passed:
             self._complete(heapq.heappop(self.computing)[2])
-            return None
-        when, _, what, batch = heapq.heappop(self.timed)
-        self.now = max(self.now, when)  # what was added up may fall short of it by a rounding
-        what(batch)
+        else:
+            when, _, what, batch = heapq.heappop(self.timed)
+            self.now = max(self.now, when)  # what was added up may fall short of it by a rounding
+            what(batch)
         return None
-
-    def _compute(self, batch: Batch) -> None:
-        heapq.heappush(self.computing, (self.worked + batch.cpu_s, batch.index, batch))
-
-    def _complete(self, batch: Batch) -> None:
-        batch.whole = self.now
-        batch.cpu_s *= self._stretched(min(len(self.computing) + 1, self.machine.cores) - 1)
-        self._fetch(batch.worker)
-        self.ready[batch.index] = batch
-
-    def _receive(self, batch: Batch) -> None:
-        assert self.requested_at is not None
-        batch.requested, batch.received = self.requested_at, self.now
-        self.requested_at, self.is_receiving = None, False
-        self.received += 1
-        self._hand_out(self.handed_out % self.config.num_workers)
-        self.stepping, self.step_left = batch, self.disturbed.step_of(batch.index)

@@ -20,8 +20,7 @@ class Training:
     """One job on one machine; time passes only in `run`."""
 
     fetch_s: float
-    cpu: float
-    """Share of a fetch that computes."""
+    cpu: float  # Share of a fetch that computes
     step_s: float
     cores: int = 4
     hand_over_s: float = 0.0002
@@ -37,10 +36,8 @@ class Training:
     def __post_init__(self) -> None:
         self._random, self._ready, self._free = random.Random(self.seed), list[Any](), list[float]()
         self._loop: Any = None
-        self._taken = 0.0
-        """When there was room for another batch last."""
-        self._config = LoaderConfig()
-        self._left = 0
+        self._taken = 0.0  # When there was room for another batch last
+        self._config, self._left = LoaderConfig(), 0
 
     @classmethod
     def drawn(cls, seed: int) -> Training:
@@ -58,8 +55,7 @@ class Training:
 
     def tuner(self, asked: LoaderConfig, **arguments: Any) -> Tuner:
         self._config = asked
-        given = {"cores": self.cores, "epoch_batches": self.epoch_batches, **arguments}
-        return Tuner(self.log, asked, **given)
+        return Tuner(self.log, asked, **{"cores": self.cores, "epoch_batches": self.epoch_batches, **arguments})
 
     def rate(self, config: LoaderConfig) -> float:
         """Samples/s of a configuration that nobody changes."""
@@ -87,10 +83,10 @@ class Training:
         self._loop.ask(self.now)
         if tuner is not None and self.now >= tuner.wake:
             tuner.look(self.now)
-            self._apply(tuner)
+            if tuner.wanted != self._config:
+                self._apply(tuner)
         asked = self.now
-        workers = self._config.num_workers
-        if workers or self._ready:
+        if self._config.num_workers or self._ready:
             self._fill()
             end, begun, cpu, worker = heapq.heappop(self._ready)
             self.now = self._taken = max(self.now, end) + self.hand_over_s
@@ -119,8 +115,6 @@ class Training:
         self._loop.started(self.now)
 
     def _apply(self, tuner: Tuner) -> None:
-        if tuner.wanted == self._config:
-            return
         workers = tuner.wanted.num_workers
         more = max(0, workers - self.most)
         self.now += more * self.start_s
@@ -136,13 +130,12 @@ class Training:
         """Workers begin as long as there is room for what they make."""
         workers = self._config.num_workers
         room = workers * (self._config.prefetch_factor or 0)
-        while len(self._ready) < room and (len(self._ready) < self._left):
+        while len(self._ready) < min(room, self._left):
             worker = min(range(workers), key=lambda each: self._free[each])
             begun = max(self._free[worker], self._taken)
             # So many compute at once that all cores are taken: in a steady state the others wait meanwhile.
             slower = max(1.0, workers / self.cores - (1 - self.cpu) / self.cpu)
-            computing = self.fetch_s * self.cpu * slower
-            end = begun + self._noisy(self.fetch_s * (1 - self.cpu) + computing)
+            end = begun + self._noisy(self.fetch_s * (1 - self.cpu + self.cpu * slower))
             self._free[worker] = end
             heapq.heappush(self._ready, (end, begun, self.fetch_s * self.cpu, worker))
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
-
-from torch.utils.data import IterableDataset
 
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.bursts.protocol import WarmupReport
@@ -25,17 +21,10 @@ from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.errors import WorkloadError
 from autotune_loader.values.measurement import BurstPlan, Trial
+from tests.support.schedules import Stream
 from tests.support.simulation import FakeClock, SimulatedProbe
 
-START_S = 3.5
-"""What starting a probe takes of a budget."""
-
-
-class Endless(IterableDataset[Any]):
-    """A stream, whose epochs have no length."""
-
-    def __iter__(self):
-        return itertools.count()
+START_S = 3.5  # What starting a probe takes of a budget
 
 
 def with_workers(count, prefetch=2, **more):
@@ -46,23 +35,15 @@ def with_workers(count, prefetch=2, **more):
 def simulated_trials(machine, *configs, seed=0):
     """A burst of each configuration."""
     probe, plan = SimulatedProbe(machine, FakeClock(), seed=seed), BurstPlan(max_s=0.6, min_s=0.3)
-    bursts = [probe.burst(config, replace(plan, seed=i)) for i, config in enumerate(configs)]
-    return [Trial.of(i, config, each) for i, (config, each) in enumerate(zip(configs, bursts, strict=True))]
+    return [Trial.of(i, config, probe.burst(config, replace(plan, seed=i))) for i, config in enumerate(configs)]
 
 
 def simulated_warmup(machine, **changes):
     """What a probe knows of a simulated machine once it is warm."""
-    seen = {
-        "step": "simulated",
-        "samples": machine.batch_size,
-        "batch_bytes": machine.batch_bytes,
-        "batch_tensors": 2,
-        "on_accelerator": False,
-        "first_fetch_s": machine.cpu_s + machine.wait_s,
-        "first_fetch_cpu_s": machine.cpu_s,
-        "default_threads": machine.cores,
-    }
-    return WarmupReport(**{**seen, **changes})
+    batch = {"samples": machine.batch_size, "batch_bytes": machine.batch_bytes, "batch_tensors": 2}
+    first = {"first_fetch_s": machine.cpu_s + machine.wait_s, "first_fetch_cpu_s": machine.cpu_s}
+    rest = {"step": "simulated", "on_accelerator": False, "default_threads": machine.cores}
+    return WarmupReport(**{**batch, **first, **rest, **changes})
 
 
 def simulated_run(machine, space=None, *, own=None, epoch_batches=None, has_step=True, **warmup):
@@ -70,23 +51,16 @@ def simulated_run(machine, space=None, *, own=None, epoch_batches=None, has_step
 
     `own` is the user's configuration, `warmup` other fields of the `WarmupReport`.
     """
-    dataset = Endless() if epoch_batches is None else range(epoch_batches * machine.batch_size)
+    dataset = Stream(1) if epoch_batches is None else range(epoch_batches * machine.batch_size)
+    data = DataSide(dataset=dataset, batch_size=machine.batch_size)
+    step = (lambda model, batch: None) if has_step else None
+    training = TrainingSide(device="cpu" if machine.step_cores else "cuda", train_step=step)
     space = space or Space(limits=Limits(memory_bytes=16 << 30), batch=BatchCost(bytes=machine.batch_bytes, tensors=2))
+    step_cores = float(machine.cores) if machine.step_cores else 1.0
     return Run(
-        workload=Workload(
-            data=DataSide(dataset=dataset, batch_size=machine.batch_size),
-            training=TrainingSide(
-                device="cpu" if machine.step_cores else "cuda",
-                train_step=(lambda model, batch: None) if has_step else None,
-            ),
-            own_config=own,
-        ),
+        workload=Workload(data=data, training=training, own_config=own),
         space=replace(space, also=() if own is None else (own,)),
-        context=Context(
-            usable_cores=machine.cores,
-            step_cores=float(machine.cores) if machine.step_cores else 1.0,
-            epoch_batches=epoch_batches,
-        ),
+        context=Context(usable_cores=machine.cores, step_cores=step_cores, epoch_batches=epoch_batches),
         warmup=simulated_warmup(machine, **warmup),
         machine=inspect_machine(),
     )

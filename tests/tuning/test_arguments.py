@@ -25,8 +25,11 @@ class WithoutLength:
         return index
 
 
-class Stream(IterableDataset):
-    pipeline = None
+class Pipeline(IterableDataset):
+    """A library's wrapper, which is a stream."""
+
+    def __init__(self):
+        self.pipeline = [HELD]
 
     def __iter__(self):
         return iter(range(8))
@@ -37,30 +40,18 @@ class ThreadLoader(DataLoader):
         yield from super().__iter__()
 
 
-def holding(name, value):
-    """A library's wrapper."""
-    wrapper = Stream() if name == "pipeline" else SimpleNamespace()
-    setattr(wrapper, name, value)
-    return wrapper
-
-
-def ordered(**parts):
-    return DataLoader(SAMPLES, **parts)
-
-
 @pytest.mark.parametrize(
     ("data", "model", "options", "error", "says"),
     [
-        # what is no dataset
         ([], None, {}, ValueError, "data is empty"),
         (iter([1]), None, {}, TypeError, "data=.* only once"),
         (WithoutLength(), None, {}, TypeError, r"WithoutLength object .*neither a DataLoader, .* would work"),
-        (Stream, None, {}, TypeError, r"data=Stream is a class; data=Stream\(...\) would work"),
+        (Pipeline, None, {}, TypeError, r"data=Pipeline is a class; data=Pipeline\(...\) would work"),
         ("data/", None, {}, TypeError, r"data='data/' is a path.*ImageFolder\('data/'\) would work"),
         # what holds data somewhere else
-        (holding("get_train_dataloader", None), None, {}, TypeError, r"data=.*tune_trainer\(trainer\) would work"),
-        (holding("fit_loop", None), None, {}, TypeError, r"data=.*lightning.tuned\(model, .*would work"),
-        (holding("loaders", [LOADER, HELD]), None, {}, TypeError, r"2 DataLoaders .*; one at a time, tune\(loader, model\)"),
+        (SimpleNamespace(get_train_dataloader=None), None, {}, TypeError, r"data=.*tune_trainer\(trainer\) would work"),
+        (SimpleNamespace(fit_loop=None), None, {}, TypeError, r"data=.*lightning.tuned\(model, .*would work"),
+        (SimpleNamespace(loaders=[LOADER, HELD]), None, {}, TypeError, r"2 DataLoaders .*one at a time, tune\(loader"),
         # data and model
         (nn.Linear(2, 2), SAMPLES, {}, TypeError, r"data=Linear is a model.*tune\(data, model\)"),
         ([1, 2], SAMPLES, {}, TypeError, r"model=TensorDataset holds data.*tune\(data, model\) would work"),
@@ -75,9 +66,9 @@ def ordered(**parts):
         # the parts of a loader
         (SAMPLES, None, {"batch_size": -1}, ValueError, r"batch_size=-1 .* would work"),
         (SAMPLES, None, {"collate_fn": []}, TypeError, r"collate_fn=\[\] is not callable"),
-        (ordered(sampler=iter([1])), None, {}, TypeError, "^sampler=.*only once.*a list of it would work"),
-        (ordered(sampler=[]), None, {}, ValueError, "no sample in an epoch"),
-        (ordered(batch_size=16, drop_last=True), None, {}, ValueError, r"batch_size=16 .* batch_size=10 would work"),
+        (DataLoader(SAMPLES, sampler=iter([1])), None, {}, TypeError, "^sampler=.*only once.*a list of it would work"),
+        (DataLoader(SAMPLES, sampler=[]), None, {}, ValueError, "no sample in an epoch"),
+        (DataLoader(SAMPLES, 16, drop_last=True), None, {}, ValueError, r"batch_size=16 .* batch_size=10 would work"),
         (LOADER, None, {"batch_size": 8}, ValueError, "^batch_size=.*a DataLoader .*batch_size=None would work"),
         # how to search
         (SAMPLES, None, {"budget": "soon"}, ValueError, "budget='soon' cannot be read.*budget='60s' would work"),
@@ -105,15 +96,12 @@ def test_what_is_wrong_is_named_with_what_would_work(data, model, options, error
     assert "would work" in str(caught.value)
 
 
-def test_tune_has_the_arguments_that_are_promised():
+def test_tune_has_the_arguments_that_are_promised_and_reads_each_way_to_write_them():
     parts = "data model batch_size collate_fn worker_init_fn train_step loss_fn optimizer device"
     search = "budget max_workers allow tolerance study sampler output progress"
     assert " ".join(inspect.signature(tune).parameters) == f"{parts} {search}"
-
-
-@pytest.mark.parametrize(("budget", "seconds"), [(60, 60), (" 60 s ", 60), ("1.5min", 90), ("5m", 300)])
-def test_every_way_to_write_a_budget_is_read(budget, seconds):
-    assert parse_options(budget=budget).budget_s == seconds
+    budgets = [parse_options(budget=given).budget_s for given in (60, " 60 s ", "1.5min", "5m")]
+    assert budgets == [60, 60, 90, 300]
     assert parse_options(allow="in_order") == parse_options(allow={"in_order"})
 
 
@@ -127,8 +115,8 @@ def test_every_way_to_write_a_budget_is_read(budget, seconds):
         (AutoLoader(SAMPLES), {}, 1, 10, ""),
         (ThreadLoader(SAMPLES), {}, 1, 10, "ThreadLoader has an __iter__ of its own"),
         # a wrapper around one loader: webdataset's, Lightning's
-        (holding("pipeline", [HELD]), {}, 5, 10, "data=Stream holds a DataLoader (pipeline[0]), which is what was tuned"),
-        (holding("_iterables", {"a": HELD}), {}, 5, 10, "data=SimpleNamespace holds a DataLoader (_iterables['a'])"),
+        (Pipeline(), {}, 5, 10, "data=Pipeline holds a DataLoader (pipeline[0]), which is what was tuned"),
+        (SimpleNamespace(_iterables={"a": HELD}), {}, 5, 10, "data=SimpleNamespace holds a DataLoader (_iterables['a'])"),
     ],
 )  # fmt: skip
 def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(given, options, size, samples, says):
@@ -139,21 +127,18 @@ def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(given, op
     assert all(note.startswith(says) for note in workload.notes)
 
 
-@pytest.mark.parametrize(
-    ("asked", "used", "default", "cuda", "rank", "chosen"),
-    [
-        ("auto", "meta", "meta", None, "0", "cpu"),
-        ("auto", "cpu", "cuda:1", None, "0", "cuda:1"),
-        ("auto", "cpu", "cpu", 0, "0", "cuda"),
-        ("auto", "cpu", "cpu", 2, "0", "cuda:2"),
-        ("cuda", "cpu", "cpu", 2, "0", "cuda:2"),
-        ("auto", "cpu", "cpu", 0, "2", "cuda:2"),
-    ],
-    ids=["no GPU", "torch's default", "a GPU", "what is set", "cuda is what is set", "a rank of a job"],
-)
-def test_auto_is_where_the_model_is_or_what_this_process_has_chosen(
-    monkeypatch, asked, used, default, cuda, rank, chosen
-):
+DEVICES = {
+    "no GPU": ("auto", "meta", "meta", None, "0", "cpu"),
+    "torch's default": ("auto", "cpu", "cuda:1", None, "0", "cuda:1"),
+    "a GPU": ("auto", "cpu", "cpu", 0, "0", "cuda"),
+    "what is set": ("auto", "cpu", "cpu", 2, "0", "cuda:2"),
+    "cuda is what is set": ("cuda", "cpu", "cpu", 2, "0", "cuda:2"),
+    "a rank of a job": ("auto", "cpu", "cpu", 0, "2", "cuda:2"),
+}
+
+
+@pytest.mark.parametrize(("asked", "used", "default", "cuda", "rank", "chosen"), DEVICES.values(), ids=DEVICES)
+def test_auto_is_where_the_model_is_or_what_is_chosen(monkeypatch, asked, used, default, cuda, rank, chosen):
     model = nn.Linear(2, 2)
     monkeypatch.setattr(model, "parameters", lambda recurse=True: iter([SimpleNamespace(device=torch.device(used))]))
     monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(default))
@@ -165,11 +150,8 @@ def test_auto_is_where_the_model_is_or_what_this_process_has_chosen(
 
 
 def test_a_model_is_trained_without_the_wrapper_of_its_ranks():
-    class DistributedDataParallel(nn.Module):
-        module = nn.Linear(2, 2)
-
-    training = make_workload(SAMPLES, DistributedDataParallel(), batch_size=2).training
-    assert training.model is DistributedDataParallel.module
+    wrapper = type("DistributedDataParallel", (nn.Module,), {"module": nn.Linear(2, 2)})
+    assert make_workload(SAMPLES, wrapper(), batch_size=2).training.model is wrapper.module
 
 
 def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(monkeypatch):

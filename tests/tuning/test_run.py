@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.diagnosis import Caution
@@ -15,7 +15,7 @@ from autotune_loader.tuning.assemble import _of_training
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import common_space, make_run
 from autotune_loader.values.config import LoaderConfig
-from tests.support import SimulatedMachine
+from tests.support import SimulatedMachine, with_workers
 from tests.support.tuned import simulated_warmup
 
 
@@ -32,20 +32,17 @@ class ToldItsEpoch(TensorDataset):
     epoch = 0
 
 
-def rows(length=100):
-    return TensorDataset(torch.zeros(length, 3))
+def data(given=100, batch_size=8, **parts):
+    """A dataset, or one of so many rows."""
+    dataset = TensorDataset(torch.zeros(given, 3)) if isinstance(given, int) else given
+    return DataSide.from_dataset(dataset, batch_size=batch_size, **parts)
 
 
-def data(dataset=None, batch_size=8, **parts):
-    return DataSide.from_dataset(dataset or rows(), batch_size=batch_size, **parts)
+LONG, TOLD, DROPPING = data(800), data(ToldItsEpoch(torch.zeros(100, 3))), data(Stream(), drop_last=True)
 
 
-LONG, TOLD = data(rows(800)), data(ToldItsEpoch(torch.zeros(100, 3)))
-DROPPING = data(Stream(), drop_last=True)
-
-
-def run_of(side=None, *allow, training=None, own=None, max_workers=None, why_no_workers=None, **ready):
-    workload = Workload(data=side or data(), training=training or TrainingSide(), own_config=own)
+def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why_no_workers=None, **ready):
+    workload = Workload(data=side, training=training or TrainingSide(), own_config=own)
     opened = OpenProbe(probe=None, warmup=simulated_warmup(SimulatedMachine(), **ready))
     machine = replace(inspect_machine(), why_no_workers=why_no_workers)
     return make_run(workload, opened, machine, parse_options(allow=allow, max_workers=max_workers))
@@ -55,16 +52,16 @@ def run_of(side=None, *allow, training=None, own=None, max_workers=None, why_no_
     ("side", "sizes", "why"),
     [
         (data(), (None, 16, 32, 4), ""),
-        (data(rows(20)), (None, 16, 4), ""),
+        (data(20), (None, 16, 4), ""),
         (data(Stream()), (None, 16, 32, 4), ""),
         (data(batch_size=None), (None,), "the DataLoader does not make the batches"),
-        (data(rows(1), batch_size=1), (None,), "an epoch of 1 samples has room for no other than 1"),
+        (data(1, batch_size=1), (None,), "an epoch of 1 samples has room for no other than 1"),
     ],
     ids=["map-style", "a small epoch", "a stream", "no batches", "one sample"],
 )
 def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_not(side, sizes, why):
     assert run_of(side).space.batch_sizes == (None,)
-    run = run_of(side, "batch_size")
+    run = run_of(side, allow="batch_size")
     assert run.space.batch_sizes == sizes
     assert [why in note for note in run.notes if note.startswith("batch_size is not tuned")] == ([True] if why else [])
 
@@ -74,7 +71,7 @@ def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_no
     [
         (LONG, {}, 64),
         (LONG, {"max_workers": 3}, 3),
-        (data(rows(80)), {}, 10),  # a worker beyond the batches of an epoch never gets one
+        (data(80), {}, 10),  # a worker beyond the batches of an epoch never gets one
         (data(Sharded()), {}, 2),
         (data(Stream()), {"most_workers": 1}, 1),
         (LONG, {"most_workers": 0}, 0),
@@ -87,42 +84,40 @@ def test_no_more_workers_are_tried_than_are_right(side, given, most):
     assert run.space.max_workers == most
     assert list(run.notes) == [why for name, why in given.items() if name == "why_no_workers"]
     # AND the user's own number is legal whatever it is
-    own = LoaderConfig(num_workers=70)
+    own = with_workers(70)
     assert run_of(side, own=own, **given).space.veto(own) is None
 
 
-OWN = LoaderConfig.from_loader(DataLoader(rows(), num_workers=1, multiprocessing_context="spawn"))
-CUDA, WAIT = TrainingSide(device="cuda:1"), TrainingSide(train_step=StepTime(0.05))
+SPAWNS = {"own": with_workers(1, multiprocessing_context="spawn")}
+CUDA, WAIT = ({"training": TrainingSide(**part)} for part in ({"device": "cuda:1"}, {"train_step": StepTime(0.05)}))
 
 
 @pytest.mark.parametrize(
-    ("given", "allow", "knob", "values"),
+    ("given", "knob", "unless_allowed", "allowed"),
     [
-        ({"own": OWN}, (), "multiprocessing_context", "spawn"),
-        ({"own": OWN}, (), "in_order", (True,)),
-        ({}, ("in_order",), "in_order", (True, False)),
+        (SPAWNS, "multiprocessing_context", "spawn", None),
+        (SPAWNS, "in_order", (True,), (True, False)),
         # `set_epoch` is called on the dataset here; workers that live on keep the copy of the first epoch
-        ({}, (), "persistent_workers", True),
-        ({"side": TOLD}, (), "persistent_workers", False),
-        ({"side": TOLD}, ("persistent_workers",), "persistent_workers", True),
-        ({"training": CUDA}, (), "pin_memory", (True, False)),
-        ({"training": CUDA}, (), "device_prefetch", (0,)),
-        ({"training": CUDA}, ("device_prefetch",), "device_prefetch", (0, 1, 2)),
-        ({"training": WAIT}, (), "pin_memory", (False,)),
-        ({"training": WAIT}, ("device_prefetch",), "device_prefetch", (0,)),
+        ({}, "persistent_workers", True, None),
+        ({"side": TOLD}, "persistent_workers", False, True),
+        (CUDA, "pin_memory", (True, False), None),
+        (CUDA, "device_prefetch", (0,), (0, 1, 2)),
+        (WAIT, "pin_memory", (False,), None),
+        (WAIT, "device_prefetch", (0,), (0,)),
     ],
 )
-def test_what_is_searched_is_safe_here_or_allowed_and_the_rest_is_the_users_own(given, allow, knob, values):
-    run = run_of(given.get("side"), *allow, own=given.get("own"), training=given.get("training"))
-    assert getattr(run.space, knob) == values
+def test_what_is_searched_is_safe_here_or_allowed_and_the_rest_is_the_users_own(given, knob, unless_allowed, allowed):
+    run = run_of(**given)
+    assert getattr(run.space, knob) == unless_allowed
     assert run.baseline == given.get("own", LoaderConfig())
+    assert allowed is None or getattr(run_of(allow=knob, **given).space, knob) == allowed
 
 
 def test_the_tightest_limits_of_all_ranks_hold_for_each():
-    one = Space(max_workers=8, limits=Limits(shm_bytes=100, memory_bytes=None, descriptors=50))
-    other = Space(max_workers=6, limits=Limits(shm_bytes=200, memory_bytes=70, descriptors=20))
-    limits = Limits(shm_bytes=100, memory_bytes=70, descriptors=20)
-    assert common_space([one, other]) == replace(one, max_workers=6, limits=limits)
+    limits = (100, None, 50), (200, 70, 20), (100, 70, 20)
+    one, other, both = (Limits(shm_bytes=shm, memory_bytes=memory, descriptors=fds) for shm, memory, fds in limits)
+    ranks = [Space(max_workers=8, limits=one), Space(max_workers=6, limits=other)]
+    assert common_space(ranks) == Space(max_workers=6, limits=both)
 
 
 @pytest.mark.parametrize(

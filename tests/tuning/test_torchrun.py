@@ -7,7 +7,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,17 +27,6 @@ def a_probe(cpu_s):
     return SimulatedProbe(SimulatedMachine(cpu_s=cpu_s), FakeClock())
 
 
-def decide(probe):
-    return TuningResult(best=TWO, status="complete", rate=probe.burst(TWO, PLAN).samples_per_s, tuned_at="now")
-
-
-def test_the_slowest_rank_counts_and_a_failure_anywhere_fails_for_all():
-    slow, fast = (a_probe(cpu_s).burst(LoaderConfig(), PLAN) for cpu_s in (0.04, 0.02))
-    failure = Failure(kind="oom_killed", phase="batches", message="a worker was killed")
-    assert slowest([fast, slow, fast]) == slow
-    assert slowest([fast, failure]) == replace(failure, message="rank 1: a worker was killed")
-
-
 def test_a_process_without_a_launcher_has_no_ranks(monkeypatch):
     for environ in ({}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}):
         for name, value in environ.items():
@@ -47,30 +36,26 @@ def test_a_process_without_a_launcher_has_no_ranks(monkeypatch):
 
 
 def test_all_ranks_run_each_burst_for_its_whole_window_and_get_what_the_slowest_measured():
+    def decide(probe):
+        return TuningResult(best=TWO, status="complete", rate=probe.burst(TWO, PLAN).samples_per_s, tuned_at="now")
+
     # GIVEN what two ranks say to each other, of which the second is slow
-    asked, told = [], []
-    whole = replace(PLAN, min_s=PLAN.max_s)
+    asked, told, whole = [], [], replace(PLAN, min_s=PLAN.max_s)
     slow = a_probe(0.04).burst(TWO, whole)
-    first = SimpleNamespace(
-        rank=0, from_rank_0=lambda *each: asked.append(each) or each, from_all=lambda own: [own, slow]
-    )
+    first = Mock(rank=0, from_rank_0=lambda *each: asked.append(each) or each, from_all=lambda own: [own, slow])
     result = decided(first, a_probe(0.02), decide)
     assert asked == [("burst", TWO, whole), (None, result.to_dict())]
-    # WHEN the second hears what the first has asked
+    # WHEN the second hears what the first has asked, it runs the same, and has the same answer
     heard = iter(asked)
-    second = SimpleNamespace(rank=1, from_rank_0=lambda: next(heard), from_all=told.append)
-    # THEN it has run the same, and has the same answer
+    second = Mock(rank=1, from_rank_0=lambda: next(heard), from_all=told.append)
     assert decided(second, a_probe(0.04), pytest.fail) == result
     assert (told, result.rate) == ([slow], slow.samples_per_s)
-
-
-def test_a_burst_that_is_interrupted_ends_the_run_as_the_other_ranks_wait_for_it():
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    ranks = SimpleNamespace(rank=0, from_rank_0=lambda *asked: asked, from_all=list)
+    # AND a failure anywhere fails for all
+    failure = Failure(kind="oom_killed", phase="batches", message="a worker was killed")
+    assert slowest([slow, failure]) == replace(failure, message="rank 1: a worker was killed")
+    # AND a burst that is interrupted ends the run, as the other ranks wait for it
     with pytest.raises(TunerError, match="interrupted"):
-        decided(ranks, SimpleNamespace(burst=interrupted), decide)
+        decided(first, Mock(burst=Mock(side_effect=KeyboardInterrupt)), decide)
 
 
 # Both calls of tune() use one group. In one write, as the ranks share a pipe. The pause: torch 2.13 aborts where the exit
@@ -86,9 +71,10 @@ JOB = """
 
     rank, has_group = int(os.environ["RANK"]), {has_group}
     dataset = TensorDataset(torch.zeros(4096, 8), torch.zeros(4096, dtype=torch.long))
+    model = torch.nn.Linear(8, 2)
     if has_group:
         dist.init_process_group("gloo")
-    model = DistributedDataParallel(torch.nn.Linear(8, 2)) if has_group else torch.nn.Linear(8, 2)
+        model = DistributedDataParallel(model)
     loader = DataLoader(dataset, 16, sampler=DistributedSampler(dataset, num_replicas=2, rank=rank))
     on_simulated_machines(pytest.MonkeyPatch(), lambda workload: {machine})
     result = [tune(loader, model, progress=False, output="loader.json") for _ in range(2)][-1]
@@ -96,8 +82,7 @@ JOB = """
         dist.init_process_group("gloo")  # the job's own, after tune() has used a group of its own
     dist.barrier()
     dist.destroy_process_group()
-    said = dict(best=result.best.to_dict(), cores=result.machine.usable_cores)
-    print("SAID " + json.dumps(said) + "\\n", end="", flush=True)
+    print("SAID " + json.dumps([result.best.to_dict(), result.machine.usable_cores]) + "\\n", end="", flush=True)
     time.sleep(0.5)
 """
 
@@ -116,14 +101,12 @@ def test_torchrun_gives_both_ranks_one_configuration_and_one_file(tmp_path, has_
     (tmp_path / "job.py").write_text(textwrap.dedent(JOB.format(has_group=has_group, machine=machine)))
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", *launcher, "job.py"],
-        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=HARD_DEADLINE_S, check=False,
-    )  # fmt: skip
+    command, how = [sys.executable, "-m", *launcher, "job.py"], {"capture_output": True, "text": True, "check": False}
+    run = subprocess.run(command, cwd=tmp_path, env=environ, timeout=HARD_DEADLINE_S, **how)
     assert (run.returncode != 0) == bool(error), run.stdout + run.stderr
     assert error in run.stderr
     if not error:
         said = [json.loads(line.removeprefix("SAID ")) for line in run.stdout.splitlines() if line.startswith("SAID ")]
         best = TuningResult.load(tmp_path / "loader.json").best.to_dict()
-        assert said == [{"best": best, "cores": usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable}] * 2
+        assert said == [[best, usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable]] * 2
         assert [path.name for path in tmp_path.glob("*.json")] == ["loader.json"]

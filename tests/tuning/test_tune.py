@@ -1,6 +1,7 @@
 """`tune()` and `compare()` from call to file or answer, on simulated machines."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -28,15 +29,13 @@ def tuned(monkeypatch, data=None, probe=SimulatedProbe, **given):
     return tune(loader() if data is None else data, torch.nn.Linear(3, 2), progress=False, **given)
 
 
-class NeverIterated(DataLoader):
+class Own(DataLoader):
     def __iter__(self):
         pytest.fail("the user's own loader must never be iterated")
 
 
 def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(tmp_path, monkeypatch):
-    # GIVEN a loader that must not be iterated
-    own, path = NeverIterated(ROWS, batch_size=8, num_workers=1, prefetch_factor=3), tmp_path / "loader.json"
-    # WHEN it is tuned
+    own, path = Own(ROWS, batch_size=8, num_workers=1, prefetch_factor=3), tmp_path / "loader.json"
     result = tuned(monkeypatch, own, output=path)
     # THEN it is what the choice is compared with
     assert (result.baseline.num_workers, result.baseline.prefetch_factor) == (1, 3)
@@ -74,53 +73,35 @@ def test_the_study_of_the_user_is_gone_on_with_and_told_the_choice(monkeypatch):
     assert LoaderConfig.from_dict(study.user_attrs[CHOSEN]) == result.best
 
 
-class Ending(SimulatedProbe):
-    """Ends its fourth burst by what it is told to raise."""
+def ending_by(error):
+    class Ending(SimulatedProbe):
+        def burst(self, config, plan):
+            if len(self.bursts) == 3:
+                raise error
+            return super().burst(config, plan)
 
-    raised: BaseException
-
-    def burst(self, config, plan):
-        if len(self.bursts) == 3:
-            raise self.raised
-        return super().burst(config, plan)
+    return Ending
 
 
-@pytest.fixture
-def of_before(tmp_path):
-    path = tmp_path / "loader.json"
+def test_ctrl_c_keeps_what_was_measured_and_a_sample_that_raises_ends_the_run_and_writes_nothing(tmp_path, monkeypatch):
+    path, study = tmp_path / "loader.json", optuna.create_study(direction="maximize")
     path.write_text("{}")
-    return path
-
-
-def test_ctrl_c_keeps_what_was_measured(of_before, monkeypatch):
-    monkeypatch.setattr(Ending, "raised", KeyboardInterrupt(), raising=False)
-    result = tuned(monkeypatch, probe=Ending, output=of_before)
-    assert (result.status, len(result.trials), TuningResult.load(of_before).status) == ("partial", 3, "partial")
+    with pytest.raises(WorkloadError, match="sample 40 raises ValueError: no"):
+        tuned(monkeypatch, probe=ending_by(WorkloadError("sample 40 raises ValueError: no")), output=path, study=study)
+    assert path.read_text() == "{}"
+    assert all(each.state.is_finished() for each in study.trials)
+    result = tuned(monkeypatch, probe=ending_by(KeyboardInterrupt()), output=path)
+    assert (result.status, len(result.trials), TuningResult.load(path).status) == ("partial", 3, "partial")
     assert "interrupted" in result.report()
 
 
-def test_a_sample_that_raises_ends_the_run_and_writes_nothing(of_before, monkeypatch):
-    monkeypatch.setattr(Ending, "raised", WorkloadError("sample 40 raises ValueError: no"), raising=False)
-    study = optuna.create_study(direction="maximize")
-    with pytest.raises(WorkloadError, match="sample 40 raises ValueError: no"):
-        tuned(monkeypatch, probe=Ending, output=of_before, study=study)
-    assert of_before.read_text() == "{}"
-    assert all(each.state.is_finished() for each in study.trials)
-
-
-def test_an_output_that_cannot_be_written_is_refused_at_once_and_a_disk_that_fills_up_costs_a_warning(
-    tmp_path, monkeypatch
-):
+def test_an_output_that_cannot_be_written_is_refused_and_a_disk_that_fills_up_costs_a_warning(tmp_path, monkeypatch):
     (tmp_path / "a-file").touch()
     for place in (tmp_path, tmp_path / "a-file" / "loader.json"):
         with pytest.raises(ValueError, match=r"cannot be written .*output='loader.json' would work"):
             tune(ROWS, batch_size=8, output=place)
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
-
-    def no_space(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(TuningResult, "save", no_space)
+    monkeypatch.setattr(TuningResult, "save", Mock(side_effect=OSError(28, "No space left on device")))
     result = tuned(monkeypatch, output=tmp_path / "x.json")
     assert Caution.NOT_WRITTEN.said_by(result.warnings[-1])
     assert result.rate is not None
@@ -130,19 +111,14 @@ def test_an_output_that_cannot_be_written_is_refused_at_once_and_a_disk_that_fil
 
 FAST, SLOW = SimulatedMachine(cpu_s=0.02, noise_sd=0.02), SimulatedMachine(cpu_s=0.04, noise_sd=0.02)
 BROKEN = SimulatedMachine(fails=lambda config: Failure(kind="user_exception", phase="batches", message="no such file"))
+SAMPLE_RAISES = SimulatedMachine(fails=Mock(side_effect=WorkloadError("sample 3 raises KeyError: 'label'")))
 AT_ONCE = "the first batch failed"
-
-
-def sample_raises(config):
-    raise WorkloadError("sample 3 raises KeyError: 'label'")
 
 
 def compared(monkeypatch, **machines):
     """One worker on each machine; a text is what the first batch of a side raises."""
-    sides = {
-        name: DataLoader([0] * 10**6, batch_size=getattr(machine, "batch_size", 32), num_workers=1)
-        for name, machine in machines.items()
-    }
+    sizes = {name: getattr(machine, "batch_size", 32) for name, machine in machines.items()}
+    sides = {name: DataLoader([0] * 10**6, size, num_workers=1) for name, size in sizes.items()}
     machine_of = {id(sides[name].dataset): machine for name, machine in machines.items()}
     on_simulated_machines(monkeypatch, lambda workload: machine_of[id(workload.data.dataset)])
     return compare(sides, train_step=0.001, progress=False)
@@ -154,24 +130,21 @@ def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatc
     assert [each.rates.keys() for each in found.rounds[:2]] == [{"now", "cached"}] * 2
     assert found["cached"].bottleneck.kind == "cpu"
     assert "cached is" in str(found)
-
-
-def test_sides_that_are_alike_are_not_called_faster(monkeypatch):
+    # AND sides that are alike are not called faster
     found = compared(monkeypatch, now=SLOW, other=SLOW)
     assert found.ratios["other"].low < 1 < found.ratios["other"].high
     assert "other is not shown to be faster than now" in found.report()
 
 
-@pytest.mark.parametrize(
-    "sides",
-    [
-        {"broken": BROKEN, "works": FAST},
-        {"works": FAST, "broken": SimulatedMachine(fails=sample_raises)},
-        {"works": FAST, "broken": AT_ONCE},
-        {"broken": AT_ONCE, "works": FAST},
-    ],
-    ids=["in a burst", "by a sample", "at once", "the first at once"],
-)
+FAILING = {
+    "in a burst": {"broken": BROKEN, "works": FAST},
+    "by a sample": {"works": FAST, "broken": SAMPLE_RAISES},
+    "at once": {"works": FAST, "broken": AT_ONCE},
+    "the first at once": {"broken": AT_ONCE, "works": FAST},
+}
+
+
+@pytest.mark.parametrize("sides", FAILING.values(), ids=FAILING)
 def test_a_side_that_fails_is_an_answer(monkeypatch, sides):
     found = compared(monkeypatch, **sides)
     assert found["broken"].error is not None
@@ -208,17 +181,13 @@ def test_wrong_sides_are_named(sides, error, message):
         compare(sides)
 
 
-class Own(DataLoader):
-    def __iter__(self):
-        return super().__iter__()
-
-
 def test_a_side_may_have_a_step_or_a_model_of_its_own(monkeypatch):
     model, step = torch.nn.Linear(4, 2), lambda model, batch: None
-    is_slow = {True: SLOW, False: FAST}
-    on_simulated_machines(
-        monkeypatch, lambda each: is_slow[each.training.train_step is None and each.training.model is model]
-    )
+
+    def machine_of(workload):
+        return SLOW if workload.training.train_step is None and workload.training.model is model else FAST
+
+    on_simulated_machines(monkeypatch, machine_of)
     sides = {"now": LOADER, "step": (LOADER, step), "model": (Own([0] * 9), torch.nn.Linear(4, 2))}
     found = compare(sides, model, progress=False)
     assert set(found.ratios) == {"step", "model"}

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import tune
+from tests.support.schedules import states
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 QUICK = {"budget": 3, "max_workers": 1, "progress": False}
@@ -25,8 +26,7 @@ class Caching(Dataset):
     """Remembers what it has read, draws random numbers and meddles with its process, as datasets of users do."""
 
     def __init__(self, held=None):
-        self.cache = {}
-        self.held = held
+        self.cache, self.held = {}, held
 
     def __len__(self):
         return 512
@@ -40,20 +40,15 @@ class Caching(Dataset):
         return torch.rand(3) + self.cache[index], torch.tensor(index % 2)
 
 
-def process_state():
-    """What of this process loading and training could change."""
+def state(model, optimizer, generator):
+    """What of this process and of the training loading could change."""
     return {
-        "random": (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())),  # noqa: NPY002
+        "random": states(generator),
         "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
         "processes": (torch.multiprocessing.get_sharing_strategy(), multiprocessing.get_start_method(allow_none=True)),
         "environment": (dict(os.environ), Path.cwd(), list(warnings.filters)),
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
-    }
-
-
-def training_state(model, optimizer):
-    return {
-        "state": {name: value.tolist() for name, value in model.state_dict().items()},
+        "model": {name: value.tolist() for name, value in model.state_dict().items()},
         "gradients": [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
         "training": [module.training for module in model.modules()],
         "optimizer": repr(optimizer.state_dict()),
@@ -89,13 +84,12 @@ def test_a_run_changes_nothing_and_leaves_nothing(held):
     generator = torch.Generator().manual_seed(5)
     dataset = Caching(held and threading.Lock())
     loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator, num_workers=1)
-    before = training_state(model, optimizer), process_state(), generator.get_state().tolist()
-    left = leftovers()
+    before, left = state(model, optimizer, generator), leftovers()
 
     result = tune(loader, model, train_step=train_step, **QUICK)
 
     assert any(trial.measurement is not None for trial in result.trials)
-    assert (training_state(model, optimizer), process_state(), generator.get_state().tolist()) == before
+    assert state(model, optimizer, generator) == before
     assert (loader._iterator, dataset.cache) == (None, {})
     # AND what was killed has a moment to vanish
     deadline = time.monotonic() + 3

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from tests.support.bench import Bench
@@ -20,6 +18,11 @@ class Numbers(Dataset):
         if index == int(os.environ.get("BAD", -1)):
             raise ValueError(f"no sample {index}")
         return torch.randn(4) + index / self.size + random.random() + np.random.rand()
+
+class Waiting(Numbers):
+    def __getitem__(self, index):
+        time.sleep(float(os.environ.get("FETCH_S", 0.004)))
+        return torch.tensor(index)
 
 class Stream(IterableDataset):
     def __iter__(self):

@@ -1,7 +1,5 @@
 """A script under `autotune-loader watch` beside the same script under plain Python: whatever ends it, both look the same."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -23,10 +21,8 @@ print(__main__.__dict__ is globals(), getattr(__spec__, "name", None), type(__lo
 print([path for path in sys.path if "autotune_loader/watch" in path], {"torch", "numpy"} & set(sys.modules))
 """
 BOOM = """
-def fail():
-    raise KeyError("x")
 try:
-    fail()
+    {}["x"]
 except KeyError as error:
     raise ValueError("bad") from error
 """
@@ -38,11 +34,6 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(type(pool.apply(Seen, [0])) is Seen)
 """
-AT_THE_END = """
-import atexit, signal
-atexit.register(print, "cleaned up")
-signal.raise_signal(signal.SIGINT)
-"""
 SCRIPTS = {
     "info.py": INFO,
     "boom.py": BOOM,
@@ -50,7 +41,7 @@ SCRIPTS = {
     "three.py": "import sys\nsys.exit(3)",
     "words.py": "raise SystemExit('no data')",
     "syntax.py": "x = (",
-    "interrupted.py": AT_THE_END,
+    "interrupted.py": "import atexit, signal\natexit.register(print, 'cleaned up')\nsignal.raise_signal(signal.SIGINT)",
     "ended.py": "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(9)",
     "left.py": "import os\nprint('hi', flush=True)\nos._exit(7)",
     "closed.py": "import sys\nsys.stderr.close()",
@@ -75,9 +66,8 @@ def folder(tmp_path_factory):
 
 def run(folder, *arguments):
     """Exit code, stdout and stderr."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    place = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    done = subprocess.run([sys.executable, *arguments], **place, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -1,12 +1,10 @@
-"""`watch` on scripts with loaders: what they do and draw is what they do without, and each loader is told of by its line."""
-
-from __future__ import annotations
+"""Scripts do and draw under `watch` and `run` what they do without; each loader is told of by its line, or has workers."""
 
 import json
 
 import pytest
 
-from autotune_loader import TuningResult
+from autotune_loader import LoaderConfig, TuningResult
 from tests.support.bench import line_of
 
 pytestmark = pytest.mark.process
@@ -34,10 +32,6 @@ TRAIN = """
         print(weights, random.random(), np.random.rand(), torch.rand(1).item())
     """
 WAITS = """
-    class Waiting(Numbers):
-        def __getitem__(self, index):
-            time.sleep(0.004)
-            return torch.zeros(16)
     if __name__ == "__main__":
         os.chdir("/")
         for x in DataLoader(Waiting(800), batch_size=8, num_workers=int(sys.argv[1])):  # MAIN
@@ -82,7 +76,6 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     line = f"train.py:{line_of(bench.write(WAITS), 'MAIN')}"
     written = ("-o", "loader.json", "--json", "report.json", "--fail-if-wait", "10%")
     code, _, report = bench.command("watch", *written, "train.py", str(workers))
-    # THEN there is a first line, while it trains, and a block at the end
     assert [first.partition(" the loop waits ")[0] for first in bench.first_lines] == [f"{line}:"]
     assert report.startswith("watch: 2 loaders in ")
     # AND the loader with most time comes first, with what it waits for and at most gains, and a command
@@ -94,7 +87,6 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     assert f"autotune-loader {command}" in loader["advice"][0]["sentence"]
     assert "1 batch: too few to say anything" in other["bottleneck"]["sentence"]
     assert (code, "--fail-if-wait allows 10 %" in told["notes"][0]) == (4, True)
-    # AND files are written where the command was typed, with the settings of the script
     result = TuningResult.load(bench.folder / "loader.json")
     assert (result.found_by, result.best.num_workers) == ("watch", workers)
     assert sorted(each["num_workers"] for each in result.loaders.values()) == [workers, 1]
@@ -113,14 +105,100 @@ def test_processes_and_autoloaders_of_the_script_are_told_of_and_ranks_by_rank_0
     text = bench.write(PROCESSES)
     for how in ("fork", "spawn", "subprocess"):
         code, printed, report = bench.command("watch", "train.py", how)
-        assert (code, printed) == (0, "")
         blocks, _, nothing = report.partition("\nautotune-loader watch: Nothing")
-        assert f"train.py:{line_of(text, 'CHILD')}  " in blocks, how
-        assert "1 loader in" in blocks
-        assert nothing.startswith(" can be told"), how  # of the script's own process
+        assert (code, printed, nothing[:12]) == (0, "", " can be told"), how  # of the script's own process
+        assert [part for part in ("1 loader in", f"train.py:{line_of(text, 'CHILD')}  ") if part not in blocks] == [], (
+            how
+        )
     _, _, report = bench.command("watch", "train.py", "auto")
     assert f"train.py:{line_of(text, 'AUTO')}  Numbers[96], batches of 8\n  12 batches" in report
     for rank, told in (("0", ["These are the loaders of rank 0 of 2."]), ("1", [])):
         _, _, report = bench.command("watch", "train.py", "child", RANK=rank, WORLD_SIZE="2")
         assert [line for line in report.splitlines() if "rank" in line] == told
         assert bool(report) == (rank == "0")
+
+
+WAITING = """
+import atexit
+atexit.register(print, "cleaned up")
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    seen = []
+    kept = DataLoader(Waiting(800), batch_size=8, shuffle=True)  # KEPT
+    for epoch in range(int(sys.argv[1])):
+        for x in kept if sys.argv[2:] else DataLoader(Waiting(800), batch_size=8, shuffle=True):  # ANEW
+            seen += x.tolist()
+    print(seen)
+"""
+OWN_KINDS = """
+class Own(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+if __name__ == "__main__":
+    torch.manual_seed(0); random.seed(0); np.random.seed(0)
+    for kind, data in ((DataLoader, Stream()), (Own, Numbers())):
+        print([x.tolist() for x in kind(data, batch_size=8)])
+"""
+DROPPED = """
+import gc, weakref
+class Trainer:
+    def __init__(self):
+        self.loader = DataLoader(Numbers(200), batch_size=8, shuffle=True, collate_fn=self.collate)
+    def collate(self, samples):
+        return torch.stack(samples)
+def trial():
+    trainer = Trainer()
+    assert len(list(trainer.loader)) == 25
+    return weakref.ref(trainer)
+if __name__ == "__main__":
+    print([(trial(), gc.collect())[0]() for _ in range(3)])
+"""
+
+
+@pytest.mark.parametrize(("kind", "more"), [("KEPT", ["kept"]), ("ANEW", [])])
+def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring_is_measured(bench, kind, more):
+    text, script = bench.write(WAITING), ["train.py", "6", *more]
+    _, plain = bench.run(*script, FETCH_S="0")
+    printed, told = bench.told("run", "--workers", "--max-workers", "4", "-o", "loader.json", *script)
+    assert printed == plain
+    (loader,) = told["loaders"]
+    assert (loader["name"], loader["epochs"], loader["batches"]) == (f"train.py:{line_of(text, kind)}", 6, 600)
+    assert 0 < loader["settings_now"]["num_workers"] <= 4
+    assert loader["speedup"]["low"] > 1
+    assert TuningResult.load(bench.folder / "loader.json").best.num_workers > 0
+
+
+def test_loaders_that_ask_for_no_workers_get_none_and_the_command_that_allows_them_is_named(bench):
+    bench.write(WAITING)
+    _, plain = bench.run("train.py", "1", FETCH_S="0")
+    printed, told = bench.told("run", "train.py", "1")
+    (loader,) = told["loaders"]
+    assert printed == plain
+    assert (loader["settings_now"]["num_workers"], loader["kept"]["kind"]) == (0, "no_consent")
+    assert "autotune-loader run --workers train.py" in loader["advice"][0]["sentence"]
+
+
+def test_start_with_begins_with_what_a_file_says(bench):
+    bench.write(WAITING)
+    found = LoaderConfig(num_workers=2, prefetch_factor=3)
+    TuningResult(best=found, status="complete").save(bench.folder / "loader.json")
+    _, told = bench.told("run", "--start-with", "loader.json", "train.py", "1", FETCH_S="0")
+    (loader,) = told["loaders"]
+    assert (loader["settings"]["num_workers"], loader["settings_now"]) == (0, found.to_kwargs())
+
+
+def test_what_cannot_be_an_autoloader_is_watched_with_the_reason(bench):
+    bench.write(OWN_KINDS)
+    _, plain = bench.run("train.py")
+    printed, told = bench.told("run", "--workers", "train.py")
+    assert printed == plain
+    kept = {each["contents"].partition("[")[0]: each["kept"]["kind"] for each in told["loaders"]}
+    assert kept == {"Stream, batches of 8": "iterable", "Numbers": "own_iterator"}
+
+
+def test_what_the_script_has_dropped_is_gone(bench):
+    bench.write(DROPPED)
+    for options in ((), ("--workers",)):
+        printed, told = bench.told("run", *options, "train.py")
+        assert (printed, [each["batches"] for each in told["loaders"]]) == ("[None, None, None]\n", [75])

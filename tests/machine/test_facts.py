@@ -1,10 +1,11 @@
-"""What this process may use, on machines played by a root directory of our own and on this one; on Linux only."""
+"""What this process may use, on machines played by a root directory of our own and on this one; GPUs; differences."""
 
 import multiprocessing
 import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,7 +14,8 @@ import psutil
 import pytest
 
 from autotune_loader.machine import host
-from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.machine.facts import inspect_machine, visible_gpus
+from autotune_loader.machine.fingerprint import Fingerprint, differences
 from autotune_loader.machine.limits import open_files_limit
 
 
@@ -47,10 +49,10 @@ BROKEN = {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}
 @pytest.mark.parametrize(
     ("groups", "files", "quotas"),
     [
-        pytest.param("0::/pods/pod7/app\n", PODS, [2.5, 0.5], id="less than one core still leaves one"),
-        pytest.param("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5], id="entered from outside"),
-        pytest.param("4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n", OWN_PART, [0.5], id="sees its own part only"),
-        pytest.param("0::/a\nnonsense\n", BROKEN, [], id="broken files"),
+        ("0::/pods/pod7/app\n", PODS, [2.5, 0.5]),  # less than one core still leaves one
+        ("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5]),  # entered from outside
+        ("4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n", OWN_PART, [0.5]),  # sees its own part only
+        ("0::/a\nnonsense\n", BROKEN, []),  # broken files
     ],
 )
 def test_every_quota_above_this_process_counts_and_the_least_binds(groups, files, quotas, inspect):
@@ -78,24 +80,21 @@ def test_cores_are_divided_among_the_ranks_that_share_them(environ, usable, insp
     assert inspect(environ=environ).usable_cores == usable
 
 
-def test_affinity_and_pythons_own_count_bind(inspect, monkeypatch):
+def test_affinity_and_pythons_own_count_bind_and_a_daemonic_process_has_no_workers(inspect, monkeypatch):
     monkeypatch.setattr(os, "process_cpu_count", lambda: 3, raising=False)
     assert inspect().usable_cores == 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
-    assert inspect().usable_cores == 2
+    assert (inspect().usable_cores, inspect().why_no_workers) == (2, None)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    assert "may have no children" in inspect().why_no_workers
 
 
 V2_MEMORY = {
     # 100 bytes allowed, 80 used of which 30 are cache that the kernel would drop, and a parent with less left
-    "pod/app/memory.max": "100",
-    "pod/app/memory.current": "80",
-    "pod/app/memory.stat": "anon 50\ninactive_file 30\n",
-    "pod/memory.max": "200",
-    "pod/memory.high": "190",
-    "pod/memory.current": "180",
-    "pod/memory.stat": "inactive_file 0\n",
-    "memory.max": "max\n",
-}
+    "pod/app/memory.max": "100", "pod/app/memory.current": "80", "pod/app/memory.stat": "anon 50\ninactive_file 30\n",
+    "pod/memory.max": "200", "pod/memory.high": "190", "pod/memory.current": "180",
+    "pod/memory.stat": "inactive_file 0\n", "memory.max": "max\n",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,6 @@ V2_MEMORY = {
         ("0::/pod/app\n", V2_MEMORY, [900, 50, 20, 10], 100),
         ("0::/\n", {"memory.max": "garbage", "memory.stat": "a b c"}, [900], 1000),
     ],
-    ids=["limits", "broken files"],
 )
 def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(groups, files, left, total, inspect):
     machine = inspect(groups, files, {"LOCAL_WORLD_SIZE": "4"})
@@ -134,12 +132,6 @@ def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice():
     assert 0 < one.busy_s <= whole.busy_s
 
 
-def test_a_daemonic_process_has_no_workers(inspect, monkeypatch):
-    assert inspect().why_no_workers is None
-    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
-    assert "may have no children" in inspect().why_no_workers
-
-
 @pytest.mark.process
 def test_inspecting_settles_nothing_and_another_system_is_told_at_once_what_works_there():
     script = (
@@ -151,3 +143,79 @@ def test_inspecting_settles_nothing_and_another_system_is_told_at_once_what_work
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
     assert "PlatformError: AutoLoader works on Linux only, and this is 'darwin'" in told
     assert "load_config()" in told
+
+
+A, B, C = "GPU-aaaa1111-0000", "GPU-aabb2222-0000", "GPU-cccc3333-0000"
+
+
+def nvml(*uuids, **changes):
+    """A stand-in for `pynvml`: GPUs that are named like their UUID."""
+    functions = {
+        "NVMLError": LookupError,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(uuids),
+        "nvmlDeviceGetHandleByIndex": uuids.__getitem__,
+        "nvmlDeviceGetUUID": str,
+        "nvmlDeviceGetName": str,
+        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=16 << 30),
+    }
+    return SimpleNamespace(**functions | changes)
+
+
+@pytest.mark.parametrize(
+    ("mask", "shown"),
+    [
+        # the expected devices stand here one by one: what CUDA shows for a mask is not computed a second time
+        (None, [A, B, C]),
+        ("", []),
+        ("2,0", [C, A]),
+        (" 1 , 2 ", [B, C]),
+        ("0,-1,2", [A]),  # the first invalid entry ends the list
+        ("GPU-aa", []),  # ambiguous
+        (f"GPU-cccc,{A}", [C, A]),
+        (f"{B},GPU-ffff,{A}", [B]),
+    ],
+)
+def test_a_mask_shows_what_cuda_shows(mask, shown):
+    devices, reason = visible_gpus(nvml(A, B, C), {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
+    assert [(each.cuda_index, each.name) for each in devices] == list(enumerate(shown))
+    assert ({each.memory_bytes for each in devices} <= {16 << 30}, reason) == (True, None)
+
+
+@pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetMemoryInfo"])
+def test_why_nothing_is_known_is_said_and_what_is_known_is_in_the_fingerprint(refused):
+    refuses = {refused: Mock(side_effect=LookupError("Not Supported"))}
+    assert visible_gpus(nvml(A, B, C, **refuses), {}) == ((), "NVML: Not Supported")
+    assert inspect_machine(environ={}, nvml=nvml(A)).fingerprint().gpus == (A,)
+
+
+def test_the_stand_in_has_only_names_that_the_real_binding_has():
+    pynvml = pytest.importorskip("pynvml")
+    assert [name for name in vars(nvml()) if not hasattr(pynvml, name)] == []
+
+
+TUNED = Fingerprint(
+    usable_cores=16, memory_bytes=64 << 30, shm_bytes=8 << 30, gpus=("NVIDIA H100",), dataset="Images[1000]"
+)
+
+
+@pytest.mark.parametrize(
+    ("here", "told", "matters"),
+    [
+        ({"usable_cores": 32}, "16 then, 32 here; more workers may be faster", False),
+        ({"usable_cores": 8}, "16 then, 8 here; its workers may be too many", True),
+        ({"memory_bytes": 16 << 30}, "65536 MiB then, 16384 MiB here; its workers may not fit", True),
+        ({"shm_bytes": 64 << 20}, "8192 MiB then, 64 MiB here", True),
+        ({"shm_bytes": 16 << 30}, "8192 MiB then, 16384 MiB here", False),
+        ({"gpus": ("NVIDIA T4",)}, "NVIDIA H100 then, NVIDIA T4 here", True),
+        ({"gpus": ("NVIDIA H100", "NVIDIA H100")}, "NVIDIA H100 then, NVIDIA H100, NVIDIA H100 here", False),
+        ({"dataset": "Images[2000]"}, "Images[1000] then, Images[2000] here", True),
+        # the same, not known, hardly different
+        ({"shm_bytes": (8 << 30) - (100 << 20), "memory_bytes": None, "dataset": "", "torch": "2.7.1"}, None, None),
+    ],
+    ids=str,
+)
+def test_a_difference_is_told_with_both_values_and_whether_it_matters(here, told, matters):
+    found = differences(TUNED, replace(TUNED, **here))
+    assert [each.matters for each in found] == ([] if told is None else [matters])
+    assert all((told or "") in each.sentence for each in found)
