@@ -58,6 +58,8 @@ class ScriptLoader:
         """For making batches, or for receiving them, in the loop's own thread; for making them in torch's workers."""
         self.read_s = self.busy_s = 0.0
         """Seconds in which CPU times were read, and seconds of CPU that this process and torch's workers took meanwhile."""
+        self.next_look_s = 0.0
+        """When a batch is looked at more closely again, be it of a later epoch."""
         self.shape: BatchShape | None = None
         """Of its first batch."""
         self.found: Any = None

@@ -61,7 +61,6 @@ class Watch:
 
     def _begin(self, now: float) -> None:
         self._loop, self._is_started, self._left = self._known.log.begin(now), False, self._samples
-        self._next_look_s = now
         self._asked_cpu: CpuTimes | None = None
         self._reading: tuple[float, int, list[CpuTimes]] | None = None
         self._next_reading_s = now
@@ -86,7 +85,7 @@ class Watch:
         """The next batch, for which the loop has asked, its step being done."""
         loop, asked = self._loop, self._clock()
         loop.ask(asked)
-        if asked >= self._next_look_s:
+        if asked >= self._known.next_look_s:
             self._look(asked)
         try:
             batch = fetch(iterator)
@@ -105,7 +104,7 @@ class Watch:
 
     def _look(self, now: float) -> None:
         """Now and then: whether something can be said of the loader, and what CPU its batches take."""
-        self._next_look_s = now + LOOK_EVERY_S
+        self._known.next_look_s = now + LOOK_EVERY_S
         if self._known.first_look is not None:
             self._known.look()
         self._asked_cpu = self._cpu_clock()
