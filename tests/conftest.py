@@ -27,7 +27,7 @@ from preloaded import FRAMEWORKS, PreloadedPython
 KINDS = ("process", "system", "acceptance", "gpu")
 LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
-ASK_HOW_PROBES_BEGIN = ("test_cuda", "test_left_behind", "test_security")
+ASK_HOW_PROBES_BEGIN = ("test_cuda", "test_left_behind")
 IMPORT_FRAMEWORKS = ("/integrations/", "bursts/test_lightning.py", "test_accelerate_tunes", "frameworks.md]")
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 

@@ -1,4 +1,4 @@
-"""What the layers of import-linter do not say: what a door knows of the house, what has a name, what an import costs."""
+"""What the layers of import-linter do not say: what a door knows, what has a name, what is run, what an import costs."""
 
 import ast
 import importlib.metadata
@@ -24,6 +24,17 @@ PUBLIC = {
     *("MissingExtraError", "PlatformError", "WorkloadError"),
 }
 
+# Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
+# nobody else may enter.
+UNPICKLING = {
+    "bursts/packing.py": {"loads"},
+    "pipeline/by_value.py": {"loads"},
+    "autoloader/transport.py": {"loads"},  # between the loop and workers that it has forked
+    "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
+}
+NEVER = {"eval", "exec", "compile", "__import__"}
+LOADING = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib", "yaml", "torch"}
+
 
 def test_the_doors_name_few_modules_and_few_names_of_inner_rooms():
     """Also inside of functions; the public names of the package are what everybody may use."""
@@ -39,9 +50,8 @@ def test_the_doors_name_few_modules_and_few_names_of_inner_rooms():
 
 def test_a_file_name_and_a_class_name_stand_for_one_thing():
     paths = list(PACKAGE.rglob("*.py"))
-    classes = [
-        each.name for path in paths for each in ast.walk(ast.parse(path.read_text())) if type(each) is ast.ClassDef
-    ]
+    trees = [ast.parse(path.read_text()) for path in paths]
+    classes = [each.name for tree in trees for each in ast.walk(tree) if type(each) is ast.ClassDef]
     files = [path.name for path in paths if path.name != "__init__.py"]
     assert [name for name, count in Counter(files + classes).items() if count > 1] == []
 
@@ -57,6 +67,19 @@ def test_all_names_exactly_the_public_surface_and_every_name_can_be_imported():
     assert set(autotune_loader.__all__) == PUBLIC
     assert [name for name in PUBLIC if getattr(autotune_loader, name, None) is None] == []
     assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
+
+
+def test_nothing_is_unpickled_from_disk_or_run_as_code():
+    """Files are data, never code."""
+    found = dict[str, set[str]]()
+    for path in PACKAGE.rglob("*.py"):
+        for call in (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            name = getattr(call, "id", None) or getattr(call, "attr", "")
+            module = getattr(getattr(call, "value", None), "id", "")
+            is_loaded = module in LOADING and name in {"load", "loads", "open", "Unpickler"}
+            if is_loaded or (isinstance(call, ast.Name) and name in NEVER):
+                found.setdefault(path.relative_to(PACKAGE).as_posix(), set()).add(name)
+    assert found == UNPICKLING
 
 
 def modules_after(statement: str) -> set[str]:

@@ -22,14 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    SequentialSampler,
-    TensorDataset,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader import AutoLoader, enable
@@ -59,21 +52,15 @@ def rows(batches: Any) -> list[Any]:
 
 
 def changes_between_epochs(base: Any, workers: int) -> Any:
-    data = Timed()
-    loader, seen = base(data, batch_size=8, num_workers=workers), []
-    for epoch in range(6):
-        data.labels[:], data.scale = epoch, 1 + epoch // 2
-        seen.append(rows(loader))
+    """Workers that are kept see the first epoch."""
+    seen = []
+    for are_kept in (False, workers > 0):
+        data = Timed()
+        loader = base(data, batch_size=8, num_workers=workers, persistent_workers=are_kept)
+        for epoch in range(3 if are_kept else 6):
+            data.labels[:], data.scale = epoch, 1 + epoch // 2
+            seen.append(rows(loader))
     return seen
-
-
-def kept_workers_see_the_first_epoch(base: Any, workers: int) -> Any:
-    data, asked = Timed(), {"num_workers": workers, "persistent_workers": workers > 0}
-    loader, seen = base(data, batch_size=8, **asked), []
-    for epoch in range(3):
-        data.labels[:] = epoch
-        seen.append(rows(loader))
-    return seen, (iter(loader) is iter(loader)) == bool(workers)
 
 
 def inside_its_own_loop(base: Any, workers: int) -> Any:
@@ -229,18 +216,16 @@ def attributes(base: Any, workers: int) -> Any:
     loader = base(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True, **asked)
     iterator = iter(loader)
     next(iterator), next(iterator)
-    shown = [
-        getattr(each, name) for each, names in ((loader, OF_LOADER), (iterator, OF_ITERATOR)) for name in names.split()
-    ]
-    shown += [isinstance(iterator, _BaseDataLoaderIter), loader._iterator is iterator, len(iterator)]
+    seen = [getattr(of, name) for of, names in ((loader, OF_LOADER), (iterator, OF_ITERATOR)) for name in names.split()]
+    seen += [isinstance(iterator, _BaseDataLoaderIter), loader._iterator is iterator, len(iterator)]
     with pytest.raises(TypeError) as raised:
         len(base(Stream(9), num_workers=workers))
-    shown.append(raised.value)
+    seen.append(raised.value)
     if workers:
-        shown.append(len(iterator._workers))
+        seen.append(len(iterator._workers))
         iterator._shutdown_workers()
-        shown.append(len(multiprocessing.active_children()))
-    return [repr(each).split(" at 0x")[0] for each in shown]
+        seen.append(len(multiprocessing.active_children()))
+    return [repr(each).split(" at 0x")[0] for each in seen]
 
 
 def copies(base: Any, workers: int) -> Any:
@@ -335,24 +320,11 @@ def timeout(base: Any, workers: int) -> Any:
         return type(error), str(error)
 
 
+FAILING = [failing(make) for make in (lambda: NotDecodedError("sample", 7), lambda: KeyError("sample"), StopIteration)]
 SCENARIOS = [
-    changes_between_epochs,
-    kept_workers_see_the_first_epoch,
-    inside_its_own_loop,
-    in_a_thread,
-    infinite,
-    failing(lambda: NotDecodedError("sample", 7)),
-    failing(lambda: KeyError("sample")),
-    failing(StopIteration),
-    interrupted,
-    attributes,
-    copies,
-    workers_get_what_is_sent,
-    daemonic,
-    attributes_set_later,
-    handler_of_children,
-    timeout,
-]
+    changes_between_epochs, inside_its_own_loop, in_a_thread, infinite, *FAILING, interrupted, attributes, copies,
+    workers_get_what_is_sent, daemonic, attributes_set_later, handler_of_children, timeout,
+]  # fmt: skip
 
 
 @functools.cache
@@ -375,11 +347,9 @@ def watched(scenario: Callable[..., Any], workers: int) -> Any:
 def test_a_scenario_goes_as_with_dataloader(scenario: Callable[..., Any], workers: int, how: str) -> None:
     expected = plain(scenario, workers)
     torch.manual_seed(0)
-
     assert (scenario(AutoLoader, workers) if how == "AutoLoader" else watched(scenario, workers)) == expected
 
 
 def test_workers_that_are_spawned_get_what_dataloader_sends() -> None:
     scenario = functools.partial(workers_get_what_is_sent, method="spawn")
-
     assert scenario(AutoLoader, 1) == watched(scenario, 1) == scenario(DataLoader, 1)

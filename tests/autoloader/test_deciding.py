@@ -40,31 +40,28 @@ def of(workers: int) -> LoaderConfig:
         # short epochs, whose starts and ends count
         (0, {"fetch_s": 0.02, "cpu": 0.05, "step_s": 0.002, "epoch_batches": 12}, 0.9, {9, 10, 11, 12}),
         (0, {"fetch_s": 0.004, "cpu": 0.5, "step_s": 0.0005, "epoch_batches": 20, "cores": 2}, 0.95, {3, 4, 5}),
+        # of one to three batches: no worker is started
+        (0, {"fetch_s": 0.1, "cpu": 0.1, "step_s": 0.0001, "epoch_batches": 3}, 0.99, {0}),
     ],
 )
 def test_what_is_settled_on_and_how_fast_it_is(asked: int, job: dict[str, Any], least: float, wanted: set[int]) -> None:
     training = Training(**job)
     tuner = training.tuner(of(asked))
-
     training.run(tuner, 60.0)
     rate = training.run(tuner, 30.0)
-
     assert tuner.best.num_workers in wanted
+    assert training.started == 0 or job.get("epoch_batches") != 3
     assert rate >= least * max(training.rate(of(workers)) for workers in (0, asked, *wanted))
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("asked", [0, 2])
 @pytest.mark.parametrize("seconds", [5.0, 20.0])
-def test_no_job_is_slower_than_as_asked_by_more_than_two_percent_and_half_a_second(
-    seed: int, asked: int, seconds: float
-) -> None:
+def test_no_job_is_slower_than_asked_by_over_2_percent_and_half_a_second(seed: int, asked: int, seconds: float) -> None:
     training = Training.drawn(seed)
     tuner = training.tuner(of(asked))
     plain = training.rate(of(asked)) * seconds
-
     took = training.until(tuner, plain)
-
     assert took <= 1.02 * seconds + 0.5
 
 
@@ -81,29 +78,16 @@ def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
         loop.receive(now := end, 8, (worker, begun, end, end, 0.1))
     loop.ask(now)
     tuner.applied(0.0)
-
     block = tuner._measured(tuner._request._replace(seconds=0.0, batches=4))
-
     assert block is not None
     assert block.samples_per_s == pytest.approx(16, rel=0.01)
-
-
-def test_epochs_of_one_to_three_batches_start_no_workers() -> None:
-    training = Training(fetch_s=0.1, cpu=0.1, step_s=0.0001, epoch_batches=3)
-    tuner = training.tuner(NONE)
-
-    training.run(tuner, 30.0)
-
-    assert training.started == 0
 
 
 def test_no_more_workers_than_are_allowed_and_who_asked_is_told_of_what_was_settled_on() -> None:
     told: list[int] = []
     training = Training(fetch_s=0.04, cpu=0.05, step_s=0.002)
     tuner = training.tuner(NONE, max_workers=3, on_settled=lambda: told.append(tuner.best.num_workers))
-
     training.run(tuner, 60.0)
-
     assert told[0] > 0
     assert training.most == tuner.best.num_workers == 3
 
@@ -116,7 +100,6 @@ def test_what_an_earlier_loader_found_is_tried_first_and_sooner() -> None:
         while tuner.gain is None:
             training.run(tuner, 0.1)
         seconds.append(training.now)
-
     assert seconds[1] < seconds[0]
 
 
@@ -125,10 +108,8 @@ def test_a_rate_that_shifts_later_is_answered() -> None:
     tuner = training.tuner(NONE)
     training.run(tuner, 60.0)
     before = tuner.best.num_workers
-
     training.fetch_s *= 6  # another folder, on a slower disk
     training.run(tuner, 360.0)
-
     assert tuner.best.num_workers > before
     assert training.run(tuner, 30.0) > 0.9 * training.rate(of(12))
 
@@ -139,13 +120,11 @@ def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> Non
     tuner = training.tuner(of(1), on_tried=told.append)
     training.run(tuner, 30.0)
     assert tuner.gain is not None
-
     best = tuner.best
     assert told[-1].config == best
     tuner.freeze()
     training.run(tuner, 400.0)
     assert tuner.wanted == best
-
     tuner.refuse(Kept.FROZEN())
     assert (tuner.wanted, tuner.best, tuner.gain) == (of(1), of(1), None)
 
@@ -154,7 +133,6 @@ def test_trials_may_cost_half_a_second_and_a_hundredth_and_half_of_the_gain() ->
     log = Log()
     tuner = Tuner(log, NONE, cores=2)
     tuner.own_s = 0.4
-
     assert tuner.may(0.05)
     assert not tuner.may(0.2)
     log.totals.stepped_s = 20.0
@@ -176,7 +154,6 @@ def test_looking_costs_the_same_after_ten_thousand_epochs() -> None:
         if now >= tuner.wake:
             tuner.look(now)
         loop.end(now)
-
     assert len(log.rows) <= 40_000
     assert tuner.wanted == NONE
     assert math.isfinite(tuner.wake)

@@ -28,7 +28,6 @@ def test_takes_over_an_existing_loader_beside_which_arguments_win_and_a_configur
             torch.manual_seed(0)
             runs.append([batch.tolist() for batch in loader])
         assert runs[0] == runs[1]
-
     assert list(AutoLoader(DataLoader(Numbers(10), batch_size=3), num_workers=0, collate_fn=len)) == [3, 3, 3, 1]
     wanted = LoaderConfig(num_workers=3, prefetch_factor=5)
     assert AutoLoader(Numbers(4), config=wanted, num_workers=1).config == wanted
@@ -86,7 +85,6 @@ HOW = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9, "multipro
 )
 def test_when_workers_may_be_used(arguments: dict[str, Any], kept: str) -> None:
     loader = AutoLoader(**{"dataset": Numbers(8), **arguments})
-
     assert loader.kept is not None
     assert loader.kept.kind == kept
     # WHEN somebody makes it anew from its attributes, as Lightning does THEN the consent goes with it
@@ -102,7 +100,6 @@ def test_what_was_found_lives_on_without_the_loader_and_is_saved(tmp_path: Path)
         pass
     found, data = loader.found, loader.dataset
     loader.save(tmp_path / "loader.json")
-
     assert load_config(tmp_path / "loader.json") == LoaderConfig()
     assert "num_workers=0 was asked for" in loader.report()
     assert str(loader) == str(loader.result)
@@ -123,7 +120,6 @@ def test_the_iterator_that_was_begun_last_is_the_one_that_counts(kind: str) -> N
         list(loader)
     else:
         list(itertools.chain.from_iterable(zip(first, loader, strict=False)))
-
     assert len(loader.log.rows) >= 8
     assert loader.log.totals.epochs == 2
 
@@ -135,7 +131,6 @@ def test_what_ours_raises_ends_tuning_and_the_epoch_goes_on(caplog: pytest.LogCa
         raise RuntimeError("ours")
 
     loader.found.tuner.look = broken  # type: ignore[union-attr, method-assign]
-
     assert len(list(loader)) == 10
     assert "no longer tunes" in caplog.text
     assert len(list(loader)) == 10
@@ -149,7 +144,6 @@ def test_where_another_thread_fetches_nothing_is_seeded() -> None:
     thread = threading.Thread(target=lambda: seen.extend(next(batches).tolist()))
     thread.start()
     thread.join()
-
     assert len(seen) == 8
     assert states()[1:3] != before  # the thread draws from what there is, as with DataLoader
     assert torch.initial_seed() == seed
@@ -164,7 +158,6 @@ def test_what_is_learnt_goes_from_the_gone_to_the_next_and_never_between_the_liv
     site = Site(Line("train.py", 3), "Images", 10, 2, True)
     first, other = Owner(), Owner()
     assert registry.find(site, first) is None
-
     registry.keep(site, first, 1)
     assert registry.find(site, first) == 1
     assert registry.find(site, other) is None

@@ -21,12 +21,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 
 from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import tuner
 from autotune_loader.autoloader.batch_comparison import BatchComparison, difference
-from autotune_loader.autoloader.parts import Parts
 from tests.support.schedules import FixedLoader
 
 pytestmark = pytest.mark.process
@@ -75,10 +74,8 @@ def trained(make: Callable[[], Any], **arguments: Any) -> tuple[Any, Any]:
         found = next((each for own, other in zip(*epochs, strict=True) if (each := difference(own, other))), None)
         if found is not None:
             return loader, found
-        proof = loader._shared.comparison
-        left -= loader.found.tuner.refused is not None or (
-            proof.compared >= 8 and any(row.worker >= 0 for row in loader.log.rows)
-        )
+        proof, rows = loader._shared.comparison, loader.log.rows
+        left -= loader.found.tuner.refused is not None or (proof.compared >= 8 and any(row.worker >= 0 for row in rows))
     return loader, None
 
 
@@ -127,7 +124,6 @@ GOOD: dict[str, Callable[[Path], Any]] = {
     "a seed": lambda d: Items(lambda self, i: torch.initial_seed() + i),
     "transforms that hold generators": lambda d: Items(lambda self, i: self.t(i), t=Drawing()),
     "a list of them": lambda d: Items(lambda self, i: [t(i) for t in self.t], t=[Drawing(), Drawing()]),
-    "a generator": lambda d: Items(lambda self, i: self.r.random(), r=np.random.default_rng(1)),
     "opened by the first fetch": lambda d: Items(lazily, file=None, path=d / "raw"),
     "sqlite opened by the first fetch": lambda d: Items(from_sqlite, connection=None, path=d / "db"),
     "an open file": lambda d: Items(lambda self, i: os.pread(self.f.fileno(), 8, 8 * i), f=(d / "raw").open("rb")),
@@ -157,7 +153,6 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", GOOD)
 def test_common_data_get_workers_and_the_batches_of_the_loop(kind: str, data: Path) -> None:
     loader, found = trained(lambda: GOOD[kind](data))
-
     assert found is None
     assert loader.found.tuner.refused is None
     assert {trace.worker for trace in loader.log.rows} > {-1}
@@ -201,17 +196,13 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_workers_cannot_make_the_loop_makes_and_why_is_told(
-    kind: str, data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_workers_cannot_make_is_refused_and_why(kind: str, data: Path, caplog: pytest.LogCaptureFixture) -> None:
     make, reason, words = REFUSED[kind]
     caplog.set_level(logging.INFO, "autotune_loader")
-
     Items.wait_s, until = 0.002, time.monotonic() + MOST_S
     loader = AutoLoader(make(data), batch_size=BATCH, collate_fn=list, max_workers=3)
     while loader.found.tuner.refused is None and time.monotonic() < until:
         assert len(list(loader)) == SIZE // BATCH
-
     assert loader.kept is not None
     assert (loader.kept.kind, words in loader.kept.sentence) == (reason, True)
     assert loader.config == loader.best == LoaderConfig()
@@ -224,15 +215,6 @@ def labelled() -> Any:
     return Items(lambda self, i: torch.tensor([i, self.labels[i]]), labels=np.zeros(SIZE, dtype=np.int64))
 
 
-def test_what_the_training_changes_between_epochs_workers_see() -> None:
-    data = labelled()
-    loader = AutoLoader(data, batch_size=BATCH, max_workers=3)
-    for epoch in range(8):
-        data.labels[:] = epoch
-        assert {label for batch in loader for label in batch[:, 1].tolist()} == {epoch}
-    assert any(trace.worker >= 0 for trace in loader.log.rows)
-
-
 def test_what_the_training_changes_in_mid_epoch_the_loop_sees_at_once() -> None:
     data, seen = labelled(), list[tuple[int, set[int]]]()
     loader = FixedLoader(data, batch_size=BATCH)
@@ -242,7 +224,6 @@ def test_what_the_training_changes_in_mid_epoch_the_loop_sees_at_once() -> None:
             seen.append((data.labels[0], set(batch[:, 1].tolist())))
             if number == 40:
                 data.labels[:] += 1 + epoch
-
     assert all(labels == {wanted} for wanted, labels in seen)
     assert any(row.worker >= 0 for row in loader.log.rows)
     assert loader.found.tuner.refused is not None
@@ -281,7 +262,6 @@ def test_a_sampler_that_follows_the_training_is_not_drawn_ahead(draw: Any, reaso
         return loader, seen
 
     loader, seen = rows(AutoLoader, max_workers=3)
-
     assert seen == rows(DataLoader)[1]
     assert loader.kept is not None
     assert loader.kept.kind == reason
@@ -298,7 +278,6 @@ def test_workers_that_were_asked_for_stay_as_they_are_where_another_number_gives
     loader = AutoLoader(data, batch_size=None, num_workers=1)
     for _ in range(4):  # its one worker begins anew in each epoch
         assert [int(step) for step in loader] == [*range(1, SIZE + 1)]
-
     assert loader.kept is not None
     assert loader.kept.kind in ("samples_differ", "dataset_changes")
     assert data.step == 0  # the loop's own fetches have left nothing
@@ -328,11 +307,3 @@ def test_where_two_batches_differ(own: Any, other: Any, where: str | None) -> No
 def test_the_first_eight_batches_and_then_ever_fewer_are_compared() -> None:
     comparison = BatchComparison({}, lambda why: None, is_asked=False)
     assert [number for number in range(1, 300) if comparison.is_due()] == [*range(1, 9), 16, 32, 64, 128, 256]
-
-
-def test_plain_data_need_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Parts, "__init__", lambda *_: pytest.fail("looked"))
-    rows = TensorDataset(torch.arange(40))
-
-    assert len(list(AutoLoader(rows, batch_size=4, num_workers=0))) == 10
-    assert len(list(AutoLoader(rows, tune=False))) == 40

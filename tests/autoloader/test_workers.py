@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_wo
 from autotune_loader.autoloader.batch_comparison import difference
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.values.config import LoaderConfig
+from tests.support.bursts import Made
 from tests.support.schedules import KINDS, FixedLoader, Noise, Numbers, Slow, Where, differences, draw_case, states
 
 pytestmark = pytest.mark.process
@@ -36,18 +37,6 @@ ALONE, TWO = LoaderConfig(), LoaderConfig(num_workers=2)
 KEPT = LoaderConfig(num_workers=2, persistent_workers=True)
 FOURS = [list(range(i, i + 4)) for i in range(0, 160, 4)]
 Pair = namedtuple("Pair", ["x", "y"])
-
-
-class Made(Numbers):
-    """Sample i is what a function makes of i and of what is held."""
-
-    def __init__(self, samples: int, make: Callable[[Any, int], Any], **held: Any) -> None:
-        super().__init__(samples)
-        self.make = make
-        self.__dict__.update(held)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(self, index)
 
 
 def indices(batches: Any) -> list[Any]:
@@ -88,7 +77,6 @@ def test_worker_init_fn_runs_in_each_worker_which_knows_who_it_is() -> None:
 
     loader = FixedLoader(Where(60), batch_size=2, num_workers=2, worker_init_fn=note)
     batches = torch.cat([*loader, *loader])
-
     assert {(who, of) for _, who, of in batches.tolist()} == {(0, 2), (1, 2)}
     assert started.value == 4  # as torch's, anew for each epoch
     assert {trace.worker for trace in loader.log.rows} == {0, 1}
@@ -97,7 +85,7 @@ def test_worker_init_fn_runs_in_each_worker_which_knows_who_it_is() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_batches_of_all_kinds_arrive_as_they_were_and_hold_no_descriptor() -> None:
-    data = Made(len(MESSAGES), lambda self, index: MESSAGES[index])
+    data = Made(lambda index: MESSAGES[index], len(MESSAGES))
     loader = FixedLoader(data, batch_size=None, collate_fn=lambda each: each, num_workers=2)
     held = set()
     for _ in range(3):
@@ -131,7 +119,6 @@ def test_augmentations_do_not_depend_on_the_workers_and_the_loops_own_draws_not_
         seen, own = drawn(number, FixedLoader, Noise(40), *configs[1:], config=configs[0])
         assert own == drawn(number, DataLoader, Numbers(40))[1]
         batches.append(seen)
-
     assert batches[0] == batches[1] == batches[2]
     assert len({tuple(sample[1:]) for sample in batches[0]}) == 40
 
@@ -191,7 +178,6 @@ def test_killed_workers_are_replaced_and_nothing_is_lost_or_doubled(
         for process in multiprocessing.active_children()[: kills.get(number, 0)]:
             os.kill(process.pid or 0, signal.SIGKILL)
         time.sleep(step_s)
-
     assert indices(seen) == FOURS
     assert loader.found.lost >= 2
     assert len(indices(loader)) == 40
@@ -214,14 +200,11 @@ def test_workers_that_are_added_get_as_much_to_do_as_the_first_ones() -> None:
     ],
     ids=["kills each worker", "cannot be sent"],
 )
-def test_a_sample_that_no_worker_can_give_ends_with_torchs_error_at_its_batch(
-    make: Any, raised: type[Exception], says: str
-) -> None:
-    data, seen = Made(20, lambda self, index: make() if index == 7 else index), list[Any]()
+def test_a_sample_that_no_worker_can_give_ends_with_torchs_error(make: Any, raised: type[Exception], says: str) -> None:
+    data, seen = Made(lambda index: make() if index == 7 else index, 20), list[Any]()
     with pytest.raises(raised, match=says):  # noqa: PT012
         for batch in FixedLoader(data, collate_fn=list, num_workers=2):
             seen += batch
-
     assert seen == list(range(7))
 
 
@@ -271,7 +254,6 @@ def test_workers_that_nobody_asked_for_draw_what_the_loop_would_when_it_would(lo
     torch.manual_seed(0)
     plain = loop(DataLoader)
     torch.manual_seed(0)
-
     assert loop(with_workers) == plain
 
 
@@ -285,23 +267,22 @@ def test_workers_hold_no_pipe_that_somebody_waits_for() -> None:
 
 
 def test_workers_keep_a_queue_that_the_dataset_holds() -> None:
-    data = Made(8, lambda self, index: self.queue.put(index) or index, queue=multiprocessing.SimpleQueue())
+    data = Made(lambda index: data.queue.put(index) or index, 8)
+    data.queue = multiprocessing.SimpleQueue()
     list(FixedLoader(data, batch_size=2, num_workers=2))
-
     assert sorted(data.queue.get() for _ in range(8)) == list(range(8))
 
 
-def at_its_position(self: Any, index: int) -> int:
-    self.file.seek(8 * index)
-    time.sleep(0.0005)
-    return int.from_bytes(self.file.read(8), "little")
-
-
 def test_each_worker_has_positions_of_its_own_in_open_files(tmp_path: Path) -> None:
+    def at_its_position(index: int) -> int:
+        file.seek(8 * index)
+        time.sleep(0.0005)
+        return int.from_bytes(file.read(8), "little")
+
     np.arange(200, dtype=np.int64).tofile(tmp_path / "raw")
     with (tmp_path / "raw").open("rb", buffering=0) as file:  # forks share where it is read
-        data = Made(200, at_its_position, file=file)
-        assert torch.cat(list(FixedLoader(data, batch_size=4, num_workers=4))).tolist() == list(range(200))
+        loader = FixedLoader(Made(at_its_position, 200), batch_size=4, num_workers=4)
+        assert torch.cat(list(loader)).tolist() == list(range(200))
 
 
 def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None:
@@ -314,7 +295,6 @@ def test_a_fork_goes_on_by_itself_and_leaves_the_workers_to_its_parent() -> None
     good = seen == [[index, index + 1] for index in range(0, 80, 2)] and loader.found.lost == 0
     if not child:
         os._exit(0 if good else 1)
-
     assert good
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

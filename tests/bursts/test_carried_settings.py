@@ -22,20 +22,14 @@ def as_it_was():
     assert read_torch() == before
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("float32_matmul_precision", "high"),
-        ("deterministic_debug_mode", 1),
-        ("default_dtype", torch.float64),
-        ("default_device", torch.device("meta")),
-        ("sharing_strategy", "file_system"),
-        ("cudnn.benchmark", True),
-        ("cudnn.allow_tf32", False),
-        ("grad_mode", False),
-        ("cv2.threads", 0),
-    ],
-)
+SETTINGS = {
+    "float32_matmul_precision": "high", "deterministic_debug_mode": 1, "default_dtype": torch.float64,
+    "default_device": torch.device("meta"), "sharing_strategy": "file_system", "cudnn.benchmark": True,
+    "cudnn.allow_tf32": False, "grad_mode": False, "cv2.threads": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS.items(), ids=SETTINGS)
 def test_each_setting_of_torch_and_opencv_is_read_set_and_listed(name, value, monkeypatch):
     threads = [8]
     cv2 = SimpleNamespace(getNumThreads=lambda: threads[0], setNumThreads=lambda count: threads.__setitem__(0, count))

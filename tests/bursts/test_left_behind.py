@@ -5,17 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from autotune_loader.bursts import parent
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values.measurement import BurstPlan
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, Made, measured, opened, workload
@@ -70,16 +67,6 @@ def test_after_kill_9_no_process_and_no_folder_stays(kind, victim, tmp_path):
         living = [each for each in processes if each.is_running() and each.status() != "zombie"]
         left = [*living, *(tmp_path / "tmp").iterdir()]
     assert not left
-
-
-def test_a_process_that_cannot_start_leaves_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(parent.subprocess, "Popen", Mock(side_effect=BlockingIOError))
-    descriptors = set(Path("/proc/self/fd").iterdir())
-    with pytest.raises(BlockingIOError), opened(workload(torch.zeros(8, 4))):
-        pass
-    assert not list(tmp_path.iterdir())
-    assert set(Path("/proc/self/fd").iterdir()) == descriptors
 
 
 HARD = """

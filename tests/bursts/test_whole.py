@@ -130,17 +130,13 @@ def written(value, max_bytes=256 * MIB):
         return read_archive(file.fileno()), os.fstat(file.fileno()).st_size
 
 
-@pytest.mark.parametrize(
-    "held",
-    [
-        torch.zeros(0),
-        torch.rand(30, 30).T,
-        torch.ones(9, 9, dtype=torch.bfloat16)[::2],
-        torch.nn.Parameter(torch.rand(99)),
-        torch.rand(99, dtype=torch.complex64).conj(),
-        torch.rand(9, 9).to_sparse(),
-    ],
-)
+UNUSUAL = [
+    torch.zeros(0), torch.rand(30, 30).T, torch.ones(9, 9, dtype=torch.bfloat16)[::2], torch.nn.Parameter(torch.rand(99)),
+    torch.rand(99, dtype=torch.complex64).conj(), torch.rand(9, 9).to_sparse(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("held", UNUSUAL)
 def test_unusual_tensors_travel(held):
     with torch.device("cpu" if held.is_sparse else "meta"):  # a default of the caller's, such as "cuda"
         back, _ = written(held)

@@ -224,9 +224,7 @@ def test_the_code_of_a_result_runs(config, size, result, capsys):
     assert ("DevicePrefetcher(loader, 'cuda', depth=2)" in code) == bool(config.device_prefetch)
 
 
-def test_demo_tunes_its_small_job_within_the_budget_and_touches_nothing_of_the_users_folder(
-    folder, tune, monkeypatch, capsys
-):
+def test_demo_tunes_its_small_job_within_the_budget_and_touches_nothing_of_the_users(folder, tune, monkeypatch, capsys):
     # GIVEN pictures of which an interrupted run has left all but one
     pictures, make = folder / "pictures", partial(demo.make_jpegs, count=40, size=(80, 60))
     before, mine = {path: path.read_bytes() for path in make(pictures)}, Path("loader.json").read_bytes()
@@ -265,9 +263,7 @@ POD = {  # two cores and 2.5 GiB, of which 1 GiB is in use
         ({}, 2, {}, ["memory:        the system does not tell"]),  # a small host
     ],
 )  # fmt: skip
-def test_a_low_limit_is_named_with_its_source_and_what_raises_it(
-    files, host_cpus, environ, parts, tmp_path, monkeypatch
-):
+def test_a_low_limit_is_named_with_source_and_what_raises_it(files, host_cpus, environ, parts, tmp_path, monkeypatch):
     for name, text in {**files, "dev/shm/.keep": ""}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

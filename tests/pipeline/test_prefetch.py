@@ -48,9 +48,7 @@ def test_copies_are_depth_batches_ahead_and_an_exception_comes_after_the_batches
 
 def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_ahead():
     asked = []
-    loader = DataLoader(
-        range(20), batch_size=3, collate_fn=lambda samples: asked.extend(samples) or torch.tensor(samples)
-    )
+    loader = DataLoader(range(20), batch_size=3, collate_fn=lambda rows: asked.extend(rows) or torch.tensor(rows))
     prefetcher = DevicePrefetcher(loader, "cpu", depth=2)
     for _ in range(2):
         assert torch.equal(torch.cat(list(prefetcher)), torch.arange(20))

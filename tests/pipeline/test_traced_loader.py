@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.build import make_traced_loader
@@ -14,6 +14,7 @@ from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values.config import LoaderConfig
+from tests.support.schedules import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -36,15 +37,7 @@ def listed(batches):
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
 
 
-class Squares(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.tensor(index**2)
-
-
-class Fetched(Squares):
+class Fetched(Numbers):
     def __getitems__(self, indices):
         return torch.tensor(indices).neg().unbind()
 
@@ -58,12 +51,12 @@ class Stream(IterableDataset):
 
 
 LOADERS = (
-    DataLoader(Squares(), batch_size=3),
-    DataLoader(Fetched(), batch_size=4),
-    DataLoader(Squares(), batch_size=4, collate_fn=str),
-    DataLoader(Squares(), batch_size=4, sampler=range(7, -1, -1)),
-    DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(Squares()), 2, False)),
-    DataLoader(Squares(), batch_size=None),
+    DataLoader(Numbers(8), batch_size=3),
+    DataLoader(Fetched(8), batch_size=4),
+    DataLoader(Numbers(8), batch_size=4, collate_fn=str),
+    DataLoader(Numbers(8), batch_size=4, sampler=range(7, -1, -1)),
+    DataLoader(Numbers(8), batch_sampler=BatchSampler(SequentialSampler(Numbers(8)), 2, False)),
+    DataLoader(Numbers(8), batch_size=None),
 )
 
 
@@ -78,7 +71,7 @@ def test_batches_are_the_users_own_and_begin_again_at_their_end(workers):
 
 
 def test_a_tuned_batch_size_wins_and_an_epoch_without_a_batch_ends():
-    loader = DataLoader(Squares(), batch_size=3, drop_last=True)
+    loader = DataLoader(Numbers(8), batch_size=3, drop_last=True)
     for size, lengths in ((None, [3, 3]), (8, [8, 8]), (16, [])):
         assert [len(batch) for batch, _ in take(loader, 2, batch_size=size)] == lengths
 
@@ -88,14 +81,14 @@ class Point(NamedTuple):
     tags: dict
 
 
-class WholeBatches(Squares):
+class WholeBatches(Numbers):
     """Its `__getitems__` returns a batch that is ready, as tensordict's does."""
 
     def __getitems__(self, indices):
         return dict.fromkeys("xyz", torch.tensor(indices))
 
 
-class ListsOfIndices(Squares):
+class ListsOfIndices(Numbers):
     def __getitem__(self, index):
         return {"x": 0.5} if isinstance(index, list) else torch.zeros(5, 2)
 
@@ -113,9 +106,9 @@ ROWS_OF_INDICES = BatchSampler(SequentialSampler(range(8)), 3, True)
     ("loader", "samples", "size"),
     [
         (DataLoader(POINTS, batch_size=4), 4, 4 * (4 * 2 + 4 * 3)),
-        (DataLoader(WholeBatches(), batch_size=4, collate_fn=lambda batch: batch), 4, 3 * 4 * 8),
-        (DataLoader(ListsOfIndices(), sampler=ROWS_OF_INDICES, batch_size=None), 3, 0),
-        (DataLoader(ListsOfIndices(), batch_size=None), 5, 5 * 2 * 4),
+        (DataLoader(WholeBatches(8), batch_size=4, collate_fn=lambda batch: batch), 4, 3 * 4 * 8),
+        (DataLoader(ListsOfIndices(8), sampler=ROWS_OF_INDICES, batch_size=None), 3, 0),
+        (DataLoader(ListsOfIndices(8), batch_size=None), 5, 5 * 2 * 4),
         (stream_of({"path": "a", "n": torch.tensor(7), "x": torch.zeros(6)}), 6, 8 + 6 * 4),
         (stream_of({"graph": SPARSE, "y": torch.zeros(2)}), 3, 16 + 8 + 8),
         (stream_of(SimpleNamespace(values=torch.zeros(6, 2))), 6, 48),  # a type of the user's own

@@ -69,11 +69,8 @@ def synthetic_result():
     own = found.measurement_of(BEST)
     rates = {config: list(found.rates_of(config).values()) for config in ROUNDS}
     found = replace(
-        found,
-        rate=mean_interval(rates[BEST]),
-        baseline_rate=mean_interval(rates[NONE]),
+        found, rate=mean_interval(rates[BEST]), baseline_rate=mean_interval(rates[NONE]),
         speedup=mean_interval([one / other for one, other in zip(rates[BEST], rates[NONE], strict=True)]),
-        wait_share=own.wait_share,
-        memory_bytes=own.taken_bytes,
-    )
+        wait_share=own.wait_share, memory_bytes=own.taken_bytes,
+    )  # fmt: skip
     return judged(found, epoch_batches=10_000)

@@ -57,13 +57,9 @@ def test_a_row_holds_the_configuration_and_what_was_measured_or_why_nothing_was(
     # Beside 0 workers, which have none, prefetch factors stay whole numbers; so do rounds beside the search's bursts.
     assert (str(frame["prefetch_factor"].dtype), str(frame["round"].dtype)) == ("Int64", "Int64")
     assert frame["round"].dropna().tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    failed = frame.iloc[-2]
-    assert failed[["failure_kind", "failure_phase", "failure_message"]].tolist() == [
-        FULL.kind,
-        FULL.phase,
-        FULL.message,
-    ]
-    assert failed[["samples_per_s", "wait_share"]].isna().all()
+    late = frame.iloc[-2]
+    assert late[["failure_kind", "failure_phase", "failure_message"]].tolist() == [FULL.kind, FULL.phase, FULL.message]
+    assert late[["samples_per_s", "wait_share"]].isna().all()
     stages = result.to_dataframe("stages")
     assert list(stages.columns) == ["stage", "where", "wall_share", "cpu_share", "wall_s", "cpu_s"]
     assert list(zip(stages.stage, stages.wall_s, strict=True)) == [(each.stage, each.wall_s) for each in STAGES]

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from report.example import synthetic_result
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.assemble import loader_parts, shuffles
 from autotune_loader.values.config import LoaderConfig
+from tests.support.schedules import Stream
 
 DATA = TensorDataset(torch.arange(10))
 TUNED = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True)
@@ -39,11 +40,6 @@ class Owned(DataLoader):
         self.name = name
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
-
-
 BATCHES = [[1, 2], [4, 5, 6]]
 LOADERS = {
     "shuffled": lambda: DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True, collate_fn=collate),
@@ -51,7 +47,7 @@ LOADERS = {
     "a sampler": lambda: DataLoader(DATA, batch_size=2, sampler=SubsetRandomSampler([3, 5])),
     "a batch_sampler": lambda: DataLoader(DATA, batch_sampler=BATCHES),
     "no batches": lambda: DataLoader(DATA, batch_size=None),
-    "a stream": lambda: DataLoader(Stream(), batch_size=4),
+    "a stream": lambda: DataLoader(Stream(10), batch_size=4),
     "of a library": lambda: Owned("mine", batch_size=4, shuffle=True),
     "seeded": lambda: DataLoader(DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)),
 }

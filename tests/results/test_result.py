@@ -36,10 +36,8 @@ def finished_run(**changes):
     """A result with every field filled, as after a whole run."""
     failure = Failure(kind="crashed", phase="step", message="cannot open 'bad-\udcff.jpg'", traceback="Traceback ...")
     failed = Trial(number=2, config=LoaderConfig(num_workers=8), failure=failure)
-    trials, loaders = (*synthetic_result().trials[:2], failed), {"train.py:50": {"num_workers": 1}}
-    return replace(
-        synthetic_result(), **{"best": BEST, "trials": trials, "machine": HERE, "loaders": loaders, **changes}
-    )
+    trials, sites = (*synthetic_result().trials[:2], failed), {"train.py:50": {"num_workers": 1}}
+    return replace(synthetic_result(), **{"best": BEST, "trials": trials, "machine": HERE, "loaders": sites, **changes})
 
 
 @pytest.fixture
@@ -130,7 +128,7 @@ def test_a_file_with_a_traceback_is_private_and_others_are_as_the_umask_says(pat
 
 FROM_THE_FUTURE = {
     "from_the_future": {"a": 1},
-    "dataloader_kwargs": {"num_workers": 2, "from_the_future": 1},
+    "dataloader_kwargs": {"num_workers": 2, "collate_fn": "os:system"},
     "wait_share": 0.5,
     "bottleneck": {"kind": "cpu", "sentence": "Bottleneck: CPU.", "from_the_future": 1},
     "extras": {"from_the_future": True},
@@ -151,9 +149,14 @@ REFUSED = [
     ({"schema_version": "1"}, "schema_version='1',"),
     (b'{"schema_version": 1, "status": "comp', ""),
     (bytes(range(256)), ""),
+    (b"[" * 100_000, ""),
+    (b'{"seconds": 1' + b"0" * 9999 + b"}", ""),
     ({"seconds": math.nan}, "NaN is no number in JSON"),
     ({"status": "done"}, "status"),
     ({"dataloader_kwargs": {"num_workers": -1}}, "num_workers=-1 is below 0; num_workers=1 would work"),
+    ({"dataloader_kwargs": {"num_workers": "__import__('os')"}}, "num_workers="),
+    ({"dataloader_kwargs": {"num_workers": 10**9}}, "more than any machine can use"),
+    ({"dataloader_kwargs": {"num_workers": 1, "multiprocessing_context": "os.system"}}, "'os.system'"),
     ({"extras": {"device_prefetch": -1}}, "device_prefetch=-1 is below 0"),
     ({"wait_share": "much"}, "wait_share"),
     ({"bottleneck": "CPU"}, "'CPU' is no finding with a kind and a sentence"),
@@ -193,9 +196,7 @@ MORE, FEWER, NO_GPU = replace(EIGHT, usable_cores=64), replace(EIGHT, usable_cor
         (NO_GPU, "fit", "none here.*; changed to 8 workers", {"pin_memory": False, "device_prefetch": 0}),
     ],
 )
-def test_another_machine_is_told_of_with_both_values_and_what_was_changed(
-    path, monkeypatch, here, on_mismatch, told, changes
-):
+def test_another_machine_is_told_with_both_values_and_what_changed(path, monkeypatch, here, on_mismatch, told, changes):
     finished_run(best=ALL, machine=EIGHT).save(path)
     machine = SimpleNamespace(fingerprint=lambda dataset: replace(here, dataset=dataset))
     monkeypatch.setattr("autotune_loader.machine.facts.inspect_machine", lambda: machine)

@@ -1,13 +1,9 @@
 """Studies run in small: killed again and again, the jobs of a GPU on a CPU, a library tried."""
 
-import time
-from pathlib import Path
-
 import pytest
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from studies.cold import datasets as cold
 from studies.endurance import kills
 from studies.gpu import __main__ as jobs
 from studies.libraries.__main__ import row
@@ -50,19 +46,6 @@ def test_an_attempt_is_tuned_refused_or_wrong(given, batch, outcome, says):
     options = {"batch_size": 4, "budget": 2, "collate_fn": default_collate}
     job = Job(given=given, model=None, options=options, batch=batch, epoch=lambda result: result.make_loader(given))
     made = make_attempt(job)
-
     assert made.outcome == outcome
     assert says in made.says
     assert row("torch", "2", "a | b", made).startswith(f"| torch 2 | a \\| b | {outcome} | ")
-
-
-def test_a_cold_dataset_is_slow_once_and_again_when_it_is_forgotten(monkeypatch):
-    waits = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    dataset = cold.FirstReadWaits(4, slope=0.5)
-    for _ in range(2):
-        assert [int(dataset[index][0]) for index in (3, 1, 3, 1)] == [3, 1, 3, 1]
-        dataset.forget()
-    dataset.remove()
-    assert waits == [cold.WAIT_S * share for share in (1.25, 0.75)] * 2
-    assert not Path(dataset.path).exists()

@@ -1,14 +1,11 @@
-"""Studies can be imported without measuring anything, their commands exist, their tables and workloads are whole."""
+"""Studies can be imported without measuring anything, their commands exist, their table is whole."""
 
 import importlib
-import pickle
 import re
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader
 
-from studies import workloads
 from studies.libraries.__main__ import rows_by_library
 from studies.libraries.environments import ENVIRONMENTS
 from studies.libraries.table import LIBRARIES
@@ -37,16 +34,3 @@ def test_the_kept_table_of_libraries_has_an_explained_row_for_every_library():
     assert set(rows) == set(LIBRARIES)
     kept = [line.split(" | ") for lines in rows.values() for line in lines]
     assert [row for row in kept if row[2] not in ("tuned", "refused") or len(row[3]) < 5] == []
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("name", sorted(set(workloads.WORKLOADS) - {"jpeg"}))  # which is made in the user's cache
-def test_a_workload_survives_pickling_and_yields_a_batch(name):
-    workload = pickle.loads(pickle.dumps(workloads.WORKLOADS[name]()))
-    dataset = workloads.repeated(workload.dataset, 2)  # as a long epoch is made
-    assert len(dataset) == 2 * len(workload.dataset)
-    batch = next(iter(DataLoader(dataset, batch_size=workload.batch_size)))
-    if name == "text":
-        assert workload.model(**batch).loss.requires_grad
-        batch = batch["labels"]
-    assert len(batch[0] if isinstance(batch, list) else batch) == workload.batch_size

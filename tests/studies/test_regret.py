@@ -1,4 +1,4 @@
-"""The oracle of `studies.regret.real` finds the best on a machine that changes its speed, and its tables say so."""
+"""The oracle of `studies.regret.real` finds the best on a machine that changes its speed."""
 
 import math
 import random
@@ -6,7 +6,6 @@ import random
 import pytest
 
 from autotune_loader.values.config import LoaderConfig
-from studies.regret import Outcome, real, table
 from studies.regret.bench import BenchError
 from studies.regret.oracle import CONFIRMING_ROUNDS, HOPELESS, judge, key
 from studies.regret.simulated import SimulatedField
@@ -33,7 +32,6 @@ class FakeBench:
 def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out():
     # GIVEN the best, which nobody chose, one as good, one 5 % off, one 50 % off, and one that always fails
     bench = FakeBench()
-    # WHEN they are judged
     chosen = [key(each) for each in (NEAR, WORSE, SLOW, FAILING)]
     regrets = judge(bench, chosen, {key(FAST): 100.0, key(NEAR): 90.0})
     # THEN each has its regret, but for the one without any rate
@@ -47,21 +45,10 @@ def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out():
     assert regrets[key(SLOW)].ratio.high < HOPELESS
 
 
-def test_the_tables_hold_every_run_and_a_failure_counts_as_all_lost():
-    tuned = {"seconds": 12.0, "workers": 4, "ratio": (0.97, 0.9, 1.1), "regret": 0.0}
-    failed = Outcome(job="jpeg", strategy="loadtune", seconds=1.0, failure="ValueError: no")
-    runs = [Outcome(job="jpeg", strategy="autotune_loader", **tuned), failed]
-    shown = table(runs)
-    assert "| autotune_loader | 1 | 100.0% | 0.0% | 0.0% | 0.0% | 3.0% | 3.0% | 3.0% | 12.0 | 12.0 | 4.0 |" in shown
-    assert "| loadtune | 1 | 0.0% | 100.0% |" in shown
-    assert "failed: ValueError: no" in real.details(runs)
-
-
 def test_every_strategy_chooses_on_a_simulated_machine():
     # GIVEN one on which loading binds
     machine = SimulatedMachine(cores=4, cpu_s=0.04, step_s=0.01)
     fields = {name: SimulatedField(machine, 0, limit_s=30.0) for name in STRATEGIES}
-    # WHEN each strategy looks
     chosen = {name: strategy(fields[name], 0) for name, strategy in STRATEGIES.items()}
     # THEN those that measure choose workers, and only those take time; who is asked to end does
     assert {name for name, config in chosen.items() if config.num_workers < 2} == {"torch default"}

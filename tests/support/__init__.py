@@ -7,11 +7,6 @@ from tests.support.simulation import FakeClock, SimulatedMachine, SimulatedProbe
 from tests.support.tuned import on_simulated_machines, simulated_result, simulated_trials, with_workers
 
 __all__ = [
-    "FakeClock",
-    "SimulatedMachine",
-    "SimulatedProbe",
-    "on_simulated_machines",
-    "simulated_result",
-    "simulated_trials",
+    "FakeClock", "SimulatedMachine", "SimulatedProbe", "on_simulated_machines", "simulated_result", "simulated_trials",
     "with_workers",
-]
+]  # fmt: skip

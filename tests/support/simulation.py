@@ -62,9 +62,7 @@ class SimulatedMachine:
     noise_sd: float = 0.0  # Relative standard deviation between bursts of one configuration
     drift_per_hour: float = 0.0  # Relative growth of all times per hour of the probe's clock
     spike_share: float = 0.0  # Share of bursts that something disturbs
-    neighbours: float | None = (
-        None  # Cores that others want; None: they want none, and nothing measures the use of CPUs
-    )
+    neighbours: float | None = None  # Cores that others want; None: none, and nothing measures the use of CPUs
     neighbours_share: float = 1.0  # Share of bursts beside which they run
     fails: Callable[[LoaderConfig], Failure | None] | None = None  # Configurations that fail, and how
 
@@ -148,13 +146,10 @@ class SimulatedProbe:
         own, foreign = disturbed.cpu_shares(traces)
         worker_bytes = self.machine.worker_bytes + (config.prefetch_factor or 0) * self.machine.batch_bytes
         return replace(
-            summarise(traces, workers=config.num_workers, started=begun),
-            cpu_share=own,
-            foreign_cpu_share=foreign,
-            batch_bytes=self.machine.batch_bytes,
+            summarise(traces, workers=config.num_workers, started=begun), cpu_share=own, foreign_cpu_share=foreign,
+            batch_bytes=self.machine.batch_bytes, traces=tuple(traces),
             memory=MemoryUse(rss_bytes=BASE_BYTES + config.num_workers * worker_bytes),
-            traces=tuple(traces),
-        )
+        )  # fmt: skip
 
 
 class Disturbed:

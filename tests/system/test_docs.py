@@ -93,18 +93,14 @@ def test_the_code_of_a_page_runs(page, tmp_path, request):
     (tmp_path / "page.py").write_text(PRELUDE + code, encoding="utf-8")
     kind = "preloaded_frameworks" if page.stem == "frameworks" else "preloaded"
     python = request.getfixturevalue(kind)
-
     run = python.start("page.py", folder=tmp_path)
-
     assert run.wait(timeout=110) == 0, run.output
 
 
 def test_the_documentation_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
-
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-
     assert done.returncode == 0, done.stderr
 
 

@@ -57,17 +57,6 @@ if __name__ == "__main__":
     for made in (result.make_loader(Squares(), batch_size=4), loader, loader):
         print("WHOLE", sorted(int(each) for x, _ in made for each in x) == list(range(64)))
 """
-# `multiprocessing` lets a daemonic process have no children, which the probe and its workers are.
-DAEMON_SCRIPT = f"""{HEAD}
-def work(queue):
-    queue.put(outcomes(tune(DataLoader(Squares(), batch_size=4, num_workers=1), progress=False, **SHORT)))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    context.Process(target=work, args=(queue,), daemon=True).start()
-    print("STATUS", queue.get())
-"""
 ENVIRON = {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
 
 
@@ -87,9 +76,8 @@ def test_a_program_without_a_file_tunes_its_own_dataset_and_keeps_nothing(tmp_pa
     [
         (SCRIPT, "spawn", "['ok'", 0),
         (FORK_SERVER_SCRIPT, "", "STATUS forkserver ['ok'", 3),
-        (DAEMON_SCRIPT, "", "STATUS ['ok'", 0),
     ],
-    ids=["spawned workers", "workers of a fork server", "a daemonic process"],
+    ids=["spawned workers", "workers of a fork server"],
 )
 def test_a_script_tunes_and_trains_with(script, method, says, epochs, tmp_path, preloaded):
     (tmp_path / "train.py").write_text(script)
@@ -110,9 +98,7 @@ def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(tmp_path, preloaded):
     assert run.poll() is None, run.output
     members = psutil.Process(run.pid).children(recursive=True)
     assert members, "the probe process runs"
-
     run.send_signal(signal.SIGINT)
-
     assert run.wait(timeout=20) == 0, run.output
     assert "STATUS partial" in run.output
     assert TuningResult.load(tmp_path / "loader.json").status == "partial"

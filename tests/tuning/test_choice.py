@@ -20,9 +20,7 @@ AGREE, DISAGREE, ONE = [(1.0, 2.0), (1.0, 1.5)], [(1.0, 1.1), (1.0, 0.9)], [(1.0
 NO_TIME, WORTHLESS = RoundsEnd.NO_TIME, RoundsEnd.NOT_WORTH_IT
 
 
-def a_search(
-    rates, ended=NO_TIME, *, loss=0.0, foreign=0.0, capped=False, searched=(1.0, 1.0), own_ran=None, why=Ended.SAFE
-):
+def a_search(rates, ended=NO_TIME, *, loss=0, foreign=0, capped=False, searched=(1, 1), own_ran=None, why=Ended.SAFE):
     """A search whose rounds gave the user's own configuration and the winner these rates; perhaps they alone ran it."""
     sides = [{side: rate for side, rate in zip((OWN, TWO), pair, strict=True) if rate} for pair in rates]
     rounds = tuple(Round(rates=each, foreign_cpu_share=foreign) for each in sides)
@@ -31,14 +29,10 @@ def a_search(
     belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
     return SimpleNamespace(
         outcome=SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=capped) if rounds else None,
-        rounds=SimpleNamespace(ended=ended) if rounds else None,
-        trials=trials,
-        fastest=lambda: trials[-1],
-        run=SimpleNamespace(tolerance=0.02, baseline=OWN),
-        twin=SimpleNamespace(belief=lambda study: belief),
-        study=None,
-        ended=why,
-    )
+        rounds=SimpleNamespace(ended=ended) if rounds else None, trials=trials, fastest=lambda: trials[-1],
+        run=SimpleNamespace(tolerance=0.02, baseline=OWN), twin=SimpleNamespace(belief=lambda study: belief),
+        study=None, ended=why,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.diagnosis import Caution
@@ -16,12 +16,8 @@ from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import common_space, make_run
 from autotune_loader.values.config import LoaderConfig
 from tests.support import SimulatedMachine, with_workers
+from tests.support.schedules import Stream
 from tests.support.tuned import simulated_warmup
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(100))
 
 
 class Sharded(Stream):
@@ -38,7 +34,7 @@ def data(given=100, batch_size=8, **parts):
     return DataSide.from_dataset(dataset, batch_size=batch_size, **parts)
 
 
-LONG, TOLD, DROPPING = data(800), data(ToldItsEpoch(torch.zeros(100, 3))), data(Stream(), drop_last=True)
+LONG, TOLD, DROPPING = data(800), data(ToldItsEpoch(torch.zeros(100, 3))), data(Stream(100), drop_last=True)
 
 
 def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why_no_workers=None, **ready):
@@ -53,7 +49,7 @@ def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why_n
     [
         (data(), (None, 16, 32, 4), ""),
         (data(20), (None, 16, 4), ""),
-        (data(Stream()), (None, 16, 32, 4), ""),
+        (data(Stream(100)), (None, 16, 32, 4), ""),
         (data(batch_size=None), (None,), "the DataLoader does not make the batches"),
         (data(1, batch_size=1), (None,), "an epoch of 1 samples has room for no other than 1"),
     ],
@@ -72,8 +68,8 @@ def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_no
         (LONG, {}, 64),
         (LONG, {"max_workers": 3}, 3),
         (data(80), {}, 10),  # a worker beyond the batches of an epoch never gets one
-        (data(Sharded()), {}, 2),
-        (data(Stream()), {"most_workers": 1}, 1),
+        (data(Sharded(100)), {}, 2),
+        (data(Stream(100)), {"most_workers": 1}, 1),
         (LONG, {"most_workers": 0}, 0),
         (LONG, {"why_no_workers": "this process is daemonic"}, 0),
     ],

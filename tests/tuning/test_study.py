@@ -85,9 +85,7 @@ def postgresql():
 @pytest.mark.parametrize(
     "storage", ["study.journal", "sqlite:///study.db", pytest.param("postgresql", marks=pytest.mark.system)]
 )
-def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_passed_over(
-    storage, tmp_path, monkeypatch, request
-):
+def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_left(storage, tmp_path, monkeypatch, request):
     storage = request.getfixturevalue(storage) if storage == "postgresql" else storage
     monkeypatch.chdir(tmp_path)
     request.addfinalizer(functools.partial(os.umask, os.umask(0)))

@@ -49,7 +49,6 @@ def test_intervals_of_correlated_series_cover():
         values = [rng.gauss(0, 1 / math.sqrt(0.75))]
         for _ in range(199):
             values.append(0.5 * values[-1] + rng.gauss(0, 1))
-        # WHEN both intervals are computed
         hits.append([each.low <= 0 <= each.high for each in (correlated_mean_interval(values), mean_interval(values))])
     # THEN the one for correlated values is honest where the other is not
     correlated, independent = (fmean(column) for column in zip(*hits, strict=True))

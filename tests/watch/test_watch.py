@@ -107,9 +107,8 @@ def test_processes_and_autoloaders_of_the_script_are_told_of_and_ranks_by_rank_0
         code, printed, report = bench.command("watch", "train.py", how)
         blocks, _, nothing = report.partition("\nautotune-loader watch: Nothing")
         assert (code, printed, nothing[:12]) == (0, "", " can be told"), how  # of the script's own process
-        assert [part for part in ("1 loader in", f"train.py:{line_of(text, 'CHILD')}  ") if part not in blocks] == [], (
-            how
-        )
+        parts = "1 loader in", f"train.py:{line_of(text, 'CHILD')}  "
+        assert [part for part in parts if part not in blocks] == [], how
     _, _, report = bench.command("watch", "train.py", "auto")
     assert f"train.py:{line_of(text, 'AUTO')}  Numbers[96], batches of 8\n  12 batches" in report
     for rank, told in (("0", ["These are the loaders of rank 0 of 2."]), ("1", [])):
