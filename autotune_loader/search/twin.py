@@ -38,10 +38,12 @@ class Trend:
 
     level: float
     slope: float
+    least: float = 0.0
+    """Least disturbance that was seen where the line falls: below, it is not continued."""
 
     def at(self, disturbance: Floats) -> Floats:
         """The factor."""
-        factor: Floats = np.exp(self.level + self.slope * np.log1p(np.maximum(disturbance, 0.0)))
+        factor: Floats = np.exp(self.level + self.slope * np.log1p(np.maximum(disturbance, self.least)))
         return factor
 
 
@@ -255,7 +257,7 @@ def _line(disturbance: Sequence[float] | Floats, values: Floats, noise_sd: Float
     weighted = features.T / noise_sd**2
     priors = np.diag([LEVEL_SD**-2, SLOPE_SD**-2])
     level, slope = np.linalg.solve(weighted @ features + priors, weighted @ values)
-    return Trend(level=float(level), slope=float(slope))
+    return Trend(level=float(level), slope=float(slope), least=float(min(disturbance)) if slope < 0 else 0.0)
 
 
 def _wanting(seen: Observation, contention: Contention) -> float:

@@ -12,7 +12,7 @@ from autotune_loader.search.observation import Observation
 from autotune_loader.search.predict import predict
 from autotune_loader.search.queue import simulate
 from autotune_loader.search.space import Context
-from autotune_loader.search.twin import Twin
+from autotune_loader.search.twin import Twin, _line
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import MemoryUse, Trial
 from autotune_loader.values.trace import BatchTrace
@@ -148,3 +148,10 @@ def test_workers_that_just_keep_up_have_long_filled_their_queues(tail, waits):
     # THEN the loop hardly waits in the long run, unless for the slow ones
     use = Twin.fit([seen], Context(usable_cores=32)).predict([with_workers(18, 8)]).loop_use[0]
     assert (use < 0.95) == waits
+
+
+def test_a_step_that_was_seen_to_get_faster_beside_workers_is_not_slower_beside_fewer_than_seen():
+    falling = _line([3.0, 6.0], np.array([0.0, -2.0]), np.array([0.02, 0.02]))
+
+    assert falling.slope < 0
+    assert falling.at(np.array([1.0])) == falling.at(np.array([3.0])) > falling.at(np.array([6.0]))
