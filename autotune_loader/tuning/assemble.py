@@ -23,7 +23,7 @@ from autotune_loader.tuning.study import Search
 from autotune_loader.values.config import LoaderConfig
 from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS, Seen, StageSamples, StageTime, pooled
-from autotune_loader.values.statistics import Interval, mean_interval
+from autotune_loader.values.statistics import Interval, log_ratios, mean_interval
 
 log = logging.getLogger(__name__)
 
@@ -175,13 +175,13 @@ def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
     if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or baseline not in measured:
         return best
     rounds = () if outcome is None else outcome.rounds
-    ratios = [each.rates[best] / each.rates[baseline] for each in rounds if {best, baseline} <= each.rates.keys()]
+    gains = log_ratios(rounds, best, baseline)
     searched = [(each.config, each.samples_per_s or 0.0) for each in search.trials if each.round is None]
     own = max((rate for config, rate in searched if config == baseline), default=0.0)
     other = max((rate for config, rate in searched if config != baseline), default=0.0)
     was_so = not own or not other or other > MUCH_FASTER * own
-    is_much = was_so and min(ratios, default=0.0) > MUCH_FASTER
-    return best if is_much or (len(ratios) >= FEW_ROUNDS and min(ratios) > 1) else baseline
+    enough = 0.0 if len(gains) >= FEW_ROUNDS else math.log(MUCH_FASTER) if was_so else math.inf
+    return best if min(gains, default=0.0) > enough else baseline
 
 
 def _rate(search: Search, config: LoaderConfig) -> Interval | None:
