@@ -4,7 +4,7 @@ Everybody runs once, in random order. Then those run who still tell something: t
 which another pair adds most to the probability that the choice loses no more than the tolerance, and the baseline until it is
 clearly slower in two rounds. Whoever is shown to be slower than the chosen one by more than the tolerance sits out. Rounds
 end, two at the least, when that probability is 0.95, when the choice is as fast as the step alone, or when no pair adds a
-point to it.
+point to it for each of its seconds: a point at all while the baseline may be as fast.
 
 The bursts of the search chose the sides, so no rate that is reported comes from them: the best of many noisy bursts looks
 better than it is. For the choice itself a belief counts as one more witness, where there is one: few rounds cannot tell 3 %
@@ -32,7 +32,7 @@ from autotune_loader.values.statistics import Effects, Interval, Round, log_rati
 CERTAIN = 0.95
 """A choice that loses no more than the tolerance with this probability needs no further rounds."""
 WORTH = 0.01
-"""Another pair must add this much to that probability."""
+"""Another pair must add this much to that probability for each of its seconds; at all where the baseline may be as fast."""
 LEAST_ROUNDS, MOST_ROUNDS = 2, 40
 """One burst gives no interval; and a comparison ends."""
 ADMITTING_ROUNDS = 2
@@ -188,11 +188,13 @@ class Rounds:
         here = ran.index(incumbent)
         worth = {side: draws.worth_of_pair(here, ran.index(side), self.tolerance) for side in rivals}
         best = max(worth, key=lambda side: worth[side], default=incumbent)
-        end = None if new else self._end(incumbent, float(inside[here]), worth.get(best, 0.0))
-        wanted = {incumbent, best, *new}
+        wanted, pair_s = {incumbent, best, *new}, 2 * self._spent_s / max(self._ran, 1)
         if self.baseline in ran and self.baseline != incumbent:
-            is_clearly_slower = effects.ratio(self.baseline, incumbent).high < 1 - CLEARLY * self.tolerance
-            wanted |= set() if is_clearly_slower and self.number >= LEAST_ROUNDS else {self.baseline}
+            slower = effects.ratio(self.baseline, incumbent).high
+            is_clearly_slower = slower < 1 - CLEARLY * self.tolerance and self.number >= LEAST_ROUNDS
+            wanted |= set() if is_clearly_slower else {self.baseline}
+            pair_s = pair_s if slower < 1 else 1.0
+        end = None if new else self._end(incumbent, float(inside[here]), worth.get(best, 0.0) / pair_s)
         return [side for side in self.sides if side in wanted], end
 
     def _end(self, incumbent: Any, probability: float, worth: float) -> RoundsEnd | None:
