@@ -43,17 +43,6 @@ with contextlib.suppress(ImportError):  # a bare machine with a GPU has none
 
 
 @pytest.fixture(autouse=True)
-def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """No test finds what another one, or the user, has tuned; also not in the processes that it starts."""
-    folder = tmp_path_factory.mktemp("autotune-cache")
-    with pytest.MonkeyPatch.context() as patch:  # its own one: a test may undo the fixture's
-        patch.setenv("AUTOTUNE_LOADER_CACHE", str(folder))
-        if (loader := sys.modules.get("autotune_loader.autoloader.loader")) is not None:
-            loader._learnt._known.clear()
-        yield folder
-
-
-@pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """A model that a test makes without a seed is the same in every run."""
     random.seed(0)

@@ -56,8 +56,6 @@ class Shared:
     """Whether workers are kept whatever they did: `persistent_workers`."""
     workers: Workers | None = None
     """Those that no iterator has now."""
-    users: int = 0
-    """Iterators that have some."""
     training_changes: int = 0
 
     def __post_init__(self) -> None:
@@ -69,20 +67,17 @@ class Shared:
         return BatchComparison({**self.sent.named, **self.samplers}, self.found.tuner.refuse, is_asked=self.is_asked)
 
     def take_workers(self) -> Workers:
-        """Those that are there, fit for another epoch, or new ones."""
+        """Those that are there, if they cannot be told from new ones, or new ones."""
         workers, self.workers = self.workers, None
-        is_fit = self.keeps or (self.sent.init_fn is None and workers is not None and workers.are_like_new)
-        if workers is not None and not (is_fit and (self.keeps or self.comparison.has_stayed())):
+        if workers is not None:
+            if self.keeps or (self.sent.init_fn is None and workers.are_like_new and self.comparison.has_stayed()):
+                return workers
             workers.close()
-        if workers is None or not len(workers):
-            self.comparison.begin()
-            asked, prepared = self.found.tuner.asked.num_workers, self.comparison.prepared
-            workers = Workers(self.sent, self.context, asked=asked, prepared=prepared, pins=self.pins)
-        self.users += 1
-        return workers
+        self.comparison.begin()
+        asked, prepared = self.found.tuner.asked.num_workers, self.comparison.prepared
+        return Workers(self.sent, self.context, asked=asked, prepared=prepared, pins=self.pins)
 
     def give_workers(self, workers: Workers, *, are_wanted: bool = True) -> None:
-        self.users -= 1
         self.found.lost, workers.lost = self.found.lost + workers.lost, 0
         if are_wanted and self.workers is None:
             workers.rest()
@@ -176,7 +171,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if wanted is self._config:
             return
         if wanted.num_workers:
-            if self._pool is None and (self._is_parked or (shared.users and not shared.is_asked)):
+            if self._is_parked:
                 return
             try:
                 self._start(wanted)

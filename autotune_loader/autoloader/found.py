@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from autotune_loader.autoloader.log import Log
-from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Block, Tuner, block_of
+from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner, measured
 from autotune_loader.diagnosis import Kept, judged
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.site import Site
@@ -47,7 +46,7 @@ class Found:
         tuner = self.tuner
         if tuner.refused is not None or tuner.best != tuner.asked:
             return tuner.refused
-        if len({block.config for block in tuner.blocks}) > 1:
+        if len({config for config, _ in tuner.measured}) > 1:
             return Kept.NOT_FASTER()
         if tuner.waiting is None or tuner.waiting >= WAITING:
             return Kept.TOO_SHORT()
@@ -75,29 +74,12 @@ class Found:
         return judged(found, has_batched_fetch=self.has_batched_fetch)
 
     def _trials(self) -> tuple[Trial, ...]:
-        blocks = self.tuner.blocks
-        if not blocks and len(self.log.rows) >= GATE_BATCHES:
-            blocks = [each for each in [block_of(self.tuner.asked, self.log.rows)] if each is not None]
-        measured: dict[LoaderConfig, list[Measurement]] = {}
-        for block in blocks:
-            measured.setdefault(block.config, []).append(_measured(block))
+        known, by_config = self.tuner.measured, dict[LoaderConfig, list[Measurement]]()
+        if not known and len(self.log.rows) >= GATE_BATCHES and (seen := measured(self.log.rows)) is not None:
+            known = [(self.tuner.asked, seen)]
+        for config, seen in known:
+            by_config.setdefault(config, []).append(seen)
         return tuple(
             Trial(number=number, config=config, measurement=averaged(all_), seconds=sum(each.window_s for each in all_))
-            for number, (config, all_) in enumerate(measured.items())
+            for number, (config, all_) in enumerate(by_config.items())
         )
-
-
-def _measured(block: Block) -> Measurement:
-    samples = round(block.samples_per_s * block.seconds)
-    return Measurement(
-        samples_per_s=Interval(value=block.samples_per_s, low=-math.inf, high=math.inf, count=block.batches),
-        samples=samples,
-        window_s=block.seconds,
-        batch_size=samples / block.batches,
-        first_batch_s=block.fetch_s + block.receive_s,
-        wait_share=min(max(0.0, block.waiting), 1.0),
-        service_s=block.fetch_s,
-        service_cpu_s=block.fetch_cpu_s,
-        receive_s=block.receive_s,
-        step_s=block.step_s,
-    )

@@ -6,7 +6,6 @@ import inspect
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from multiprocessing import current_process
 from typing import Any, Generic, TypeVar
@@ -17,12 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataP
 from autotune_loader.autoloader.asked import asked_for
 from autotune_loader.autoloader.epoch import EpochIterator, Shared
 from autotune_loader.autoloader.found import Found
-from autotune_loader.autoloader.learnt import Registry
 from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.parts import Parts
 from autotune_loader.autoloader.seeds import Seeds, draws_nothing, mixed
-from autotune_loader.autoloader.tuner import MOST_WORKERS, Tried, Tuner
+from autotune_loader.autoloader.tuner import MOST_WORKERS, Tuner
 from autotune_loader.autoloader.work import Sent
 from autotune_loader.diagnosis import Kept
 from autotune_loader.machine.host import require_linux
@@ -41,8 +39,6 @@ require_linux("AutoLoader")
 T = TypeVar("T")
 WORKER_BYTES = 1 << 27
 """Memory of its own that a worker is counted with, and its batches."""
-
-_learnt: Registry[Tried] = Registry()
 
 
 class AutoLoader(DataLoader[T], Generic[T]):
@@ -181,7 +177,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         """Nothing is known of what the loader reads, and how: it is new, or attributes of it were set."""
         self._of, site, log, how = self._settings(), Site.of(self, self._line), Log(), self._how
         sent = Sent(self.dataset, self.collate_fn, self.worker_init_fn, self.batch_sampler is not None)
-        alive, on_change = weakref.ref(sent), self.on_change  # a loop's iterator outlives a loader that has no name
+        on_change = self.on_change
         tuner = Tuner(
             log,
             LoaderConfig.from_loader(self),
@@ -190,8 +186,6 @@ class AutoLoader(DataLoader[T], Generic[T]):
             epoch_batches=length_of(self),
             max_workers=min(self.max_workers or MOST_WORKERS, _most_that_fit()),
             depth=how.get("prefetch_factor"),
-            tried=_learnt.find(site, sent),
-            on_tried=lambda tried: None if (owner := alive()) is None else _learnt.keep(site, owner, tried),
             on_settled=lambda: None if on_change is None else on_change(found),
         )
         has_batched_fetch = hasattr(self.dataset, "__getitems__")
@@ -226,7 +220,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or a loader that is sent to another process, has no epoch running and has learnt nothing."""
+        """A copy, or a loader that is sent to another process, has no epoch running and knows nothing."""
         return {**self.__dict__, **dict.fromkeys(("_iterator", "_order", "_shared", "_of"))}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:

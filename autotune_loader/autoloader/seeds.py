@@ -8,6 +8,7 @@ Saving and restoring them by copying their words takes 5 us, by their own method
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import struct
 from collections.abc import Callable, Sequence
@@ -71,7 +72,6 @@ class Seeds:
         state, of_python, of_numpy = torch.default_generator.get_state(), _python.save(), _numpy.save()
         try:
             self.begin(seed, initial_seed)
-            _numpy.noted()
             return make(indices)
         finally:
             torch.default_generator.set_state(state)
@@ -113,34 +113,25 @@ class _Python:
 
 
 class _Numpy:
-    """The generator behind `numpy.random`, which tells where its words are.
-
-    Whether it keeps a second Gaussian number only `get_state` tells, in 45 us. That is asked when the words have changed
-    since it had none: none can be drawn without that.
-    """
+    """The generator behind `numpy.random`, which tells where its words are; its second Gaussian number lies in the object."""
 
     def __init__(self) -> None:
-        self._words = _words(np.random.mtrand._rand._bit_generator.ctypes.state_address)
-        self._left = self._seeded = b""
+        generator, state = np.random.mtrand._rand, np.random.get_state(legacy=False)
+        self._words = _words(generator._bit_generator.ctypes.state_address)
+        np.random.set_state({**state, "has_gauss": 1, "gauss": math.pi})
+        known, size = struct.pack("id", 1, math.pi), type(generator).__basicsize__
+        place = ctypes.string_at(id(generator), size).find(known)
+        np.random.set_state(state)
+        self._gauss = (ctypes.c_char * len(known)).from_address(id(generator) + place) if place >= 0 else None
 
     def save(self) -> Any:
-        now = self._words.raw
-        if now != self._left and (state := np.random.get_state(legacy=False))["has_gauss"]:
-            return state
-        return now
-
-    def noted(self) -> None:
-        """It has been seeded."""
-        self._seeded = self._words.raw
+        return np.random.get_state() if self._gauss is None else (self._words.raw, self._gauss.raw)
 
     def restore(self, state: Any) -> None:
-        if not isinstance(state, bytes):
-            self._left = b""
+        if self._gauss is None:
             np.random.set_state(state)
-            return
-        if self._words.raw != self._seeded:
-            np.random.seed(0)  # forgets a second Gaussian number
-        self._words.raw = self._left = state
+        else:
+            self._words.raw, self._gauss.raw = state
 
 
 _python, _numpy = _Python(), _Numpy()

@@ -16,11 +16,13 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import NamedTuple
 
 from autotune_loader.autoloader.log import PAUSE_S, PAUSE_STEPS, Log
 from autotune_loader.results.record import Finding
 from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values.measurement import Measurement
 from autotune_loader.values.statistics import Interval
 from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
 
@@ -57,21 +59,6 @@ FEW_WORKERS, DEEP, USUAL = 4, 4, 2
 logger = logging.getLogger("autotune_loader.autoloader")
 
 
-class Block(NamedTuple):
-    """Some batches in a row that one configuration made."""
-
-    config: LoaderConfig
-    batches: int
-    seconds: float
-    samples_per_s: float
-    waiting: float
-    """Share of the time in which the loop waited."""
-    fetch_s: float
-    fetch_cpu_s: float
-    receive_s: float
-    step_s: float
-
-
 class Measure(NamedTuple):
     """Measure a configuration for so long; or, where `whole`, for a whole epoch from `iter()` to its end."""
 
@@ -79,14 +66,6 @@ class Measure(NamedTuple):
     seconds: float = BLOCK_S
     batches: int = BLOCK_BATCHES
     whole: bool = False
-
-
-class Tried(NamedTuple):
-    """What a loader of the same place has tried before: the next one goes on from there."""
-
-    config: LoaderConfig
-    gains: tuple[float, ...]
-    """How many times as fast it was as what was asked for, as logarithms."""
 
 
 class Tuner:
@@ -100,12 +79,10 @@ class Tuner:
         epoch_batches: None where that is not known.
         max_workers: at most.
         depth: `prefetch_factor` of workers, where the script says so.
-        tried: by an earlier loader of the same place.
-        on_tried: told what is faster, each time it was compared with what was asked for.
         on_settled: called when a choice is made, after `best` is set.
     """
 
-    def __init__(  # noqa: PLR0913 - what a decision rests on
+    def __init__(
         self,
         log: Log,
         asked: LoaderConfig,
@@ -115,19 +92,17 @@ class Tuner:
         epoch_batches: int | None = None,
         max_workers: int = MOST_WORKERS,
         depth: int | None = None,
-        tried: Tried | None = None,
-        on_tried: Callable[[Tried], None] = lambda tried: None,
         on_settled: Callable[[], None] = lambda: None,
     ) -> None:
         self._log, self.asked, self.refused = log, asked, refused
         self.wanted = self.best = asked
         """What is to run; what is known to be best."""
         self._cores, self._epoch_batches = cores, epoch_batches
-        self._most, self._tried, self._on_tried, self._on_settled = max_workers, tried, on_tried, on_settled
+        self._most, self._on_settled = max_workers, on_settled
         self._given = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
         self.own_s = self.gained_s = 0.0
         """What tuning has cost, and what it has gained."""
-        self.blocks = list[Block]()
+        self.measured = list[tuple[LoaderConfig, Measurement]]()
         self.gain: Interval | None = None
         """Of `best` over `asked`, from pairs."""
         self.waiting: float | None = None
@@ -135,7 +110,7 @@ class Tuner:
         self.start_s, self.wake = START_S, 0.0
         """What starting a worker takes; when `look` is to be called."""
         self._are_short = False
-        self._epochs: list[Block] = []
+        self._epoch: Measurement | None = None
         self._plan = self._decide()
         self._request = next(self._plan)
         self._since, self._applied_at = log.end, -math.inf
@@ -145,7 +120,7 @@ class Tuner:
     @property
     def is_settled(self) -> bool:
         """Whether the best is known and runs."""
-        return any(block.config == self.best for block in self.blocks) and self.wanted == self.best
+        return self.wanted == self.best and any(config == self.best for config, _ in self.measured)
 
     def freeze(self) -> None:
         self._plan.close()
@@ -166,18 +141,17 @@ class Tuner:
 
     def look(self, now: float) -> None:
         """Think, if there is something new; afterwards `wanted` says what is to run."""
-        request = self._request
-        epochs, self._epochs = self._epochs, []
-        block = self._measured(request) if not request.whole else epochs[-1] if epochs else None
-        if block is None:
+        request, (epoch, self._epoch) = self._request, (self._epoch, None)
+        seen = epoch if request.whole else self._seen(request)
+        if seen is None:
             self.wake = now + max(0.02, request.seconds / 4)
             return
-        self.waiting = block.waiting
-        self.blocks.append(block)
+        self.waiting = seen.wait_share
+        self.measured.append((request.config, seen))
         if self.wanted == self.best and self.gain is not None:
-            self.gained_s += (1 - 1 / self.gain.low) * block.seconds
+            self.gained_s += (1 - 1 / self.gain.low) * seen.window_s
         try:
-            self._request = self._plan.send(block)
+            self._request = self._plan.send(seen)
         except StopIteration:
             self.wake = math.inf
             return
@@ -193,13 +167,12 @@ class Tuner:
         """An epoch is over that one configuration has made, `iter()` and end included."""
         if self._request.whole and config == self._request.config and batches and seconds > 0:
             rows = [row for row in self._log.since(self._log.end - batches) if _is_of(row, config)]
-            block = block_of(config, rows)
-            if block is not None:
-                block = block._replace(seconds=seconds, samples_per_s=samples / seconds, batches=batches)
-                self._epochs.append(block)
+            if (seen := measured(rows)) is not None:
+                rate = replace(seen.samples_per_s, value=samples / seconds, count=batches)
+                self._epoch = replace(seen, samples_per_s=rate, samples=samples, window_s=seconds)
             self.wake = 0.0
 
-    def _measured(self, request: Measure) -> Block | None:
+    def _seen(self, request: Measure) -> Measurement | None:
         latest = self._log.since(self._since)
         rows = [row for row in latest if _is_of(row, request.config)]
         begin = self._applied_at
@@ -209,149 +182,126 @@ class Tuner:
             rows = [row for row in rows if row.fetch_start > begin][max(1, request.config.num_workers) :]
         if len(rows) < max(request.batches, request.config.num_workers):
             return None
-        block = block_of(request.config, rows)
-        return None if block is None or block.seconds < request.seconds else block
+        seen = measured(rows)
+        return None if seen is None or seen.window_s < request.seconds else seen
 
-    def _decide(self) -> Generator[Measure, Block, None]:
-        pause_s, gate_s = KEEP_S, GATE_S if self._tried is None else GATE_S / 4
-        asked = yield Measure(self.asked, gate_s / 2, GATE_BATCHES // 2)
-        if asked.waiting < MOSTLY:
-            asked = yield Measure(self.asked, gate_s / 2, GATE_BATCHES // 2)
+    def _decide(self) -> Generator[Measure, Measurement, None]:
+        pause_s = KEEP_S
+        asked = yield Measure(self.asked, GATE_S / 2, GATE_BATCHES // 2)
+        if asked.wait_share < MOSTLY:
+            asked = yield Measure(self.asked, GATE_S / 2, GATE_BATCHES // 2)
         while True:
-            if asked.waiting >= WAITING and (yield from self._explored(asked)):
+            if asked.wait_share >= WAITING and (yield from self._explored(asked)):
                 pause_s = KEEP_S
                 yield from self._kept()
             asked = yield Measure(self.asked, pause_s, GATE_BATCHES)
             pause_s *= 2
 
-    def _explored(self, asked: Block) -> Generator[Measure, Block, bool]:
+    def _explored(self, asked: Measurement) -> Generator[Measure, Measurement, bool]:
         """Whether another configuration than the one asked for was shown to be faster, which runs then."""
-        candidate: Block | None = None
-        before, gains = self._tried, list[float]()
-        whole_s = asked.seconds / asked.batches * (self._epoch_batches or math.inf)
-        self._are_short = whole_s < SHORT_EPOCH_S
+        candidate, best = self.asked, asked
+        self._are_short = _batch_s(asked) * (self._epoch_batches or math.inf) < SHORT_EPOCH_S
         for config in self._candidates(asked):
-            is_risky = candidate is None or candidate.samples_per_s < asked.samples_per_s
-            if not self.may(self._price(config, asked, is_risky=is_risky)):
+            is_first = candidate == self.asked
+            more = config.num_workers - self.asked.num_workers
+            if not self.may(self._price(more, asked, is_risky=is_first or _rate(best) < _rate(asked))):
                 break
-            block = yield from self._run(config, asked)
-            falls = candidate is None or _falls(candidate, block) or not config.num_workers
-            if candidate is None or block.samples_per_s > candidate.samples_per_s:
-                candidate = block
-                known = before.gains[-MOST_PAIRS // 2 :] if before is not None and config == before.config else ()
-                gains = [*known, math.log(block.samples_per_s / asked.samples_per_s)]
-                self._hand_on(config, gains)
+            tried = yield from self._run(config, asked)
+            falls = is_first or _falls(best, tried) or not config.num_workers
+            if is_first or _rate(tried) > _rate(best):
+                candidate, best = config, tried
             elif config.num_workers:
                 break
             if not falls:
                 break
-        self._tried = None
-        if candidate is None or candidate.samples_per_s <= asked.samples_per_s:
+        if _rate(best) <= _rate(asked):
             return False
-        gain = yield from self._paired(candidate.config, gains)
+        gain = yield from self._paired(candidate, best, asked)
         if gain is None or gain.low <= 1:
             return False
-        self.best, self.gain = candidate.config, gain
+        self.best, self.gain = candidate, gain
         self._settled()
         return True
 
-    def _hand_on(self, config: LoaderConfig, gains: list[float]) -> None:
-        if gains[-1] > 0:
-            self._on_tried(Tried(config, tuple(gains)))
-
-    def _run(self, config: LoaderConfig, asked: Block) -> Generator[Measure, Block, Block]:
-        block = yield Measure(config, whole=self._are_short)
+    def _run(self, config: LoaderConfig, other: Measurement) -> Generator[Measure, Measurement, Measurement]:
+        seen = yield Measure(config, whole=self._are_short)
         if self._are_short and config.num_workers:
-            block = yield Measure(config, whole=True)  # the first one has started workers
-        self._charge(block, asked)
-        return block
+            seen = yield Measure(config, whole=True)  # the first one has started workers
+        self._charge(seen, other)
+        return seen
 
-    def _charge(self, block: Block, asked: Block) -> None:
-        self.own_s += max(0.0, block.seconds * (1 - block.samples_per_s / asked.samples_per_s))
+    def _charge(self, seen: Measurement, other: Measurement) -> None:
+        self.own_s += max(0.0, seen.window_s * (1 - _rate(seen) / _rate(other)))
 
-    def _price(self, config: LoaderConfig, block: Block, *, is_risky: bool = True) -> float:
-        more = max(0, config.num_workers - block.config.num_workers)
-        block_s = max(BLOCK_S, BLOCK_BATCHES / block.batches * block.seconds)
-        return self.start_s * more + (RISK * min(block_s, 1.0) if is_risky else 0.0)
+    def _price(self, more: int, seen: Measurement, *, is_risky: bool = True) -> float:
+        trial_s = min(max(BLOCK_S, BLOCK_BATCHES * _batch_s(seen)), 1.0)
+        return self.start_s * max(0, more) + (RISK * trial_s if is_risky else 0.0)
 
-    def _paired(self, config: LoaderConfig, gains: list[float]) -> Generator[Measure, Block, Interval | None]:
-        """In turns with what was asked for, after comparisons that gave these gains."""
+    def _paired(
+        self, config: LoaderConfig, ours: Measurement, theirs: Measurement
+    ) -> Generator[Measure, Measurement, Interval | None]:
+        """In turns with what was asked for, after one pair; None where they cannot be told apart."""
+        gains = list[float]()
         while True:
+            gains.append(math.log(_rate(ours) / _rate(theirs)))
             gain = _interval(gains)
             if len(gains) > 1 and (gain.low > 1 or gain.high < 1):
                 return gain
-            if len(gains) >= MOST_PAIRS:
+            if len(gains) >= MOST_PAIRS or (gain.value < 1 and not self.may(RISK * ours.window_s)):
                 return None
             ours = yield Measure(config, whole=self._are_short)
             theirs = yield Measure(self.asked, whole=self._are_short)
             self._charge(ours, theirs)
-            gains.append(math.log(ours.samples_per_s / theirs.samples_per_s))
-            self._hand_on(config, gains)
-            if _interval(gains).value < 1 and not self.may(RISK * ours.seconds):
-                return None
 
-    def _kept(self) -> Generator[Measure, Block, None]:
+    def _kept(self) -> Generator[Measure, Measurement, None]:
         """Until what is kept is no longer faster than what was asked for."""
         paired_s, pause_s = self._log.totals.active_s, KEEP_S
         while True:
-            block = yield Measure(self.best, pause_s, GATE_BATCHES)
+            kept = yield Measure(self.best, pause_s, GATE_BATCHES)
             if self._log.totals.active_s - paired_s > PAIR_EVERY_S:
                 paired_s = self._log.totals.active_s
                 asked = yield Measure(self.asked, whole=self._are_short)
-                gain = yield from self._paired(block.config, [math.log(block.samples_per_s / asked.samples_per_s)])
-                if gain is None or gain.low <= 1:
-                    self.best, self.gain = self.asked, None
-                    self._settled()
-                    return
-                self.gain = gain
-                continue
-            other = self._other(block)
-            if other is None or not self.may(self._price(other, block)):
-                pause_s = min(2 * pause_s, PAIR_EVERY_S)
-                continue
-            tried = yield from self._run(other, block)
-            fewer = other.num_workers < block.config.num_workers
-            if tried.waiting < 2 * IDLE if fewer else _falls(block, tried):
-                self.best = other
+                self.gain = yield from self._paired(self.best, kept, asked)
+                if self.gain is not None and self.gain.low > 1:
+                    continue
+                self.best, self.gain = self.asked, None
                 self._settled()
-            else:
-                pause_s = min(2 * pause_s, PAIR_EVERY_S)
+                return
+            pause_s = min(2 * pause_s, PAIR_EVERY_S)
+            other, workers = self._other(kept), self.best.num_workers
+            if other is not None and self.may(self._price(other.num_workers - workers, kept)):
+                tried = yield from self._run(other, kept)
+                if tried.wait_share < 2 * IDLE if other.num_workers < workers else _falls(kept, tried):
+                    self.best, pause_s = other, KEEP_S
+                    self._settled()
 
-    def _other(self, block: Block) -> LoaderConfig | None:
+    def _other(self, kept: Measurement) -> LoaderConfig | None:
         """What may be better now than what is kept; None where there is nothing to be better at."""
-        workers = block.config.num_workers
-        if not workers or IDLE <= block.waiting <= WAITING:
-            return None
-        if block.waiting < IDLE:
+        workers = self.best.num_workers
+        if kept.wait_share < IDLE:
             return self._with(workers // 2) if workers > 1 else None
-        most = self._ruled(block)
-        return self._with(min(2 * workers, most)) if most > workers else None
+        most = self._ruled(kept)
+        return self._with(min(2 * workers, most)) if workers and kept.wait_share > WAITING and most > workers else None
 
-    def _candidates(self, asked: Block) -> list[LoaderConfig]:
+    def _candidates(self, asked: Measurement) -> list[LoaderConfig]:
         """What is tried, in this order, while it pays."""
         most, own = self._ruled(asked), self.asked.num_workers
-        alone_s = asked.fetch_s + asked.step_s
-        found: list[int] = []
-        if own and alone_s * asked.batches < asked.seconds * (1 + WAITING):
-            found.append(0)
-        is_cheap = asked.fetch_cpu_s > 0.9 * asked.fetch_s and asked.fetch_s < CHEAP_FETCH_S
+        found = [0] if own and asked.service_s + asked.step_s < _batch_s(asked) * (1 + WAITING) else []
+        is_cheap = asked.service_cpu_s > 0.9 * asked.service_s and asked.service_s < CHEAP_FETCH_S
         is_short = self._epoch_batches is not None and self._epoch_batches < SHORTEST_EPOCH
         if not own and (is_cheap or is_short):
             return []
-        if self._tried is not None and own != self._tried.config.num_workers <= most:
-            return [self._with(self._tried.config.num_workers)]
         workers = 2 * own or min(2, most)
         step = max(2.0, math.sqrt(most / workers))  # two or three stages: each takes time
         while workers < most:
             found.append(workers)
             workers = math.ceil(workers * step)
-        found.append(most)
-        return [self._with(each) for each in dict.fromkeys(found) if each != own]
+        return [self._with(each) for each in dict.fromkeys([*found, most]) if each != own]
 
-    def _ruled(self, block: Block) -> int:
+    def _ruled(self, seen: Measurement) -> int:
         """The number of workers that the rule of three allows."""
-        most = HEADROOM * block.fetch_s / max(block.step_s, 1e-6) + 1
-        most = min(most, self._cores * block.fetch_s / max(block.fetch_cpu_s, 1e-6) + 1)
+        most = HEADROOM * seen.service_s / max(seen.step_s, 1e-6) + 1
+        most = min(most, self._cores * seen.service_s / max(seen.service_cpu_s, 1e-6) + 1)
         if self._epoch_batches is not None:
             most = min(most, self._epoch_batches)
         return max(1, min(int(most), self._most))
@@ -369,28 +319,38 @@ def _is_of(row: BatchTrace, config: LoaderConfig) -> bool:
     return (row.worker != MAIN_PROCESS) == bool(config.num_workers)
 
 
-def block_of(config: LoaderConfig, rows: list[BatchTrace]) -> Block | None:
+def measured(rows: list[BatchTrace]) -> Measurement | None:
     """What these batches of a configuration say, pauses apart; None of none."""
     longest_s = max(PAUSE_S, PAUSE_STEPS * sum(row.step_s for row in rows) / max(1, len(rows)))
     rows = [row for row in rows if row.step_s <= longest_s]
     if not rows:
         return None
-    count, seconds = len(rows), sum(row.step_end - row.requested for row in rows)
-    return Block(
-        config=config,
-        batches=count,
-        seconds=seconds,
-        samples_per_s=sum(row.samples for row in rows) / max(seconds, 1e-9),
-        waiting=sum(row.wait_s for row in rows) / max(seconds, 1e-9),
-        fetch_s=sum(row.service_s for row in rows) / count,
-        fetch_cpu_s=sum(row.cpu_s for row in rows) / count,
+    count, seconds = len(rows), max(sum(row.step_end - row.requested for row in rows), 1e-9)
+    samples = sum(row.samples for row in rows)
+    return Measurement(
+        samples_per_s=Interval(value=samples / seconds, low=-math.inf, high=math.inf, count=count),
+        samples=samples,
+        window_s=seconds,
+        batch_size=samples / count,
+        first_batch_s=rows[0].wait_s,
+        wait_share=min(max(0.0, sum(row.wait_s for row in rows) / seconds), 1.0),
+        service_s=sum(row.service_s for row in rows) / count,
+        service_cpu_s=sum(row.cpu_s for row in rows) / count,
         receive_s=sum(row.receive_s for row in rows) / count,
         step_s=sum(row.step_s for row in rows) / count,
     )
 
 
-def _falls(before: Block, after: Block) -> bool:
-    return before.waiting - after.waiting * before.samples_per_s / after.samples_per_s > LEAST_FALL
+def _rate(seen: Measurement) -> float:
+    return seen.samples_per_s.value
+
+
+def _batch_s(seen: Measurement) -> float:
+    return seen.window_s / seen.samples_per_s.count
+
+
+def _falls(before: Measurement, after: Measurement) -> bool:
+    return before.wait_share - after.wait_share * _rate(before) / _rate(after) > LEAST_FALL
 
 
 def _interval(logs: list[float]) -> Interval:

@@ -186,7 +186,7 @@ class Answer(Table):
     FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# paired round}."
     SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# paired round}."
     NOT_SHOWN = "{name} is not shown to be faster than {other}: {ratio:ratio} as fast in {rounds:# paired round}."
-    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# paired round}: too few, or too noisy, to tell."
+    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# paired round}: too few, or too noisy, for an interval."
     FAILED = "{name} failed: {error}"
     ALONE = "{name} is the only side that worked."
     NONE = "No side worked."

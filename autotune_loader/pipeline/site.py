@@ -1,6 +1,6 @@
 """Which loader it is: by the line of code that makes it and what it reads, however often a script makes it anew.
 
-People read a loader's name and contents, and AutoLoader finds what an earlier loader of the same place has learnt.
+People read a loader's name and contents; loaders of one site are told of as one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autotune_loader import LoaderConfig
-from autotune_loader.autoloader import Registry
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values.lines import Line, users_line
@@ -36,7 +35,8 @@ class Session:
         rank, self.ranks = rank_of_environment()
         self.rank = rank or 0
         self._by_id: dict[int, ScriptLoader] = {}
-        self._known, self._names, self._first_looks = Registry[ScriptLoader](), Counter[str](), 0
+        self._by_site = defaultdict[Site, list[ScriptLoader]](list)
+        self._names, self._first_looks = Counter[str](), 0
         self._file: Any = None
         if plan.start_with is not None:
             from autotune_loader import TuningResult
@@ -91,13 +91,13 @@ class Session:
             return known
         made_at = vars(loader).get(LINE)
         site = Site.of(loader, Line(*made_at) if made_at else users_line(sys._getframe(2)))
-        known = self._known.find(site, loader)
-        if known is None or known.settings != settings or not known.is_free_for(loader):
-            own = LoaderConfig.from_loader(loader)
-            known = ScriptLoader(site, self._name_of(site), own, self._look_at)
+        alike = self._by_site[site]
+        known = next((each for each in alike if each.settings == settings and each.is_free_for(loader)), None)
+        if known is None:
+            known = ScriptLoader(site, self._name_of(site), LoaderConfig.from_loader(loader), self._look_at)
             self.loaders.append(known)
+            alike.append(known)
         known.owner, known.settings, self._by_id[id(loader)] = weakref.ref(loader), settings, known
-        self._known.keep(site, loader, known)
         return known
 
     def _name_of(self, site: Site) -> str:

@@ -13,9 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
-from autotune_loader.autoloader.learnt import Registry
-from autotune_loader.pipeline.site import Site
-from autotune_loader.values.lines import Line
 from tests.support.schedules import Noise, Numbers, Stream, states
 
 TWO = LoaderConfig(num_workers=2)
@@ -147,26 +144,3 @@ def test_where_another_thread_fetches_nothing_is_seeded() -> None:
     assert len(seen) == 8
     assert states()[1:3] != before  # the thread draws from what there is, as with DataLoader
     assert torch.initial_seed() == seed
-
-
-class Owner:
-    pass
-
-
-def test_what_is_learnt_goes_from_the_gone_to_the_next_and_never_between_the_living() -> None:
-    registry: Registry[int] = Registry()
-    site = Site(Line("train.py", 3), "Images", 10, 2, True)
-    first, other = Owner(), Owner()
-    assert registry.find(site, first) is None
-    registry.keep(site, first, 1)
-    assert registry.find(site, first) == 1
-    assert registry.find(site, other) is None
-    registry.keep(site, other, 2)
-    assert (registry.find(site, first), registry.find(site, other)) == (1, 2)
-    del first
-    assert registry.find(site, Owner()) == 1
-    registry.keep(site, other, 3)
-    assert registry.find(site, Owner()) is None
-    for number in range(1000):
-        registry.keep(site._replace(samples=number), other, number)
-    assert len(registry._known) <= 256
