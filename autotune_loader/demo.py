@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_loader.values.errors import MissingExtraError
+from autotune_loader.values import MissingExtraError
 
 try:
     from PIL import Image

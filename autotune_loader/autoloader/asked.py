@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from autotune_loader.pipeline.build import batching_of
-from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
+from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig
 
 KNOWN = ("torchdata", "accelerate")
 """Libraries whose loaders make iterators of their own that add nothing to a batch but where it lies."""

@@ -24,9 +24,8 @@ import torch
 
 from autotune_loader.autoloader.parts import Noted, Parts, Prepared
 from autotune_loader.autoloader.tuner import GATE_BATCHES
-from autotune_loader.diagnosis import Kept
+from autotune_loader.diagnosis import Finding, Kept
 from autotune_loader.machine.elsewhere import changed_file
-from autotune_loader.results.record import Finding
 
 FIRST = 8
 """Batches of workers that are compared at first."""

@@ -25,11 +25,9 @@ from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.seeds import Seeds, mixed
 from autotune_loader.autoloader.work import Sent, Times
 from autotune_loader.autoloader.workers import GivenUpError, LostError, Made, Workers
-from autotune_loader.diagnosis import Kept
+from autotune_loader.diagnosis import Finding, Kept
 from autotune_loader.pipeline.batches import samples_in
-from autotune_loader.results.record import Finding
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.trace import MAIN_PROCESS
+from autotune_loader.values import MAIN_PROCESS, LoaderConfig
 
 PATIENCE_S, PATIENCE_FETCHES = 10.0, 20.0
 """Workers that nobody asked for are given up after the longer of these."""

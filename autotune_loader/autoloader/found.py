@@ -6,14 +6,11 @@ from dataclasses import dataclass
 
 from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner, measured
-from autotune_loader.diagnosis import Kept, judged
+from autotune_loader.diagnosis import Finding, Kept, judged
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.site import Site
-from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement, Trial, averaged
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Interval, LoaderConfig, Measurement, Trial, averaged
 
 
 @dataclass(eq=False, kw_only=True)

@@ -22,17 +22,15 @@ from autotune_loader.autoloader.parts import Parts
 from autotune_loader.autoloader.seeds import Seeds, draws_nothing, mixed
 from autotune_loader.autoloader.tuner import MOST_WORKERS, Tuner
 from autotune_loader.autoloader.work import Sent
-from autotune_loader.diagnosis import Kept
+from autotune_loader.diagnosis import Finding, Kept
+from autotune_loader.lines import users_line
 from autotune_loader.machine.host import require_linux
 from autotune_loader.machine.limits import memory_budget, usable_cores
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.workload import is_users, length_of
 from autotune_loader.results.file import load_config
-from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.lines import users_line
-from autotune_loader.values.validation import require_bool
+from autotune_loader.values import LoaderConfig, require_bool
 
 require_linux("AutoLoader")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune_loader.values.trace import BatchTrace
+from autotune_loader.values import BatchTrace
 
 MOST_ROWS = 20_000
 """Batches whose histories are kept at least; twice as many at most (10 MiB)."""

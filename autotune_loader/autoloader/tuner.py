@@ -21,10 +21,7 @@ from typing import NamedTuple
 
 from autotune_loader.autoloader.log import PAUSE_S, PAUSE_STEPS, Log
 from autotune_loader.results.record import Finding
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, LoaderConfig, Measurement
 
 GATE_S, GATE_BATCHES = 2.0, 20
 """The first look: earlier, caches are cold and nothing is known. Half of it is enough for a loop that mostly waits."""

@@ -28,8 +28,7 @@ from autotune_loader.autoloader import transport
 from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.parts import Prepared
 from autotune_loader.autoloader.work import Sent, Times, work
-from autotune_loader.diagnosis import Kept
-from autotune_loader.results.record import Finding
+from autotune_loader.diagnosis import Finding, Kept
 
 END_S = 1.0
 """Workers that have not ended by themselves after this are killed."""

@@ -30,8 +30,7 @@ from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide, Workload, wrapped_datasets
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, FailurePhase
+from autotune_loader.values import Failure, FailurePhase, LoaderConfig
 
 SECOND_LOOK_S = 0.5
 """A first batch that took no longer is looked at twice: a cold file or a busy machine is no habit."""

@@ -20,7 +20,7 @@ import torch
 
 from autotune_loader.pipeline.prefetch import CudaLane
 from autotune_loader.pipeline.tracing import Fetch
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values import MAIN_PROCESS, BatchTrace
 
 FEWEST_AHEAD, MOST_AHEAD_S = 2, 0.05
 """Steps, or seconds of them, that the host may be ahead of the device: that keeps it busy, and what is handed over has still to

@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune_loader.bursts.files import SAMPLE_WRITES, refused_path
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values.measurement import Failure, FailureKind, FailurePhase
+from autotune_loader.values import Failure, FailureKind, FailurePhase
 
 AGAINST_SECONDS = "train_step=0.05, the seconds of one step, tunes the loader against those"
 SHM_ADVICE = "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"

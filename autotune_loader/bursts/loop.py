@@ -28,9 +28,7 @@ from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
-from autotune_loader.values.measurement import Failure, FailurePhase, Measurement
-from autotune_loader.values.stages import StageSamples, pooled
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, FailurePhase, Measurement, StageSamples, pooled
 
 NEWS_OF_DEATH_S = 0.3
 """A worker that dies while it hands a batch over is first seen as a broken connection; why it died is told within this."""

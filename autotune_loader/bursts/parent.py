@@ -38,9 +38,7 @@ from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scrat
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.processes import MemoryGuard
 from autotune_loader.pipeline.workload import Workload
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BurstPlan, Failure, FailurePhase, Measurement, MemoryUse
+from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement, MemoryUse, WorkloadError
 
 START_DEADLINE_S = 120.0
 """Or the budget, where it is longer: torch may come from a network file system, and a model may be compiled."""

@@ -12,8 +12,7 @@ from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, FailurePhase, Measurement
+from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement
 
 T = TypeVar("T")
 Announce: TypeAlias = "Callable[[FailurePhase], None]"

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from autotune_loader.values.serialization import require_writable
+from autotune_loader.values import require_writable
 from autotune_loader.watch.run_plan import Plan, Verb
 
 _Launch = Callable[[], None]

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import FailureKind, Measurement, Trial
-from autotune_loader.values.stages import StageTime
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import FailureKind, Interval, LoaderConfig, Measurement, StageTime, Trial
 
 FOREIGN_CPU_LIMIT = 0.25
 """A burst or round above this foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""

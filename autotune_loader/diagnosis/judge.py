@@ -10,7 +10,7 @@ from autotune_loader.diagnosis.evidence import Evidence
 from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS
+from autotune_loader.values import HAND_OVER, OTHER_THREADS
 
 BURSTS_DIFFER = 0.15
 """A burst and the step alone may differ by so much, and nothing is wrong."""

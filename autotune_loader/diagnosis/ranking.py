@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune_loader.diagnosis.units import Units, is_claimed
 from autotune_loader.results.record import Finding
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Interval
 
 _UNITS = Units()
 

@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Interval
 
 UNKNOWN = "-"
 """What stands where nothing was measured."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from autotune_loader.values.errors import PlatformError
+from autotune_loader.values import PlatformError
 
 
 def require_linux(what: str) -> None:

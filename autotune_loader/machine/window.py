@@ -15,7 +15,7 @@ from dataclasses import replace
 from autotune_loader.machine.host import host_cpu
 from autotune_loader.machine.limits import affinity, shared_memory, usable_cores
 from autotune_loader.machine.processes import tree, tree_pss, tree_use
-from autotune_loader.values.measurement import Measurement, MemoryUse
+from autotune_loader.values import Measurement, MemoryUse
 
 
 class Window:

@@ -25,7 +25,7 @@ from autotune_loader.pipeline.tracing import (
     reraise,
 )
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 
 def build_loader(

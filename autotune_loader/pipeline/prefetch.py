@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from autotune_loader.pipeline.batches import fields_of, is_dataclass
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.validation import require_int
+from autotune_loader.values import LoaderConfig, require_int
 
 _Loader = TypeVar("_Loader", bound=Iterable[Any])
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from autotune_loader.lines import Line
 from autotune_loader.pipeline.workload import length_of
-from autotune_loader.values.lines import Line
 
 NOWHERE = Line("?", 0)
 """Stands for a line that cannot be told."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from autotune_loader.pipeline.workload import is_users, wrapped_datasets
-from autotune_loader.values.stages import Seen, StageSamples
+from autotune_loader.values import Seen, StageSamples
 
 Line = tuple[str, str]
 """stage, where"""

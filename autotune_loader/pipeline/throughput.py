@@ -23,15 +23,17 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from autotune_loader.values.measurement import BurstPlan, Measurement
-from autotune_loader.values.statistics import (
+from autotune_loader.values import (
     Z_95,
+    BatchTrace,
+    BurstPlan,
     Interval,
+    Measurement,
+    after_first_of_each,
     correlated_mean_interval,
     mean_interval,
     student_t_quantile,
 )
-from autotune_loader.values.trace import BatchTrace, after_first_of_each
 
 MAX_POINTS = 512
 """Times a running burst looks at when it asks for its error; more batches are taken in groups, to stay cheap."""

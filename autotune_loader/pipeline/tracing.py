@@ -20,8 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.by_value import dumps, loads
 from autotune_loader.pipeline.stage_clock import StageClock
-from autotune_loader.values.stages import StageSamples
-from autotune_loader.values.trace import MAIN_PROCESS
+from autotune_loader.values import MAIN_PROCESS, StageSamples
 
 Fetch = tuple[int, float, float, float, float, int, StageSamples | None]
 """worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what clocks in the worker have seen"""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.lines import is_library
+from autotune_loader.lines import is_library
+from autotune_loader.values import LoaderConfig
 
 # How datasets are told the epoch, or keep it.
 EPOCH_NAMES = ("set_epoch", "epoch", "current_epoch", "_epoch", "_current_epoch")

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Trial
-from autotune_loader.values.stages import StageTime
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Interval, LoaderConfig, StageTime, Trial
 
 if TYPE_CHECKING:
     import pandas as pd

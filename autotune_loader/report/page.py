@@ -11,7 +11,7 @@ from autotune_loader.report import plots
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.text import configurations_of, report_of, summary_of
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.errors import MissingExtraError
+from autotune_loader.values import MissingExtraError
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>autotune_loader</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from autotune_loader.diagnosis.units import rate_text, seconds_text
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Trial
+from autotune_loader.values import LoaderConfig, Trial
 
 log = logging.getLogger(__name__)
 _CONFIG_WIDTH = 36

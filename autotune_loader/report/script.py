@@ -9,8 +9,7 @@ from typing import Any
 from autotune_loader.diagnosis import units
 from autotune_loader.report.table import wrapped
 from autotune_loader.results.record import Finding
-from autotune_loader.values.serialization import write_json
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Interval, write_json
 
 MOST_SHOWN = 12
 """Loaders whose blocks are printed; a script that makes one for each client or fold has hundreds."""

@@ -28,8 +28,7 @@ from autotune_loader.report.table import WIDTH, table_text, wrapped
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.stages import StageTime
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Interval, StageTime
 
 MAX_ROWS = 16
 """Slower configurations than these are counted, not listed; the frame has them all."""

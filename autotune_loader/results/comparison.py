@@ -8,9 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from autotune_loader.results.record import Finding, RateUnit
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.statistics import Effects, Interval, Round, log_ratios, mean_interval
+from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, Round, log_ratios, mean_interval
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,9 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
-from autotune_loader.values.validation import require_choice
+from autotune_loader.values import ConfigFileError, LoaderConfig, MachineMismatchError, require_choice
 
 if TYPE_CHECKING:
     from autotune_loader.machine.fingerprint import Difference, Fingerprint
@@ -139,7 +137,7 @@ def _machine_of(raw: Mapping[str, Any]) -> Fingerprint | None:
     if (told := raw.get("machine")) is None:
         return None
     from autotune_loader.machine.fingerprint import Fingerprint
-    from autotune_loader.values.serialization import from_plain
+    from autotune_loader.values import from_plain
 
     tuned_on = from_plain(told, Fingerprint)
     if tuned_on.usable_cores < 1:

@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
 from autotune_loader.results.record import Finding, FoundBy, RateUnit, Status
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement, Trial, averaged
-from autotune_loader.values.serialization import from_plain, to_plain, write_json
-from autotune_loader.values.stages import StageTime
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import (
+    Interval,
+    LoaderConfig,
+    Measurement,
+    StageTime,
+    Trial,
+    averaged,
+    from_plain,
+    to_plain,
+    write_json,
+)
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:

@@ -21,9 +21,7 @@ from autotune_loader.search.queue import Floats
 from autotune_loader.search.space import UNMODELLED, Context, Space
 from autotune_loader.search.sufficiency import sufficient, with_sufficiency
 from autotune_loader.search.twin import Solved, Twin
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Trial
-from autotune_loader.values.statistics import Z_95
+from autotune_loader.values import Z_95, LoaderConfig, Trial
 
 MODEL_SD = 0.06
 """Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %)."""

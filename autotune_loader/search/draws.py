@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune_loader.search.queue import Floats, Ints
-from autotune_loader.values.statistics import TYPICAL_NOISE
+from autotune_loader.values import TYPICAL_NOISE
 
 PATHS = 1024
 """Draws: a probability of 0.95 is known to 0.7 points."""

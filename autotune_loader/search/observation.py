@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune_loader.search.queue import Floats
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.trace import BatchTrace, after_first_of_each
+from autotune_loader.values import BatchTrace, LoaderConfig, Measurement, after_first_of_each
 
 MIN_WARM_SAMPLES = 4
 """Below this many samples warm-up batches are kept: a biased estimate beats none."""

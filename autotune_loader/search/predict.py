@@ -12,9 +12,7 @@ import numpy as np
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import WORKER_BASE_BYTES, Context, memory_bytes
 from autotune_loader.search.twin import Twin
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement, Trial
-from autotune_loader.values.statistics import Z_95, Interval
+from autotune_loader.values import Z_95, Interval, LoaderConfig, Measurement, Trial
 
 UNTESTED_SD = 0.06
 """How far rates lie off a twin that was fitted to them alone (relative; its goal is a median error of 3 %)."""

@@ -26,8 +26,7 @@ import numpy as np
 
 from autotune_loader.search.belief import UNKNOWN_SD, Belief, choose, equally_fast
 from autotune_loader.search.draws import Draws, Observed, draw
-from autotune_loader.values.measurement import Failure, Measurement
-from autotune_loader.values.statistics import Effects, Interval, Round, log_ratios
+from autotune_loader.values import Effects, Failure, Interval, Measurement, Round, log_ratios
 
 CERTAIN = 0.95
 """A choice that loses no more than the tolerance with this probability needs no further rounds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from autotune_loader.search.space import MOST_WORKERS, Context, Space
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 FEW_WORKERS, DEEP_PREFETCH, SHALLOW_PREFETCH = 4, 4, 2  # many workers hold enough batches as it is
 SPARE = 1.15

@@ -27,10 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.space import Context, Space
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement, Trial
-from autotune_loader.values.serialization import from_plain, to_plain
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement, Trial, from_plain, to_plain
 
 RECORD = "autotune_loader"
 """Attribute of an Optuna trial: the JSON text of its record."""

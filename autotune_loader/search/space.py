@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
-from autotune_loader.values.measurement import Failure, FailureKind, Measurement
+from autotune_loader.values import WITHOUT_WORKERS, Failure, FailureKind, LoaderConfig, Measurement
 
 if TYPE_CHECKING:
     import optuna

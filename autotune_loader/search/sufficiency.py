@@ -19,8 +19,7 @@ import numpy as np
 from autotune_loader.search.contention import sampling_variance
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import Floats
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import TYPICAL_NOISE
+from autotune_loader.values import TYPICAL_NOISE, LoaderConfig
 
 READING_SD = 0.02
 """Relative error of a headroom that no number of batches takes away."""

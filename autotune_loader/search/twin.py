@@ -19,7 +19,7 @@ from autotune_loader.search.observation import Observation, whole_cycles
 from autotune_loader.search.queue import Floats, Ints, batches_needed, quantile_order, relative, simulate, steady_rate
 from autotune_loader.search.rule import useful_workers
 from autotune_loader.search.space import Context
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 FIXED_POINT_ROUNDS = 30
 """Each goes half of the way to the load that follows from it: 1e-9 of the way is left."""

@@ -18,8 +18,7 @@ from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.validation import require_int
+from autotune_loader.values import LoaderConfig, require_int
 
 if TYPE_CHECKING:
     import torch

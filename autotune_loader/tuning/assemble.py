@@ -20,10 +20,19 @@ from autotune_loader.results.record import Finding, Status
 from autotune_loader.results.result import TuningResult
 from autotune_loader.search.rounds import RoundsEnd
 from autotune_loader.tuning.study import Search
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS, Seen, StageSamples, StageTime, pooled
-from autotune_loader.values.statistics import Interval, log_ratios, mean_interval
+from autotune_loader.values import (
+    HAND_OVER,
+    OTHER_THREADS,
+    Interval,
+    LoaderConfig,
+    Measurement,
+    Seen,
+    StageSamples,
+    StageTime,
+    log_ratios,
+    mean_interval,
+    pooled,
+)
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from autotune_loader.bursts.protocol import Probe
 from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.search.space import Context
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, Trial
+from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, Trial
 
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 """The step alone, on a batch that lies ready: more exact than a burst of the search, because it bounds them all."""

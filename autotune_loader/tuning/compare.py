@@ -12,20 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.bursts.parent import OpenProbe, open_probe
-from autotune_loader.diagnosis import Caution, Evidence, diagnose
+from autotune_loader.diagnosis import Caution, Evidence, Finding, diagnose
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.comparison import Comparison, Side
-from autotune_loader.results.record import Finding
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.bursting import Budget, Bursts, run_rounds
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import make_context
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure, Measurement, Trial, averaged
+from autotune_loader.values import Failure, LoaderConfig, Measurement, Trial, WorkloadError, averaged
 
 if TYPE_CHECKING:
     import torch

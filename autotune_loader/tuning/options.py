@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader.tuning.arguments import in_a_loader, refuse
-from autotune_loader.values.validation import require_bool, require_choice, require_int
+from autotune_loader.values import require_bool, require_choice, require_int
 
 ALLOWABLE = ("in_order", "batch_size", "device_prefetch", "persistent_workers")
 """What changes training, or takes memory of the device, and is searched only where the user says so."""

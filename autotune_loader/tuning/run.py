@@ -12,7 +12,7 @@ from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.search.space import MOST_WORKERS, BatchCost, Context, Limits, Space
 from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 BATCH_FACTORS = (2, 4, 0.5)
 """Batch sizes around the user's own, in the order in which they are tried."""

@@ -25,8 +25,7 @@ from autotune_loader.search.rule import begin_with
 from autotune_loader.search.sampler import TwinSampler, quiet_optuna
 from autotune_loader.tuning.bursting import Budget, Bursts, run_rounds
 from autotune_loader.tuning.run import Run
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement, Trial
+from autotune_loader.values import LoaderConfig, Measurement, Trial
 
 if TYPE_CHECKING:
     import optuna

@@ -19,8 +19,7 @@ from typing import Any
 
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.errors import TunerError
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values import Failure, Measurement, TunerError
 
 _groups = itertools.count()
 

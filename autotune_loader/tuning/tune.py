@@ -25,9 +25,7 @@ from autotune_loader.tuning.options import check_study, parse_options
 from autotune_loader.tuning.run import Run, common_space, make_run
 from autotune_loader.tuning.study import Search
 from autotune_loader.tuning.torchrun import decided, joined_ranks
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import ConfigFileError
-from autotune_loader.values.serialization import require_writable
+from autotune_loader.values import ConfigFileError, LoaderConfig, require_writable
 
 if TYPE_CHECKING:
     import optuna

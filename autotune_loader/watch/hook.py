@@ -21,8 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import rank_of_environment
-from autotune_loader.values.lines import users_line
 from autotune_loader.watch.run_plan import LINE, Plan, Verb, say
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autotune_loader import LoaderConfig
+from autotune_loader.lines import Line, users_line
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
-from autotune_loader.values.lines import Line, users_line
 from autotune_loader.watch.run_plan import LINE, Plan, say
 from autotune_loader.watch.script_loader import ScriptLoader
 from autotune_loader.watch.watched import watch_iterator

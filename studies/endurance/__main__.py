@@ -32,9 +32,7 @@ from autotune_loader.bursts.packing import Payload
 from autotune_loader.bursts.parent import ProcessProbe
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BurstPlan, Failure, Measurement
+from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, WorkloadError
 from studies.endurance.faults import MIX, workload
 from studies.workloads import Items
 from tests.support.bursts import orphaned_segments

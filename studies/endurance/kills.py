@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from autotune_loader import TuningResult
-from autotune_loader.values.errors import TunerError
+from autotune_loader.values import TunerError
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "AUTOTUNE_ENDURANCE"

@@ -18,8 +18,7 @@ from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.search.predict import Prediction, predict
 from autotune_loader.tuning.bursting import CEILING_BURST
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, Trial
+from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, Trial
 from studies.regret import at
 from studies.workloads import WORKLOADS, workload_of
 

@@ -26,9 +26,7 @@ from typing import Any
 
 from autotune_loader.diagnosis.units import is_claimed
 from autotune_loader.search.rounds import Rounds
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Interval, LoaderConfig, Measurement
 from tests.support import SimulatedMachine, simulated_trials
 
 TOLERANCE = 0.02

@@ -28,8 +28,7 @@ from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.bursting import CEILING_BURST, SEARCH_BURST
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.statistics import Round
+from autotune_loader.values import Failure, Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
 from studies.gpu.training import Loop, Rate
 from studies.regret.oracle import paired_ratio

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Round, log_ratios
+from autotune_loader.values import LoaderConfig, Round, log_ratios
 from studies.regret import OURS
 from studies.regret.bench import ROOT, Bench, StudyJob
 from studies.regret.child import choice_in_child

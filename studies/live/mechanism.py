@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader import AutoLoader
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.support.bursts import orphaned_segments
 from tests.support.schedules import FixedLoader, Numbers, Slow, differences, draw_case, draw_config
 

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import sys
 
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.support.training import Training
 
 MINUTE_S, SETTLED_S = 60.0, 60.0

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 ROOT = Path(__file__).parents[2]
 # Beyond this a request hangs: the slowest start-up and window here take seconds.

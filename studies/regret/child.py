@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from studies.regret import OURS
 from studies.regret.bench import ROOT, BenchError, answers_only, regret_workload, step_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autotune_loader.search.rule import useful_workers
 from autotune_loader.search.space import MOST_WORKERS, Space
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 # A first look at every configuration, and a long one at the fastest of them and at those that are chosen.

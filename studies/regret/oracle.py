@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Interval, Round, log_ratios, mean_interval
+from autotune_loader.values import Interval, LoaderConfig, Round, log_ratios, mean_interval
 from studies.regret import NEAR
 from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.strategies import PREFETCH_FACTORS

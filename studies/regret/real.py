@@ -24,8 +24,7 @@ from pathlib import Path
 from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Measurement
+from autotune_loader.values import Failure, LoaderConfig, Measurement
 from studies.regret import OURS, Outcome, oracle, table
 from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.child import choice_in_child

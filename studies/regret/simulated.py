@@ -19,8 +19,7 @@ from pathlib import Path
 
 from autotune_loader.search.space import Space
 from autotune_loader.tuning.bursting import SEARCH_BURST
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
+from autotune_loader.values import LoaderConfig, Measurement
 from studies.regret import OURS, Outcome, table
 from studies.regret.machines import oracle_of, random_machine
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES

@@ -18,8 +18,7 @@ import optuna
 
 from autotune_loader.search.rule import plain_rule
 from autotune_loader.search.sampler import quiet_optuna
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Measurement
+from autotune_loader.values import BurstPlan, LoaderConfig, Measurement
 
 PLAIN_RULE = "plain rule"
 PREFETCH_FACTORS = (2, 4, 8)

@@ -10,7 +10,7 @@ import pytest
 from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Kept
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.support.training import Training
 
 NONE = LoaderConfig()

@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_wo
 
 from autotune_loader.autoloader.batch_comparison import difference
 from autotune_loader.machine.elsewhere import descriptors
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.support.bursts import Made
 from tests.support.schedules import KINDS, FixedLoader, Noise, Numbers, Slow, Where, differences, draw_case, states
 

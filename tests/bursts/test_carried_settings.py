@@ -10,7 +10,7 @@ import torch
 
 from autotune_loader.bursts.settings import read_modules, read_torch, set_torch
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, run, workload
 
 

@@ -11,9 +11,7 @@ import torch
 
 from autotune_loader import tune
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BurstPlan, Failure
+from autotune_loader.values import BurstPlan, Failure, LoaderConfig, WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]

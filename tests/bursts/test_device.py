@@ -10,9 +10,7 @@ from autotune_loader.bursts.bench import warm_up
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan
-from autotune_loader.values.trace import MAIN_PROCESS
+from autotune_loader.values import MAIN_PROCESS, BurstPlan, LoaderConfig
 from tests.support import FakeClock
 from tests.support.bursts import QUICK
 

@@ -24,8 +24,7 @@ from autotune_loader.bursts.failures import deaths_of, failure_of, needs_new_pro
 from autotune_loader.bursts.parent import ProcessProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BurstPlan
+from autotune_loader.values import BurstPlan, WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, Made, failed, measured, opened, run, workload
 
 PLAN = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)

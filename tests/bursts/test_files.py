@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 from autotune_loader.bursts import files
 from autotune_loader.bursts.files import refused_path
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BurstPlan
+from autotune_loader.values import BurstPlan, WorkloadError
 from tests.support.bursts import ALONE, TWO_WORKERS, run, workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values.measurement import BurstPlan
+from autotune_loader.values import BurstPlan
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, Made, measured, opened, workload
 
 pytestmark = pytest.mark.process
@@ -23,7 +23,7 @@ ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
 # A run in the midst of a burst with workers, and a program that its dataset has started. It says which processes these are.
 RUNNING = """
 import subprocess, sys, threading, time, psutil, torch
-from autotune_loader.values.measurement import BurstPlan
+from autotune_loader.values import BurstPlan
 from tests.support.bursts import ONE_WORKER, opened, workload
 
 class Rows:

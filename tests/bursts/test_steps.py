@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from autotune_loader.bursts.step import StepError, StepInferenceError, build_step
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values import WorkloadError
 from tests.support.bursts import ALONE, run, workload
 
 N, IN, CLASSES = 6, 4, 3

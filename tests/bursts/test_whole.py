@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader.bursts.packing import TooLargeError, read_archive, write_archive
-from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, opened, run, workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

@@ -22,8 +22,7 @@ from autotune_loader import cli, demo
 from autotune_loader.cli.doctor import examination
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.fingerprint import Fingerprint
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import WorkloadError
+from autotune_loader.values import LoaderConfig, WorkloadError
 
 TRAIN = """
 import os

@@ -13,10 +13,7 @@ from autotune_loader.diagnosis import Advice, Answer, Evidence, diagnose, units
 from autotune_loader.diagnosis.ranking import ranking
 from autotune_loader.diagnosis.tables import Table, answer
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.statistics import Interval
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
 
 FOUR, SIX, TWELVE = (LoaderConfig(num_workers=workers) for workers in (4, 6, 12))
 KEPT = replace(FOUR, persistent_workers=True)

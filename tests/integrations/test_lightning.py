@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader
 from autotune_loader.integrations.lightning import tuned
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.integrations.job import BATCH, EPOCHS, FEW, QUICK, Waiting, assert_changed
 
 # Lightning warns about small machines and short runs, which is what a test is.

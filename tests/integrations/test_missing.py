@@ -7,8 +7,7 @@ from autotune_loader.integrations.accelerate import tune_before_prepare
 from autotune_loader.integrations.lightning import tuned
 from autotune_loader.integrations.transformers import tune_trainer
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import MissingExtraError
+from autotune_loader.values import LoaderConfig, MissingExtraError
 
 CALLS = {
     "lightning": lambda: tuned(None),

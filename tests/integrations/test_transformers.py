@@ -5,7 +5,7 @@ from report.example import synthetic_result
 from autotune_loader.integrations import transformers as integration
 from autotune_loader.integrations.accelerate import tune_live
 from autotune_loader.integrations.transformers import plain_loader, training_arguments, tune_trainer
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.integrations.job import BATCH, EPOCHS, FEW, QUICK, Classifier, Waiting, assert_changed, collate
 
 transformers = pytest.importorskip("transformers")

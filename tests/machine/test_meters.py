@@ -11,8 +11,7 @@ from autotune_loader.machine import processes, window
 from autotune_loader.machine.host import HostCpu
 from autotune_loader.machine.processes import PAGE_BYTES, TICKS_PER_S, MemoryGuard, TreeUse, tree, tree_pss, tree_use
 from autotune_loader.machine.window import Window
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Interval, Measurement
 
 
 def test_a_tree_has_used_what_its_processes_have_and_the_gone_count_nothing(tmp_path):

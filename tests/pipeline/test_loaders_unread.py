@@ -16,11 +16,11 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from autotune_loader.lines import Line
 from autotune_loader.pipeline.build import rebuild
 from autotune_loader.pipeline.site import Site
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.lines import Line
+from autotune_loader.values import LoaderConfig
 
 PLAIN = TensorDataset(torch.zeros(8))
 BATCHES = BatchSampler(RandomSampler(PLAIN), 8, True)

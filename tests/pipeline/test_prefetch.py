@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
 from autotune_loader.pipeline.prefetch import DevicePrefetcher, move, prefetched, prefetched_as_tuned
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -20,7 +20,7 @@ from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.reading import BLOCK_BATCHES, Reading
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 ROWS = range(4000)
 BURST = 12

@@ -16,8 +16,7 @@ from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.stage_clock import StageClock
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.tuning.assemble import stage_times
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS, Seen, StageSamples, pooled
+from autotune_loader.values import HAND_OVER, OTHER_THREADS, LoaderConfig, Seen, StageSamples, pooled
 
 
 class Clock:

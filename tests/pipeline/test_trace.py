@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from autotune_loader.pipeline.throughput import queued_share, relative_error, summarise
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values import MAIN_PROCESS, BatchTrace
 
 SAMPLES = 8
 

@@ -13,7 +13,7 @@ from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import forget_open_batch
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.support.schedules import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

@@ -6,10 +6,17 @@ from dataclasses import replace
 from autotune_loader.diagnosis import Caution, Ended, judged
 from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, MemoryUse, Trial
-from autotune_loader.values.stages import StageTime
-from autotune_loader.values.statistics import Interval, mean_interval
+from autotune_loader.values import (
+    BurstPlan,
+    Failure,
+    Interval,
+    LoaderConfig,
+    Measurement,
+    MemoryUse,
+    StageTime,
+    Trial,
+    mean_interval,
+)
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 NONE, BEST, DEEP = LoaderConfig(), LoaderConfig(num_workers=5), LoaderConfig(num_workers=8, prefetch_factor=8)

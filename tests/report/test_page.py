@@ -9,7 +9,7 @@ from report.example import FULL, STAGES
 
 from autotune_loader.report.page import page_of
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 NOTHING = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
 BOTH = ["Samples per second over workers", "Where a sample's time goes in a worker"]

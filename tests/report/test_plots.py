@@ -13,7 +13,7 @@ from autotune_loader.report.plots import timeline
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.plots.charts import MOST_ROWS
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
 

@@ -14,8 +14,7 @@ from autotune_loader.report.text import configurations_of, report_of
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.statistics import Interval, Round
+from autotune_loader.values import Interval, LoaderConfig, Round
 
 
 def ratio(value, low, high, count=2):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.assemble import loader_parts, shuffles
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.support.schedules import Stream
 
 DATA = TensorDataset(torch.arange(10))

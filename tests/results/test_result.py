@@ -23,10 +23,7 @@ from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.file import load_config
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import ConfigFileError, MachineMismatchError
-from autotune_loader.values.measurement import Failure, Trial
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import ConfigFileError, Failure, Interval, LoaderConfig, MachineMismatchError, Trial
 
 BEST = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True)
 HERE = Fingerprint(usable_cores=4, memory_bytes=8 << 30, torch="2.13.0")

@@ -10,7 +10,7 @@ from autotune_loader.search.draws import PATHS, Draws, Observed, draw
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import Context, Space
 from autotune_loader.search.sufficiency import Sufficient, sufficient, with_sufficiency
-from autotune_loader.values.measurement import Failure, Trial
+from autotune_loader.values import Failure, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)

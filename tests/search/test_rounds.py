@@ -13,9 +13,7 @@ from autotune_loader.search.belief import Belief
 from autotune_loader.search.draws import PATHS, Draws
 from autotune_loader.search.rounds import MAX_FAILURES, MOST_ROUNDS, Rounds, RoundsEnd
 from autotune_loader.search.space import Context, Space
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure, Trial
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
 from tests.support import SimulatedMachine, simulated_trials
 
 BASELINE = LoaderConfig()

@@ -5,7 +5,7 @@ import pytest
 
 from autotune_loader.search.sampler import RECORD, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 
 @pytest.fixture(autouse=True)

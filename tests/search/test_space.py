@@ -15,8 +15,7 @@ from autotune_loader.search.space import (
     Limits,
     Space,
 )
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import MemoryUse
+from autotune_loader.values import LoaderConfig, MemoryUse
 from tests.support import SimulatedMachine, simulated_trials, with_workers
 
 MIB = 2**20

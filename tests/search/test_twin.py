@@ -13,9 +13,7 @@ from autotune_loader.search.predict import predict
 from autotune_loader.search.queue import simulate
 from autotune_loader.search.space import Context
 from autotune_loader.search.twin import Twin, _line
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import MemoryUse, Trial
-from autotune_loader.values.trace import BatchTrace
+from autotune_loader.values import BatchTrace, LoaderConfig, MemoryUse, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
 MIB = 2**20

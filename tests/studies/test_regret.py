@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from studies.regret.bench import BenchError
 from studies.regret.oracle import CONFIRMING_ROUNDS, HOPELESS, judge, key
 from studies.regret.simulated import SimulatedField

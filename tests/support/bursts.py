@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, FailureKind, Measurement
+from autotune_loader.values import BurstPlan, Failure, FailureKind, LoaderConfig, Measurement
 
 QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2, deadline_s=60.0)  # a spawned worker imports torch
 ALONE, ONE_WORKER, TWO_WORKERS = (LoaderConfig(num_workers=workers) for workers in range(3))

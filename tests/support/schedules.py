@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from autotune_loader.autoloader.batch_comparison import FIRST
 from autotune_loader.autoloader.loader import AutoLoader
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
 

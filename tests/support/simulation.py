@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import BurstPlan, Failure, Measurement, MemoryUse
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, LoaderConfig, Measurement, MemoryUse
 
 BASE_BYTES = 500 << 20  # What training needs without any worker
 SPIKE_FACTOR = 1.5  # How much slower a burst is that something disturbs

@@ -9,8 +9,7 @@ from typing import Any
 
 from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.tuner import Tuner
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.trace import MAIN_PROCESS
+from autotune_loader.values import MAIN_PROCESS, LoaderConfig
 
 SAMPLES = 8
 

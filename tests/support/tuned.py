@@ -18,9 +18,7 @@ from autotune_loader.tuning.assemble import assembled
 from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.run import Run
 from autotune_loader.tuning.study import Search
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import BurstPlan, Trial
+from autotune_loader.values import BurstPlan, LoaderConfig, Trial, WorkloadError
 from tests.support.schedules import Stream
 from tests.support.simulation import FakeClock, SimulatedProbe
 

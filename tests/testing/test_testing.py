@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from autotune_loader.values.measurement import BurstPlan, Failure
+from autotune_loader.values import BurstPlan, Failure
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, with_workers
 
 PLAN = BurstPlan(max_s=1.0, relative_error=0.0)

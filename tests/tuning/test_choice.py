@@ -9,9 +9,7 @@ from autotune_loader.diagnosis import Caution, Ended, Source, Undecided
 from autotune_loader.search.rounds import RoundsEnd
 from autotune_loader.search.space import Space
 from autotune_loader.tuning.assemble import assembled, choice_of, source_of, why_undecided
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
-from autotune_loader.values.statistics import Round
+from autotune_loader.values import Failure, LoaderConfig, Round
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, with_workers
 from tests.support.tuned import simulated_result, simulated_run, simulated_search
 

@@ -14,7 +14,7 @@ from autotune_loader.search.space import Limits, Space
 from autotune_loader.tuning.assemble import _of_training
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import common_space, make_run
-from autotune_loader.values.config import LoaderConfig
+from autotune_loader.values import LoaderConfig
 from tests.support import SimulatedMachine, with_workers
 from tests.support.schedules import Stream
 from tests.support.tuned import simulated_warmup

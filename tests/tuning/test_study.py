@@ -18,8 +18,7 @@ from autotune_loader.search.sampler import TwinSampler
 from autotune_loader.search.space import Space
 from autotune_loader.tuning.assemble import assembled
 from autotune_loader.tuning.study import CHOSEN, MOST_REPEATS, ROUNDS, open_study
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Failure
+from autotune_loader.values import Failure, LoaderConfig
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 from tests.support.tuned import simulated_run, simulated_search
 

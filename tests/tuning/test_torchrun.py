@@ -14,9 +14,7 @@ import pytest
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.torchrun import decided, joined_ranks, slowest
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import TunerError
-from autotune_loader.values.measurement import BurstPlan, Failure
+from autotune_loader.values import BurstPlan, Failure, LoaderConfig, TunerError
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 HARD_DEADLINE_S = 100

@@ -12,8 +12,7 @@ from autotune_loader import LoaderConfig, TuningResult, compare, load_config, tu
 from autotune_loader.diagnosis import Caution
 from autotune_loader.search.sampler import TwinSampler
 from autotune_loader.tuning.study import CHOSEN
-from autotune_loader.values.errors import WorkloadError
-from autotune_loader.values.measurement import Failure
+from autotune_loader.values import Failure, WorkloadError
 from tests.support import SimulatedMachine, SimulatedProbe, on_simulated_machines
 
 ROWS = TensorDataset(torch.zeros(100_000, 3), torch.zeros(100_000, dtype=torch.long))

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autotune_loader.values.statistics import (
-    Effects,
-    Round,
-    correlated_mean_interval,
-    mean_interval,
-    student_t_quantile,
-)
+from autotune_loader.values import Effects, Round, correlated_mean_interval, mean_interval, student_t_quantile
 
 rates = st.floats(1e-2, 1e6)
 pairs = st.lists(st.tuples(rates, rates), min_size=2, max_size=12)

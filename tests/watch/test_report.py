@@ -8,12 +8,10 @@ import pytest
 from autotune_loader.autoloader.log import Totals
 from autotune_loader.cli.watch import run_command, watch_command
 from autotune_loader.diagnosis import Advice, Bottleneck, Kept
+from autotune_loader.lines import Line
 from autotune_loader.pipeline.site import Site
 from autotune_loader.report.script import LoaderReport, ScriptReport
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.errors import TunerError
-from autotune_loader.values.lines import Line
-from autotune_loader.values.statistics import Interval
+from autotune_loader.values import Interval, LoaderConfig, TunerError
 from autotune_loader.watch import report
 from autotune_loader.watch.run_plan import Plan
 from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from autotune_loader import enable
+from autotune_loader.lines import Line
 from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.site import Site
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.lines import Line
+from autotune_loader.values import LoaderConfig
 from autotune_loader.watch.hook import active
 from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.watched import Watch, process_times, thread_times

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values.errors import MissingExtraError
+from autotune_loader.values import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes

@@ -10,7 +10,7 @@ from autotune_loader.diagnosis.ranking import Standing, ranking
 from autotune_loader.diagnosis.units import rate_text, seconds_text, share_text
 from autotune_loader.report.plots import canvas
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.stages import StageTime
+from autotune_loader.values import StageTime
 
 FAR_ABOVE = 1.6
 """A ceiling this many times as high as the rest would press everything else flat onto the axis."""

@@ -13,9 +13,7 @@ from functools import partial
 from autotune_loader.diagnosis.units import share_text
 from autotune_loader.report.plots import canvas
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.measurement import Measurement
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_of_each
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, Measurement, after_first_of_each
 
 MAX_BATCHES = 36
 """Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""

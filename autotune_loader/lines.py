@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NamedTuple
 
 # os.path and not pathlib: this is imported whenever a Python of a watched script starts.
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")  # noqa: PTH100, PTH118, PTH120
+_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")  # noqa: PTH100, PTH118, PTH120
 _DEMO = _PACKAGE + "demo"
 
 
