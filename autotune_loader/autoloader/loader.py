@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing import current_process
 from typing import Any, Generic, TypeVar
@@ -20,13 +21,13 @@ from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.order import Order
 from autotune_loader.autoloader.parts import Parts
 from autotune_loader.autoloader.seeds import Seeds, draws_nothing, mixed
-from autotune_loader.autoloader.tuner import MOST_WORKERS, Tuner
+from autotune_loader.autoloader.tuner import MOST_WORKERS, Tried, Tuner
 from autotune_loader.autoloader.work import Sent
 from autotune_loader.diagnosis import Finding, Kept
 from autotune_loader.lines import users_line
 from autotune_loader.machine.host import require_linux
 from autotune_loader.machine.limits import memory_budget, usable_cores
-from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.site import NOWHERE, Site
 from autotune_loader.pipeline.workload import is_users, length_of
 from autotune_loader.results.file import load_config
 from autotune_loader.results.result import TuningResult
@@ -37,6 +38,11 @@ require_linux("AutoLoader")
 T = TypeVar("T")
 WORKER_BYTES = 1 << 27
 """Memory of its own that a worker is counted with, and its batches."""
+
+
+_tried: dict[Site, tuple[weakref.ref[Sent], Tried]] = {}
+"""By the latest loader of a site. The next one goes on from there, once that is gone: two that live never share it."""
+MOST_SITES = 256
 
 
 class AutoLoader(DataLoader[T], Generic[T]):
@@ -175,7 +181,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         """Nothing is known of what the loader reads, and how: it is new, or attributes of it were set."""
         self._of, site, log, how = self._settings(), Site.of(self, self._line), Log(), self._how
         sent = Sent(self.dataset, self.collate_fn, self.worker_init_fn, self.batch_sampler is not None)
-        on_change = self.on_change
+        alive, on_change = weakref.ref(sent), self.on_change  # a loop's iterator outlives a loader that has no name
         tuner = Tuner(
             log,
             LoaderConfig.from_loader(self),
@@ -184,6 +190,8 @@ class AutoLoader(DataLoader[T], Generic[T]):
             epoch_batches=length_of(self),
             max_workers=min(self.max_workers or MOST_WORKERS, _most_that_fit()),
             depth=how.get("prefetch_factor"),
+            tried=_tried_at(site),
+            on_tried=lambda tried: _keep(site, alive, tried),
             on_settled=lambda: None if on_change is None else on_change(found),
         )
         has_batched_fetch = hasattr(self.dataset, "__getitems__")
@@ -224,6 +232,19 @@ class AutoLoader(DataLoader[T], Generic[T]):
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
         self._shared = self._fresh()
+
+
+def _tried_at(site: Site) -> Tried | None:
+    known = _tried.get(site)
+    return None if known is None or known[0]() is not None else known[1]
+
+
+def _keep(site: Site, owner: weakref.ref[Sent], tried: Tried) -> None:
+    if site.line != NOWHERE:
+        _tried.pop(site, None)
+        _tried[site] = owner, tried
+        if len(_tried) > MOST_SITES:
+            del _tried[next(iter(_tried))]
 
 
 def _most_that_fit() -> int:

@@ -65,6 +65,14 @@ class Measure(NamedTuple):
     whole: bool = False
 
 
+class Tried(NamedTuple):
+    """What a loader of the same place has tried before: the next one goes on from there."""
+
+    config: LoaderConfig
+    gains: tuple[float, ...]
+    """How many times as fast it was as what was asked for, as logarithms."""
+
+
 class Tuner:
     """Decides for one loader, over all its epochs.
 
@@ -76,10 +84,12 @@ class Tuner:
         epoch_batches: None where that is not known.
         max_workers: at most.
         depth: `prefetch_factor` of workers, where the script says so.
+        tried: by an earlier loader of the same place.
+        on_tried: told what is faster, each time it was compared with what was asked for.
         on_settled: called when a choice is made, after `best` is set.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a decision rests on
         self,
         log: Log,
         asked: LoaderConfig,
@@ -89,13 +99,15 @@ class Tuner:
         epoch_batches: int | None = None,
         max_workers: int = MOST_WORKERS,
         depth: int | None = None,
+        tried: Tried | None = None,
+        on_tried: Callable[[Tried], None] = lambda tried: None,
         on_settled: Callable[[], None] = lambda: None,
     ) -> None:
         self._log, self.asked, self.refused = log, asked, refused
         self.wanted = self.best = asked
         """What is to run; what is known to be best."""
         self._cores, self._epoch_batches = cores, epoch_batches
-        self._most, self._on_settled = max_workers, on_settled
+        self._most, self._tried, self._on_tried, self._on_settled = max_workers, tried, on_tried, on_settled
         self._given = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
         self.own_s = self.gained_s = 0.0
         """What tuning has cost, and what it has gained."""
@@ -183,10 +195,10 @@ class Tuner:
         return None if seen is None or seen.window_s < request.seconds else seen
 
     def _decide(self) -> Generator[Measure, Measurement, None]:
-        pause_s = KEEP_S
-        asked = yield Measure(self.asked, GATE_S / 2, GATE_BATCHES // 2)
+        pause_s, gate_s = KEEP_S, GATE_S if self._tried is None else GATE_S / 4
+        asked = yield Measure(self.asked, gate_s / 2, GATE_BATCHES // 2)
         if asked.wait_share < MOSTLY:
-            asked = yield Measure(self.asked, GATE_S / 2, GATE_BATCHES // 2)
+            asked = yield Measure(self.asked, gate_s / 2, GATE_BATCHES // 2)
         while True:
             if asked.wait_share >= WAITING and (yield from self._explored(asked)):
                 pause_s = KEEP_S
@@ -196,7 +208,7 @@ class Tuner:
 
     def _explored(self, asked: Measurement) -> Generator[Measure, Measurement, bool]:
         """Whether another configuration than the one asked for was shown to be faster, which runs then."""
-        candidate, best = self.asked, asked
+        candidate, best, gains = self.asked, asked, list[float]()
         self._are_short = _batch_s(asked) * (self._epoch_batches or math.inf) < SHORT_EPOCH_S
         for config in self._candidates(asked):
             is_first = candidate == self.asked
@@ -207,13 +219,17 @@ class Tuner:
             falls = is_first or _falls(best, tried) or not config.num_workers
             if is_first or _rate(tried) > _rate(best):
                 candidate, best = config, tried
+                known = self._tried.gains if self._tried is not None and self._tried.config == config else ()
+                gains = [*known[-MOST_PAIRS // 2 :], math.log(_rate(tried) / _rate(asked))]
+                self._hand_on(config, gains)
             elif config.num_workers:
                 break
             if not falls:
                 break
+        self._tried = None
         if _rate(best) <= _rate(asked):
             return False
-        gain = yield from self._paired(candidate, best, asked)
+        gain = yield from self._paired(candidate, gains)
         if gain is None or gain.low <= 1:
             return False
         self.best, self.gain = candidate, gain
@@ -234,21 +250,25 @@ class Tuner:
         trial_s = min(max(BLOCK_S, BLOCK_BATCHES * _batch_s(seen)), 1.0)
         return self.start_s * max(0, more) + (RISK * trial_s if is_risky else 0.0)
 
-    def _paired(
-        self, config: LoaderConfig, ours: Measurement, theirs: Measurement
-    ) -> Generator[Measure, Measurement, Interval | None]:
-        """In turns with what was asked for, after one pair; None where they cannot be told apart."""
-        gains = list[float]()
+    def _hand_on(self, config: LoaderConfig, gains: list[float]) -> None:
+        if gains[-1] > 0:
+            self._on_tried(Tried(config, tuple(gains)))
+
+    def _paired(self, config: LoaderConfig, gains: list[float]) -> Generator[Measure, Measurement, Interval | None]:
+        """In turns with what was asked for, after comparisons that gave these gains; None where they cannot be told apart."""
+        ours_s = 0.0
         while True:
-            gains.append(math.log(_rate(ours) / _rate(theirs)))
             gain = _interval(gains)
             if len(gains) > 1 and (gain.low > 1 or gain.high < 1):
                 return gain
-            if len(gains) >= MOST_PAIRS or (gain.value < 1 and not self.may(RISK * ours.window_s)):
+            if len(gains) >= MOST_PAIRS or (gain.value < 1 and not self.may(RISK * ours_s)):
                 return None
             ours = yield Measure(config, whole=self._are_short)
             theirs = yield Measure(self.asked, whole=self._are_short)
             self._charge(ours, theirs)
+            ours_s = ours.window_s
+            gains.append(math.log(_rate(ours) / _rate(theirs)))
+            self._hand_on(config, gains)
 
     def _kept(self) -> Generator[Measure, Measurement, None]:
         """Until what is kept is no longer faster than what was asked for."""
@@ -258,7 +278,7 @@ class Tuner:
             if self._log.totals.active_s - paired_s > PAIR_EVERY_S:
                 paired_s = self._log.totals.active_s
                 asked = yield Measure(self.asked, whole=self._are_short)
-                self.gain = yield from self._paired(self.best, kept, asked)
+                self.gain = yield from self._paired(self.best, [math.log(_rate(kept) / _rate(asked))])
                 if self.gain is not None and self.gain.low > 1:
                     continue
                 self.best, self.gain = self.asked, None
@@ -282,12 +302,14 @@ class Tuner:
 
     def _candidates(self, asked: Measurement) -> list[LoaderConfig]:
         """What is tried, in this order, while it pays."""
-        most, own = self._ruled(asked), self.asked.num_workers
+        most, own, tried = self._ruled(asked), self.asked.num_workers, self._tried
         found = [0] if own and asked.service_s + asked.step_s < _batch_s(asked) * (1 + WAITING) else []
         is_cheap = asked.service_cpu_s > 0.9 * asked.service_s and asked.service_s < CHEAP_FETCH_S
         is_short = self._epoch_batches is not None and self._epoch_batches < SHORTEST_EPOCH
         if not own and (is_cheap or is_short):
             return []
+        if tried is not None and own != tried.config.num_workers <= most:
+            return [self._with(tried.config.num_workers)]
         workers = 2 * own or min(2, most)
         step = max(2.0, math.sqrt(most / workers))  # two or three stages: each takes time
         while workers < most:

@@ -92,7 +92,7 @@ class Session:
         made_at = vars(loader).get(LINE)
         site = Site.of(loader, Line(*made_at) if made_at else users_line(sys._getframe(2)))
         alike = self._by_site[site]
-        known = next((each for each in alike if each.settings == settings and each.is_free_for(loader)), None)
+        known = next((each for each in reversed(alike) if each.settings == settings and each.is_free_for(loader)), None)
         if known is None:
             known = ScriptLoader(site, self._name_of(site), LoaderConfig.from_loader(loader), self._look_at)
             self.loaders.append(known)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune_loader.autoloader.log import Log
-from autotune_loader.autoloader.tuner import Tuner
+from autotune_loader.autoloader.tuner import Tried, Tuner
 from autotune_loader.diagnosis import Kept
 from autotune_loader.values import LoaderConfig
 from tests.support.training import Training
@@ -92,6 +92,17 @@ def test_no_more_workers_than_are_allowed_and_who_asked_is_told_of_what_was_sett
     assert training.most == tuner.best.num_workers == 3
 
 
+def test_what_an_earlier_loader_found_is_tried_first_and_sooner() -> None:
+    seconds = []
+    for tried in (None, Tried(of(9), (1.0,))):
+        training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
+        tuner = training.tuner(NONE, tried=tried)
+        while tuner.gain is None:
+            training.run(tuner, 0.1)
+        seconds.append(training.now)
+    assert seconds[1] < seconds[0]
+
+
 def test_a_rate_that_shifts_later_is_answered() -> None:
     training = Training(fetch_s=0.01, cpu=0.05, step_s=0.01)
     tuner = training.tuner(NONE)
@@ -105,10 +116,12 @@ def test_a_rate_that_shifts_later_is_answered() -> None:
 
 def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> None:
     training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
-    tuner = training.tuner(of(1))
+    told: list[Tried] = []
+    tuner = training.tuner(of(1), on_tried=told.append)
     training.run(tuner, 30.0)
     assert tuner.gain is not None
     best = tuner.best
+    assert told[-1].config == best
     tuner.freeze()
     training.run(tuner, 400.0)
     assert tuner.wanted == best

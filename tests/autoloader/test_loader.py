@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
+from autotune_loader.autoloader import loader as of
+from autotune_loader.autoloader.tuner import Tried
+from autotune_loader.lines import Line
+from autotune_loader.pipeline.site import NOWHERE, Site
 from tests.support.schedules import Noise, Numbers, Stream, states
 
 TWO = LoaderConfig(num_workers=2)
@@ -144,3 +149,22 @@ def test_where_another_thread_fetches_nothing_is_seeded() -> None:
     assert len(seen) == 8
     assert states()[1:3] != before  # the thread draws from what there is, as with DataLoader
     assert torch.initial_seed() == seed
+
+
+class Owner:
+    pass
+
+
+def test_what_is_learnt_goes_from_the_gone_to_the_next_and_never_between_the_living() -> None:
+    site, tried = Site(Line("train.py", 3), "Images", 10, 2, True), Tried(TWO, (0.1,))
+    owner: Any = Owner()
+    known: Any = weakref.ref(owner)
+    of._keep(site, known, tried)
+    assert of._tried_at(site) is None
+    del owner
+    assert of._tried_at(site) == tried
+    of._keep(site._replace(line=NOWHERE), known, tried)
+    assert of._tried_at(site._replace(line=NOWHERE)) is None
+    for number in range(1000):
+        of._keep(site._replace(samples=number), known, tried)
+    assert len(of._tried) <= 256
