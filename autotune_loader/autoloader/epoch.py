@@ -33,6 +33,8 @@ PATIENCE_S, PATIENCE_FETCHES = 10.0, 20.0
 """Workers that nobody asked for are given up after the longer of these."""
 MOST_TRAINING_CHANGES = 3
 """Epochs in whose midst the training changes the data; then workers are given up for good."""
+FEW_COMPARED = 0.01
+"""An epoch in which no larger share of batches was compared tells how fast its configuration is."""
 NO_WORKERS = LoaderConfig()
 
 log = logging.getLogger("autotune_loader.autoloader")
@@ -121,7 +123,7 @@ class EpochIterator(_BaseDataLoaderIter):
         self._base_seed, self._num_yielded, self._next = order.seed, 0, order.delivered
         self._tuner, self._log = shared.found.tuner, shared.found.log
         self._config = NO_WORKERS if shared.is_asked else self._tuner.asked
-        self._is_parked, self._slowest_s, self._is_pure = False, 0.0, True
+        self._is_parked, self._slowest_s, self._is_pure, self._compared_here = False, 0.0, True, 0
         self._loop = self._log.begin(begun)
         self._begun_with = self._log.totals.active_s, self._log.totals.samples
         # Fetches of a loop that asked for no workers are watched, and what its sampler draws.
@@ -282,7 +284,7 @@ class EpochIterator(_BaseDataLoaderIter):
             if isinstance(batch, ExceptionWrapper) and shared.is_asked:
                 batch.reraise()
             elif is_compared or isinstance(batch, ExceptionWrapper):
-                self._is_pure = False
+                self._compared_here += 1
                 batch, fetch = self._compared(number, indices, batch)
         finally:
             self.order.had(number)
@@ -333,7 +335,8 @@ class EpochIterator(_BaseDataLoaderIter):
         self._give_workers()
         self._loop.end(time.monotonic())
         totals, (active_s, samples) = self._log.totals, self._begun_with
-        if self._log.current is self._loop and self._is_pure:
+        is_own = self._is_pure and self._compared_here <= FEW_COMPARED * self._num_yielded
+        if self._log.current is self._loop and is_own:
             self._tuner.epoch(self._config, totals.active_s - active_s, totals.samples - samples, self._num_yielded)
 
     def _give_workers(self, *, are_wanted: bool = True) -> None:

@@ -118,7 +118,7 @@ class Tuner:
         """Share of waiting when it was looked at last."""
         self.start_s, self.wake = START_S, 0.0
         """What starting a worker takes; when `look` is to be called."""
-        self._are_short = False
+        self._are_short, self._took_s = False, 0.0
         self._epoch: Measurement | None = None
         self._plan = self._decide()
         self._request = next(self._plan)
@@ -156,6 +156,7 @@ class Tuner:
             self.wake = now + max(0.02, request.seconds / 4)
             return
         self.waiting = seen.wait_share
+        self._took_s = max(seen.window_s, now - self._applied_at if math.isfinite(self._applied_at) else 0.0)
         self.measured.append((request.config, seen))
         if self.wanted == self.best and self.gain is not None:
             self.gained_s += (1 - 1 / self.gain.low) * seen.window_s
@@ -237,14 +238,15 @@ class Tuner:
         return True
 
     def _run(self, config: LoaderConfig, other: Measurement) -> Generator[Measure, Measurement, Measurement]:
-        seen = yield Measure(config, whole=self._are_short)
-        if self._are_short and config.num_workers:
-            seen = yield Measure(config, whole=True)  # the first one has started workers
+        seen = yield Measure(config)
         self._charge(seen, other)
+        if self._are_short and _rate(seen) > _rate(other):  # a whole epoch is only slower: it has a beginning and an end
+            seen = yield Measure(config, whole=True)
+            self._charge(seen, other)
         return seen
 
     def _charge(self, seen: Measurement, other: Measurement) -> None:
-        self.own_s += max(0.0, seen.window_s * (1 - _rate(seen) / _rate(other)))
+        self.own_s += max(0.0, self._took_s * (1 - _rate(seen) / _rate(other)))
 
     def _price(self, more: int, seen: Measurement, *, is_risky: bool = True) -> float:
         trial_s = min(max(BLOCK_S, BLOCK_BATCHES * _batch_s(seen)), 1.0)

@@ -65,6 +65,13 @@ def test_no_job_is_slower_than_asked_by_over_2_percent_and_half_a_second(seed: i
     assert took <= 1.02 * seconds + 0.5
 
 
+def test_who_is_slower_is_known_before_whole_epochs_are_compared() -> None:
+    training = Training(fetch_s=0.0005, cpu=1.0, step_s=0.0003, hand_over_s=0.001, epoch_batches=1000, noise=0.0)
+    tuner = training.tuner(NONE)
+    assert training.until(tuner, 8.0 * training.rate(NONE)) <= 1.02 * 8.0 + 0.25
+    assert training.started > 0
+
+
 def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
     log, now = Log(), 100.0
     tuner = Tuner(log, of(2), cores=2)
