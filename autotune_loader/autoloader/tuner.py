@@ -240,7 +240,7 @@ class Tuner:
     def _run(self, config: LoaderConfig, other: Measurement) -> Generator[Measure, Measurement, Measurement]:
         seen = yield Measure(config)
         self._charge(seen, other)
-        if self._are_short and _rate(seen) > _rate(other):  # a whole epoch is only slower: it has a beginning and an end
+        if self._are_short and _rate(seen) > _rate(other):  # a whole epoch is only slower
             seen = yield Measure(config, whole=True)
             self._charge(seen, other)
         return seen
