@@ -326,6 +326,13 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
             f"data={name} holds a DataLoader ({path}), which is what was tuned: give the configuration to "
             f"that. What {name} itself does to batches is no part of the measurement; {STEP_FOR_REST} them without"
         ]
+    if isinstance(given, Mapping) and given and not found:
+        keys = ", ".join(map(repr, given))
+        refuse(
+            0 not in given,
+            f"data={name} has the keys {keys:.60}, and a dataset 0, 1, 2",
+            f"data[{next(iter(given))!r}]",
+        )
     if is_stream or (not found and (is_group or isinstance(given, Iterator))):
         return given, []
     held = f"data={name} holds {len(found)} DataLoaders ({', '.join(found)})"

@@ -47,6 +47,7 @@ class ThreadLoader(DataLoader):
         (iter([1]), None, {}, TypeError, "data=.* only once"),
         (WithoutLength(), None, {}, TypeError, r"WithoutLength object .*neither a DataLoader, .* would work"),
         (Pipeline, None, {}, TypeError, r"data=Pipeline is a class; data=Pipeline\(...\) would work"),
+        ({"train": [1]}, None, {}, TypeError, r"data=dict has the keys 'train', and .*; data\['train'\] would work"),
         ("data/", None, {}, TypeError, r"data='data/' is a path.*ImageFolder\('data/'\) would work"),
         # what holds data somewhere else
         (SimpleNamespace(get_train_dataloader=None), None, {}, TypeError, r"data=.*tune_trainer\(trainer\) would work"),
