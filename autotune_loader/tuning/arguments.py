@@ -33,6 +33,7 @@ AS_TORCH = ("StatefulDataLoader", "DataLoaderShard", "AutoLoader")
 STEP_FOR_REST = "pass a train_step that takes"
 ANSWERS = {
     "get_train_dataloader": "autotune_loader.integrations.transformers.tune_trainer(trainer)",
+    "iloc": "a TensorDataset of its columns",
     "fit_loop": "trainer.fit(model, datamodule=autotune_loader.integrations.lightning.tuned(model, datamodule or loader))",
     "train_dataloader": "tune(datamodule.train_dataloader(), model), or inside of Lightning "
     "trainer.fit(model, datamodule=autotune_loader.integrations.lightning.tuned(model, datamodule))",
