@@ -48,7 +48,7 @@ class ThreadLoader(DataLoader):
         (iter([1]), None, {}, TypeError, "data=.* only once"),
         (WithoutLength(), None, {}, TypeError, r"WithoutLength object .*neither a DataLoader, .* would work"),
         (Pipeline, None, {}, TypeError, r"data=Pipeline is a class; data=Pipeline\(...\) would work"),
-        (pd.DataFrame({"x": [1]}), None, {}, TypeError, "data=.* a TensorDataset of its columns would work"),
+        (pd.DataFrame({"x": [1]}), None, {}, TypeError, "(?s)data=.* a TensorDataset of its columns would work"),
         ({"train": [1]}, None, {}, TypeError, r"data=dict has the keys 'train', and .*; data\['train'\] would work"),
         ("data/", None, {}, TypeError, r"data='data/' is a path.*ImageFolder\('data/'\) would work"),
         # what holds data somewhere else
