@@ -238,8 +238,8 @@ def webdataset() -> Attempts:
 
     return {
         "`WebDataset(shards).decode().to_tuple(...)`, `batch_size=16`": lambda: dataset(samples),
-        "`WebDataset(shards)....batched(16)`": lambda: Job(
-            given=batches, epoch=lambda result: make(**result.best.to_kwargs())
+        "`WebLoader(shards....batched(16), batch_size=None)`": lambda: Job(
+            given=make(), epoch=lambda result: make(**result.best.to_kwargs())
         ),
         "`WebLoader(...).unbatched().shuffle(100).batched(16)`": lambda: loader(
             lambda **config: make(**config).unbatched().shuffle(100).batched(BATCH)
