@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from autotune_loader.search.sampler import TwinSampler
     from autotune_loader.tuning.compare import compare
     from autotune_loader.tuning.tune import tune
-    from autotune_loader.values.config import LoaderConfig
-    from autotune_loader.values.errors import (
+    from autotune_loader.values import (
         ConfigFileError,
+        LoaderConfig,
         MachineMismatchError,
         MissingExtraError,
         PlatformError,

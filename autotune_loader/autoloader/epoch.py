@@ -56,6 +56,8 @@ class Shared:
     """Whether workers are kept whatever they did: `persistent_workers`."""
     workers: Workers | None = None
     """Those that no iterator has now."""
+    users: int = 0
+    """Iterators that have some; workers that nobody asked for are one's at a time, as `comparison` knows one beginning."""
     training_changes: int = 0
 
     def __post_init__(self) -> None:
@@ -68,16 +70,21 @@ class Shared:
 
     def take_workers(self) -> Workers:
         """Those that are there, if they cannot be told from new ones, or new ones."""
+        if self.workers is None or not self._are_fit(self.workers):
+            self.end_workers()
+            self.comparison.begin()
+            asked, prepared = self.found.tuner.asked.num_workers, self.comparison.prepared
+            self.workers = Workers(self.sent, self.context, asked=asked, prepared=prepared, pins=self.pins)
         workers, self.workers = self.workers, None
-        if workers is not None:
-            if self.keeps or (self.sent.init_fn is None and workers.are_like_new and self.comparison.has_stayed()):
-                return workers
-            workers.close()
-        self.comparison.begin()
-        asked, prepared = self.found.tuner.asked.num_workers, self.comparison.prepared
-        return Workers(self.sent, self.context, asked=asked, prepared=prepared, pins=self.pins)
+        self.users += 1
+        return workers
+
+    def _are_fit(self, workers: Workers) -> bool:
+        is_free = self.keeps or (self.sent.init_fn is None and workers.are_like_new and self.comparison.has_stayed())
+        return is_free and len(workers) > 0  # a fork has none of them
 
     def give_workers(self, workers: Workers, *, are_wanted: bool = True) -> None:
+        self.users -= 1
         self.found.lost, workers.lost = self.found.lost + workers.lost, 0
         if are_wanted and self.workers is None:
             workers.rest()
@@ -171,7 +178,7 @@ class EpochIterator(_BaseDataLoaderIter):
         if wanted is self._config:
             return
         if wanted.num_workers:
-            if self._is_parked:
+            if self._pool is None and (self._is_parked or (shared.users and not shared.is_asked)):
                 return
             try:
                 self._start(wanted)

@@ -119,6 +119,7 @@ class Tuner:
         self.start_s, self.wake = START_S, 0.0
         """What starting a worker takes; when `look` is to be called."""
         self._are_short, self._took_s = False, 0.0
+        """Whether epochs are compared whole; what the latest measurement took, until queues were full included."""
         self._epoch: Measurement | None = None
         self._plan = self._decide()
         self._request = next(self._plan)
@@ -239,14 +240,14 @@ class Tuner:
 
     def _run(self, config: LoaderConfig, other: Measurement) -> Generator[Measure, Measurement, Measurement]:
         seen = yield Measure(config)
-        self._charge(seen, other)
+        self._charge(seen, other, self._took_s)
         if self._are_short and _rate(seen) > _rate(other):  # a whole epoch is only slower
             seen = yield Measure(config, whole=True)
-            self._charge(seen, other)
+            self._charge(seen, other, self._took_s)
         return seen
 
-    def _charge(self, seen: Measurement, other: Measurement) -> None:
-        self.own_s += max(0.0, self._took_s * (1 - _rate(seen) / _rate(other)))
+    def _charge(self, seen: Measurement, other: Measurement, took_s: float) -> None:
+        self.own_s += max(0.0, took_s * (1 - _rate(seen) / _rate(other)))
 
     def _price(self, more: int, seen: Measurement, *, is_risky: bool = True) -> float:
         trial_s = min(max(BLOCK_S, BLOCK_BATCHES * _batch_s(seen)), 1.0)
@@ -266,8 +267,9 @@ class Tuner:
             if len(gains) >= MOST_PAIRS or (gain.value < 1 and not self.may(RISK * ours_s)):
                 return None
             ours = yield Measure(config, whole=self._are_short)
+            took_s = self._took_s
             theirs = yield Measure(self.asked, whole=self._are_short)
-            self._charge(ours, theirs)
+            self._charge(ours, theirs, took_s)
             ours_s = ours.window_s
             gains.append(math.log(_rate(ours) / _rate(theirs)))
             self._hand_on(config, gains)

@@ -230,6 +230,20 @@ def test_what_the_training_changes_in_mid_epoch_the_loop_sees_at_once() -> None:
     assert loader.found.tuner.refused.kind == "training_changes"
 
 
+def test_a_second_iterator_does_not_hide_from_the_first_what_the_training_has_changed() -> None:
+    data = labelled()
+    loader = FixedLoader(data, batch_size=BATCH)
+    loader.change_to(LoaderConfig(num_workers=2))
+    first = iter(loader)
+    for _ in range(5):
+        next(first)
+    assert any(row.worker >= 0 for row in loader.log.rows)
+    data.labels[:] = 7
+    second = iter(loader)
+    next(second)
+    assert {label for batch in first for label in batch[:, 1].tolist()} == {7}
+
+
 class Sampler:
     """Draws each batch when it is asked for it, from where the training loop says."""
 
