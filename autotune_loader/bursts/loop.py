@@ -23,7 +23,7 @@ from autotune_loader.bursts.device import Passage, Passages, Timeline
 from autotune_loader.bursts.failures import Raised, checked, deaths_of, failure_of
 from autotune_loader.bursts.protocol import Announce, Request
 from autotune_loader.bursts.step import StepError, TrainingStep
-from autotune_loader.machine.window import Window
+from autotune_loader.bursts.window import Window
 from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.prefetch import prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise

@@ -36,7 +36,7 @@ from autotune_loader.bursts.protocol import Message, Request, WarmupReport, rece
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
 from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.processes import MemoryGuard
+from autotune_loader.machine.processes import memory_guarded
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement, MemoryUse, WorkloadError
 
@@ -224,7 +224,7 @@ class ProcessProbe:
             over_budget.set()
             child.kill()
 
-        with MemoryGuard(child.pid, budget_bytes, on_memory_limit):
+        with memory_guarded(child.pid, budget_bytes, on_memory_limit):
             message = child.ask(request, request.plan.deadline_s)
         if over_budget.is_set():  # also where the burst was over by then: the next one needs a new process
             over = OVER_BUDGET.format(config=request.config, mib=(budget_bytes or 0) / 2**20)

@@ -61,7 +61,7 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     yield "versions", _versions(), None
     raise_it = next(fix for word, fix in _CORE_FIXES.items() if word in cores.binding.source)
     is_few = cores.usable < FEW_CORES and 2 * cores.usable <= max(limit.value for limit in cores.inputs)
-    fix = "start fewer ranks on this node" if cores.available >= 2 * cores.usable else raise_it
+    fix = "start fewer ranks on this node" if cores.binding.value >= 2 * cores.usable else raise_it
     shared = f", shared by {cores.ranks} ranks" if cores.ranks > 1 else ""
     sources = ", ".join(f"{each.value:g} {each.source}" for each in cores.inputs)
     yield "cores", f"{cores.usable} usable{shared} ({sources})", fix if is_few else None
@@ -75,7 +75,7 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     fix = "ulimit -n 65536 before starting Python"
     yield "open files", text, fix if files is not None and files < FEW_FILES else None
     yield "start method", start_method(), None
-    gpus = ", ".join(f"cuda:{gpu.cuda_index} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for gpu in machine.gpus)
+    gpus = ", ".join(f"cuda:{at} {gpu.name} ({bytes_text(gpu.memory_bytes)})" for at, gpu in enumerate(machine.gpus))
     none = f"none: {machine.gpu_reason or 'CUDA sees none'}"
     yield "GPUs", gpus or none, None
 

@@ -33,10 +33,8 @@ DAEMONIC = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuDevice:
-    """One device as CUDA counts it."""
+    """One device that CUDA sees."""
 
-    cuda_index: int
-    """Ordinal in this process, as in `cuda:0`."""
     name: str
     memory_bytes: int
 
@@ -55,7 +53,7 @@ class Machine:
     world_size: int
     """Ranks of this job on this node."""
     gpus: tuple[GpuDevice, ...]
-    """What CUDA sees, in its order."""
+    """What CUDA sees, in its order: the second is `cuda:1`."""
     gpu_reason: str | None
     """Why nothing is known about GPUs."""
     why_no_workers: str | None = None
@@ -147,12 +145,10 @@ def visible_gpus(nvml: Any = None, environ: Mapping[str, str] = os.environ) -> t
         mask = environ.get("CUDA_VISIBLE_DEVICES")
         uuids = [nvml.nvmlDeviceGetUUID(gpu) for gpu in gpus]
         shown = [gpus[position] for position in (range(len(gpus)) if mask is None else _masked(mask, uuids))]
-        names = [nvml.nvmlDeviceGetName(gpu) for gpu in shown]
-        sizes = [int(nvml.nvmlDeviceGetMemoryInfo(gpu).total) for gpu in shown]
+        sizes = [(nvml.nvmlDeviceGetName(gpu), int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)) for gpu in shown]
     except nvml.NVMLError as error:  # no driver; or a call that WSL2 or a Jetson does not have
         return (), f"NVML: {error}"
-    found = enumerate(zip(names, sizes, strict=True))
-    return tuple(GpuDevice(cuda_index=index, name=name, memory_bytes=size) for index, (name, size) in found), None
+    return tuple(GpuDevice(name=name, memory_bytes=size) for name, size in sizes), None
 
 
 def _masked(mask: str, uuids: Sequence[str]) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from autotune_loader.values import PlatformError
 
@@ -23,24 +22,13 @@ def require_linux(what: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCpu:
-    """CPU time of the machine since it booted."""
-
-    cpus: int
-    """CPUs that were added up."""
-    busy_s: float
-    """Seconds in which they ran anything, for anyone."""
-
-
-def host_cpu(cpus: Collection[int] | None = None) -> HostCpu | None:
-    """CPU time of the machine, or of some of its CPUs, since boot; None where the system does not tell."""
+def host_busy_s(cpus: Collection[int] | None = None) -> list[float]:
+    """Seconds since boot in which each CPU, or each of these, ran anything, for anyone; none where the system does not tell."""
     import psutil
 
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, RuntimeError, psutil.Error):  # some containers hide /proc
-        return None
+        return []
     meant = [each for number, each in enumerate(times) if cpus is None or number in cpus]
-    busy_s = sum(getattr(each, name, 0.0) for each in meant for name in ("user", "nice", "system", "irq", "softirq"))
-    return HostCpu(cpus=len(meant), busy_s=busy_s)
+    return [each.user + each.nice + each.system + each.irq + each.softirq for each in meant]

@@ -14,9 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-MEMORY_LIMITS = ("memory.max", "memory.high")
-"""Of a control group; `memory.high` counts, because beyond it the kernel stalls us."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
@@ -34,8 +31,6 @@ class Cores:
 
     usable: int
     """For this rank, at least 1: the tightest bound divided among the ranks that share it."""
-    available: float
-    """For all ranks together: the tightest bound; a quota may be a fraction."""
     ranks: int
     """Ranks on this node that share these cores."""
     inputs: tuple[Limit, ...]
@@ -43,7 +38,7 @@ class Cores:
 
     @property
     def binding(self) -> Limit:
-        """The tightest bound."""
+        """The tightest bound, for all ranks together; a quota may be a fraction."""
         return min(self.inputs, key=lambda limit: limit.value)
 
 
@@ -75,14 +70,18 @@ def usable_cores(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
     if hasattr(os, "process_cpu_count"):  # Python 3.13; also obeys PYTHON_CPU_COUNT
         counts.append(("os.process_cpu_count()", os.process_cpu_count()))
     of_task = _positive_int(environ.get("SLURM_CPUS_PER_TASK"))
-    counts += [("SLURM_CPUS_PER_TASK", of_task), *((limit.source, limit.value) for limit in _cpu_limits(root))]
+    counts.append(("SLURM_CPUS_PER_TASK", of_task))
+    for path in (folder / "cpu.max" for folder in _levels(root)):
+        if numbers := _numbers(path):  # `50000 100000`, or `50000` of a period of 100,000
+            quota, period = (*numbers, 100_000)[:2]
+            counts.append((str(path), quota / period if period else None))
     inputs = tuple(Limit(value=float(count), source=source) for source, count in counts if count)
     ranks = local_world_size(environ)
     if of_task is not None:  # the cores of a task are shared by the ranks that it starts
         tasks = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
         ranks = max(1, ranks // (_positive_int(tasks) or 1))
-    available = min(limit.value for limit in inputs)
-    return Cores(usable=max(1, int(available / ranks + 1e-9)), available=available, ranks=ranks, inputs=inputs)
+    usable = int(min(limit.value for limit in inputs) / ranks + 1e-9)
+    return Cores(usable=max(1, usable), ranks=ranks, inputs=inputs)
 
 
 def affinity() -> tuple[int, ...] | None:
@@ -108,16 +107,26 @@ def _positive_int(text: str | None) -> int | None:
 
 
 def memory_budget(root: Path = Path("/")) -> MemoryBudget:
-    """What the host and every control group above this process leave of memory."""
+    """What the host and every control group above this process leave of memory.
+
+    Inactive page cache does not count as used, since the kernel drops it before it kills: the definition of kubelet's
+    working set. Otherwise reading a data set would look like a leak.
+    """
     import psutil
 
-    limits = _memory_limits(root)
-    inputs = [left for _, left in limits if left is not None]
-    totals = [int(limit.value) for limit, _ in limits]
+    inputs, totals = list[Limit](), list[int]()
     with contextlib.suppress(OSError, RuntimeError):  # some containers hide /proc
         host = psutil.virtual_memory()
-        inputs.insert(0, Limit(value=float(host.available), source="available on the host"))
+        inputs.append(Limit(value=float(host.available), source="available on the host"))
         totals.append(host.total)
+    for folder in _levels(root):
+        cache = sum(_numbers(folder / "memory.stat", "inactive_file"))
+        for path in (folder / "memory.max", folder / "memory.high"):  # beyond the second the kernel stalls us
+            for limit in _numbers(path):
+                totals.append(limit)
+                for used in _numbers(folder / "memory.current"):
+                    left = max(0, limit - max(0, used - cache))
+                    inputs.append(Limit(value=left, source=f"{path} minus use"))
     return MemoryBudget(
         available_bytes=min((int(limit.value) for limit in inputs), default=None),
         total_bytes=min(totals, default=None),
@@ -142,35 +151,6 @@ def open_files_limit() -> int | None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _cpu_limits(root: Path) -> tuple[Limit, ...]:
-    """Every CPU quota above this process, in cores: `cpu.max` is `50000 100000`, or `50000` of a period of 100,000."""
-    found = []
-    for folder in _levels(root):
-        quota, period = [*(numbers := _numbers(folder / "cpu.max")), *(0, 100_000)[len(numbers) :]][:2]
-        if quota > 0 and period > 0:
-            found.append(Limit(value=quota / period, source=str(folder / "cpu.max")))
-    return tuple(found)
-
-
-def _memory_limits(root: Path) -> tuple[tuple[Limit, Limit | None], ...]:
-    """Every memory limit above this process in bytes, and what it leaves; None where its use is not told.
-
-    Inactive page cache does not count as used, since the kernel drops it before it kills: the definition of kubelet's
-    working set. Otherwise reading a data set would look like a leak.
-    """
-    found = []
-    for folder in _levels(root):
-        used = next(iter(_numbers(folder / "memory.current")), None)
-        if used is not None:
-            used = max(0, used - sum(_numbers(folder / "memory.stat", "inactive_file")))
-        for name in MEMORY_LIMITS:
-            if len(numbers := _numbers(folder / name)) == 1:
-                limit = Limit(value=numbers[0], source=str(folder / name))
-                left = None if used is None else max(0, numbers[0] - used)
-                found.append((limit, None if left is None else Limit(value=left, source=f"{limit.source} minus use")))
-    return tuple(found)
 
 
 def _numbers(path: Path, row: str = "") -> list[int]:

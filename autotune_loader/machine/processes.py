@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,44 +114,41 @@ def tree_pss(members: Iterable[int], root: Path = PROC) -> int | None:
     return total or None
 
 
-class MemoryGuard:
-    """Watches a process tree from outside, from entering to leaving a `with` block.
+@contextlib.contextmanager
+def memory_guarded(pid: int, budget_bytes: int | None, on_limit: Callable[[], None]) -> Iterator[None]:
+    """Watch a process tree from outside while the block runs.
 
     Args:
         pid: process at the root of the tree.
         budget_bytes: the tree may not outgrow 90 % of it; None for no alarm.
-        on_limit: called once, on a thread of the guard's, when it does; it should end the burst.
+        on_limit: called once, on a thread of its own, when it does; it should end the burst.
     """
+    stopped = threading.Event()
 
-    def __init__(self, pid: int, budget_bytes: int | None, on_limit: Callable[[], None]) -> None:
-        self._pid, self._on_limit = pid, on_limit
-        self._limit_bytes = None if budget_bytes is None else GUARDED_SHARE * budget_bytes
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="autotune-loader-memory", daemon=True)
-
-    def __enter__(self) -> None:
-        if self._limit_bytes is not None:
-            self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        if self._limit_bytes is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        """Look until the tree is too large, or gone, or the burst is over."""
-        assert self._limit_bytes is not None
+    def watch(limit_bytes: float) -> None:
         next_members = next_pss = 0.0
-        while not self._stopped.wait(PERIOD_S):
+        while not stopped.wait(PERIOD_S):
             now = time.monotonic()
             if now >= next_members:
-                members, next_members = tree(self._pid), now + MEMBERS_S
+                members, next_members = tree(pid), now + MEMBERS_S
             if (use := tree_use(members)) is None:
                 return
-            if now < next_pss or use.rss_bytes <= self._limit_bytes:
+            if now < next_pss or use.rss_bytes <= limit_bytes:
                 continue
             next_pss = now + SUSPICION_S
-            if (used := tree_pss(members) or use.rss_bytes) > self._limit_bytes:
-                logger.warning("Memory guard: %d bytes in use, %d allowed", used, self._limit_bytes)
-                self._on_limit()
+            if (used := tree_pss(members) or use.rss_bytes) > limit_bytes:
+                logger.warning("Memory guard: %d bytes in use, %d allowed", used, limit_bytes)
+                on_limit()
                 return
+
+    if budget_bytes is None:
+        yield
+        return
+    limit = (GUARDED_SHARE * budget_bytes,)
+    thread = threading.Thread(target=watch, args=limit, name="autotune-loader-memory", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()

@@ -84,7 +84,7 @@ def _make_space(
 ) -> Space:
     """The legal configurations of this workload on this machine, within what the user allows."""
     data, (kind, _, index) = workload.data, workload.training.device.partition(":")
-    of_device = {gpu.cuda_index: gpu.memory_bytes for gpu in machine.gpus} if kind == "cuda" else {}
+    of_device = dict(enumerate(gpu.memory_bytes for gpu in machine.gpus)) if kind == "cuda" else {}
     accelerated = kind != "cpu" and not warmup.on_accelerator
     own = workload.own_config
     # Persistent workers of a dataset that is told its epoch would never hear of the next.
