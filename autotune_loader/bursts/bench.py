@@ -6,7 +6,6 @@ import functools
 import os
 import stat
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -40,8 +39,7 @@ WARM_UP_STEPS, MOST_WARM_UP_STEPS, WARM_UP_S, SETTLED = 3, 10, 1.0, 1.2
 """The first steps are slow: allocator, thread pools, cuDNN's choice of algorithms. torch.compile compiles in the first, may do
 so again in the second and records graphs in the third. A step is warm when it took the same time twice in a row."""
 BATCHES_COUNTED = (
-    "How many samples a batch has cannot be told: it is made by the dataset, and holds no tensor with a first dimension. "
-    "Every batch counts as one sample, so rates are batches/s."
+    "How many samples a batch of this dataset has cannot be told. Each counts as one, so rates are batches/s."
 )
 SLOW_BATCHES = (
     "A batch takes {seconds:.0f} s to fetch in one process, and a burst needs several of them: raise the budget, or tune "
@@ -51,8 +49,7 @@ SLOW_BATCHES = (
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
 """The fewest that can differ, and one batch of each is enough."""
 SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 10.0
-"""A look for repeated samples that hangs must not end the study, nor take much of its time; a burst with a deadline finds it,
-too."""
+"""The look for repeated samples waits no longer for a batch: a burst, which has a deadline, will find the hang, too."""
 HANDLES = ("lmdb.Environment", "environment_t.Environment", "h5py._hl.files.File", "sqlite3.Connection")
 """Classes whose open objects forked workers would share, to each other's harm; other open files are seen by their positions."""
 HANDLE = (
@@ -84,29 +81,25 @@ class Bench:
     """
 
     def __init__(self, workload: Workload, read_private: Callable[[], DataSide], seed: int) -> None:
-        begin = functools.partial(
-            begin_worker, workload.data.worker_init_fn, torch.multiprocessing.get_sharing_strategy()
-        )
-        self._data, self._training = replace(workload.data, worker_init_fn=begin), workload.training
-        self._read_private, self._seed, self._reading = read_private, seed, Reading(self._data, seed)
-        self._first: Cached | None = None
-        self._step: TrainingStep | None = None
-        self._timeline: Timeline | None = None
+        sharing, inner = torch.multiprocessing.get_sharing_strategy(), workload.data.worker_init_fn
+        self._data = replace(workload.data, worker_init_fn=functools.partial(begin_worker, inner, sharing))
+        self._training, self._read_private = workload.training, read_private
+        self._seed, self._reading = seed, Reading(self._data, seed)
 
-    def prepare(self, announce: Announce = lambda phase: None) -> Message:
+    def prepare(self, announce: Announce) -> Message:
         """Fetch one batch in this process, build the step from it and warm the step up; that it is warm, or why not."""
+        self._announce = announce
         phase: FailurePhase = "first_batch"
         try:
             announce(phase)
             private, before = self._read_private(), positions()
-            first, took = self._fetch_first(private)
-            self._first = first
-            why_none = why_no_workers(private, first.batch, before)
+            took = self._fetch_first(private)
+            why_none = why_no_workers(private, self._first.batch, before)
             phase = "step"
             announce(phase)
-            step = self._step = build_step(self._training, first.batch)
+            step = self._step = build_step(self._training, self._first.batch)
             self._timeline = None if step.device.type != "cuda" else Timeline(step.device)
-            warm_up(step, first.batch, self._timeline)
+            warm_up(step, self._first.batch, self._timeline)
         except StopIteration:
             return Message(failure=Failure(kind="no_data", phase=phase, message="the dataset delivered no batch"))
         except (Raised, StepError) as error:
@@ -115,19 +108,23 @@ class Bench:
             told = user_traceback(error.__cause__ or error)
             return Message(failure=Failure(kind="user_exception", phase=phase, message=str(error), traceback=told))
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)
             return Message(failure=failure_of(error, phase))
         finally:
             forget_open_batch()
-        return Message(ready=self._report(step, first, took, why_none))
+        return Message(ready=self._report(took, why_none))
 
-    def run(self, request: Request, announce: Announce = lambda phase: None) -> Message:
-        """A burst with workers or without, or the step on the first batch again and again."""
-        step, has_workers = self._step, request.config.num_workers > 0
-        assert step is not None, "prepare() comes first"
+    def run(self, request: Request) -> Message:
+        """A burst with workers or without, or the step on the first batch again and again; after `prepare`."""
+        config, stages, has_workers = request.config, request.plan.stages, request.config.num_workers > 0
+
+        def make_loader() -> Any:
+            if request.what == "step_ceiling":
+                return self._first
+            data = self._data if has_workers else self._read_private()
+            return make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
+
         try:
-            data = self._data if has_workers or request.what == "step_ceiling" else self._read_private()
-            outcome = LoopRun(request, step, self._timeline, announce).measured(lambda: self._loader(request, data))
+            outcome = LoopRun(request, self._step, self._timeline, self._announce).measured(make_loader)
             return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
@@ -135,7 +132,7 @@ class Bench:
                 return Message(failure=replace(error.failure, message=alone))
             return Message(failure=self._at_fault(error), ends_run=True)
         except StepError as error:
-            if request.config.batch_size is not None and error.__cause__ is not None:
+            if config.batch_size is not None and error.__cause__ is not None:
                 return Message(failure=failure_of(error.__cause__, "step"))  # a size that was not the user's own
             return Message(failure=self._at_fault(error), ends_run=True)
 
@@ -144,51 +141,35 @@ class Bench:
         self._seed += 1
         self._reading = Reading(self._data, self._seed)
 
-    def step_writes(self, path: str, error: BaseException | None) -> Failure:
+    def step_writes(self, path: str, error: BaseException) -> Failure:
         """The failure of a step that writes to a file of the user's."""
         name = "train_step" if self._training.train_step is not None else "the step"
         message = STEP_WRITES.format(step=name, path=path)
-        told = None if error is None else user_traceback(error)
-        return Failure(kind="user_exception", phase="step", message=message, traceback=told)
-
-    def _loader(self, request: Request, data: DataSide) -> Any:
-        if request.what == "burst":
-            stages = request.plan.stages
-            return make_traced_loader(data, request.config, self._reading, stages=stages, on_error=Raised.of)
-        assert self._first is not None, "prepare() comes first"
-        return self._first
+        return Failure(kind="user_exception", phase="step", message=message, traceback=user_traceback(error))
 
     def _at_fault(self, error: Raised | StepError) -> Failure:
         """What no other configuration would be without."""
-        traceback.clear_frames(error.__traceback__)
         if isinstance(error, Raised):
-            failure, ends = error.failure, "" if error.writes else ENDS_TRAINING
-            return replace(failure, message=f"{failure.message}{ends}")
+            return replace(error.failure, message=error.failure.message + ("" if error.writes else ENDS_TRAINING))
         cause = error.__cause__ or error
         path = refused_path(cause)
         return failure_of(cause, "step") if path is None else self.step_writes(path, cause)
 
-    def _fetch_first(self, data: DataSide) -> tuple[Cached, list[tuple[float, float]]]:
-        """The batch that the step is warmed up on, and the wall and CPU seconds of one or two, of which the first was cold.
-
-        Raises:
-            StopIteration: there is none.
-            Raised: a sample raised.
-        """
+    def _fetch_first(self, data: DataSide) -> list[tuple[float, float]]:
+        """Keep the first batch; wall and CPU seconds of one or two, of which the first was cold."""
         batches = iter(make_traced_loader(data, LoaderConfig(), self._reading, on_error=Raised.of))
-        first, took = None, list[tuple[float, float]]()
-        while first is None or (len(took) == 1 and took[0][0] <= SECOND_LOOK_S):
+        took = list[tuple[float, float]]()
+        while not took or (len(took) == 1 and took[0][0] <= SECOND_LOOK_S):
             begun = time.monotonic()
             batch, fetch = next(batches)
+            if not took:
+                self._first = Cached(checked(batch), fetch[5])
             took.append((time.monotonic() - begun, fetch[4]))
-            first = first or Cached(checked(batch), fetch[5])
-        return first, took
+        return took
 
-    def _report(
-        self, step: TrainingStep, first: Cached, took: list[tuple[float, float]], why_none: list[str]
-    ) -> WarmupReport:
-        """What the first batches tell of the workload, and what workers make of it."""
-        shape, data, first_batch_s = BatchShape.of(first.batch), self._data, took[0][0]
+    def _report(self, took: list[tuple[float, float]], why_none: list[str]) -> WarmupReport:
+        step, first, data = self._step, self._first, self._data
+        shape, first_batch_s = BatchShape.of(first.batch), took[0][0]
         fetch_s, fetch_cpu_s = max(took, key=lambda each: each[1] / max(each[0], 1e-9))  # the one that waited less
         counts_batches = not data.is_batched and first.samples == 1 and samples_in(first.batch) is None
         alone = shape.on_accelerator
@@ -297,15 +278,21 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     Their throughput would be counted twice, and training would see every sample as often as there are workers. Both are
     seeded alike, so that it is no excuse that each shuffles or augments in its own way.
     """
-    alike = replace(data, worker_init_fn=functools.partial(_seed_alike, data.worker_init_fn))
-    first: dict[int, Any] = {}
+    inner = data.worker_init_fn
+
+    def begin_alike(worker: int) -> None:
+        if inner is not None:
+            inner(worker)
+        seed_everything(0)
+        info: Any = torch.utils.data.get_worker_info()
+        object.__setattr__(info, "seed", 0)  # datasets with a generator of their own seed that from it
+
+    alike, first = replace(data, worker_init_fn=begin_alike), dict[int, Any]()
     try:
         with OpenLoader() as open_loader:
             loader = make_traced_loader(alike, TWO_WORKERS, Reading(alike))
             loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
-            open_loader.open(loader)
-            del loader
-            for batch, fetch in islice(open_loader.iterator, 2 * TWO_WORKERS.num_workers):
+            for batch, fetch in islice(open_loader.open(loader), 2 * TWO_WORKERS.num_workers):
                 first.setdefault(fetch[0], batch)
     except Exception:
         return False
@@ -318,12 +305,3 @@ def _is_same(one: Any, other: Any) -> bool:
     if not ours or len(ours) != len(theirs):
         return not theirs and repr(one) == repr(other)
     return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def _seed_alike(inner: Callable[[int], None] | None, worker: int) -> None:
-    """Run the user's own `worker_init_fn`, and then give every worker the same seed."""
-    if inner is not None:
-        inner(worker)
-    seed_everything(0)
-    info: Any = torch.utils.data.get_worker_info()
-    object.__setattr__(info, "seed", 0)  # datasets with a generator of their own seed that from it

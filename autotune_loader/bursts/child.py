@@ -35,12 +35,7 @@ from autotune_loader.bursts.files import confine, environment, refused_path
 from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, receive, send
 from autotune_loader.bursts.settings import Settings
-from autotune_loader.machine.elsewhere import (
-    cut_channels,
-    die_with_parent,
-    own_files,
-    own_shared_memory,
-)
+from autotune_loader.machine.elsewhere import cut_channels, die_with_parent, own_files, own_shared_memory
 from autotune_loader.pipeline.workload import Workload
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
@@ -68,7 +63,7 @@ def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[s
 
     def run() -> None:
         notes.extend(settings.set_process())
-        serve(Connection(connection_fd), make_bench, notes, _answer)
+        serve(Connection(connection_fd), make_bench, notes, in_forks=False)
 
     settings: Settings = read_archive(settings_fd)
     _live(run)
@@ -87,8 +82,8 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
 
     def live() -> None:
         _become_own_process(caller, connection, output, scratch)
-        bench = Bench(workload, lambda: workload.data, seed)
-        serve(Connection(connection), lambda: bench, confine(), _fork_answer)
+        notes = confine()
+        serve(Connection(connection), lambda: Bench(workload, lambda: workload.data, seed), notes, in_forks=True)
 
     caller = os.getpid()
     with warnings.catch_warnings():
@@ -151,13 +146,12 @@ def _become_own_process(caller: int, connection: int, output: int, scratch: str)
     torch.set_num_threads(1)  # the pool of threads is not there
 
 
-def serve(
-    connection: Connection,
-    make_bench: Callable[[], Bench],
-    notes: list[str],
-    answer: Callable[[Bench, Request, Connection], None],
-) -> None:
-    """Make a bench ready and answer requests until the parent is gone."""
+def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[str], *, in_forks: bool) -> None:
+    """Make a bench ready and answer requests until the parent is gone, each of them in a fork if asked so."""
+
+    def answer() -> None:
+        send(connection, bench.run(request))
+
     leave_segments()
     try:
         bench = make_bench()
@@ -170,21 +164,21 @@ def serve(
         message = Message(ready=replace(message.ready, notes=(*notes, *message.ready.notes)))
     send(connection, message)
     while message.ready is not None:
-        answer(bench, receive(connection, Request), connection)
+        request = receive(connection, Request)
+        if in_forks:
+            bench.begin_elsewhere()
+            _in_fork(answer)
+        else:
+            answer()
 
 
-def _answer(bench: Bench, request: Request, connection: Connection) -> None:
-    send(connection, bench.run(request, lambda phase: send(connection, Message(phase=phase))))
-
-
-def _fork_answer(bench: Bench, request: Request, connection: Connection) -> None:
-    """The answer of a fork, which is gone with all that the burst has cached; this process dies as that fork does."""
+def _in_fork(run: Callable[[], None]) -> None:
+    """Run this in a fork, which is gone with all that a burst has cached; this process dies as that fork does."""
 
     def live() -> None:
         die_with_parent(caller)
-        _answer(bench, request, connection)
+        run()
 
-    bench.begin_elsewhere()
     caller = os.getpid()
     status = os.waitstatus_to_exitcode(os.waitpid(_forked(live), 0)[1])
     if status < 0:
@@ -195,7 +189,7 @@ def _fork_answer(bench: Bench, request: Request, connection: Connection) -> None
 
 def _of_thread(bench: Bench, connection: Connection, raised: threading.ExceptHookArgs) -> None:
     """A thread that was kept from writing ends the run: the step would wait for it, as for the queue of a logger."""
-    path = refused_path(raised.exc_value)
-    if path is not None:
-        send(connection, Message(failure=bench.step_writes(path, raised.exc_value), ends_run=True))
+    error = raised.exc_value
+    if error is not None and (path := refused_path(error)) is not None:
+        send(connection, Message(failure=bench.step_writes(path, error), ends_run=True))
     threading.__excepthook__(raised)

@@ -41,8 +41,6 @@ class Timeline:
         self._device = device
         self.lane = CudaLane(device)
         """A way to copy batches ahead of the step; one, since each new stream would fill a memory pool of its own."""
-        self._zero: Any = None
-        self._zero_s = 0.0
 
     def open(self) -> None:
         """The window's first edge: wait until the device is idle, and begin to count its time."""

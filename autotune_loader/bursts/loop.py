@@ -36,8 +36,6 @@ STOP_CHECK_S = 0.05
 """How often a running burst asks whether it knows enough: cheap against any batch worth prefetching."""
 STOP_CHECK_COST = 400.0
 """After a check that took t seconds the next one waits this many t: checking takes at most a quarter of a percent."""
-FEWEST_BATCHES = 2
-"""One batch to open the window and one inside it."""
 KEPT_FIRST, KEPT_LAST = 256, 1792
 """A burst of tiny batches in memory delivers tens of thousands; its record keeps so many of its start and its end."""
 
@@ -66,13 +64,7 @@ class LoopRun:
         announce: told which phase begins.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        step: TrainingStep,
-        timeline: Timeline | None = None,
-        announce: Announce = lambda phase: None,
-    ) -> None:
+    def __init__(self, request: Request, step: TrainingStep, timeline: Timeline | None, announce: Announce) -> None:
         self.request, self.step, self.timeline, self._announce = request, step, timeline, announce
         self.phase: FailurePhase = "start"
         self._workers = request.config.num_workers
@@ -99,9 +91,8 @@ class LoopRun:
             Raised: a sample of the dataset raised.
             StepError: the step raised.
         """
-        open_loader = OpenLoader()
         try:
-            with open_loader:
+            with OpenLoader() as open_loader:
                 try:
                     return self._window(make_loader, open_loader)
                 except (Raised, StepError):
@@ -111,9 +102,7 @@ class LoopRun:
                     if self._workers and isinstance(error, (OSError, EOFError)):
                         time.sleep(NEWS_OF_DEATH_S)
                     return failure_of(error, self.phase, deaths_of(open_loader.workers))
-        except (
-            RuntimeError
-        ) as error:  # a worker's death, told by torch's signal handler in the midst of the handling above
+        except RuntimeError as error:  # a worker's death, told by torch's signal handler in the midst of all that
             return failure_of(error, self.phase)  # by now we have killed the others
 
     def _window(self, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
@@ -122,43 +111,41 @@ class LoopRun:
         if self.timeline is not None and isinstance(loader, Cached):
             # On the device beforehand: a loader that copies ahead of the step can hide the copy.
             loader = replace(loader, batch=self.step.ready(loader.batch))
-        self.begin(open_loader, loader)
+        batches = self.begin(open_loader, loader)
         del loader
         window.watch()
         if self.request.plan.prefill_s:
             time.sleep(self.request.plan.prefill_s)
         self.enter("first_batch")
-        if not self.deliver(open_loader.iterator, on_arrival=window.open):
+        if not self.deliver(batches, on_arrival=window.open):
             return Failure(kind="no_data", phase="first_batch", message="the loader ended before it delivered a batch")
         self.enter("batches")
-        while not self.knows_enough() and self.deliver(open_loader.iterator):
+        while not self.knows_enough() and self.deliver(batches):
             pass
         found = window.closed(self.measurement())
         self.enter("shutdown")
         return found
 
     def enter(self, phase: FailurePhase) -> None:
-        """Another phase begins."""
         self.phase = phase
         self._announce(phase)
 
-    def begin(self, open_loader: OpenLoader, loader: Any) -> None:
+    def begin(self, open_loader: OpenLoader, loader: Any) -> Iterator[Any]:
         """Begin an epoch of the loader; its batches are copied ahead of the step where the configuration says so."""
         timeline, depth = self.timeline, self.request.config.device_prefetch
         if timeline is not None:
             timeline.open()
         self._started = self.now()
-        open_loader.open(loader)
-        if timeline is not None and depth:
-            open_loader.iterator = prefetched(open_loader.iterator, timeline.lane, depth)
+        batches = open_loader.open(loader)
+        return batches if timeline is None or not depth else prefetched(batches, timeline.lane, depth)
 
-    def deliver(self, iterator: Iterator[Any], on_arrival: Callable[[], None] = lambda: None) -> bool:
+    def deliver(self, batches: Iterator[Any], on_arrival: Callable[[], None] = lambda: None) -> bool:
         """Take one batch and train on it, or hand it to the device; False when the loader has ended."""
         step, timeline, now = self.step, self.timeline, self.now
         fetch: Fetch
         requested = now()
         try:
-            self._batch, fetch = next(iterator)
+            self._batch, fetch = next(batches)
         except StopIteration:
             return False
         checked(self._batch)
@@ -185,7 +172,7 @@ class LoopRun:
         if now < self._next_check:
             return False
         self._settle()
-        if len(self._traces) < FEWEST_BATCHES:  # there is no window to judge by, be its steps as long as they may
+        if len(self._traces) < 2:  # one opens the window, and one is in it, be its steps as long as they may
             return False
         enough = is_enough(self._traces, self.request.plan, workers=self._workers, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
@@ -208,7 +195,6 @@ class LoopRun:
         )
 
     def _settle(self) -> None:
-        """Make traces of the batches that the device has done by now."""
         if self._passages is not None:
             self._traces += self._passages.settled()
 
@@ -220,9 +206,8 @@ class OpenLoader:
     """
 
     def __init__(self) -> None:
-        self.iterator: Any = None
         self.workers: list[Any] = []
-        self._own: Any = None
+        self._iterator: Any = None
 
     def __enter__(self) -> OpenLoader:
         return self
@@ -236,28 +221,28 @@ class OpenLoader:
             self.close()
         forget_open_batch()
 
-    def open(self, loader: Any) -> None:
+    def open(self, loader: Any) -> Any:
         """Begin an epoch; its workers are known from then on, also where not all of them could be started."""
         before = set(multiprocessing.active_children())
         try:
-            self._own = iter(loader)
+            self._iterator = iter(loader)
         finally:
             if loader.num_workers:
                 started = set(multiprocessing.active_children()) - before
                 # Torch's iterator knows its workers; where there is none, because one failed to start, all count.
-                self.workers += started.intersection(getattr(self._own, "_workers", started))
-        self.iterator = self._own
+                self.workers += started.intersection(getattr(self._iterator, "_workers", started))
+        return self._iterator
 
     def close(self) -> None:
         """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone."""
         # Otherwise torch's handler of SIGCHLD raises for what is killed here.
-        if getattr(self._own, "_worker_pids_set", False):
+        if getattr(self._iterator, "_worker_pids_set", False):
             with contextlib.suppress(Exception):
-                torch._C._remove_worker_pids(id(self._own))
-                self._own._worker_pids_set = False
+                torch._C._remove_worker_pids(id(self._iterator))
+                self._iterator._worker_pids_set = False
         for worker in self.workers:
             with contextlib.suppress(Exception):  # it has not begun, or has ended
                 worker.kill()
         for worker in self.workers:
             worker.join()
-        self.iterator = self._own = None
+        self._iterator = None

@@ -93,11 +93,11 @@ def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1):
         clock.sleep(host_s)
 
     request = Request(what="burst", plan=PLAN, config=LoaderConfig(num_workers=workers, device_prefetch=ahead))
-    run, open_loader = LoopRun(request, SimpleNamespace(move=move, train=train, moves=True), timeline), OpenLoader()
-    run.begin(open_loader, Batches(clock, fetch_s, workers))
-    run.deliver(open_loader.iterator)
+    run = LoopRun(request, SimpleNamespace(move=move, train=train), timeline, [].append)
+    batches = run.begin(OpenLoader(), Batches(clock, fetch_s, workers))
+    run.deliver(batches)
     while not run.knows_enough():
-        run.deliver(open_loader.iterator)
+        run.deliver(batches)
     return run.measurement(), timeline
 
 
@@ -154,7 +154,7 @@ def test_the_ceilings_batch_lies_on_the_device_beforehand_where_the_step_takes_i
         timeline.launch(0.002)
 
     step = TrainingStep(train, "a step", torch.device("meta"), is_own=not moves)
-    LoopRun(Request(what="burst", plan=QUICK), step, timeline).measured(lambda: Cached(torch.ones(4), 4))
+    LoopRun(Request(what="burst", plan=QUICK), step, timeline, [].append).measured(lambda: Cached(torch.ones(4), 4))
     # THEN every step had the very same tensor: it was copied once, outside the window
     assert {id(batch) for batch in seen} == {id(seen[0])}
     assert seen[0].device.type == lies
