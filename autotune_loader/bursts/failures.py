@@ -21,7 +21,8 @@ SHM_ADVICE = "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"
 MEMORY_ADVICE = "use a smaller batch or fewer workers"
 KILLED = "was killed, most likely by the OOM killer: use fewer workers"
 DEVICE_MEMORY_ADVICE = (
-    f"use a smaller batch, or free what else is on the device: models of this process count too; {AGAINST_SECONDS}"
+    "use a smaller batch, or free what else is on the device (models of this process count too: move them to the CPU until "
+    f"the training begins); {AGAINST_SECONDS}"
 )
 DEVICE_TAKEN_ADVICE = f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}"
 DESCRIPTORS_ADVICE = "raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system')"
@@ -30,11 +31,8 @@ NOT_MOVED_ADVICE = "a train_step gets the batch as the loader gives it, and move
 ENDS_TRAINING = "; training would end there too: mend that sample, or leave it out of the dataset"
 IN_FORKED = "re-initialize cuda in forked"
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
-    (
-        r"out of shared memory|bus error|to write to file </torch_|to open shared memory|left on device: '/dev/shm",
-        "shared_memory",
-        SHM_ADVICE,
-    ),
+    (r"out of shared memory|bus error|to write to file </torch_", "shared_memory", SHM_ADVICE),
+    (r"to open shared memory|left on device: '/dev/shm", "shared_memory", SHM_ADVICE),
     (r"no space left on device: '", "user_exception", "a disk is full, such as that of the temporary folder"),
     (r"no space left on device", "shared_memory", SHM_ADVICE),
     (r"too many open files|received 0 items of ancdata", "descriptors", DESCRIPTORS_ADVICE),

@@ -14,7 +14,8 @@ import mmap
 import os
 import pickle
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from multiprocessing.shared_memory import SharedMemory
 from typing import IO, Any
 
@@ -41,37 +42,33 @@ class TooLargeError(Exception):
     """A value takes more memory than it may."""
 
 
-class Payload:
-    """A workload on its way: data and training apart, since bursts without workers each read the data anew.
+@contextlib.contextmanager
+def packed(workload: Workload, settings: Any, max_bytes: int) -> Iterator[Sequence[int]]:
+    """Files with settings, data and training, for the block: processes that have them mapped keep what they have.
 
-    A dataset that caches, or opens a file on first use, must not hand its filled cache to the next burst. An optimizer
-    travels with the model whose parameters it points at.
+    Data and training are apart, since bursts without workers each read the data anew: a dataset that caches, or opens a file
+    on first use, must not hand its filled cache to the next burst. An optimizer travels with the model whose parameters it
+    points at.
 
     Args:
         workload: what is sent.
         settings: of this process.
-        max_bytes: of each half at most.
+        max_bytes: of each file at most.
 
     Raises:
-        NotSentError: naming the half and why.
+        NotSentError: naming the part and why.
     """
-
-    def __init__(self, workload: Workload, settings: Any, max_bytes: int) -> None:
-        self.fds: list[int] = []
-        """Of the files of settings, data and training."""
+    with contextlib.ExitStack() as files:
+        fds = list[int]()
         for name, value in {"settings": settings, "dataset": workload.data, "model": workload.training}.items():
-            self.fds.append(os.memfd_create("autotune-loader"))
+            fds.append(os.memfd_create("autotune-loader"))
+            files.callback(os.close, fds[-1])
             try:
-                write_archive(self.fds[-1], value, max_bytes)
+                write_archive(fds[-1], value, max_bytes)
             except Exception as error:
-                self.close()
                 why = f"is {error}" if isinstance(error, TooLargeError) else f"cannot be pickled ({error})"
                 raise NotSentError(f"the {name} {why}") from error
-
-    def close(self) -> None:
-        """Free the files; processes that have them mapped keep what they have."""
-        while self.fds:
-            os.close(self.fds.pop())
+        yield fds
 
 
 def write_archive(fd: int, value: Any, max_bytes: int) -> None:
@@ -111,11 +108,9 @@ def read_archive(fd: int) -> Any:
 
 def part_at_fault(workload: Workload) -> str:
     """The deepest attribute of a workload that cannot be pickled, such as `dataset.lock`; "the workload" if none is found."""
-    data, training = workload.data, workload.training
-    names = ("dataset", "collate_fn", "sampler", "batch_sampler", "worker_init_fn")
-    parts = {name: getattr(data, name) for name in names}
-    parts |= {name: getattr(training, name) for name in ("model", "train_step", "loss_fn", "optimizer")}
-    return next((path for name, part in parts.items() if (path := _fault_in(name, part))), "the workload")
+    sides = (workload.data, workload.training)
+    parts = [(each.name, getattr(side, each.name)) for side in sides for each in fields(side)]
+    return next((path for name, part in parts if (path := _fault_in(name, part))), "the workload")
 
 
 def _fault_in(path: str, value: Any, depth: int = SEARCH_DEPTH) -> str | None:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
@@ -31,7 +31,7 @@ import torch
 from autotune_loader.bursts import child
 from autotune_loader.bursts.failures import ENDS_TRAINING, MEMORY_ADVICE, failure_of_death, needs_new_process
 from autotune_loader.bursts.files import environment
-from autotune_loader.bursts.packing import NotSentError, Payload, part_at_fault
+from autotune_loader.bursts.packing import NotSentError, packed, part_at_fault
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
@@ -48,8 +48,6 @@ DEATH_S = 0.5
 """A process whose connection has ended is gone within this time, and then tells how."""
 PAYLOAD_MEMORY_SHARE, LARGEST_PAYLOAD_BYTES = 0.3, 8 << 30
 """What is sent is in memory once more. It may take this share of what is available, and no more than takes seconds to copy."""
-CUDA_CONTEXT_BYTES = 1 << 29
-"""What a second process takes of a GPU before it has any tensor there, at the least."""
 LAST_WORDS_BYTES = 16384
 """Of what a process that died has printed: the end of it holds the error, and C++ a long traceback behind it."""
 RUN = (
@@ -69,11 +67,6 @@ THREADS = (
     "a burst in a fork of this process gave {message}: no thread of this process ({names}) runs in a fork, and a step that "
     "hands rows to one, as to a logger, waits for ever: leave saving and logging out of the step"
 )
-NO_ROOM = (
-    "a second copy of the model on {device} takes at least {needed:.1f} GB, and {free:.1f} GB are free: move it to the CPU "
-    "until the training begins, or train_step=0.05, the seconds of one step, tunes the loader against those"
-)
-
 OVER_BUDGET = f"{{config}} took more than 90 % of the memory budget of {{mib:.0f}} MiB and was stopped; {MEMORY_ADVICE}"
 
 
@@ -103,8 +96,8 @@ def open_probe(
         WorkloadError: the dataset, model or step failed on the very first batch, or can be taken to no other process.
     """
 
-    def started(source: Payload | Workload, start_s: float, *notes: str) -> OpenProbe:
-        probe = ProcessProbe(source, memory_budget_bytes, start_s=start_s)
+    def started(source: Sequence[int] | Workload, start_s: float, *notes: str) -> OpenProbe:
+        probe = ProcessProbe(source, memory_budget_bytes, start_s)
         exits.callback(probe.close)
         warmup = probe.start()
         return OpenProbe(probe=probe, warmup=warmup, notes=[*notes, *warmup.notes])
@@ -114,12 +107,12 @@ def open_probe(
         while (taken := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < FIRST_OWN_FD:
             exits.callback(os.close, taken)
         os.close(taken)
-        _check_device(workload)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # held for later: a second model has to fit beside the first
         try:
             share = int((machine.memory.available_bytes or LARGEST_PAYLOAD_BYTES) * PAYLOAD_MEMORY_SHARE)
-            payload = Payload(workload, Settings.read(), min(LARGEST_PAYLOAD_BYTES, share))
-            exits.callback(payload.close)
-            opened = started(payload, max(START_DEADLINE_S, budget_s))
+            fds = exits.enter_context(packed(workload, Settings.read(), min(LARGEST_PAYLOAD_BYTES, share)))
+            opened = started(fds, max(START_DEADLINE_S, budget_s))
         except (NotSentError, WorkloadError) as fresh:
             reason = str(fresh).splitlines()[0].removesuffix(ENDS_TRAINING)
             try:
@@ -134,39 +127,21 @@ def open_probe(
         yield opened
 
 
-def _check_device(workload: Workload) -> None:
-    """Give back device memory that this process holds for later, and see whether a second model fits beside the first.
-
-    Raises:
-        WorkloadError: it does not.
-    """
-    model, device = workload.training.model, torch.device(workload.training.device)
-    if device.type != "cuda" or not torch.cuda.is_initialized() or not isinstance(model, torch.nn.Module):
-        return
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers())) + CUDA_CONTEXT_BYTES
-    if needed > free:
-        raise WorkloadError(NO_ROOM.format(device=device, needed=needed / 1e9, free=free / 1e9))
-
-
 class ProcessProbe:
     """A `Probe` that runs every burst in a process of its own.
 
     Args:
-        source: the packed workload, which is the caller's to close, for processes that are started fresh; or the workload
-            itself, for forks of this one.
+        source: files of the packed workload, for processes that are started fresh; or the workload itself, for forks of this
+            one.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
         start_s: importing torch, unpickling, the first batch and the warm-up must be done by then, unless they compute.
     """
 
-    def __init__(
-        self, source: Payload | Workload, memory_budget_bytes: int | None = None, *, start_s: float = START_DEADLINE_S
-    ) -> None:
+    def __init__(self, source: Sequence[int] | Workload, memory_budget_bytes: int | None, start_s: float) -> None:
         self._source, self._memory_budget_bytes, self._start_s = source, memory_budget_bytes, start_s
         self._starts = 0
         self._child: _Child | None = None
-        self._memory: dict[LoaderConfig, MemoryUse] = {}
+        self._memory: dict[LoaderConfig, MemoryUse | None] = {}
         """As it was read at the first burst of a configuration."""
 
     def start(self) -> WarmupReport:
@@ -187,13 +162,10 @@ class ProcessProbe:
         Raises:
             WorkloadError: a sample or the step raised, or wrote to a file of the user's.
         """
-        known = self._memory.get(config)
-        outcome = self._run(Request(what="burst", plan=plan, config=config, reads_pss=known is None))
-        if isinstance(outcome, Measurement) and known is not None:
-            return replace(outcome, memory=known)
-        if isinstance(outcome, Measurement) and outcome.memory is not None:
-            self._memory[config] = outcome.memory
-        return outcome
+        outcome = self._run(Request(what="burst", plan=plan, config=config, reads_pss=config not in self._memory))
+        if isinstance(outcome, Failure):
+            return outcome
+        return replace(outcome, memory=self._memory.setdefault(config, outcome.memory))
 
     def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
         return self._run(Request(what="step_ceiling", plan=plan))
@@ -247,7 +219,7 @@ class ProcessProbe:
 class _Child:
     """One process of bursts and the connection to it."""
 
-    def __init__(self, source: Payload | Workload, seed: int) -> None:
+    def __init__(self, source: Sequence[int] | Workload, seed: int) -> None:
         with contextlib.ExitStack() as held:  # given back at once where no process can start
             ours, theirs = map(held.enter_context, socket.socketpair())
             self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile())
@@ -260,7 +232,7 @@ class _Child:
             else:
                 # A fresh interpreter with the flags of this one, which finds what this one finds.
                 path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
-                fds = (theirs.fileno(), *source.fds)
+                fds = (theirs.fileno(), *source)
                 run = RUN.format(path=path, parent=os.getpid(), connection=fds[0], fds=fds[1:], seed=seed)
                 self._process = subprocess.Popen(
                     [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
@@ -279,48 +251,41 @@ class _Child:
             self._connection = Connection(ours.detach())
             held.callback(self._connection.close)
             # Workers inherit the connection, so a dead child does not close it while they live: its end is waited for, too.
-            self._ends: list[int] = []
+            self._ends: list[Connection | int] = [self._connection]
             # Where it has ended, or the kernel is older than 5.3, the connection tells alone.
             with contextlib.suppress(OSError):
-                self._ends.append(os.pidfd_open(self.pid))
-                held.callback(os.close, self._ends[0])
+                self._ends.append(end := os.pidfd_open(self.pid))
+                held.callback(os.close, end)
             self.held = held.pop_all()  # closed, it leaves no process of the group, no descriptor, no file
         self.is_lost = False
 
     def ask(self, request: Request | None, deadline_s: float) -> Message:
         """The answer to a request, or the first word of a new child; a failure where none comes in time or the process dies."""
-        self._phase: FailurePhase = "start"
+        phase: FailurePhase = "start"
+        begun = time.monotonic()
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the child writes on at the same offset
         try:
             if request is not None:
                 send(self._connection, request)
-        except OSError:
-            return self._death()
-        begun = time.monotonic()
-        while True:
-            heard = wait([self._connection, *self._ends], max(0.0, begun + deadline_s - time.monotonic()))
-            if not heard:
-                self.is_lost, words = True, self._last_words() or None
-                message = f"no answer within {deadline_s:.0f} s, hanging in phase {self._phase!r}"
-                message += "; a longer budget= waits for as long" if request is None else ""
-                return Message(failure=Failure(kind="deadline", phase=self._phase, message=message, traceback=words))
-            # It may have answered and died in between.
-            if self._connection not in heard and not self._connection.poll(0):
-                return self._death()
-            try:
+            while heard := wait(self._ends, max(0.0, begun + deadline_s - time.monotonic())):
+                # It may have answered and died in between.
+                if self._connection not in heard and not self._connection.poll(0):
+                    raise EOFError
                 answer = receive(self._connection, Message)
-            except (EOFError, OSError):
-                return self._death()
-            if answer.phase is None:
-                return answer
-            self._phase = answer.phase
-
-    def _death(self) -> Message:
-        self.is_lost, code = True, None
-        with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
-            code = self._process.wait(DEATH_S)
-        return Message(failure=failure_of_death(code, self._phase, self._last_words()))
+                if answer.phase is None:
+                    return answer
+                phase = answer.phase
+        except (EOFError, OSError):
+            self.is_lost, code = True, None
+            with contextlib.suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
+                code = self._process.wait(DEATH_S)
+            return Message(failure=failure_of_death(code, phase, self._last_words()))
+        self.is_lost = True
+        message = f"no answer within {deadline_s:.0f} s, hanging in phase {phase!r}"
+        message += "; a longer budget= waits for as long" if request is None else ""
+        words = self._last_words() or None
+        return Message(failure=Failure(kind="deadline", phase=phase, message=message, traceback=words))
 
     def _last_words(self) -> str:
         output, size = self._output.fileno(), os.fstat(self._output.fileno()).st_size

@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from autotune_loader.bursts import parent
-from autotune_loader.bursts.packing import Payload
+from autotune_loader.bursts.packing import packed
 from autotune_loader.bursts.parent import ProcessProbe
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
@@ -83,8 +83,8 @@ def main() -> int:
 
 @contextlib.contextmanager
 def probe_of(what: Workload) -> Iterator[ProcessProbe]:
-    with contextlib.closing(Payload(what, Settings.read(), 1 << 30)) as payload:
-        probe = ProcessProbe(payload, memory_budget_bytes=MEMORY_BUDGET_BYTES)
+    with packed(what, Settings.read(), 1 << 30) as files:
+        probe = ProcessProbe(files, MEMORY_BUDGET_BYTES, parent.START_DEADLINE_S)
         try:
             yield probe
         finally:

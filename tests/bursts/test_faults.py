@@ -187,7 +187,7 @@ def test_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble):
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(trouble):
     trouble.write_text("main:hang")
-    probe = ProcessProbe(job(trouble, fine=0), start_s=5.0)
+    probe = ProcessProbe(job(trouble, fine=0), None, start_s=5.0)
     with contextlib.closing(probe), pytest.raises(WorkloadError, match="first_batch"):
         probe.start()
 
