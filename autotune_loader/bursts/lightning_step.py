@@ -56,8 +56,10 @@ class StandInTrainer(SimpleNamespace):
         precision: the precision plugin of the user's Trainer; None trains in the model's own.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, precision: Any = None) -> None:
-        precision = precision or _plain_precision(model)
+    def __init__(self, model: Any, optimizer: Any, precision: Any) -> None:
+        package = next(cls.__module__ for cls in type(model).__mro__ if cls.__name__ == "LightningModule")
+        plugins = importlib.import_module(f"{package.removesuffix('.core.module')}.plugins.precision")
+        precision = precision or plugins.Precision()
         super().__init__(**IN_TRAINING, precision=precision.precision, logger=Silence())
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
@@ -68,7 +70,7 @@ class StandInTrainer(SimpleNamespace):
             _lightning_optimizers=self.optimizers,
         )
         precision.convert_module(model)
-        model.trainer = self
+        self._model, model.trainer = model, self
         for module in (each for each in model.modules() if is_lightning_module(each)):
             module.log = module.log_dict = module.print = lambda *_args, **_options: None
         made, schedulers = ([optimizer], []) if optimizer is not None else _configured(model.configure_optimizers())
@@ -80,22 +82,14 @@ class StandInTrainer(SimpleNamespace):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(NOT_THERE.format(name=name))
 
-    @staticmethod
-    def training_step(model: Any, batch: Any) -> Any:
+    def training_step(self, batch: Any) -> Any:
         """What the module's own returns, in the precision of the user's Trainer."""
-        self: StandInTrainer = model.trainer
         batch = self.precision_plugin.convert_input(batch)
-        for hook in (model.on_before_batch_transfer, model.on_after_batch_transfer):
+        for hook in (self._model.on_before_batch_transfer, self._model.on_after_batch_transfer):
             batch = hook(batch, 0)
         number, self._batches = self._batches, self._batches + 1
         with self.precision_plugin.forward_context():
-            return model.training_step(batch, number) if self._takes_index else model.training_step(batch)
-
-
-def _plain_precision(model: Any) -> Any:
-    """The precision plugin of a Trainer that was asked for none, of the package that the module is of."""
-    package = next(cls.__module__ for cls in type(model).__mro__ if cls.__name__ == "LightningModule")
-    return importlib.import_module(f"{package.removesuffix('.core.module')}.plugins.precision").Precision()
+            return self._model.training_step(batch, number) if self._takes_index else self._model.training_step(batch)
 
 
 def _configured(made: Any) -> tuple[list[Any], list[Any]]:

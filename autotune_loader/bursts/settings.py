@@ -90,9 +90,6 @@ class Settings:
         return [f"The bursts run with what this process has set in modules: {told}{more}."] if changed else []
 
 
-# Modules
-
-
 def read_modules() -> dict[str, dict[str, Any]]:
     """Plain values of the modules of this process: all of the user's, and those in capitals of libraries."""
     found: dict[str, dict[str, Any]] = {}
@@ -128,9 +125,6 @@ def _put(module: Any, key: str, value: Any) -> None:
         return
     present.clear()
     present.extend(value) if isinstance(value, list) else present.update(value)
-
-
-# torch
 
 
 def read_torch() -> dict[str, Any]:

@@ -60,29 +60,21 @@ class TrainingStep:
     """Whether it is the user's `train_step`, which moves its batches, and whose errors speak for themselves."""
     is_whole: bool = False
     """Whether nothing is left to do, whatever `forward` returns."""
-    batch: str = ""
-    """The batch that it was read from, in words."""
     notes: list[str] = field(default_factory=list)
     """What the user should know of it; complete once a batch was trained on."""
     description: str = ""
     """What is done with a batch, in words; empty until one was trained on."""
 
-    @property
-    def moves(self) -> bool:
-        """Whether batches are brought to the device before the step, and not by it."""
-        return self.device.type != "cpu" and not self.is_own
-
     def move(self, batch: Any) -> Any:
-        """The batch on the device; what is there already is not copied. From pinned memory the host does not wait."""
-        return move(batch, self.device) if self.moves else batch
+        """The batch on the device, unless the step brings it there itself. From pinned memory the host does not wait."""
+        return batch if self.is_own or self.device.type == "cpu" else move(batch, self.device)
 
     def ready(self, batch: Any) -> Any:
         """The batch as a loader that copies ahead delivers it: on the device, unless the step takes it from the host only."""
-        if self.moves or self.device.type == "cpu":
-            return self.move(batch)
         moved = move(batch, self.device)
         try:
-            self.train(moved)
+            if self.is_own:
+                self.train(moved)
         except StepError:
             return batch
         return moved
@@ -111,7 +103,7 @@ class TrainingStep:
             if not is_first or self.is_own:
                 raise StepError(str(error)) from error
             cause = first_sentence(f"{type(error).__name__}: {error}")
-            said = f"`{self.name}`, as {self.batch} was read, failed with {cause}; {ASKS}"
+            said = f"`{self.name}`, as {described(batch)} was read, failed with {cause}; {ASKS}"
             raise StepInferenceError(said) from error
 
     def _learn(self, loss: Any) -> None:
@@ -121,11 +113,6 @@ class TrainingStep:
             self.is_whole = True
             self.notes += [] if self.is_own else [TRAINS_NOTHING.format(step=self.name)]
         elif not self.is_whole:
-            if loss.numel() != 1:
-                shape = list(loss.shape)
-                raise StepInferenceError(
-                    f"{self.name} gives a loss of shape {shape}; its mean, `loss.mean()`, would work"
-                )
             try:
                 self._complete(loss)
                 left = f" and {type(self.optimizer).__name__}.step()" if self.optimizer is not None else ""
@@ -169,36 +156,22 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
             model.train()  # else frozen parts stay as they are
         for name in side.compiled:
             model.get_submodule(name).compile()
-    is_lightning = train_step is None and is_lightning_module(model)
-    step = TrainingStep(lambda batch: None, "", device, is_own=train_step is not None, batch=described(first_batch))
-    if train_step is not None:
-        step.name, step.forward = "train_step(model, batch)", functools.partial(train_step, model)
-    elif is_lightning:
-        step.name, step.forward = (
-            "LightningModule.training_step",
-            functools.partial(StandInTrainer.training_step, model),
-        )
-        step.is_whole = not model.automatic_optimization
-    else:
-        _read_form(step, model, side.loss_fn, first_batch)
-    step.optimizer = _optimizer_of(side)
-    return step
-
-
-def _optimizer_of(side: TrainingSide) -> Any:
-    """The user's optimizer; without one, plain SGD with a rate of zero: it costs a step but changes no weight."""
-    optimizer, model = side.optimizer, side.model
     parameters = [p for p in model.parameters() if p.requires_grad] if isinstance(model, torch.nn.Module) else []
+    optimizer = side.optimizer
     if isinstance(optimizer, type) or not hasattr(optimizer, "step"):  # None, a class, or what makes one
         optimizer = optimizer(parameters) if optimizer is not None and parameters else None
-    if is_lightning_module(model) and side.train_step is None:
-        optimizer = next(iter(StandInTrainer(model, optimizer, side.precision).optimizers), None)
-    if optimizer is None and parameters:
-        return torch.optim.SGD(parameters, lr=0.0)
-    return optimizer
-
-
-# Losses
+    step = TrainingStep(lambda batch: None, "", device, optimizer, is_own=train_step is not None)
+    if train_step is not None:
+        step.name, step.forward = "train_step(model, batch)", functools.partial(train_step, model)
+    elif is_lightning_module(model):
+        trainer = StandInTrainer(model, optimizer, side.precision)
+        step.name, step.forward = "LightningModule.training_step", trainer.training_step
+        step.is_whole, step.optimizer = not model.automatic_optimization, next(iter(trainer.optimizers), None)
+    else:
+        _read_form(step, model, side.loss_fn, first_batch)
+    if step.optimizer is None and parameters:
+        step.optimizer = torch.optim.SGD(parameters, lr=0.0)  # costs a step but changes no weight
+    return step
 
 
 def loss_in(returned: Any) -> Any:
@@ -257,13 +230,13 @@ def _read_form(step: TrainingStep, model: Any, loss_fn: Any, batch: Any) -> None
         step.name, step.forward = "model(**batch).loss", lambda batch: _own_loss(model(**batch))
         return
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise StepInferenceError(f"What the step does with {step.batch} cannot be told: {ASKS}")
+        raise StepInferenceError(f"What the step does with {described(batch)} cannot be told: {ASKS}")
     required, names = _parameters_of(model)
     if loss_fn is None and (required == 2 or (len(names) > 1 and names[1] in TARGETS)):
         step.name, step.forward = "model(x, y)", lambda batch: _own_loss(model(*batch))
         return
     if required > 1:
-        raise StepInferenceError(f"The model takes {required} arguments, and a batch is {step.batch}: {ASKS}")
+        raise StepInferenceError(f"The model takes {required} arguments, and a batch is {described(batch)}: {ASKS}")
     given = getattr(loss_fn, "func", loss_fn)  # functools.partial
     is_of_torch = str(getattr(given, "__module__", "")).startswith("torch.")
     name = "a loss" if loss_fn is None else getattr(given, "__name__", type(given).__name__)
