@@ -123,9 +123,12 @@ def memory_guarded(pid: int, budget_bytes: int | None, on_limit: Callable[[], No
         budget_bytes: the tree may not outgrow 90 % of it; None for no alarm.
         on_limit: called once, on a thread of its own, when it does; it should end the burst.
     """
-    stopped = threading.Event()
+    if budget_bytes is None:
+        yield
+        return
+    stopped, limit_bytes = threading.Event(), GUARDED_SHARE * budget_bytes
 
-    def watch(limit_bytes: float) -> None:
+    def watch() -> None:
         next_members = next_pss = 0.0
         while not stopped.wait(PERIOD_S):
             now = time.monotonic()
@@ -141,11 +144,7 @@ def memory_guarded(pid: int, budget_bytes: int | None, on_limit: Callable[[], No
                 on_limit()
                 return
 
-    if budget_bytes is None:
-        yield
-        return
-    limit = (GUARDED_SHARE * budget_bytes,)
-    thread = threading.Thread(target=watch, args=limit, name="autotune-loader-memory", daemon=True)
+    thread = threading.Thread(target=watch, name="autotune-loader-memory", daemon=True)
     thread.start()
     try:
         yield
