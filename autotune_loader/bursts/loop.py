@@ -122,7 +122,7 @@ class LoopRun:
         self.enter("batches")
         while not self.knows_enough() and self.deliver(batches):
             pass
-        found = window.closed(self.measurement())
+        found = replace(self.measurement(), **window.close())
         self.enter("shutdown")
         return found
 

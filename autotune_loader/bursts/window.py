@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from typing import Any
 
 from autotune_loader.machine.host import host_busy_s
 from autotune_loader.machine.limits import affinity, shared_memory, usable_cores
 from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
-from autotune_loader.values import Measurement, MemoryUse
+from autotune_loader.values import MemoryUse
 
 
 class Window:
@@ -23,7 +23,7 @@ class Window:
 
     Args:
         reads_pss: whether memory is read when the window has closed, which stalls the processes for some milliseconds each:
-            once is enough for each configuration. Otherwise the measurement tells of no memory.
+            once is enough for each configuration. Otherwise no memory is told of.
     """
 
     def __init__(self, *, reads_pss: bool) -> None:
@@ -39,8 +39,8 @@ class Window:
         self._use, self._busy_s = tree_use(self._members), host_busy_s(self._cpus)
         self._opened = time.monotonic()
 
-    def closed(self, measured: Measurement) -> Measurement:
-        """The measurement with what the machine gave meanwhile; called while the workers live."""
+    def close(self) -> dict[str, Any]:
+        """What the machine gave meanwhile, by fields of `Measurement`; called while the workers live."""
         elapsed_s, busy_s = max(1e-9, time.monotonic() - self._opened), host_busy_s(self._cpus)
         use, begun, members = tree_use(self._members), self._use, tree(os.getpid())
         newer = tree_use(set(members) - set(self._members)) or TreeUse(cpu_s=0.0, rss_bytes=0)
@@ -58,6 +58,4 @@ class Window:
             shm, before = shared_memory(), self._shm
             shm_bytes = None if shm is None or before is None else max(0, before.free_bytes - shm.free_bytes)
             memory = MemoryUse(rss_bytes=taken.rss_bytes, pss_bytes=tree_pss(members), shm_bytes=shm_bytes)
-        return replace(
-            measured, memory=memory, cpu_share=cpu_share, foreign_cpu_share=foreign_share, read_bytes=read_bytes
-        )
+        return {"memory": memory, "read_bytes": read_bytes, "cpu_share": cpu_share, "foreign_cpu_share": foreign_share}

@@ -95,9 +95,8 @@ def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1):
     request = Request(what="burst", plan=PLAN, config=LoaderConfig(num_workers=workers, device_prefetch=ahead))
     run = LoopRun(request, SimpleNamespace(move=move, train=train), timeline, [].append)
     batches = run.begin(OpenLoader(), Batches(clock, fetch_s, workers))
-    run.deliver(batches)
-    while not run.knows_enough():
-        run.deliver(batches)
+    while run.deliver(batches) and not run.knows_enough():
+        pass
     return run.measurement(), timeline
 
 

@@ -7,11 +7,7 @@ import pytest
 from autotune_loader.bursts import window
 from autotune_loader.bursts.window import Window
 from autotune_loader.machine.processes import TreeUse
-from autotune_loader.values import Interval, Measurement
 
-SECONDS = dict.fromkeys(("window_s", "first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s"), 0.0)
-RATE = Interval(value=1.0, low=1.0, high=1.0, count=1)
-MEASURED = Measurement(samples_per_s=RATE, samples=1, batch_size=0.0, wait_share=0.0, **SECONDS)
 WORKER, LATE = 7, 8
 
 
@@ -40,37 +36,33 @@ class Machine:
         return TreeUse(cpu_s=cpu_s, rss_bytes=5, read_bytes=read) if seen else None
 
 
-def opened(reads_pss=True):
-    watched = Window(reads_pss=reads_pss)
-    watched.watch()
-    watched.open()
-    return watched
-
-
 def test_shares_and_bytes_are_those_of_the_window_alone(monkeypatch):
     # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s and reads 1,000 bytes, the machine is busy for 5 s
     machine = Machine(monkeypatch)
-    watched = Window(reads_pss=True)
+    watched, silent = windows = [Window(reads_pss=reads_pss) for reads_pss in (True, False)]
     machine.at(1.0, 4.0, {1: (1.0, 50), WORKER: (3.0, 20)})
-    watched.watch()
+    for each in windows:
+        each.watch()
     machine.at(6.0, 10.0, {1: (4.0, 50), WORKER: (3.0, 20)})
     walks = len(machine.walks)
-    watched.open()
+    for each in windows:
+        each.open()
     machine.at(8.0, 15.0, {1: (5.0, 50), WORKER: (4.0, 920), LATE: (1.0, 100)})
     assert len(machine.walks) == walks, "its beginning asks known processes only"
     # WHEN it is closed THEN the tree has had 1.5 of 2 usable cores, and a quarter of the CPUs was others' work
-    found = watched.closed(MEASURED)
-    assert (found.cpu_share, found.foreign_cpu_share) == pytest.approx((0.75, 0.25))
-    assert (found.read_bytes, found.memory.rss_bytes, found.memory.pss_bytes) == (1000, 5, 5)
+    found = watched.close()
+    assert (found["cpu_share"], found["foreign_cpu_share"]) == pytest.approx((0.75, 0.25))
+    assert (found["read_bytes"], found["memory"].rss_bytes, found["memory"].pss_bytes) == (1000, 5, 5)
     # AND memory is read only where it is asked for
-    assert opened(reads_pss=False).closed(MEASURED).memory is None
-    assert len(machine.pss_looks) == 1
+    assert (silent.close()["memory"], len(machine.pss_looks)) == (None, 1)
 
 
-def test_what_the_system_does_not_tell_is_none_and_ticks_make_no_negative_load(monkeypatch):
-    machine = Machine(monkeypatch)
-    assert opened().closed(MEASURED) == MEASURED
-    machine.at(0.0, 0.0, {1: (0.0, 0)})
-    watched = opened()
-    machine.at(1.0, 0.99, {1: (1.0, 0)})
-    assert watched.closed(MEASURED).foreign_cpu_share == 0.0
+@pytest.mark.parametrize(("begun", "ended", "told"), [({}, {}, None), ({1: (0.0, 0)}, {1: (1.0, 0)}, 0.0)])
+def test_what_the_system_does_not_tell_is_none_and_ticks_make_no_negative_load(begun, ended, told, monkeypatch):
+    machine, watched = Machine(monkeypatch), Window(reads_pss=True)
+    machine.at(0.0, 0.0, begun)
+    watched.watch()
+    watched.open()
+    machine.at(1.0, 0.99, ended)
+    found = watched.close()
+    assert (found["foreign_cpu_share"], set(found.values()) == {None}) == (told, told is None)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from autotune_loader.machine import host
-from autotune_loader.machine.facts import inspect_machine, visible_gpus
+from autotune_loader.machine.facts import GpuDevice, inspect_machine, visible_gpus
 from autotune_loader.machine.fingerprint import Fingerprint, differences
 from autotune_loader.machine.limits import open_files_limit
 
@@ -59,8 +59,7 @@ def test_every_quota_above_this_process_counts_and_the_least_binds(groups, files
     cores = inspect(groups, files, {"SLURM_CPUS_PER_TASK": "6"}).cores
     assert [limit.value for limit in cores.inputs] == [8, 8, 6, *quotas]
     assert all(Path(limit.source).is_file() for limit in cores.inputs[3:])
-    assert cores.binding.value == min([6, *quotas])
-    assert cores.usable == max(1, int(cores.binding.value))
+    assert (cores.binding.value, cores.usable) == (min([6, *quotas]), max(1, int(min([6, *quotas]))))
 
 
 @pytest.mark.parametrize(
@@ -176,9 +175,8 @@ def nvml(*uuids, **changes):
     ],
 )
 def test_a_mask_shows_what_cuda_shows(mask, shown):
-    devices, reason = visible_gpus(nvml(A, B, C), {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
-    assert [each.name for each in devices] == shown
-    assert ({each.memory_bytes for each in devices} <= {16 << 30}, reason) == (True, None)
+    found = visible_gpus(nvml(A, B, C), {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
+    assert found == (tuple(GpuDevice(name=each, memory_bytes=16 << 30) for each in shown), None)
 
 
 @pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetMemoryInfo"])
