@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch.utils.data import RandomSampler
+
 from autotune_loader.lines import Line
 from autotune_loader.pipeline.workload import length_of
 
@@ -47,8 +49,6 @@ class Site(NamedTuple):
 
 
 def _is_shuffled(loader: Any, batches: Any) -> bool:
-    from torch.utils.data import RandomSampler
-
     while (inner := getattr(batches, "batch_sampler", None)) is not None:  # as Accelerate shards them
         batches = inner
     samplers = getattr(batches, "sampler", None), getattr(loader, "sampler", None)  # an array has no truth
