@@ -16,17 +16,17 @@ import cloudpickle
 import torch
 
 
-def dumps(parts: tuple[Any, ...]) -> bytes:
-    """(callable, *arguments) by value, for `loads` in a worker."""
-    data: bytes = cloudpickle.dumps(parts)
-    return data
+class ByValue:
+    """Is made anew in a worker, of its attributes: these are what its constructor takes, in that order."""
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return _made, (cloudpickle.dumps((type(self), *vars(self).values())),)
 
 
-def loads(data: bytes) -> Any:
-    """Call what `dumps` was given."""
-    made_by, *arguments = pickle.loads(data)
+def _made(data: bytes) -> Any:
+    kind, *arguments = pickle.loads(data)
     put_classes_into_modules()
-    return made_by(*arguments)
+    return kind(*arguments)
 
 
 def put_classes_into_modules() -> None:

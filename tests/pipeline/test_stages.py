@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from autotune_loader.pipeline import stage_clock
-from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.stage_clock import StageClock
+from autotune_loader.pipeline.tracing import make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.tuning.assemble import stage_times
 from autotune_loader.values import HAND_OVER, OTHER_THREADS, LoaderConfig, Seen, StageSamples, pooled
