@@ -204,15 +204,13 @@ def wrapped_datasets(dataset: Any) -> Iterator[Any]:
             waiting += _directly_in(each)
 
 
-def _directly_in(dataset: Any) -> list[Any]:
-    found = []
+def _directly_in(dataset: Any) -> Iterator[Any]:
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         is_named = "dataset" in name or name.strip("_") in WRAPPED_NAMES
         many = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         for each in list(many)[:MOST_WRAPPED]:
             if isinstance(each, Dataset) or _has_any(each, ("set_epoch",)) or (is_named and hasattr(each, "__dict__")):
-                found.append(each)
-    return found
+                yield each
 
 
 def is_users(module: str | None) -> bool:
