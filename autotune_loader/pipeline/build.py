@@ -53,20 +53,15 @@ def rebuild(loader: Any, config: LoaderConfig) -> Any:
     takes = {each.kind for each in inspect.signature(type(loader)).parameters.values()}
     kind = type(loader) if takes == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} else DataLoader
     made = build_loader(loader.dataset, config, loader_class=kind, **parts, **batching_of(loader, config))
-    return made if type(made) is type(loader) else _changed_copy(loader, made)
-
-
-def _changed_copy(loader: Any, made: DataLoader[Any]) -> Any:
-    """The loader itself, once more, with what is tuned as in `made`: for classes with arguments of their own."""
+    if type(made) is type(loader):
+        return made
+    # One with arguments of its own is the loader itself, once more, with what is tuned as in `made`.
     changed = copy.copy(loader)
-    users = ("dataset", "collate_fn", "worker_init_fn", "generator", "timeout", "sampler")
-    tuned = {name: value for name, value in vars(made).items() if name not in users}
+    tuned = {name: value for name, value in vars(made).items() if name not in ("dataset", "sampler", *parts)}
     running = {name: None for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)}
-    context = {
-        name: made.multiprocessing_context for name in vars(loader) if name.endswith("__multiprocessing_context")
-    }
+    context = [name for name in vars(loader) if name.endswith("__multiprocessing_context")]
     # Past DataLoader's guard of what must not change once there are workers.
-    vars(changed).update(tuned, **running, **context)
+    vars(changed).update(tuned, **running, **dict.fromkeys(context, made.multiprocessing_context))
     return changed
 
 

@@ -101,7 +101,10 @@ class Reading:
         batches: Iterable[Any] = data.batch_sampler if data.batch_sampler is not None else data.sampler
         if size is not None and data.batch_sampler is None:
             batches = BatchSampler(data.sampler, size, data.drop_last)
-        seed_everything(self._seed, *_generators_of(data))
+        seed_everything(self._seed)
+        for holder in (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)):
+            if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
+                generator.manual_seed(self._seed)
         try:
             is_empty = False
             while not is_empty:
@@ -133,17 +136,8 @@ def _spread(positions: Any, length: int, block: int) -> Any:
     return np.where(number < blocks, number * step % max(blocks, 1) * block + offset, positions)
 
 
-def seed_everything(seed: int, *generators: torch.Generator) -> None:
-    """Seed what datasets and samplers draw from: torch, Python, numpy, and these generators of their own."""
+def seed_everything(seed: int) -> None:
+    """Seed what datasets and samplers draw from: torch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - what they draw from is the global generator
-    for generator in generators:
-        generator.manual_seed(seed)
-
-
-def _generators_of(data: DataSide) -> list[torch.Generator]:
-    """The user's generators that decide on the order of indices."""
-    holders = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
-    generators = (getattr(holder, "generator", None) for holder in holders)
-    return [generator for generator in generators if isinstance(generator, torch.Generator)]

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,8 @@ class StageClock:
         self._readings = self._skip = self._batches = 0
         self._is_settled = False
         self._hooks: list[_Hook] = []
-        for owner, name, line in {
-            (id(owner), name): (owner, name, line) for owner, name, line in _places(dataset)
-        }.values():
+        places = {(id(each[0]), each[1]): each for each in _places(dataset)}
+        for owner, name, line in places.values():
             with contextlib.suppress(Exception):  # what does not let itself be changed is part of its caller
                 self._hooks.append(_Hook(self, owner, name, line))
 
@@ -115,14 +114,13 @@ class StageClock:
         """Whether this thread is making a batch that is clocked."""
         return bool(self._stack) and threading.get_ident() == self._thread
 
-    def enter(self, line: Line) -> None:
-        """A stage begins within another."""
+    def timed(self, line: Line, call: Callable[[], Any]) -> Any:
+        """What this returns, which is a stage within another."""
         self._turn()
         self._stack.append(line)
-
-    def leave(self) -> None:
-        """It ends."""
-        if len(self._stack) > 1:
+        try:
+            return call()
+        finally:
             self._turn()
             self._stack.pop()
 
@@ -159,11 +157,8 @@ class _Hook:
             if not clock.is_on():
                 return inner(*arguments, **named)
             self.calls += 1
-            clock.enter(line or _of_class(type(arguments[0]), inner))
-            try:
-                return inner(*arguments, **named)
-            finally:
-                clock.leave()
+            at = line or _of_class(type(arguments[0]), inner)
+            return clock.timed(at, functools.partial(inner, *arguments, **named))
 
         self.clocked = clocked
 
