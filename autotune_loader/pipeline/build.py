@@ -15,18 +15,16 @@ from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values import LoaderConfig
 
 
-def build_loader(
-    dataset: Any, config: LoaderConfig | None = None, *, loader_class: type[Any] = DataLoader, **arguments: Any
-) -> Any:
+def build_loader(dataset: Any, config: LoaderConfig, *, loader_class: type[Any] = DataLoader, **arguments: Any) -> Any:
     """A loader over `dataset` with a configuration; further arguments of the loader win over it.
 
     Args:
         dataset: any dataset that DataLoader takes.
-        config: as tuned; None for torch's defaults.
+        config: as tuned.
         loader_class: `DataLoader`, or a class that takes the same arguments.
         **arguments: of that class, such as `shuffle=True`.
     """
-    tuned = config.to_kwargs() if config is not None else {}
+    tuned = config.to_kwargs()
     if arguments.get("num_workers") == 0:
         tuned = {name: value for name, value in tuned.items() if name == "pin_memory"}
     merged = {**tuned, **arguments}

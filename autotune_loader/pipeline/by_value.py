@@ -16,9 +16,6 @@ from typing import Any
 import cloudpickle
 import torch
 
-OF_TENSORS = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)
-"""What holds the bytes of a tensor, whatever class it is of."""
-
 
 class ByValue:
     """Is made anew in a worker, of its attributes: these are what its constructor takes, in that order."""
@@ -50,8 +47,9 @@ def put_classes_into_modules() -> None:
 
 def why_not_pickled(batch: Any) -> str | None:
     """Why a worker could not send a batch, as plain pickle says it; None where it could. Tensors are not copied."""
+    holders = torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage  # of bytes, whatever class a tensor is of
     pickler = pickle.Pickler(io.BytesIO())
-    pickler.dispatch_table = {**copyreg.dispatch_table, **dict.fromkeys(OF_TENSORS, lambda tensor: (int, ()))}
+    pickler.dispatch_table = {**copyreg.dispatch_table, **dict.fromkeys(holders, lambda holder: (int, ()))}
     try:
         pickler.dump(batch)
     except Exception as error:

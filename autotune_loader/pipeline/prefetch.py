@@ -129,12 +129,10 @@ def move(batch: Any, device: Any) -> Any:
         changed = copy.copy(batch)  # keeps a default_factory and the like
         changed.update(items)
         return changed
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
         values = [move(value, device) for value in batch]
         try:
-            return type(batch)(values)
+            return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
         except TypeError:  # a subclass with a constructor of its own
             return tuple(values) if isinstance(batch, tuple) else values
     return batch

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ MOST_DEPTH = 4
 """Containers of transforms within each other."""
 ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
 """Methods by which a loader asks a dataset for samples."""
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 LIBRARY_STAGES = {
     "read": "PIL.Image:open numpy:load numpy:fromfile torch:load torchvision.io:read_file h5py:Dataset.__getitem__ "
     "pathlib:Path.read_bytes pathlib:Path.read_text",
@@ -110,16 +111,15 @@ class StageClock:
         queue_cpu_s = (self._queue_cpu_s - before) / batches
         return StageSamples(seen=seen, samples=samples, wall_s=wall_s, cpu_s=cpu_s, queue_cpu_s=queue_cpu_s)
 
-    def is_on(self) -> bool:
-        """Whether this thread is making a batch that is clocked."""
-        return bool(self._stack) and threading.get_ident() == self._thread
-
-    def timed(self, line: Line, call: Callable[[], Any]) -> Any:
-        """What this returns, which is a stage within another."""
+    def call(self, hook: _Hook, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call the function that is hooked: a stage within another, where this thread makes a batch that is clocked."""
+        if not self._stack or threading.get_ident() != self._thread:
+            return hook.function(*arguments, **named)
+        hook.calls += 1
         self._turn()
-        self._stack.append(line)
+        self._stack.append(hook.line or _of_class(type(arguments[0]), hook.function))
         try:
-            return call()
+            return hook.function(*arguments, **named)
         finally:
             self._turn()
             self._stack.pop()
@@ -147,20 +147,11 @@ class _Hook:
         get, put = (operator.getitem, operator.setitem) if isinstance(owner, (dict, list)) else (getattr, setattr)
         self._get, self._set = functools.partial(get, owner, name), functools.partial(put, owner, name)
         self.function = inner = self._get()
-        self.calls = 0
+        self.line, self.calls = line, 0
         if inspect.isgeneratorfunction(inner) or set(getattr(inner, "__dict__", {})) - {"__wrapped__"}:
             raise TypeError("a generator works when it is asked for more, and what has attributes is asked for them")
         self._set(inner)  # where that is refused nothing is clocked
-
-        @functools.wraps(inner)
-        def clocked(*arguments: Any, **named: Any) -> Any:
-            if not clock.is_on():
-                return inner(*arguments, **named)
-            self.calls += 1
-            at = line or _of_class(type(arguments[0]), inner)
-            return clock.timed(at, functools.partial(inner, *arguments, **named))
-
-        self.clocked = clocked
+        self.clocked = functools.wraps(inner)(lambda *arguments, **named: clock.call(self, arguments, named))
 
     def exchange(self, one: Any, other: Any) -> None:
         """Put the other in the place of the one, where the user's code has put nothing else there."""
@@ -173,11 +164,11 @@ def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
     """What is clocked: owner, name there, and line; None for a line is the class of the first argument."""
     for each in wrapped_datasets(dataset):
         kinds = [kind for kind in type(each).__mro__ if is_users(kind.__module__)]
-        entries = [entry for kind in kinds for name in ENTRIES if (entry := _function_in(kind, name)) is not None]
+        entries = [vars(kind)[name] for kind in kinds for name in ENTRIES if inspect.isfunction(vars(kind).get(name))]
         names = set[str]().union(*(_names_of(entry.__code__) for entry in entries)) - {*ENTRIES}
         spaces: list[tuple[Any, Any]] = [(kind, vars(kind)) for kind in kinds]
         for owner, held in [*spaces, *((entry.__globals__, entry.__globals__) for entry in entries)]:
-            functions = [(name, held[name]) for name in names if isinstance(held.get(name), types.FunctionType)]
+            functions = [(name, held[name]) for name in names if inspect.isfunction(held.get(name))]
             yield from ((owner, name, (name, _where(own))) for name, own in functions if is_users(own.__module__))
         for name, value in list(getattr(each, "__dict__", {}).items()):
             yield from _of_value(vars(each), name, value, MOST_DEPTH)
@@ -191,16 +182,17 @@ def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
 
 def _of_value(owner: Any, name: Any, value: Any, depth: int) -> Iterator[tuple[Any, Any, Line | None]]:
     """A function, an object that is called, or the members of a container of them."""
-    held = value if isinstance(value, (list, tuple, torch.nn.Sequential)) else getattr(value, "transforms", None)
+    called = _plain(value)
+    held = called if isinstance(called, (list, tuple, torch.nn.Sequential)) else getattr(called, "transforms", None)
     if isinstance(held, (list, tuple, torch.nn.Sequential, torch.nn.ModuleList)):
         if depth and all(map(callable, held)):
             for index, member in enumerate(held):
                 yield from _of_value(held, index, member, depth - 1)
-    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
-        yield owner, name, (_plain(value).__name__.strip("<>"), _where(value))
-    elif not isinstance(value, type):
-        entry = "forward" if isinstance(value, torch.nn.Module) else "__call__"
-        kind = next((kind for kind in type(value).__mro__ if _function_in(kind, entry) is not None), None)
+    elif isinstance(value, FUNCTIONS) and hasattr(called, "__name__"):
+        yield owner, name, (called.__name__.strip("<>"), _where(called))
+    elif not isinstance(called, type):
+        entry = "forward" if isinstance(called, torch.nn.Module) else "__call__"
+        kind = next((kind for kind in type(called).__mro__ if inspect.isfunction(vars(kind).get(entry))), None)
         if kind is not None:
             yield kind, entry, None
 
@@ -209,11 +201,6 @@ def _names_of(code: types.CodeType) -> set[str]:
     """The names that a function's code reads, inner functions included."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return set(code.co_names).union(*map(_names_of, inner))
-
-
-def _function_in(kind: type, name: str) -> types.FunctionType | None:
-    found = vars(kind).get(name)
-    return found if isinstance(found, types.FunctionType) else None
 
 
 def _plain(function: Any) -> Any:

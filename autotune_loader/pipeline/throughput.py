@@ -184,8 +184,7 @@ def _consumed(traces: Sequence[BatchTrace], workers: int, first: int) -> Interva
     ends, sizes = traces[first - 1 :: stride], [trace.samples for trace in traces[first::stride]]
     seconds = [after.step_end - before.step_end for before, after in pairwise(ends)]
     # With strides of whole rounds the bursts of W no longer show.
-    period = round_ if stride == 1 else 1
-    return _rate(correlated_mean_interval(seconds, period), fmean(sizes) * stride, count)
+    return _rate(correlated_mean_interval(seconds, round_ if stride == 1 else 1), fmean(sizes) * stride, count)
 
 
 def _made_at_best(traces: Sequence[BatchTrace], workers: int) -> Interval:

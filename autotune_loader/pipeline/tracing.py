@@ -81,12 +81,11 @@ class TracedCollate(ByValue):
     def __call__(self, samples: Any) -> tuple[Any, Fetch]:
         here = _here
         here.begin()
-        fetch_end, clock, count = time.monotonic(), here.clock, here.asked
+        fetch_end, clock = time.monotonic(), here.clock
         start, here.begun = here.begun or fetch_end, None
         if clock is not None:
             clock.collate(self._collate_fn)
-        if count is None and self._batched:
-            count = len(samples)
+        count = here.asked if here.asked is not None or not self._batched else len(samples)
         batch = here.in_place
         if batch is None:
             try:
@@ -115,8 +114,7 @@ class _Wrapped(ByValue):
 class TracedDataset(_Wrapped):
     """A map-style dataset that notes when a batch was begun, and which sample raises.
 
-    `__getitems__` is always there: torch then fetches a whole batch in one call, and the loop below is the one that torch
-    would have run itself, so the cost of tracing is two clock readings per batch.
+    Torch calls `__getitems__` for a whole batch, and the loop in it is torch's own: tracing costs two clock readings per batch.
     """
 
     def __getitem__(self, key: Any) -> Any:

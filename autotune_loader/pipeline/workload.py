@@ -47,8 +47,6 @@ class DataSide:
             **parts: the other fields, `batch_size` among them.
         """
         side = cls(dataset=dataset, **parts)
-        if side.batch_sampler is not None:
-            return replace(side, batch_size=None, sampler=None)
         if side.sampler is None and not side.is_iterable:
             return replace(side, sampler=RandomSampler(dataset, generator=side.generator))
         return side

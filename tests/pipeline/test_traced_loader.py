@@ -68,9 +68,8 @@ def test_batches_are_the_users_own_and_begin_again_at_their_end(workers):
     each = workers or 1  # every worker delivers all of a stream
     stream = [batch for batch, _ in take(DataLoader(Stream(range(6)), batch_size=4), 3 * each, workers)]
     assert listed(stream[::each]) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
-    pipe = IterableWrapper(range(8)).sharding_filter()  # but torch shards its own
-    own = DataLoader(pipe, batch_size=2, num_workers=workers)
-    assert listed(batch for batch, _ in take(own, 4, workers)) == listed(own)
+    pipe = DataLoader(IterableWrapper(range(8)).sharding_filter(), batch_size=2, num_workers=workers)
+    assert listed(batch for batch, _ in take(pipe, 4, workers)) == listed(pipe)  # torch shards its own
 
 
 def test_a_tuned_batch_size_wins_and_an_epoch_without_a_batch_ends():
