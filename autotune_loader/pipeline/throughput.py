@@ -43,9 +43,6 @@ MADE_SD = 0.05
 SLOWER_BY_CHANCE = 0.01
 """So seldom is a worker taken for slower than the others that is not."""
 
-_Stock = Literal["none", "spent", "left"]
-"""What lay ready when a window opened, and whether it was used up before."""
-
 
 def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> Measurement:
     """What a burst measured as far as its traces tell, its rate sustained however full the queues were at the opening.
@@ -134,7 +131,7 @@ def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, no
     return error is not None and error <= plan.relative_error
 
 
-def _sustained(traces: Sequence[BatchTrace], workers: int, first: int, stock: _Stock) -> Interval:
+def _sustained(traces: Sequence[BatchTrace], workers: int, first: int, stock: str) -> Interval:
     """The rate; while there is stock, that of workers which will hold the loop up once it is gone."""
     rate = _consumed(traces, workers, first)
     if not workers:
@@ -163,8 +160,8 @@ def _middle(consumed: Interval, made: Interval) -> Interval:
     return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=consumed.count)
 
 
-def _open(traces: Sequence[BatchTrace], workers: int) -> tuple[int, _Stock]:
-    """The first batch of the window: after every worker's first, and after the stock where enough follows."""
+def _open(traces: Sequence[BatchTrace], workers: int) -> tuple[int, Literal["none", "spent", "left"]]:
+    """The window's first batch, after every worker's first and the stock, if enough follows; and what became of the stock."""
     first = max(1, min(workers, len(traces) // 2))
     if workers == 0 or traces[first].collate_end > traces[first - 1].step_end:
         # The next to be delivered was not ready, so the loop had to wait: nothing flatters the rate.

@@ -174,12 +174,7 @@ def forget_open_batch() -> None:
 
 
 class TracedWorkerInit(ByValue):
-    """Runs in each new worker before the user's own worker_init_fn: a forked worker must not inherit an open record.
-
-    Args:
-        inner: the user's.
-        stages: whether it is clocked from then on what the worker is at.
-    """
+    """Runs in each new worker, the user's own function in it: a forked worker must not inherit an open record."""
 
     def __init__(self, inner: Callable[[int], None] | None, stages: bool = False) -> None:
         self._inner, self._stages = inner, stages

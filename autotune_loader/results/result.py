@@ -191,7 +191,7 @@ class TuningResult:
     def _on_device(self, loader: Any, device: Any) -> Any:
         from autotune_loader.pipeline.prefetch import prefetched_as_tuned
 
-        return prefetched_as_tuned(loader, self.best, device or "cuda") if self.best.device_prefetch else loader
+        return prefetched_as_tuned(loader, self.best, device or "cuda")
 
     def save(self, path: str | os.PathLike[str], *, private: bool = False) -> None:
         """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it.
