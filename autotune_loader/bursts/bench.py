@@ -24,10 +24,9 @@ from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingS
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, die_with_owner
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.batches import BatchShape, samples_in, tensors_in
-from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.reading import Reading, seed_everything
-from autotune_loader.pipeline.tracing import forget_open_batch
+from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide, Workload, wrapped_datasets
 from autotune_loader.values import Failure, FailurePhase, LoaderConfig
 

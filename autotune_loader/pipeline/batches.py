@@ -14,8 +14,6 @@ def fields_of(batch: Any) -> dict[Any, Any]:
     """What a batch object holds by name: a mapping's items, or the attributes of a dataclass, of PyG's `Data` and the like."""
     if isinstance(batch, Mapping):
         return dict(batch.items())
-    if isinstance(batch, tuple) and hasattr(batch, "_asdict"):
-        return dict(batch._asdict())
     if is_dataclass(batch):
         return {field.name: getattr(batch, field.name, None) for field in dataclasses.fields(batch)}
     if callable(getattr(batch, "to_dict", None)) and hasattr(batch, "to"):
@@ -55,17 +53,15 @@ def described(batch: Any) -> str:
     if isinstance(batch, torch.Tensor):
         return f"a tensor {list(batch.shape)}"
     if isinstance(batch, (tuple, list)):
-        inner = ", ".join(_in_a_word(each) for each in batch[:4]) + (", ..." if len(batch) > 4 else "")
-        return f"a {type(batch).__name__} of {len(batch)}: {inner}"
+        inner = [
+            f"tensor {[*each.shape]}" if isinstance(each, torch.Tensor) else type(each).__name__ for each in batch[:4]
+        ]
+        return f"a {type(batch).__name__} of {len(batch)}: {', '.join(inner)}{', ...' * (len(batch) > 4)}"
     fields = fields_of(batch)
     if not fields:
         return f"a batch of type {type(batch).__name__}"
     kind = f"a {type(batch).__name__} with " + ("keys" if isinstance(batch, Mapping) else "attributes")
     return f"{kind} {', '.join(map(str, list(fields)[:12]))}"
-
-
-def _in_a_word(value: Any) -> str:
-    return f"tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ pickle, which looks a class up in its module: so it is put there.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import sys
@@ -16,17 +17,17 @@ import cloudpickle
 import torch
 
 
-def dumps(parts: tuple[Any, ...]) -> bytes:
-    """(callable, *arguments) by value, for `loads` in a worker."""
-    data: bytes = cloudpickle.dumps(parts)
-    return data
+class ByValue:
+    """Is made anew in a worker, of its attributes: these are what its constructor takes, in that order."""
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return _made, (cloudpickle.dumps((type(self), *vars(self).values())),)
 
 
-def loads(data: bytes) -> Any:
-    """Call what `dumps` was given."""
-    made_by, *arguments = pickle.loads(data)
+def _made(data: bytes) -> Any:
+    kind, *arguments = pickle.loads(data)
     put_classes_into_modules()
-    return made_by(*arguments)
+    return kind(*arguments)
 
 
 def put_classes_into_modules() -> None:
@@ -34,31 +35,23 @@ def put_classes_into_modules() -> None:
     # There is no public list of them. Where this one is missing, classes of a script do not travel back from workers.
     made = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
     for each in list(made.values()):
-        name = getattr(each, "__module__", None)
-        if isinstance(each, type) and isinstance(name, str) and "<locals>" not in each.__qualname__:
-            _put(each, sys.modules.setdefault(name, types.ModuleType(name)))
-
-
-def _put(made: type, owner: Any) -> None:
-    *outer, last = made.__qualname__.split(".")
-    for name in outer:
-        if not hasattr(owner, name):
-            setattr(owner, name, types.SimpleNamespace())
-        owner = getattr(owner, name)
-    if not hasattr(owner, last):
-        setattr(owner, last, made)
+        module = getattr(each, "__module__", None)
+        if isinstance(each, type) and isinstance(module, str) and "<locals>" not in each.__qualname__:
+            owner: Any = sys.modules.setdefault(module, types.ModuleType(module))
+            *outer, last = each.__qualname__.split(".")
+            for name, value in [*((name, types.SimpleNamespace()) for name in outer), (last, each)]:
+                if not hasattr(owner, name):
+                    setattr(owner, name, value)
+                owner = getattr(owner, name)
 
 
 def why_not_pickled(batch: Any) -> str | None:
     """Why a worker could not send a batch, as plain pickle says it; None where it could. Tensors are not copied."""
+    holders = torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage  # of bytes, whatever class a tensor is of
+    pickler = pickle.Pickler(io.BytesIO())
+    pickler.dispatch_table = {**copyreg.dispatch_table, **dict.fromkeys(holders, lambda holder: (int, ()))}
     try:
-        _WithoutTensors(io.BytesIO()).dump(batch)
+        pickler.dump(batch)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-class _WithoutTensors(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        is_tensor = isinstance(value, (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage))
-        return (int, ()) if is_tensor else NotImplemented

@@ -9,14 +9,12 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from autotune_loader.pipeline.batches import fields_of, is_dataclass
 from autotune_loader.values import LoaderConfig, require_int
-
-_Loader = TypeVar("_Loader", bound=Iterable[Any])
 
 
 class DevicePrefetcher:
@@ -57,7 +55,7 @@ class DevicePrefetcher:
         return prefetched(self.loader, self._lane, self.depth)
 
 
-def prefetched_as_tuned(loader: _Loader, config: LoaderConfig, device: Any) -> _Loader | DevicePrefetcher:
+def prefetched_as_tuned(loader: Any, config: LoaderConfig, device: Any) -> Any:
     """The loader behind a `DevicePrefetcher` of the tuned depth; itself where none was tuned, or off CUDA."""
     if not config.device_prefetch or torch.device(device).type != "cuda":
         return loader
@@ -131,12 +129,10 @@ def move(batch: Any, device: Any) -> Any:
         changed = copy.copy(batch)  # keeps a default_factory and the like
         changed.update(items)
         return changed
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
         values = [move(value, device) for value in batch]
         try:
-            return type(batch)(values)
+            return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
         except TypeError:  # a subclass with a constructor of its own
             return tuple(values) if isinstance(batch, tuple) else values
     return batch

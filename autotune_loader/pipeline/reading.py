@@ -49,13 +49,12 @@ class Reading:
     def __init__(self, data: DataSide, seed: int = 0) -> None:
         self._data, self._seed, self._bursts = data, seed, 0
         self._has_own_order = data.is_iterable or data.has_own_order or not data.samples_per_epoch()
-        """Whether a sampler of the user's makes the order."""
         self._samples = data.samples_per_epoch() or 0
         self._block = BLOCK_BATCHES * (data.batch_size or 1)
         self._at = (seed % FRESH_STARTS) * (self._samples // self._block // FRESH_STARTS) * self._block
         self._pass, self._permutation = 0, np.empty(0, np.int64)
-        self._own: Iterator[Any] | None = None
-        self._own_size: int | None = None
+        self._own: dict[int | None, Iterator[Any]] = {}
+        """What the user's sampler gives, by samples of a batch."""
 
     @property
     def note(self) -> str | None:
@@ -80,9 +79,7 @@ class Reading:
         if not self._has_own_order:
             each = self._planned(size or 1)
             return each if size is not None else (indices[0] for indices in each)
-        if self._own is None or size != self._own_size:
-            self._own, self._own_size = self._of_sampler(size), size
-        return self._own
+        return self._own.setdefault(size, self._of_sampler(size))
 
     def _planned(self, size: int) -> Iterator[list[int]]:
         end = self._samples - (self._samples % size if self._data.drop_last else 0)
@@ -104,7 +101,10 @@ class Reading:
         batches: Iterable[Any] = data.batch_sampler if data.batch_sampler is not None else data.sampler
         if size is not None and data.batch_sampler is None:
             batches = BatchSampler(data.sampler, size, data.drop_last)
-        seed_everything(self._seed, *_generators_of(data))
+        seed_everything(self._seed)
+        for holder in (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)):
+            if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
+                generator.manual_seed(self._seed)
         try:
             is_empty = False
             while not is_empty:
@@ -113,7 +113,7 @@ class Reading:
                     yield from (drawn[at] for at in _spread(np.arange(len(drawn)), len(drawn), BLOCK_BATCHES))
                     is_empty = False
         except Exception:
-            self._own = None  # the next burst shall raise it, too
+            self._own.clear()  # the next burst shall raise it, too
             raise
 
 
@@ -136,17 +136,8 @@ def _spread(positions: Any, length: int, block: int) -> Any:
     return np.where(number < blocks, number * step % max(blocks, 1) * block + offset, positions)
 
 
-def seed_everything(seed: int, *generators: torch.Generator) -> None:
-    """Seed what datasets and samplers draw from: torch, Python, numpy, and these generators of their own."""
+def seed_everything(seed: int) -> None:
+    """Seed what datasets and samplers draw from: torch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - what they draw from is the global generator
-    for generator in generators:
-        generator.manual_seed(seed)
-
-
-def _generators_of(data: DataSide) -> list[torch.Generator]:
-    """The user's generators that decide on the order of indices."""
-    holders = (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None))
-    generators = (getattr(holder, "generator", None) for holder in holders)
-    return [generator for generator in generators if isinstance(generator, torch.Generator)]

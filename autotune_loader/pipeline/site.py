@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch.utils.data import RandomSampler
+
 from autotune_loader.lines import Line
 from autotune_loader.pipeline.workload import length_of
 
@@ -30,12 +32,16 @@ class Site(NamedTuple):
         """The site of a loader that was made at this line; None where no line is known."""
         dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
         size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
+        while (inner := getattr(batches, "batch_sampler", None)) is not None:  # as Accelerate shards them
+            batches = inner
+        sampler = getattr(batches, "sampler", None)
+        sampler = sampler if sampler is not None else getattr(loader, "sampler", None)  # an array has no truth
         return cls(
             line=line or NOWHERE,
             dataset=type(dataset).__name__,
             samples=length_of(dataset),
             batch_size=size if isinstance(size, int) else None,
-            is_shuffled=_is_shuffled(loader, batches),
+            is_shuffled=isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) is True,
         )
 
     @property
@@ -44,13 +50,3 @@ class Site(NamedTuple):
         length = "" if self.samples is None else f"[{self.samples}]"
         size = "" if self.batch_size is None else f", batches of {self.batch_size}"
         return f"{self.dataset}{length}{size}{', shuffled' if self.is_shuffled else ''}"
-
-
-def _is_shuffled(loader: Any, batches: Any) -> bool:
-    from torch.utils.data import RandomSampler
-
-    while (inner := getattr(batches, "batch_sampler", None)) is not None:  # as Accelerate shards them
-        batches = inner
-    samplers = getattr(batches, "sampler", None), getattr(loader, "sampler", None)  # an array has no truth
-    sampler = samplers[0] if samplers[0] is not None else samplers[1]
-    return isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) is True

@@ -3,8 +3,8 @@
     batch begins                                                        fetched        whole
     Photos.__getitem__ │ read │ __getitem__ │ decode │ Flip │ __getitem__ │   collate   │
 
-Time belongs to the innermost of them. They are clocked where they are called from, by name, in workers only, whose objects are
-copies: nothing of the training process is touched. Clocks are there for some batches only, so that they cost little of all.
+Time belongs to the innermost of them. They are clocked in workers only, whose objects are copies: nothing of the training
+process is touched. Clocks are there for some batches only, so that they cost little of all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ MOST_DEPTH = 4
 """Containers of transforms within each other."""
 ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
 """Methods by which a loader asks a dataset for samples."""
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 LIBRARY_STAGES = {
     "read": "PIL.Image:open numpy:load numpy:fromfile torch:load torchvision.io:read_file h5py:Dataset.__getitem__ "
     "pathlib:Path.read_bytes pathlib:Path.read_text",
@@ -64,12 +66,10 @@ class StageClock:
         self._readings = self._skip = self._batches = 0
         self._is_settled = False
         self._hooks: list[_Hook] = []
-        known = set[tuple[int, Any]]()
-        for owner, name, line in _places(dataset):
+        places = {(id(each[0]), each[1]): each for each in _places(dataset)}
+        for owner, name, line in places.values():
             with contextlib.suppress(Exception):  # what does not let itself be changed is part of its caller
-                if (id(owner), name) not in known:
-                    known.add((id(owner), name))
-                    self._hooks.append(_Hook(self, owner, name, line))
+                self._hooks.append(_Hook(self, owner, name, line))
 
     def fetch(self) -> None:
         """A batch begins."""
@@ -79,7 +79,8 @@ class StageClock:
             self._skip -= 1
             return
         for hook in self._hooks:
-            hook.put()
+            hook.calls = 0
+            hook.exchange(hook.function, hook.clocked)
         self._stack, self._seen, self._readings = [self._fetch], {}, READINGS_OF_REPORT
         self._wall, self._cpu = time.monotonic(), time.thread_time()
 
@@ -94,7 +95,9 @@ class StageClock:
         if not self._stack:
             return None
         self._turn()
-        self.end()
+        self._stack = []
+        for hook in self._hooks:
+            hook.exchange(hook.clocked, hook.function)
         kept = [hook for hook in self._hooks if hook.calls * CLOCKED_S <= TOO_OFTEN * wall_s]
         counts, self._is_settled = self._is_settled and len(kept) == len(self._hooks), True
         self._hooks = kept
@@ -108,24 +111,16 @@ class StageClock:
         queue_cpu_s = (self._queue_cpu_s - before) / batches
         return StageSamples(seen=seen, samples=samples, wall_s=wall_s, cpu_s=cpu_s, queue_cpu_s=queue_cpu_s)
 
-    def end(self) -> None:
-        """Put back what was there before."""
-        self._stack = []
-        for hook in self._hooks:
-            hook.take_away()
-
-    def is_on(self) -> bool:
-        """Whether this thread is making a batch that is clocked."""
-        return bool(self._stack) and threading.get_ident() == self._thread
-
-    def enter(self, line: Line) -> None:
-        """A stage begins within another."""
+    def call(self, hook: _Hook, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call the function that is hooked: a stage within another, where this thread makes a batch that is clocked."""
+        if not self._stack or threading.get_ident() != self._thread:
+            return hook.function(*arguments, **named)
+        hook.calls += 1
         self._turn()
-        self._stack.append(line)
-
-    def leave(self) -> None:
-        """It ends."""
-        if len(self._stack) > 1:
+        self._stack.append(hook.line or _of_class(type(arguments[0]), hook.function))
+        try:
+            return hook.function(*arguments, **named)
+        finally:
             self._turn()
             self._stack.pop()
 
@@ -149,40 +144,19 @@ class _Hook:
     """
 
     def __init__(self, clock: StageClock, owner: Any, name: Any, line: Line | None) -> None:
-        of_items = isinstance(owner, (dict, list))
-        self._get = functools.partial(owner.__getitem__ if of_items else functools.partial(getattr, owner), name)
-        self._set = functools.partial(owner.__setitem__ if of_items else functools.partial(setattr, owner), name)
-        self._function, self.calls = self._get(), 0
-        inner = self._function
+        get, put = (operator.getitem, operator.setitem) if isinstance(owner, (dict, list)) else (getattr, setattr)
+        self._get, self._set = functools.partial(get, owner, name), functools.partial(put, owner, name)
+        self.function = inner = self._get()
+        self.line, self.calls = line, 0
         if inspect.isgeneratorfunction(inner) or set(getattr(inner, "__dict__", {})) - {"__wrapped__"}:
             raise TypeError("a generator works when it is asked for more, and what has attributes is asked for them")
         self._set(inner)  # where that is refused nothing is clocked
+        self.clocked = functools.wraps(inner)(lambda *arguments, **named: clock.call(self, arguments, named))
 
-        @functools.wraps(inner)
-        def clocked(*arguments: Any, **named: Any) -> Any:
-            if not clock.is_on():
-                return inner(*arguments, **named)
-            self.calls += 1
-            clock.enter(line or _of_class(type(arguments[0]), inner))
-            try:
-                return inner(*arguments, **named)
-            finally:
-                clock.leave()
-
-        self._clocked = clocked
-
-    def put(self) -> None:
-        """Begin to clock."""
-        self.calls = 0
-        self._exchange(self._function, self._clocked)
-
-    def take_away(self) -> None:
-        """The function itself is there again."""
-        self._exchange(self._clocked, self._function)
-
-    def _exchange(self, one: Any, other: Any) -> None:
+    def exchange(self, one: Any, other: Any) -> None:
+        """Put the other in the place of the one, where the user's code has put nothing else there."""
         with contextlib.suppress(Exception):
-            if self._get() is one:  # the user's code may have put something else there
+            if self._get() is one:
                 self._set(other)
 
 
@@ -190,11 +164,11 @@ def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
     """What is clocked: owner, name there, and line; None for a line is the class of the first argument."""
     for each in wrapped_datasets(dataset):
         kinds = [kind for kind in type(each).__mro__ if is_users(kind.__module__)]
-        entries = [entry for kind in kinds for name in ENTRIES if (entry := _function_in(kind, name)) is not None]
-        names = {name for entry in entries for name in _names_of(entry.__code__)} - {*ENTRIES}
+        entries = [vars(kind)[name] for kind in kinds for name in ENTRIES if inspect.isfunction(vars(kind).get(name))]
+        names = set[str]().union(*(_names_of(entry.__code__) for entry in entries)) - {*ENTRIES}
         spaces: list[tuple[Any, Any]] = [(kind, vars(kind)) for kind in kinds]
         for owner, held in [*spaces, *((entry.__globals__, entry.__globals__) for entry in entries)]:
-            functions = [(name, held[name]) for name in names if isinstance(held.get(name), types.FunctionType)]
+            functions = [(name, held[name]) for name in names if inspect.isfunction(held.get(name))]
             yield from ((owner, name, (name, _where(own))) for name, own in functions if is_users(own.__module__))
         for name, value in list(getattr(each, "__dict__", {}).items()):
             yield from _of_value(vars(each), name, value, MOST_DEPTH)
@@ -208,32 +182,25 @@ def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
 
 def _of_value(owner: Any, name: Any, value: Any, depth: int) -> Iterator[tuple[Any, Any, Line | None]]:
     """A function, an object that is called, or the members of a container of them."""
-    held = value if isinstance(value, (list, tuple, torch.nn.Sequential)) else getattr(value, "transforms", None)
+    called = _plain(value)
+    held = called if isinstance(called, (list, tuple, torch.nn.Sequential)) else getattr(called, "transforms", None)
     if isinstance(held, (list, tuple, torch.nn.Sequential, torch.nn.ModuleList)):
         if depth and all(map(callable, held)):
             for index, member in enumerate(held):
-                yield from _of_value(held if isinstance(held, list) else None, index, member, depth - 1)
-    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType, functools.partial)):
-        if owner is not None:
-            yield owner, name, (_plain(value).__name__.strip("<>"), _where(value))
-    elif not isinstance(value, type):
-        entry = "forward" if isinstance(value, torch.nn.Module) else "__call__"
-        kind = next((kind for kind in type(value).__mro__ if _function_in(kind, entry) is not None), None)
+                yield from _of_value(held, index, member, depth - 1)
+    elif isinstance(value, FUNCTIONS) and hasattr(called, "__name__"):
+        yield owner, name, (called.__name__.strip("<>"), _where(called))
+    elif not isinstance(called, type):
+        entry = "forward" if isinstance(called, torch.nn.Module) else "__call__"
+        kind = next((kind for kind in type(called).__mro__ if inspect.isfunction(vars(kind).get(entry))), None)
         if kind is not None:
             yield kind, entry, None
 
 
-def _names_of(code: types.CodeType) -> list[str]:
+def _names_of(code: types.CodeType) -> set[str]:
     """The names that a function's code reads, inner functions included."""
-    return [
-        *code.co_names,
-        *(name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names_of(each)),
-    ]
-
-
-def _function_in(kind: type, name: str) -> types.FunctionType | None:
-    found = vars(kind).get(name)
-    return found if isinstance(found, types.FunctionType) else None
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*map(_names_of, inner))
 
 
 def _plain(function: Any) -> Any:
@@ -267,6 +234,5 @@ def _base(dataset: Any) -> Line:
 
 def _queue_cpu_s() -> float:
     """CPU seconds of the thread that writes batches to the queue."""
-    queue = next((each for each in threading.enumerate() if each.name == "QueueFeederThread"), None)
-    ident = None if queue is None or not queue.is_alive() else queue.ident
+    ident = next((each.ident for each in threading.enumerate() if each.name == "QueueFeederThread"), None)
     return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))

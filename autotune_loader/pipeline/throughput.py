@@ -4,14 +4,13 @@
     created ── start-up ── W batches delivered ──┤ consumed: step_end to step_end, every W-th end averaged
                            batches already made ─┘ at the opening: stock, which flatters what is consumed
 
-A burst is short and a queue is deep: what the loop consumes at first may have been made while nobody was looking (a
-pause of 1 s before the first batch lets a naive window read 50 times too fast). In the long run nobody consumes more
-than is made. So without stock at the opening the rate is what was consumed; with stock it is what was consumed after
-the first stall, which shows that the stock is gone; and while it lasts it is at most what the workers make without
-pausing. Nothing is assumed about how long queues are or how service times are distributed.
+A burst is short and a queue is deep: what the loop consumes at first may have been made while nobody was looking. In the long
+run nobody consumes more than is made. So without stock at the opening the rate is what was consumed; with stock it is what was
+consumed after the first stall, which shows that the stock is gone; and while it lasts it is at most what the workers make
+without pausing. Nothing is assumed about how long queues are or how service times are distributed.
 
-What a window cannot show: loader and step in balance with irregular service times need a while to fill the queues, and
-a window of a few rounds from empty ones then reads low (simulated: up to 11 % at a variation of 30 %, 2 % at 5 %).
+Where loader and step are in balance and service times irregular, a window of a few rounds from empty queues reads low
+(simulated: up to 11 % at a variation of 30 %, 2 % at 5 %).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from autotune_loader.values import (
     Z_95,
@@ -45,13 +44,6 @@ SLOWER_BY_CHANCE = 0.01
 """So seldom is a worker taken for slower than the others that is not."""
 
 
-class _Window(NamedTuple):
-    """The batches `first` to the last, timed from the step_end before; `stock` tells what lay ready then."""
-
-    first: int
-    stock: Literal["none", "spent", "left"]
-
-
 def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> Measurement:
     """What a burst measured as far as its traces tell, its rate sustained however full the queues were at the opening.
 
@@ -65,10 +57,10 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
     """
     if len(traces) < 2:
         raise ValueError(f"{len(traces)} batches do not make a window; a burst needs at least 2")
-    window = _open(traces, workers)
-    inside = traces[window.first :]
-    window_s = inside[-1].step_end - traces[window.first - 1].step_end
-    rate = _sustained(traces, workers, window)
+    first, stock = _open(traces, workers)
+    inside = traces[first:]
+    window_s = inside[-1].step_end - traces[first - 1].step_end
+    rate = _sustained(traces, workers, first, stock)
     step_s = fmean(trace.step_s for trace in inside)
     batch_size = fmean(trace.samples for trace in inside)
     return Measurement(
@@ -92,7 +84,7 @@ def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
 
     Batches that lie ready for longer and longer are ever more (Little's law): by the growth of that time over the window.
     """
-    inside = traces[_open(traces, workers).first :] if workers and len(traces) > 1 else ()
+    inside = traces[_open(traces, workers)[0] :] if workers and len(traces) > 1 else ()
     if not workers or len(inside) < 2 * workers:
         return 0.0
     first, last = inside[:workers], inside[-workers:]
@@ -107,12 +99,12 @@ def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | Non
     Cheap enough to ask every 50 ms of a running burst. It stays None while stock is being used up that the workers
     cannot replace as fast, because the true rate has then not been seen yet.
     """
-    window = _open(traces, workers)
-    count = len(traces) - window.first
+    first, stock = _open(traces, workers)
+    count = len(traces) - first
     if count < max(8, 4 * workers):  # too few batches, or rounds of workers that deliver in bursts, to judge by
         return None
-    consumed = _consumed(traces, workers, window.first)
-    if window.stock == "left" and _made_at_best(traces[-MAX_POINTS:], workers).value < consumed.value:
+    consumed = _consumed(traces, workers, first)
+    if stock == "left" and _made_at_best(traces[-MAX_POINTS:], workers).value < consumed.value:
         return None
     error = (consumed.high - consumed.low) / 2 / consumed.value
     return error if math.isfinite(error) else None
@@ -139,19 +131,19 @@ def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, workers: int, no
     return error is not None and error <= plan.relative_error
 
 
-def _sustained(traces: Sequence[BatchTrace], workers: int, window: _Window) -> Interval:
+def _sustained(traces: Sequence[BatchTrace], workers: int, first: int, stock: str) -> Interval:
     """The rate; while there is stock, that of workers which will hold the loop up once it is gone."""
-    rate = _consumed(traces, workers, window.first)
+    rate = _consumed(traces, workers, first)
     if not workers:
         return rate
     made = _made_at_best(traces, workers)
-    if window.stock == "left" and made.value < rate.value:
+    if stock == "left" and made.value < rate.value:
         return replace(made, count=rate.count)
-    inside = traces[window.first :]
+    inside = traces[first:]
     consumer_s = fmean(trace.receive_s + trace.step_s for trace in inside)
     if made.value * consumer_s > HOLDING_UP * fmean(trace.samples for trace in inside):
         return rate
-    if window.stock == "none":
+    if stock == "none":
         made = _made(traces, workers, fmean(_pauses_s(traces, since=inside[0].requested)))
     return _middle(rate, made)
 
@@ -168,19 +160,17 @@ def _middle(consumed: Interval, made: Interval) -> Interval:
     return Interval(value=value, low=value * math.exp(-half), high=value * math.exp(half), count=consumed.count)
 
 
-def _open(traces: Sequence[BatchTrace], workers: int) -> _Window:
-    """The window: after every worker's first batch, and after the stock where enough follows."""
+def _open(traces: Sequence[BatchTrace], workers: int) -> tuple[int, Literal["none", "spent", "left"]]:
+    """The window's first batch, after every worker's first and the stock, if enough follows; and what became of the stock."""
     first = max(1, min(workers, len(traces) // 2))
-    if workers == 0:
-        return _Window(first=first, stock="none")
-    if traces[first].collate_end > traces[first - 1].step_end:
+    if workers == 0 or traces[first].collate_end > traces[first - 1].step_end:
         # The next to be delivered was not ready, so the loop had to wait: nothing flatters the rate.
-        return _Window(first=first, stock="none")
+        return first, "none"
     enough = max(12, 3 * workers)  # what follows the stock must be more than edges
     for index in range(first + 1, len(traces) - enough):
         if traces[index].collate_end > traces[index].requested:
-            return _Window(first=index + 1, stock="spent")
-    return _Window(first=first, stock="left")
+            return index + 1, "spent"
+    return first, "left"
 
 
 def _consumed(traces: Sequence[BatchTrace], workers: int, first: int) -> Interval:
@@ -191,8 +181,7 @@ def _consumed(traces: Sequence[BatchTrace], workers: int, first: int) -> Interva
     ends, sizes = traces[first - 1 :: stride], [trace.samples for trace in traces[first::stride]]
     seconds = [after.step_end - before.step_end for before, after in pairwise(ends)]
     # With strides of whole rounds the bursts of W no longer show.
-    period = round_ if stride == 1 else 1
-    return _rate(correlated_mean_interval(seconds, period), fmean(sizes) * stride, count)
+    return _rate(correlated_mean_interval(seconds, round_ if stride == 1 else 1), fmean(sizes) * stride, count)
 
 
 def _made_at_best(traces: Sequence[BatchTrace], workers: int) -> Interval:

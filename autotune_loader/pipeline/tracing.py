@@ -1,7 +1,7 @@
 """A dataset and a collate function that note when they ran and what raised, so that every batch carries its own history.
 
 A batch leaves the worker as `(batch, fetch)`, where `fetch` is a plain tuple: it takes the same road as the batch itself
-(queue, pinning thread), needs no shared memory and no private torch API. Without workers the main process makes the same pair.
+(queue, pinning thread). Without workers the main process makes the same pair.
 
     fetch_start  first sample asked for          fetch_end  last sample there          collate_end  batch whole
 """
@@ -9,18 +9,21 @@ A batch leaves the worker as `(batch, fetch)`, where `fetch` is a plain tuple: i
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autotune_loader.pipeline.batches import samples_in
-from autotune_loader.pipeline.by_value import dumps, loads
+from autotune_loader.pipeline.build import build_loader
+from autotune_loader.pipeline.by_value import ByValue
+from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.stage_clock import StageClock
-from autotune_loader.values import MAIN_PROCESS, StageSamples
+from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.values import MAIN_PROCESS, LoaderConfig, StageSamples
 
 Fetch = tuple[int, float, float, float, float, int, StageSamples | None]
 """worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what clocks in the worker have seen"""
@@ -33,26 +36,27 @@ MOST_NAMED = 4
 """Samples of a batch that raises as a whole."""
 
 
-class _Thread(threading.local):
-    """What one thread knows of the batch that it is making."""
+class _Record:
+    """What this process knows of the batch that it is making."""
 
     def __init__(self) -> None:
+        self.worker = MAIN_PROCESS
+        self.clock: StageClock | None = None
+        # In the main process the training step's threads must not count; in a worker every thread works for the batch.
+        self.cpu_clock = time.thread_time
         self.begun: float | None = None
-        """Wall seconds at the begin."""
+        """Wall seconds at the begin; None between two batches."""
+        self.cpu_begun = 0.0
         self.asked: int | None = None
         """Samples that the batch was asked for, where it was asked for as a whole."""
         self.keys: Sequence[Any] = ()
         """Of its samples, where they have any."""
         self.in_place: Any = None
         """What takes the place of a batch whose samples raised."""
-        self.cpu_begun = 0.0
-        """CPU seconds at the begin."""
-        self.worker = MAIN_PROCESS
-        self.clock: StageClock | None = None
-        # In the main process the training step's threads must not count; in a worker every thread works for the batch.
-        self.cpu_clock: Callable[[], float] = time.thread_time
 
     def begin(self, keys: Sequence[Any] = (), asked: int | None = None) -> None:
+        if self.begun is not None:  # of a stream, and of what torch wraps, one sample after the other is asked for
+            return
         self.asked, self.keys, self.in_place = asked, keys, None
         if self.clock is not None:
             self.clock.fetch()
@@ -60,7 +64,7 @@ class _Thread(threading.local):
         self.begun = time.monotonic()
 
 
-_here = _Thread()
+_here = _Record()
 
 
 def reraise(error: BaseException, _name: str, _keys: Sequence[Any]) -> Any:
@@ -68,7 +72,7 @@ def reraise(error: BaseException, _name: str, _keys: Sequence[Any]) -> Any:
     raise error
 
 
-class TracedCollate:
+class TracedCollate(ByValue):
     """The user's collate function, which also closes the batch's record."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, on_error: OnError) -> None:
@@ -76,14 +80,12 @@ class TracedCollate:
 
     def __call__(self, samples: Any) -> tuple[Any, Fetch]:
         here = _here
-        if here.begun is None:
-            here.begin()
-        fetch_end, clock, count = time.monotonic(), here.clock, here.asked
+        here.begin()
+        fetch_end, clock = time.monotonic(), here.clock
         start, here.begun = here.begun or fetch_end, None
         if clock is not None:
             clock.collate(self._collate_fn)
-        if count is None and self._batched:
-            count = len(samples)
+        count = here.asked if here.asked is not None or not self._batched else len(samples)
         batch = here.in_place
         if batch is None:
             try:
@@ -96,46 +98,23 @@ class TracedCollate:
         report = None if clock is None else clock.batch(end - start, cpu_s, count)
         return batch, (here.worker, start, fetch_end, end, cpu_s, count, report)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return loads, (dumps((type(self), self._collate_fn, self._batched, self._on_error)),)
 
-
-class _Wrapped:
-    """To everything but the fetch a traced dataset is the user's own.
-
-    `worker_init_fn` reaches the dataset through `get_worker_info().dataset` and may read and set its attributes or check
-    its class; all of that goes through to the user's object.
-    """
+class _Wrapped(ByValue):
+    """A dataset that says it is of the user's class: torch shards and shuffles its own DataPipes."""
 
     def __init__(self, dataset: Any, on_error: OnError) -> None:
-        object.__setattr__(self, "_inner", dataset)
-        object.__setattr__(self, "_on_error", on_error)
-        # A failing look-up costs more than a clock reading, so it is not repeated for every batch.
-        object.__setattr__(self, "_fetch_many", getattr(dataset, "__getitems__", None))
+        self._inner, self._on_error = dataset, on_error
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         inner_class: type = self._inner.__class__
         return inner_class
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_inner"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._inner, name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return loads, (dumps((type(self), self._inner, self._on_error)),)
-
-    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
-        return self.__reduce__()
-
 
 class TracedDataset(_Wrapped):
     """A map-style dataset that notes when a batch was begun, and which sample raises.
 
-    `__getitems__` is always there: torch then fetches a whole batch in one call, and the loop below is the one that torch
-    would have run itself, so the cost of tracing is two clock readings per batch.
+    Torch calls `__getitems__` for a whole batch, and the loop in it is torch's own: tracing costs two clock readings per batch.
     """
 
     def __getitem__(self, key: Any) -> Any:
@@ -147,15 +126,12 @@ class TracedDataset(_Wrapped):
 
     def __getitems__(self, keys: list[Any]) -> Any:
         _here.begin(keys, len(keys))  # what comes back may be a whole batch, of any type
-        inner, fetch_many, key = self._inner, self._fetch_many, None
+        inner, fetch_many, key = self._inner, getattr(self._inner, "__getitems__", None), None
         try:
             return fetch_many(keys) if fetch_many else [inner[key := each] for each in keys]
         except RAISED as error:
             raising = keys if fetch_many else [key]
             _here.in_place = self._on_error(error, _name_of(raising), raising)
-
-    def __len__(self) -> int:
-        return len(self._inner)
 
 
 class EndlessIterable(_Wrapped, IterableDataset[Any]):
@@ -167,8 +143,7 @@ class EndlessIterable(_Wrapped, IterableDataset[Any]):
     def _noted(self, samples: Iterator[Any]) -> Iterator[Any]:
         here, delivered = _here, 0
         while True:
-            if here.begun is None:
-                here.begin()
+            here.begin()
             try:
                 sample = next(samples)
             except StopIteration:
@@ -195,17 +170,11 @@ def _name_of(keys: Sequence[Any], what: str = "") -> str:
 
 def forget_open_batch() -> None:
     """Drop the record of a batch that was begun and never finished (a burst that failed in the main process)."""
-    _here.begun = _here.asked = _here.in_place = None
-    _here.keys = ()
+    _here.begun = None
 
 
-class TracedWorkerInit:
-    """Runs in each new worker before the user's own worker_init_fn: a forked worker must not inherit an open record.
-
-    Args:
-        inner: the user's.
-        stages: whether it is clocked from then on what the worker is at.
-    """
+class TracedWorkerInit(ByValue):
+    """Runs in each new worker, the user's own function in it: a forked worker must not inherit an open record."""
 
     def __init__(self, inner: Callable[[int], None] | None, stages: bool = False) -> None:
         self._inner, self._stages = inner, stages
@@ -213,15 +182,42 @@ class TracedWorkerInit:
     def __call__(self, worker: int) -> None:
         forget_open_batch()
         _here.worker, _here.cpu_clock, _here.clock = worker, time.process_time, None
-        info = get_worker_info()
-        assert info is not None
-        dataset = object.__getattribute__(info.dataset, "_inner")
-        # No attribute of a wrapper stands before one of the user's; `info` refuses to be changed.
+        info: Any = get_worker_info()
+        dataset = getattr(info.dataset, "_inner", info.dataset)
+        # Nothing stands between the user's function and the user's dataset; `info` refuses to be changed.
         object.__setattr__(info, "dataset", dataset)
         if self._inner is not None:
             self._inner(worker)
         if self._stages:
             _here.clock = StageClock(dataset)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return loads, (dumps((type(self), self._inner, self._stages)),)
+
+def make_traced_loader(
+    data: DataSide, config: LoaderConfig, reading: Reading, *, stages: bool = False, on_error: OnError = reraise
+) -> DataLoader[Any]:
+    """A DataLoader of the user's parts that never ends and whose batches carry their history.
+
+    Args:
+        data: the user's parts; they are used, not copied.
+        config: what to tune.
+        reading: of the run; which samples are read is its business.
+        stages: whether workers are watched for where the time of a sample goes.
+        on_error: what becomes of an exception of the dataset or of the collate function.
+    """
+    seed = reading.begin(data.dataset)
+    seed_everything(seed)
+    batched, size = data.is_batched, config.batch_size or data.batch_size
+    parts: dict[str, Any] = {
+        "collate_fn": TracedCollate(data.collate, batched, on_error),
+        "worker_init_fn": TracedWorkerInit(data.worker_init_fn, stages),
+        # Torch draws a seed for the workers with it, on the default device.
+        "generator": data.generator or torch.Generator(torch.get_default_device()).manual_seed(seed),
+    }
+    if data.is_iterable:
+        dataset: Any = EndlessIterable(data.dataset, on_error)
+        parts |= {"batch_size": size, "drop_last": data.drop_last}
+    else:
+        dataset, order = TracedDataset(data.dataset, on_error), reading.batches(size)
+        parts |= {"batch_sampler": order} if batched else {"sampler": order, "batch_size": None}
+    loader: DataLoader[Any] = build_loader(dataset, config, **parts)
+    return loader

@@ -7,7 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, default_convert
 
 from autotune_loader.lines import is_library
 from autotune_loader.values import LoaderConfig
@@ -18,9 +21,6 @@ EPOCH_NAMES = ("set_epoch", "epoch", "current_epoch", "_epoch", "_current_epoch"
 WRAPPED_NAMES = ("base", "inner", "source", "wrapped")
 # A dataset of more parts than this is not looked through to the end.
 MOST_WRAPPED = 1000
-if TYPE_CHECKING:
-    import torch
-    from torch.utils.data import DataLoader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +47,14 @@ class DataSide:
             **parts: the other fields, `batch_size` among them.
         """
         side = cls(dataset=dataset, **parts)
-        if side.batch_sampler is not None:
-            return replace(side, batch_size=None, sampler=None)
         if side.sampler is None and not side.is_iterable:
-            from torch.utils.data import RandomSampler
-
             return replace(side, sampler=RandomSampler(dataset, generator=side.generator))
         return side
 
     @classmethod
     def from_loader(cls, loader: DataLoader[Any]) -> DataSide:
         """The data side of an existing loader, which is only read, never iterated."""
-        iterable = is_iterable_dataset(loader.dataset)
+        iterable = isinstance(loader.dataset, IterableDataset)
         own_batches = not iterable and loader.batch_size is None and loader.batch_sampler is not None
         return cls(
             dataset=loader.dataset,
@@ -79,8 +75,6 @@ class DataSide:
     @property
     def collate(self) -> Callable[[Any], Any]:
         """What makes a batch of samples, or of what the dataset gives as one: the user's, or torch's own."""
-        from torch.utils.data import default_collate, default_convert
-
         return self.collate_fn or (default_collate if self.is_batched else default_convert)
 
     @property
@@ -104,7 +98,7 @@ class DataSide:
 
     @property
     def is_iterable(self) -> bool:
-        return is_iterable_dataset(self.dataset)
+        return isinstance(self.dataset, IterableDataset)
 
     @property
     def has_epochs(self) -> bool:
@@ -114,11 +108,8 @@ class DataSide:
     @property
     def shards(self) -> int | None:
         """How many workers an IterableDataset can feed, where it says so (Hugging Face datasets do)."""
-        for name in ("num_shards", "n_shards"):
-            value = getattr(self.dataset, name, None)
-            if isinstance(value, int):
-                return value
-        return None
+        shards = getattr(self.dataset, "num_shards", getattr(self.dataset, "n_shards", None))
+        return shards if isinstance(shards, int) else None
 
     @property
     def description(self) -> str:
@@ -211,17 +202,13 @@ def wrapped_datasets(dataset: Any) -> Iterator[Any]:
             waiting += _directly_in(each)
 
 
-def _directly_in(dataset: Any) -> list[Any]:
-    from torch.utils.data import Dataset
-
-    found = []
+def _directly_in(dataset: Any) -> Iterator[Any]:
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         is_named = "dataset" in name or name.strip("_") in WRAPPED_NAMES
         many = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         for each in list(many)[:MOST_WRAPPED]:
             if isinstance(each, Dataset) or _has_any(each, ("set_epoch",)) or (is_named and hasattr(each, "__dict__")):
-                found.append(each)
-    return found
+                yield each
 
 
 def is_users(module: str | None) -> bool:
@@ -234,9 +221,3 @@ def _has_any(value: Any, names: tuple[str, ...]) -> bool:
     with contextlib.suppress(Exception):  # `__getattr__` of a wrapper may raise anything
         return any(hasattr(value, name) for name in names)
     return False
-
-
-def is_iterable_dataset(dataset: Any) -> bool:
-    from torch.utils.data import IterableDataset
-
-    return isinstance(dataset, IterableDataset)

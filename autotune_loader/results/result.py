@@ -172,11 +172,11 @@ class TuningResult:
 
     def _parts_for(self, dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """What the tuned loader had, as far as it belongs to this dataset and is not given."""
-        from autotune_loader.pipeline.workload import is_iterable_dataset
+        from torch.utils.data import IterableDataset
 
         parts = {name: value for name, value in self.parts.items() if name not in (*ORDER, "dataset")}
         own: dict[str, Any] = {name: self.parts[name] for name in ORDER if name in self.parts}
-        if is_iterable_dataset(dataset) or not given.keys().isdisjoint(ORDER):
+        if isinstance(dataset, IterableDataset) or not given.keys().isdisjoint(ORDER):
             return parts
         if self.shuffle is not None:
             return {**parts, "shuffle": self.shuffle}
@@ -191,7 +191,7 @@ class TuningResult:
     def _on_device(self, loader: Any, device: Any) -> Any:
         from autotune_loader.pipeline.prefetch import prefetched_as_tuned
 
-        return prefetched_as_tuned(loader, self.best, device or "cuda") if self.best.device_prefetch else loader
+        return prefetched_as_tuned(loader, self.best, device or "cuda")
 
     def save(self, path: str | os.PathLike[str], *, private: bool = False) -> None:
         """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it.

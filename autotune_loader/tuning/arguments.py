@@ -15,14 +15,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from multiprocessing import current_process
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
-from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload, is_iterable_dataset
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.values import LoaderConfig, require_int
-
-if TYPE_CHECKING:
-    import torch
-    from torch.utils.data import DataLoader
 
 ASSUMED_BATCH_SIZE = 32
 """What a bare dataset is measured with when no batch size is given; said aloud, because nobody trains with torch's 1."""
@@ -72,8 +71,6 @@ def in_a_loader(name: str) -> str:
 
 
 def _loader_arguments() -> Mapping[str, inspect.Parameter]:
-    from torch.utils.data import DataLoader
-
     return inspect.signature(DataLoader).parameters
 
 
@@ -215,8 +212,6 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def _device_name(device: str | torch.device, model: Any) -> str:
-    import torch
-
     if device == "auto":
         return _auto_device(model)
     try:
@@ -231,8 +226,6 @@ def _device_name(device: str | torch.device, model: Any) -> str:
 
 def _auto_device(model: Any) -> str:
     """Where the model is already, or where this process puts things by default; else CUDA where there is one."""
-    import torch
-
     used = [parameter.device for parameter in model.parameters()] if _kind(model) == "module" else []
     for device in (*used, torch.get_default_device()):
         if device.type not in ("cpu", "meta"):
@@ -243,8 +236,6 @@ def _auto_device(model: Any) -> str:
 
 def _current_cuda() -> str:
     """The device that this process has set, which another process would not have; "cuda" where it has set none."""
-    import torch
-
     if torch.cuda.is_initialized():
         chosen = torch.cuda.current_device()
     else:  # as launchers mean it
@@ -259,8 +250,6 @@ def _without_ranks(model: Any) -> Any:
         return model
     if inner is model:
         return model.module
-    import torch
-
     return torch.compile(inner.module)
 
 
@@ -278,7 +267,7 @@ def _data_of_loader(loader: Any) -> DataSide:
 def _check_dataset(dataset: Any) -> None:
     """As torch has it: a map-style dataset has samples and a length."""
     _check_again("data", dataset)
-    if is_iterable_dataset(dataset):
+    if isinstance(dataset, IterableDataset):
         return
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise _neither(dataset)
@@ -287,7 +276,7 @@ def _check_dataset(dataset: Any) -> None:
 
 def _check_again(name: str, value: Any) -> None:
     """Refuse what can be read only once. An IterableDataset that is its own iterator may start over; the probe tries it."""
-    if isinstance(value, Iterator) and not is_iterable_dataset(value):
+    if isinstance(value, Iterator) and not isinstance(value, IterableDataset):
         anew = "an IterableDataset whose __iter__ makes a new iterator" if name == "data" else "a list of it"
         refuse(True, f"{name}={value!r} can be read only once, and tuning would use it up", anew)
 
@@ -311,12 +300,10 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
     Raises:
         TypeError: it is neither, and holds no DataLoader or several; the message names a call that would work.
     """
-    from torch.utils.data import DataLoader
-
     for ability, answer in ANSWERS.items():
         if hasattr(type(given), ability) or ability in getattr(given, "__dict__", {}):
             raise _neither(given, answer)
-    is_group, is_stream = isinstance(given, (list, tuple, Mapping)), is_iterable_dataset(given)
+    is_group, is_stream = isinstance(given, (list, tuple, Mapping)), isinstance(given, IterableDataset)
     if isinstance(given, DataLoader) or (hasattr(given, "__getitem__") and not is_group and not is_stream):
         return given, []
     name, parts = type(given).__name__, _parts_of_type(given, DataLoader, depth=1 if is_group else SEARCH_DEPTH)
@@ -385,9 +372,6 @@ def _shown(value: Any) -> str:
 
 def _kind(value: Any) -> Literal["module", "loader", "dataset", ""]:
     """Which of torch's a value is."""
-    import torch
-    from torch.utils.data import DataLoader, Dataset
-
     if isinstance(value, torch.nn.Module):
         return "module"
     return "loader" if isinstance(value, DataLoader) else "dataset" if isinstance(value, Dataset) else ""

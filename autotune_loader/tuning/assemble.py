@@ -258,7 +258,7 @@ def shuffles(workload: Workload) -> bool | None:
     data = workload.data
     if data.is_iterable or data.has_own_order:
         return None
-    return workload.own_config is not None and type(data.sampler).__name__ == "RandomSampler"
+    return workload.own_config is not None and data.is_shuffled
 
 
 def saved(result: TuningResult, output: str | None) -> TuningResult:

@@ -16,9 +16,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.reading import BLOCK_BATCHES, Reading
-from autotune_loader.pipeline.tracing import forget_open_batch
+from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values import LoaderConfig
 

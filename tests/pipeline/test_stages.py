@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from autotune_loader.pipeline import stage_clock
-from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.reading import Reading
-from autotune_loader.pipeline.stage_clock import StageClock
+from autotune_loader.pipeline.tracing import make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.tuning.assemble import stage_times
 from autotune_loader.values import HAND_OVER, OTHER_THREADS, LoaderConfig, Seen, StageSamples, pooled
@@ -53,7 +52,7 @@ def collate(samples):
 
 def clocked(dataset, fetch=lambda dataset: next(iter(dataset)) if isinstance(dataset, Stream) else dataset[5]):
     """Where and seconds of each stage of a batch of 10 s and more that a worker would make, after a first one."""
-    clock = StageClock(dataset)
+    clock = stage_clock.StageClock(dataset)
     clock.fetch()
     assert clock.batch(10.0, 5.0, 1) is None
     clock.fetch()
@@ -126,7 +125,7 @@ OWN = {"Of.__getitem__": 2, "collate": 1}
         (Of(Compose(Compose(Flip(), Flip()), Compose(crop))), OWN | {"Flip": 6, "crop": 5}),
         (Of(Compose(lambda sample: crop(sample))), OWN | {"lambda": 5}),
         (Of(Compose(nn.Sequential(nn.Identity()), Flip())), OWN | {"Identity": 0, "Flip": 3}),
-        (Of(functools.partial(crop, by=3)), OWN | {"crop": 5}),
+        (Of(Compose(functools.partial(crop, by=3), functools.partial(Flip()))), OWN | {"crop": 5, "Flip": 3}),
         (Subset(ConcatDataset([Of(crop), Of(crop)]), range(16)), OWN | {"crop": 5}),
         # what libraries read and decode has its own name, and the user's line
         (Of(lambda index: json.loads("1")), OWN | {"lambda": 0, "decode": 8}),
@@ -166,7 +165,7 @@ def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_an
     for limit, share in (("MOST_COST", 0.005), ("TOO_OFTEN", 0.1)):
         monkeypatch.setattr(stage_clock, limit, share)
     transform = Compose(lambda sample: None, Flip())
-    clock = StageClock(Of(transform))
+    clock = stage_clock.StageClock(Of(transform))
     hooked = []
     for calls in ([0] * 1000, [1] * 5, []):
         clock.fetch()

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from autotune_loader.pipeline.batches import BatchShape
-from autotune_loader.pipeline.build import make_traced_loader
 from autotune_loader.pipeline.reading import Reading
-from autotune_loader.pipeline.tracing import forget_open_batch
+from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values import LoaderConfig
 from tests.support.schedules import Numbers
@@ -68,6 +68,8 @@ def test_batches_are_the_users_own_and_begin_again_at_their_end(workers):
     each = workers or 1  # every worker delivers all of a stream
     stream = [batch for batch, _ in take(DataLoader(Stream(range(6)), batch_size=4), 3 * each, workers)]
     assert listed(stream[::each]) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
+    pipe = DataLoader(IterableWrapper(range(8)).sharding_filter(), batch_size=2, num_workers=workers)
+    assert listed(batch for batch, _ in take(pipe, 4, workers)) == listed(pipe)  # torch shards its own
 
 
 def test_a_tuned_batch_size_wins_and_an_epoch_without_a_batch_ends():
