@@ -29,7 +29,7 @@ PUBLIC = {
 UNPICKLING = {
     "bursts/packing.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
-    "autoloader/transport.py": {"loads"},  # between the loop and workers that it has forked
+    "machine/messages.py": {"loads"},  # between the loop and workers that it has forked
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -12,6 +11,8 @@ from torch.utils.data import DataLoader
 from autotune_loader.pipeline.build import batching_of
 from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig
 
+OWN = ("config", "tune", "on_change", "max_workers", "workers")
+"""What AutoLoader takes beyond the arguments of DataLoader."""
 KNOWN = ("torchdata", "accelerate")
 """Libraries whose loaders make iterators of their own that add nothing to a batch but where it lies."""
 CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
@@ -35,7 +36,6 @@ def asked_for(
     config: LoaderConfig | None = None,
     *,
     workers: bool | None = None,
-    own: Collection[str] = (),
 ) -> Asked:
     """What DataLoader is to be made with.
 
@@ -45,51 +45,36 @@ def asked_for(
         arguments: by name.
         config: in place of what they say of workers.
         workers: whether workers may be used; None: unless 0 of them were asked for.
-        own: names of what AutoLoader takes beyond them; told to who mistypes one.
 
     Raises:
         TypeError: DataLoader has no such argument.
     """
-    known = [*inspect.signature(DataLoader).parameters]
-    for name in arguments.keys() - known:
-        near = difflib.get_close_matches(name, [*known, *own], n=1) or known
-        raise TypeError(
-            f"{name}={arguments[name]!r} is an argument of neither AutoLoader nor DataLoader; {' or '.join(near)} would work"
-        )
-    given = inspect.signature(DataLoader).bind(dataset, *args, **arguments).arguments
+    signature = inspect.signature(DataLoader)
+    for name in arguments.keys() - signature.parameters.keys():
+        near = difflib.get_close_matches(name, [*signature.parameters, *OWN], n=1) or signature.parameters
+        wrong = f"{name}={arguments[name]!r} is an argument of neither AutoLoader nor DataLoader"
+        raise TypeError(f"{wrong}; {' or '.join(near)} would work")
+    given = signature.bind(dataset, *args, **arguments).arguments
     if isinstance(dataset, DataLoader):
-        _refuse_own_iterators(type(dataset))
-        given = {
-            **batching_of(dataset, LoaderConfig()),
-            **_parts_of(dataset, given),
-            **given,
-            "dataset": dataset.dataset,
-        }
+        given = {**_arguments_of(dataset, given), **given, "dataset": dataset.dataset}
     if config is not None:
         of_workers = {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
         given = {name: value for name, value in given.items() if name not in CONFIGURED} | of_workers
+    if given.get("num_workers"):
+        return Asked(given, True, {})
     may = "num_workers" not in given if workers is None else workers
-    how = {}
-    if not given.get("num_workers"):
-        if may:
-            how = {name: given.pop(name) for name in OF_WORKERS if given.get(name)}
-    else:
-        may = True
-    return Asked(given, may, how)
+    return Asked(given, may, {name: given.pop(name) for name in OF_WORKERS if may and given.get(name)})
 
 
-def _refuse_own_iterators(kind: type[Any]) -> None:
+def _arguments_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those that a loader was made with; of workers nothing where torch refuses or ignores it, as there are none."""
+    kind, name = type(loader), type(loader).__name__
     if kind.__iter__ is not DataLoader.__iter__ and kind.__module__.partition(".")[0] not in KNOWN:
-        name = kind.__name__
         raise TypeError(
             f"{name} makes iterators of its own, which AutoLoader({name}(...)) would leave out; "
             f"AutoLoader as the base class of {name}, in place of DataLoader, would work"
         )
-
-
-def _parts_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What is neither data nor batching; of workers nothing where torch refuses or ignores it, as there are none."""
     names: tuple[str, ...] = ("num_workers", "pin_memory", "collate_fn", "timeout", "worker_init_fn", "generator")
     if given.get("num_workers", loader.num_workers) and loader.num_workers:
         names += tuple(WITHOUT_WORKERS)
-    return {name: getattr(loader, name) for name in names}
+    return batching_of(loader, LoaderConfig()) | {name: getattr(loader, name) for name in names}

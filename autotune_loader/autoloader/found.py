@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
-from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner, measured
 from autotune_loader.diagnosis import Finding, Kept, judged
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.pipeline.site import Site
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values import Interval, LoaderConfig, Measurement, Trial, averaged
+from autotune_loader.values import Trial, averaged
 
 
 @dataclass(eq=False, kw_only=True)
@@ -22,20 +23,11 @@ class Found:
     lost: int = 0
     """Workers that were lost and replaced."""
 
-    @property
-    def config(self) -> LoaderConfig:
-        """The configuration that is wanted now."""
-        return self.tuner.wanted
-
-    @property
-    def best(self) -> LoaderConfig:
-        """The best configuration that is known."""
-        return self.tuner.best
-
-    @property
-    def gain(self) -> Interval | None:
-        """How many times as fast as what was asked for, where pairs have shown that."""
-        return self.tuner.gain
+    config = property(attrgetter("tuner.wanted"), doc="The configuration that is wanted now.")
+    best = property(attrgetter("tuner.best"), doc="The best configuration that is known.")
+    gain = property(
+        attrgetter("tuner.gain"), doc="How many times as fast as what was asked for, where pairs show that."
+    )
 
     @property
     def kept(self) -> Finding | None:
@@ -43,25 +35,26 @@ class Found:
         tuner = self.tuner
         if tuner.refused is not None or tuner.best != tuner.asked:
             return tuner.refused
-        if len({config for config, _ in tuner.measured}) > 1:
+        if len(tuner.measured) > 1:
             return Kept.NOT_FASTER()
-        if tuner.waiting is None or tuner.waiting >= WAITING:
+        seen = tuner.measured.get(tuner.asked)
+        if seen is None or seen[-1].wait_share >= WAITING:
             return Kept.TOO_SHORT()
-        return Kept.NOT_WAITING(wait=tuner.waiting)
+        return Kept.NOT_WAITING(wait=seen[-1].wait_share)
 
     @property
     def result(self) -> TuningResult:
         """As `tune()` returns it: what was measured of a configuration, all in all, is its trial."""
         tuner, trials = self.tuner, self._trials()
-        own = next((trial.measurement for trial in trials if trial.config == self.best), None)
+        own = next((trial.measurement for trial in trials if trial.config == tuner.best), None)
         found = TuningResult(
-            best=self.best,
-            status="complete" if tuner.is_settled else "partial",
+            best=tuner.best,
+            status="complete" if tuner.best in tuner.measured and tuner.wanted == tuner.best else "partial",
             found_by="autoloader",
             baseline=tuner.asked,
             batch_size=self.site.batch_size,
             rate=None if own is None else own.samples_per_s,
-            speedup=self.gain,
+            speedup=tuner.gain,
             wait_share=None if own is None else own.wait_share,
             warnings=() if self.kept is None else (self.kept,),
             trials=trials,
@@ -71,12 +64,10 @@ class Found:
         return judged(found, has_batched_fetch=self.has_batched_fetch)
 
     def _trials(self) -> tuple[Trial, ...]:
-        known, by_config = self.tuner.measured, dict[LoaderConfig, list[Measurement]]()
+        known = self.tuner.measured
         if not known and len(self.log.rows) >= GATE_BATCHES and (seen := measured(self.log.rows)) is not None:
-            known = [(self.tuner.asked, seen)]
-        for config, seen in known:
-            by_config.setdefault(config, []).append(seen)
+            known = {self.tuner.asked: [seen]}
         return tuple(
             Trial(number=number, config=config, measurement=averaged(all_), seconds=sum(each.window_s for each in all_))
-            for number, (config, all_) in enumerate(by_config.items())
+            for number, (config, all_) in enumerate(known.items())
         )

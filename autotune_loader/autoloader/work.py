@@ -1,6 +1,6 @@
 """What runs in a worker: made harmless first, then it fetches what it is told to, one message for each batch.
 
-socket ── job ─► seeds ── fetch ── collate ─► (round, number, batch, times, what has changed) ── socket
+socket ── job ─► seeds ── fetch ── collate ─► (turn, number, batch, times, what has changed) ── socket
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import random
 import signal
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +20,11 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from autotune_loader.autoloader import transport
-from autotune_loader.autoloader.parts import Parts
+from autotune_loader.autoloader.parts import Noted, Parts
 from autotune_loader.autoloader.seeds import Seeds, mixed
+from autotune_loader.machine import messages
 from autotune_loader.machine.elsewhere import cut_channels, die_with_owner, own_files
 
-Job = tuple[int, int, int, int, Any]
-"""round, number of the batch, seed of the epoch, what `torch.initial_seed()` tells, indices"""
 Times = tuple[float, float, float, float]
 """fetch_start, fetch_end, collate_end, cpu_s; collating is a part of fetching here"""
 IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -72,10 +69,10 @@ def work(end: socket.socket, sent: Sent, worker: int, count: int, seed: int) -> 
         count: `get_worker_info().num_workers`.
         seed: of its random numbers until the first batch, without its number.
     """
-    parts, failure = Parts(sent.named), None
+    parts, noted, failure = Parts(sent.named), None, None
     _become_harmless(end, parts.channels)
     torch.set_num_threads(1)
-    transport.collate_without_sharing()
+    messages.collate_without_sharing()
     random.seed(seed + worker)
     torch.manual_seed(seed + worker)
     np.random.seed(torch_worker._generate_state(seed, worker))
@@ -87,26 +84,30 @@ def work(end: socket.socket, sent: Sent, worker: int, count: int, seed: int) -> 
     except Exception:
         failure = _failure(worker)
     torch.multiprocessing.set_sharing_strategy("file_descriptor")
-    fetch, seeds, noted = sent.fetcher(time.process_time), Seeds(parts.generators), parts.noted()
-    for turn, number, epoch_seed, initial_seed, indices in _jobs(end):
-        batch, times = failure, (0.0, 0.0, 0.0, 0.0)
-        try:
-            if failure is None:
-                seeds.begin(mixed(epoch_seed, number), initial_seed)
-                batch, times = fetch(indices)
-        except Exception:
-            batch = _failure(worker)
-        changed = noted.changed()
-        if changed is not None:
-            parts = Parts(sent.named)
-            noted, seeds = parts.noted(), Seeds(parts.generators)
-        try:
-            transport.send(end, (turn, number, batch, times, changed))
-        except ConnectionError:  # the loop has hung up
-            return
-        except Exception:  # it cannot be pickled, or there is no room
-            transport.send(end, (turn, number, _failure(worker), times, changed))
-        del batch
+    fetch, seeds = sent.fetcher(time.process_time), Seeds(parts.generators)
+    try:
+        while True:
+            turn, number, epoch_seed, initial_seed, indices = messages.receive(end)
+            batch, times = failure, (0.0, 0.0, 0.0, 0.0)
+            try:
+                if failure is None:
+                    seeds.begin(mixed(epoch_seed, number), initial_seed)
+                    batch, times = fetch(indices)
+            except Exception:
+                batch = _failure(worker)
+            changed = None if noted is None else noted.changed()
+            if noted is None or changed is not None:  # the first fetch may make something ready
+                parts = Parts(sent.named)
+                noted, seeds = Noted(parts), Seeds(parts.generators)
+            try:
+                messages.send(end, (turn, number, batch, times, changed))
+            except ConnectionError:
+                raise
+            except Exception:  # it cannot be pickled, or there is no room
+                messages.send(end, (turn, number, _failure(worker), times, changed))
+            del batch
+    except (EOFError, ConnectionError):  # the loop has hung up
+        pass
 
 
 def _failure(worker: int) -> ExceptionWrapper:
@@ -122,20 +123,3 @@ def _become_harmless(end: socket.socket, channels: list[int]) -> None:
     for each in signal.valid_signals():
         if callable(signal.getsignal(each)):
             signal.signal(each, signal.SIG_IGN if each in IGNORED else signal.SIG_DFL)
-
-
-def _jobs(end: socket.socket) -> Iterator[Job]:
-    """What the loop asks for, until it is gone; a round without a number takes back what was asked for before."""
-    waiting: deque[Job] = deque()
-    while True:
-        try:
-            job = transport.receive(end, socket.MSG_DONTWAIT if waiting else 0)
-        except BlockingIOError:
-            yield waiting.popleft()
-            continue
-        except (EOFError, ConnectionError):
-            return
-        if job[1] is None:
-            waiting.clear()
-        else:
-            waiting.append(job)

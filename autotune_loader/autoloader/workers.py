@@ -17,18 +17,20 @@ import socket
 import time
 import warnings
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from autotune_loader.autoloader import transport
 from autotune_loader.autoloader.order import Order
-from autotune_loader.autoloader.parts import Prepared
-from autotune_loader.autoloader.work import Sent, Times, work
+from autotune_loader.autoloader.parts import Change, Noted, undone
+from autotune_loader.autoloader.work import Sent, work
 from autotune_loader.diagnosis import Finding, Kept
+from autotune_loader.machine import messages
+from autotune_loader.pipeline.loop_log import Fetch
 
 END_S = 1.0
 """Workers that have not ended by themselves after this are killed."""
@@ -39,25 +41,15 @@ logger = logging.getLogger("autotune_loader.autoloader")
 
 
 class GivenUpError(RuntimeError):
-    """A worker did not deliver in time."""
+    """Workers cannot go on."""
 
     def __init__(self, message: str, why: Finding) -> None:
         super().__init__(message)
         self.why = why
 
 
-class LostError(GivenUpError):
-    """Workers were lost again and again."""
-
-
-class Made(NamedTuple):
-    """A batch of a worker's, or the exception (`ExceptionWrapper`) that it had instead."""
-
-    batch: Any
-    times: Times
-    worker: int
-    changed: str | None
-    """What fetching has changed in the worker."""
+Made = tuple[Any, Fetch]
+"""A batch of a worker's, or the exception (`ExceptionWrapper`) that it had instead, and the history of its making"""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,9 +61,6 @@ class Worker:
     """Numbers of the batches that it is to deliver, in this order."""
     turn: int = 0
     """Round of its jobs: what it delivers of an earlier one was taken back."""
-    fetched: int = 0
-    is_like_new: bool = True
-    """Whether nothing has changed in it since its first fetch, which may make something ready."""
 
 
 class Workers:
@@ -81,31 +70,31 @@ class Workers:
         sent: what they fetch with.
         context: of `multiprocessing`, or the name of a start method.
         asked: `num_workers` of the loader; what `get_worker_info()` tells, if it has no more.
-        prepared: what the loop's own fetches have made ready, which they begin without.
+        began_with: the user's parts as they are now.
+        ready: what the loop's own fetches have made ready, which they begin without.
         pins: whether batches are pinned.
 
     Attributes:
         active: workers that are given work.
+        patience_s: a worker that takes longer for a batch is given up; 0 waits for ever.
         lost: workers that were lost.
         start_s: what starting one took.
+        changed: what fetching has changed in a worker since its first batch.
     """
 
-    def __init__(self, sent: Sent, context: Any, *, asked: int, prepared: Prepared, pins: bool) -> None:
-        self.sent, self._asked, self._prepared = sent, asked, prepared
+    def __init__(
+        self, sent: Sent, context: Any, *, asked: int, began_with: Noted, ready: Sequence[Change], pins: bool
+    ) -> None:
+        self.sent, self.began_with, self._asked, self._ready_made = sent, began_with, asked, ready
         self._context: Any = get_context(context) if context is None or isinstance(context, str) else context
         self._all: list[Worker] = []
         self._ready: dict[int, Made | Future[Made]] = {}
         self._pinner = ThreadPoolExecutor(1, "pin-memory") if pins else None
         self._order: Order | None = None
-        self._initial_seed = self._losses = 0
-        self._patience_s = 0.0
-        self._prefetch = 2
-        self.active = self.lost = 0
-        self.start_s: float | None = None
+        self._initial_seed = self._losses = self._prefetch = self.active = self.lost = 0
+        self.patience_s = self.start_s = 0.0
+        self.changed: str | None = None
         _living.add(self)
-
-    def __len__(self) -> int:
-        return len(self._all)
 
     def __del__(self) -> None:
         try:  # noqa: SIM105 - modules may be gone: the interpreter ends
@@ -117,27 +106,10 @@ class Workers:
     def processes(self) -> list[Any]:
         return [worker.process for worker in self._all]
 
-    @property
-    def are_like_new(self) -> bool:
-        """Whether they cannot be told from others that are started now."""
-        return all(worker.is_like_new and worker.process.is_alive() for worker in self._all)
-
-    def makes(self, number: int) -> bool:
-        """Whether the batch of this number is theirs to deliver."""
-        if not self._ready and not any(worker.has for worker in self._all):
-            self._give_all()
-        return number in self._ready or any(number in each.has for each in self._all)
-
-    def begin(self, order: Order, initial_seed: int) -> None:
-        """From now on they make the batches of this epoch; `initial_seed` is what `torch.initial_seed()` tells there."""
-        self.rest()
-        self._order, self._initial_seed = order, initial_seed
-
-    def rest(self) -> None:
-        """Nothing of what they have is wanted any more; it is put back."""
-        ready, self._ready = list(self._ready), {}
-        self._take_back(self._all, ready)
-        self._order = None
+    def begin(self, order: Order | None, initial_seed: int = 0) -> None:
+        """From now on they make the batches of this epoch, or of none; `torch.initial_seed()` tells this there."""
+        self._take_back(self._all, list(self._ready))
+        self._ready, self._order, self._initial_seed = {}, order, initial_seed
 
     def resize(self, count: int, prefetch: int) -> None:
         """So many are given work from now on; others are parked, and deliver what they have."""
@@ -147,22 +119,15 @@ class Workers:
         if started := len(self._all) - before:
             self.start_s = (time.monotonic() - begun) / started
         self.active, self._prefetch = count, prefetch
-        self._give_all()
-
-    def wait_at_most(self, seconds: float) -> None:
-        """A worker that takes longer for a batch is given up; 0 waits for ever."""
-        if seconds != self._patience_s:
-            self._patience_s = seconds
-            for worker in self._all:
-                transport.within(worker.end, seconds)
+        self._give()
 
     def _started(self, number: int) -> Worker:
-        ours, theirs = transport.pair()
-        seed, context = 0 if self._order is None else self._order.seed, self._context
+        ours, theirs = messages.pair()
+        seed = 0 if self._order is None else self._order.seed
         arguments = theirs, self.sent, number, max(self._asked, number + 1), seed
-        process = context.Process(target=work, args=arguments, name=f"AutoLoader-{number}", daemon=True)
+        process = self._context.Process(target=work, args=arguments, name=f"AutoLoader-{number}", daemon=True)
         try:
-            with self._prepared.undone(), warnings.catch_warnings():
+            with undone(self._ready_made), warnings.catch_warnings():
                 # Of threads, as torch's forks.
                 warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
                 process.start()
@@ -171,94 +136,94 @@ class Workers:
             raise
         finally:
             theirs.close()
-        transport.within(ours, self._patience_s)
         return Worker(process, ours, number)
 
-    def _give_all(self) -> None:
+    def _give(self) -> None:
         """Whoever has the fewest batches gets the next one, so that all have as many."""
-        while (order := self._order) is not None:
+        while (order := self._order) is not None and order.failed is None:
             worker = min(self._all[: self.active], key=lambda each: len(each.has), default=None)
-            item = None if worker is None or len(worker.has) >= self._prefetch else next(order, None)
-            if worker is None or item is None:
+            if worker is None or len(worker.has) >= self._prefetch:
+                return
+            try:
+                item = next(order)
+            except StopIteration:
+                return
+            except Exception as error:
+                order.failed = error
                 return
             worker.has.append(item[0])
             with contextlib.suppress(OSError):  # its end is found where it is waited for
                 job = worker.turn, item[0], order.seed, self._initial_seed, item[1]
-                transport.send(worker.end, job, is_plain=True)
+                messages.send(worker.end, job, is_plain=True)
 
-    def get(self, number: int) -> Made:
-        """The batch of this number.
+    def get(self, number: int) -> Made | None:
+        """The batch of this number; None where it is not theirs to deliver, or was put back.
 
         Raises:
-            GivenUpError: its worker did not deliver in time, or workers were lost again and again.
-            KeyError: nobody makes it: it was put back.
+            GivenUpError: its worker did not deliver in time, or workers were lost again and again; or nobody asked for workers,
+                and what they have a copy of was changed.
             Exception: a batch could not be received; it is put back.
         """
+        if not self._ready and not any(worker.has for worker in self._all):
+            self._give()
+        if not self._asked and (what := self.began_with.changed()) is not None:
+            raise GivenUpError(what, Kept.TRAINING_CHANGES(what=what))
         while number not in self._ready:
             worker = next((each for each in self._all if number in each.has), None)
             if worker is None:
-                raise KeyError(number)
-            self._receive(worker, 0)
+                return None
+            self._receive(worker, self.patience_s)
         ready = self._ready.pop(number)
-        if self._pinner is not None:
-            self._receive_ahead()
+        for worker in self._all if self._pinner is not None else ():  # the next ones are pinned while the loop steps
+            with contextlib.suppress(BlockingIOError):
+                while worker.has:
+                    self._receive(worker, None)
         return ready.result() if isinstance(ready, Future) else ready
 
-    def _receive(self, worker: Worker, flags: int) -> None:
+    def _receive(self, worker: Worker, seconds: float | None) -> None:
         try:
-            turn, number, batch, times, changed = transport.receive(worker.end, flags)
-            worker.fetched += 1
-            if worker.fetched == 1:
-                changed = None
-            worker.is_like_new = worker.is_like_new and changed is None
+            turn, number, batch, times, changed = messages.receive(worker.end, seconds)
+            self.changed = self.changed or changed
+            if changed is not None and not self._asked:
+                raise GivenUpError(changed, Kept.DATASET_CHANGES(what=changed))
             if turn == worker.turn:
-                made = Made(batch, times, worker.number, changed)
+                made = batch, (worker.number, *times)
+                self._ready[number] = made if self._pinner is None else self._pinner.submit(_pinned, *made)
                 worker.has.remove(number)
-                self._ready[number] = made if self._pinner is None else self._pinner.submit(_pinned, made)
                 self._losses = 0
-                self._give_all()
+                self._give()
         except BlockingIOError:
-            if flags:
+            if seconds is None:
                 raise
-            patience_s, why = self._patience_s, Kept.WORKER_SILENT(silent=self._patience_s)
-            raise GivenUpError(f"DataLoader timed out after {patience_s:g} seconds", why) from None
+            why = Kept.WORKER_SILENT(silent=seconds)
+            raise GivenUpError(f"DataLoader timed out after {seconds:g} seconds", why) from None
         except (EOFError, ConnectionError):
             self._replace(worker)
         except BaseException:  # a signal's handler may raise in the midst
             self._take_back([worker])
             raise
 
-    def _receive_ahead(self) -> None:
-        """So that the next batches are pinned while the loop steps."""
-        for worker in self._all:
-            with contextlib.suppress(BlockingIOError):
-                while worker.has:
-                    self._receive(worker, socket.MSG_DONTWAIT)
-
     def _replace(self, worker: Worker) -> None:
         self.lost += 1
         self._losses += 1
         self._take_back([worker])
         _end([worker])
+        words = _words(worker.process)
         if self._losses >= MOST_LOSSES:
-            raise LostError(_words(worker.process), Kept.WORKERS_LOST(error=_words(worker.process)))
-        logger.warning("%s; another one takes its place", _words(worker.process))
+            raise GivenUpError(words, Kept.WORKERS_LOST(error=words))
+        logger.warning("%s; another one takes its place", words)
         self._all[worker.number] = self._started(worker.number)
-        self._give_all()
+        self._give()
 
-    def _take_back(self, workers: list[Worker], numbers: list[int] | None = None) -> None:
-        numbers = numbers or []
+    def _take_back(self, workers: Sequence[Worker], ready: Sequence[int] = ()) -> None:
+        numbers = [*ready, *(number for worker in workers for number in worker.has)]
         for worker in workers:
-            if worker.has:
-                numbers += worker.has
-                worker.has, worker.turn = [], worker.turn + 1
-                with contextlib.suppress(OSError):
-                    transport.send(worker.end, (worker.turn, None), is_plain=True)
+            worker.has, worker.turn = [], worker.turn + 1
         if self._order is not None:
             self._order.put_back(numbers)
 
     def close(self) -> None:
-        self.rest()
+        self.begin(None)
         ending, self._all, self.active = self._all, [], 0
         _end(ending)
         if self._pinner is not None:
@@ -284,7 +249,7 @@ def _in_fork() -> None:
 os.register_at_fork(after_in_child=_in_fork)
 
 
-def _end(workers: list[Worker]) -> None:
+def _end(workers: Sequence[Worker]) -> None:
     """End them, by force after a while. `join` would not: their sentinels are pipes, which they have cut."""
     for worker in workers:
         worker.end.close()
@@ -305,5 +270,5 @@ def _words(process: Any) -> str:
     return f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly"
 
 
-def _pinned(made: Made) -> Made:
-    return made._replace(batch=pin_memory(made.batch))
+def _pinned(batch: Any, fetch: Fetch) -> Made:
+    return pin_memory(batch), fetch

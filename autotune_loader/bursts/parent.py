@@ -68,6 +68,12 @@ THREADS = (
     "hands rows to one, as to a logger, waits for ever: leave saving and logging out of the step"
 )
 OVER_BUDGET = f"{{config}} took more than 90 % of the memory budget of {{mib:.0f}} MiB and was stopped; {MEMORY_ADVICE}"
+CUDA_CONTEXT_BYTES = 1 << 29
+"""What a second process takes of a GPU before it has any tensor there, at the least."""
+NO_ROOM = (
+    "a second copy of the model on {device} takes at least {needed:.1f} GB, and {free:.1f} GB are free: move it to the CPU "
+    "until the training begins, or train_step=0.05, the seconds of one step, tunes the loader against those"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +113,7 @@ def open_probe(
         while (taken := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < FIRST_OWN_FD:
             exits.callback(os.close, taken)
         os.close(taken)
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # held for later: a second model has to fit beside the first
+        _check_device(workload)
         try:
             share = int((machine.memory.available_bytes or LARGEST_PAYLOAD_BYTES) * PAYLOAD_MEMORY_SHARE)
             fds = exits.enter_context(packed(workload, Settings.read(), min(LARGEST_PAYLOAD_BYTES, share)))
@@ -125,6 +130,22 @@ def open_probe(
                 told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
                 raise WorkloadError(told, fork.user_traceback) from None
         yield opened
+
+
+def _check_device(workload: Workload) -> None:
+    """Give back device memory that this process holds for later, and see whether a second model fits beside the first.
+
+    Raises:
+        WorkloadError: it does not.
+    """
+    model, device = workload.training.model, torch.device(workload.training.device)
+    if device.type != "cuda" or not torch.cuda.is_initialized() or not isinstance(model, torch.nn.Module):
+        return
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers())) + CUDA_CONTEXT_BYTES
+    if needed > free:
+        raise WorkloadError(NO_ROOM.format(device=device, needed=needed / 1e9, free=free / 1e9))
 
 
 class ProcessProbe:

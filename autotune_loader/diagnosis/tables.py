@@ -132,7 +132,7 @@ class Kept(Table):
     NO_CONSENT = "num_workers=0 was asked for, so no worker is used; without it, or with `run --workers`, they may be."
     FROZEN = "tune=False was asked for."
     OWN_ITERATOR = "{kind} makes iterators of its own."
-    NO_AUTOLOADER = "No AutoLoader could take its place: {error}"
+    NOT_TUNED = "AutoLoader cannot tune it: {error}"
     ITERABLE = "An IterableDataset reads by itself: its workers are as asked."
     OUT_OF_ORDER = "in_order=False leaves the order to the workers that were asked for."
     WORKER_INIT = "worker_init_fn is the script's own and may depend on the number of workers."
@@ -147,7 +147,7 @@ class Kept(Table):
     TRAINING_CHANGES = "The training changes {what} in the midst of an epoch, which workers would not see."
     WRITES_FILES = "Fetching a sample writes {path}, which several processes must not do at once."
     SAMPLER_DRAWS = "The sampler draws from a global generator between two batches; one of its own would allow workers."
-    CANNOT_START = "Workers cannot be started here: {why}"
+    DAEMONIC = "This process is daemonic, so it may have no children."
 
 
 class Caution(Table):

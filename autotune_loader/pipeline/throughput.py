@@ -61,21 +61,14 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
     inside = traces[first:]
     window_s = inside[-1].step_end - traces[first - 1].step_end
     rate = _sustained(traces, workers, first, stock)
-    step_s = fmean(trace.step_s for trace in inside)
-    batch_size = fmean(trace.samples for trace in inside)
-    return Measurement(
-        samples_per_s=rate,
-        samples=sum(trace.samples for trace in inside),
+    return Measurement.of(
+        inside,
+        rate,
         window_s=window_s,
-        batch_size=batch_size,
         # A batch that lay ready when it was first asked for was there before.
         first_batch_s=traces[0].collate_end - started + traces[0].receive_s,
         # Summed up over a short window instead, waiting depends on how full the queues were when it opened.
-        wait_share=min(max(0.0, 1 - rate.value / batch_size * step_s), 1.0),
-        service_s=fmean(trace.service_s for trace in inside),
-        service_cpu_s=fmean(trace.cpu_s for trace in inside),
-        receive_s=fmean(trace.receive_s for trace in inside),
-        step_s=step_s,
+        wait_share=1 - rate.value * sum(trace.step_s for trace in inside) / sum(trace.samples for trace in inside),
     )
 
 

@@ -9,8 +9,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, default_collate, default_convert
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
 
 from autotune_loader.lines import is_library
 from autotune_loader.values import LoaderConfig
@@ -21,6 +31,8 @@ EPOCH_NAMES = ("set_epoch", "epoch", "current_epoch", "_epoch", "_current_epoch"
 WRAPPED_NAMES = ("base", "inner", "source", "wrapped")
 # A dataset of more parts than this is not looked through to the end.
 MOST_WRAPPED = 1000
+# Reading a sample of these runs no code of the user's.
+PLAIN_DATA = (TensorDataset, torch.Tensor, np.ndarray, list, tuple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,3 +233,10 @@ def _has_any(value: Any, names: tuple[str, ...]) -> bool:
     with contextlib.suppress(Exception):  # `__getattr__` of a wrapper may raise anything
         return any(hasattr(value, name) for name in names)
     return False
+
+
+def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
+    """Whether it is certain that no batch needs random numbers: plain data, put together as torch does it."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) in PLAIN_DATA and collate_fn in (default_collate, default_convert)

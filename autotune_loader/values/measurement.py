@@ -107,6 +107,24 @@ class Measurement:
     stages: StageSamples | None = field(default=None, compare=False)
     """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
 
+    @classmethod
+    def of(
+        cls, traces: Sequence[BatchTrace], rate: Interval, *, window_s: float, first_batch_s: float, wait_share: float
+    ) -> Measurement:
+        """What the batches of a window say, beside what is known; the share of waiting is limited to 0 to 1."""
+        return cls(
+            samples_per_s=rate,
+            window_s=window_s,
+            first_batch_s=first_batch_s,
+            samples=sum(trace.samples for trace in traces),
+            batch_size=fmean(trace.samples for trace in traces),
+            wait_share=min(max(0.0, wait_share), 1.0),
+            service_s=fmean(trace.service_s for trace in traces),
+            service_cpu_s=fmean(trace.cpu_s for trace in traces),
+            receive_s=fmean(trace.receive_s for trace in traces),
+            step_s=fmean(trace.step_s for trace in traces),
+        )
+
     @property
     def read_bytes_per_sample(self) -> float | None:
         """Bytes that a sample costs the storage; 0 where samples came from memory, None where that was not measured."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from autotune_loader import LoaderConfig
-from autotune_loader.autoloader import Log
 from autotune_loader.pipeline.batches import BatchShape
+from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.pipeline.site import Site
 
 FEWEST_BATCHES = 3

@@ -74,7 +74,7 @@ class Session:
             from autotune_loader.diagnosis import Kept
 
             if known is not None:
-                known.kept = Kept.NO_AUTOLOADER(error=f"{type(error).__name__}: {error}")
+                known.kept = Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}")
         if known is None or auto is None:
             return plain(loader)
         iterator = plain(auto)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from autotune_loader.autoloader.log import Log
-from autotune_loader.autoloader.tuner import Tried, Tuner
+from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Kept
-from autotune_loader.values import LoaderConfig
+from autotune_loader.pipeline.loop_log import Log
+from autotune_loader.values import LoaderConfig, Round
 from tests.support.training import Training
 
 NONE = LoaderConfig()
@@ -90,20 +90,18 @@ def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
     assert seen.samples_per_s.value == pytest.approx(16, rel=0.01)
 
 
-def test_no_more_workers_than_are_allowed_and_who_asked_is_told_of_what_was_settled_on() -> None:
-    told: list[int] = []
+def test_no_more_workers_than_are_allowed() -> None:
     training = Training(fetch_s=0.04, cpu=0.05, step_s=0.002)
-    tuner = training.tuner(NONE, max_workers=3, on_settled=lambda: told.append(tuner.best.num_workers))
+    tuner = training.tuner(NONE, max_workers=3)
     training.run(tuner, 60.0)
-    assert told[0] > 0
     assert training.most == tuner.best.num_workers == 3
 
 
 def test_what_an_earlier_loader_found_is_tried_first_and_sooner() -> None:
     seconds = []
-    for tried in (None, Tried(of(9), (1.0,))):
+    for earlier in ([], [Round(rates={NONE: 10.0, of(9): 30.0})]):
         training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
-        tuner = training.tuner(NONE, tried=tried)
+        tuner = training.tuner(NONE, earlier=earlier)
         while tuner.gain is None:
             training.run(tuner, 0.1)
         seconds.append(training.now)
@@ -123,12 +121,11 @@ def test_a_rate_that_shifts_later_is_answered() -> None:
 
 def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> None:
     training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
-    told: list[Tried] = []
-    tuner = training.tuner(of(1), on_tried=told.append)
+    tuner = training.tuner(of(1))
     training.run(tuner, 30.0)
     assert tuner.gain is not None
     best = tuner.best
-    assert told[-1].config == best
+    assert best in tuner.rounds[-1].rates
     tuner.freeze()
     training.run(tuner, 400.0)
     assert tuner.wanted == best

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
-from autotune_loader.autoloader import loader as of
-from autotune_loader.autoloader.tuner import Tried
-from autotune_loader.lines import Line
-from autotune_loader.pipeline.site import NOWHERE, Site
+from autotune_loader.values import Round
 from tests.support.schedules import Noise, Numbers, Stream, states
 
 TWO = LoaderConfig(num_workers=2)
@@ -151,20 +147,11 @@ def test_where_another_thread_fetches_nothing_is_seeded() -> None:
     assert torch.initial_seed() == seed
 
 
-class Owner:
-    pass
+def test_what_was_faster_for_an_earlier_loader_of_the_same_line_is_tried_first() -> None:
+    def made(samples: int) -> AutoLoader[Any]:
+        return AutoLoader(Numbers(samples))
 
-
-def test_what_is_learnt_goes_from_the_gone_to_the_next_and_never_between_the_living() -> None:
-    site, tried = Site(Line("train.py", 3), "Images", 10, 2, True), Tried(TWO, (0.1,))
-    owner: Any = Owner()
-    known: Any = weakref.ref(owner)
-    of._keep(site, known, tried)
-    assert of._tried_at(site) is None
-    del owner
-    assert of._tried_at(site) == tried
-    of._keep(site._replace(line=NOWHERE), known, tried)
-    assert of._tried_at(site._replace(line=NOWHERE)) is None
-    for number in range(1000):
-        of._keep(site._replace(samples=number), known, tried)
-    assert len(of._tried) <= 256
+    first = made(10).found.tuner
+    first.rounds.append(Round(rates={LoaderConfig(): 1.0, TWO: 1.1}))
+    assert made(10).found.tuner.rounds == first.rounds
+    assert made(11).found.tuner.rounds == []

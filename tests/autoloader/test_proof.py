@@ -25,7 +25,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_wor
 
 from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import tuner
-from autotune_loader.autoloader.batch_comparison import BatchComparison, difference
+from autotune_loader.autoloader.batch_comparison import BatchComparison
+from autotune_loader.autoloader.difference import difference
 from tests.support.schedules import FixedLoader
 
 pytestmark = pytest.mark.process

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_worker_info
 
-from autotune_loader.autoloader.batch_comparison import difference
+from autotune_loader.autoloader.difference import difference
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.values import LoaderConfig
 from tests.support.bursts import Made
@@ -216,7 +216,8 @@ def test_whoever_leaves_a_loop_and_the_loader_leaves_no_worker(config: LoaderCon
     with contextlib.suppress(KeyError):
         for _ in loader:
             raise KeyError
-    assert len(multiprocessing.active_children()) == 2  # they wait for the next epoch
+    # Only those that the script wants to keep wait for the next epoch, as with DataLoader.
+    assert len(multiprocessing.active_children()) == (2 if config.persistent_workers else 0)
     del loader
     gc.collect()
     assert multiprocessing.active_children() == []
@@ -244,7 +245,19 @@ def loaders_in_turn(make: Any) -> list[Any]:
     return [indices(pair) for pair in zip(*loaders, strict=True)]
 
 
-@pytest.mark.parametrize("loop", [a_generator_that_loops_share, a_batch_sampler_that_grows, loaders_in_turn])
+def a_sampler_that_raises(make: Any) -> list[Any]:
+    seen, sampler = list[Any](), (index if index < 21 else int("no more") for index in range(40))
+    with contextlib.suppress(ValueError):
+        for batch in make(Numbers(40), batch_size=4, sampler=sampler):
+            seen += indices([batch])
+        seen.append("not raised")
+    return seen
+
+
+LOOPS = [a_generator_that_loops_share, a_batch_sampler_that_grows, loaders_in_turn, a_sampler_that_raises]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_workers_that_nobody_asked_for_draw_what_the_loop_would_when_it_would(loop: Any) -> None:
     def with_workers(*args: Any, **arguments: Any) -> Any:
         loader = FixedLoader(*args, **arguments)

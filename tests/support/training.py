@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autotune_loader.autoloader.log import Log
 from autotune_loader.autoloader.tuner import Tuner
+from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import MAIN_PROCESS, LoaderConfig
 
 SAMPLES = 8
@@ -101,12 +101,10 @@ class Training:
             self._loop.ask(self.now)
             self._loop.end(self.now)
             if tuner is not None:
-                active_s, samples = self._before
-                totals = self.log.totals
-                tuner.epoch(self._config, totals.active_s - active_s, totals.samples - samples, self.epoch_batches)
+                tuner.epoch(self.now - self._begun, self.epoch_batches)
 
     def _next_epoch(self, tuner: Tuner | None) -> None:
-        self._before = self.log.totals.active_s, self.log.totals.samples
+        self._begun = self.now
         self._loop, self._left = self.log.begin(self.now), self.epoch_batches
         self._ready, self._free, self._taken = [], [self.now] * self._config.num_workers, self.now
         if tuner is not None and tuner.wanted != self._config:

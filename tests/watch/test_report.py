@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import click
 import pytest
 
-from autotune_loader.autoloader.log import Totals
 from autotune_loader.cli.watch import run_command, watch_command
 from autotune_loader.diagnosis import Advice, Bottleneck, Kept
 from autotune_loader.lines import Line
+from autotune_loader.pipeline.loop_log import Totals
 from autotune_loader.pipeline.site import Site
 from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.values import Interval, LoaderConfig, TunerError

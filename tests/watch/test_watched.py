@@ -88,7 +88,7 @@ def test_under_run_the_report_says_why_no_autoloader_takes_a_place(monkeypatch):
     monkeypatch.setattr("autotune_loader.AutoLoader.__init__", Mock(side_effect=OSError("no room")))
     with enable("run") as enabled:
         assert len(list(make())) == 12
-        assert "not changed: No AutoLoader could take its place: OSError: no room" in enabled.report()
+        assert "not changed: AutoLoader cannot tune it: OSError: no room" in enabled.report()
 
 
 def test_enabling_again_leaves_nothing_behind(capsys):

@@ -9,14 +9,13 @@ worker, with a challenge, for each tensor. Here nothing has a name: neither /dev
 
 from __future__ import annotations
 
-import array
-import contextlib
 import ctypes
 import errno
 import io
 import os
 import pickle
 import socket
+import struct
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -34,14 +33,6 @@ TRUNCATED = int(socket.MSG_CTRUNC)
 def pair() -> tuple[socket.socket, socket.socket]:
     """Two ends that keep the bounds of messages."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def within(end: socket.socket, seconds: float) -> None:
-    """From now on `receive` waits no longer; 0 waits for ever."""
-    whole, rest = divmod(seconds, 1)
-    packed = array.array("l", [int(whole), int(rest * 1e6)])
-    with contextlib.suppress(OSError):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed.tobytes())
 
 
 def send(end: socket.socket, message: Any, *, is_plain: bool = False) -> None:
@@ -85,15 +76,21 @@ def _write(file: int, data: memoryview, begin: int) -> None:
         data, begin = data[written:], begin + written
 
 
-def receive(end: socket.socket, flags: int = 0) -> Any:
+def receive(end: socket.socket, seconds: float | None = 0.0) -> Any:
     """The next message.
+
+    Args:
+        end: of a pair.
+        seconds: it is waited for at most; 0 for ever, None not at all.
 
     Raises:
         EOFError: the other end is gone.
-        BlockingIOError: there was none in the time that was set for the socket.
+        BlockingIOError: there was none in that time.
         OSError: this process has too many files open.
     """
-    packet = bytearray(PACKET_BYTES)
+    if seconds is not None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    packet, flags = bytearray(PACKET_BYTES), socket.MSG_DONTWAIT if seconds is None else 0
     size, ancillary, flags, _ = end.recvmsg_into([packet], socket.CMSG_SPACE(4), flags)
     if not size:
         raise EOFError

@@ -35,8 +35,6 @@ class Totals:
     started_s: float = 0.0
     """Of that, from `iter()` until the first batch of an epoch."""
     stepped_s: float = 0.0
-    fetch_cpu_s: float = 0.0
-    """CPU seconds of fetching, where it was clocked."""
 
     @property
     def active_s(self) -> float:
@@ -121,8 +119,6 @@ class Loop:
         totals.batches += 1
         totals.samples += samples
         totals.waited_s += waited_s
-        if fetch is not None:
-            totals.fetch_cpu_s += fetch[4]
         self._fetch, self._samples, self._received = fetch, samples, now
 
     def end(self, now: float) -> None:
