@@ -98,10 +98,7 @@ class BatchComparison:
         return own
 
     def draw(self, order: Order) -> Item:
-        """The next index batch. A sampler of the script's own may draw from global generators between two of them.
-
-        Then nothing may be drawn ahead. With the first one a whole order may be drawn.
-        """
+        """The next index batch; nothing may be drawn ahead where a sampler draws from global generators between two of them."""
         if order.is_torchs or self._drawn >= WATCHED:
             return next(order)
         before, torchs, self._drawn = states(), torch.get_rng_state(), self._drawn + 1

@@ -69,12 +69,12 @@ class Shared:
 
     def take_workers(self) -> Workers:
         """Those that are there, if they cannot be told from new ones, or new ones."""
-        workers, self.workers = self.workers, None
+        kept, self.workers = self.workers, None
         self.users += 1
-        if workers is not None and workers.processes and (self.keeps or self._are_like_new(workers)):
-            return workers
-        if workers is not None:
-            workers.close()
+        if kept is not None and kept.processes and (self.keeps or self._are_like_new(kept)):  # a fork has no processes
+            return kept
+        if kept is not None:
+            kept.close()
         began_with, asked = Noted(Parts(self._named), whole=True), self.found.tuner.asked.num_workers
         ready, pins = self.comparison.ready, self.pins
         return Workers(self.sent, self._context, asked=asked, began_with=began_with, ready=ready, pins=pins)
@@ -86,7 +86,6 @@ class Shared:
         if workers is None:
             return
         self.users -= 1
-        self.found.lost, workers.lost = self.found.lost + workers.lost, 0
         if are_wanted and self.workers is None:
             workers.begin(None)
             self.workers = workers
@@ -268,12 +267,12 @@ class EpochIterator(_BaseDataLoaderIter):
     def _end(self) -> None:
         if not self.order.is_over:
             self.order.is_over = True
-            self._give_workers(are_wanted=True)
+            self._give_workers()
             self._loop.end(now := time.monotonic())
             if self._log.current is self._loop:
                 self._tuner.epoch(now - self._begun, self._num_yielded)
 
-    def _give_workers(self, *, are_wanted: bool) -> None:
+    def _give_workers(self, *, are_wanted: bool = True) -> None:
         pool, self._pool = self._pool, None
         self._shared.give_workers(pool, are_wanted=are_wanted)
 
@@ -284,7 +283,7 @@ class EpochIterator(_BaseDataLoaderIter):
     def _leave(self) -> None:
         """Left early: a generator is the loader's and perhaps others', which draw before the next epoch begins."""
         if not self.order.is_over:
-            self._give_workers(are_wanted=self._shared.keeps)
+            self._give_workers()
             self.order.leave()
 
     def __del__(self) -> None:
@@ -299,6 +298,5 @@ class EpochIterator(_BaseDataLoaderIter):
 
     def _shutdown_workers(self) -> None:
         self._end_workers()
-        workers, self._shared.workers = self._shared.workers, None
-        if workers is not None:
-            workers.close()
+        if self._shared.workers is not None:
+            self._shared.workers.close()

@@ -20,8 +20,6 @@ class Found:
     log: Log
     tuner: Tuner
     has_batched_fetch: bool
-    lost: int = 0
-    """Workers that were lost and replaced."""
 
     config = property(attrgetter("tuner.wanted"), doc="The configuration that is wanted now.")
     best = property(attrgetter("tuner.best"), doc="The best configuration that is known.")

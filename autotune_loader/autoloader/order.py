@@ -30,7 +30,7 @@ class Order(Iterator[Item]):
     Args:
         sampler: the batch sampler; the sampler of indices where the dataset makes the batches.
         generator: of the loader.
-        ahead: index batches that torch draws before the first batch is asked for: with `num_workers` as asked for.
+        ahead: index batches that torch draws before the first one is asked for: with `num_workers` as asked for.
         seed: of the epoch, where it is known; else it is drawn, as torch does.
 
     Attributes:

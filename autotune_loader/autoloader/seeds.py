@@ -88,10 +88,7 @@ def _put_back(python: Any, *others: Any) -> None:
 
 
 def _in_memory() -> list[Any] | None:
-    """Where they lie: words and positions, and the second Gaussian number that numpy draws with a first one.
-
-    None where something else is found there, in another Python or numpy.
-    """
+    """Where they lie, with numpy's second Gaussian number; None where another Python or numpy has something else there."""
     python, numpy, state = random._inst, np.random.mtrand._rand, np.random.get_state(legacy=False)
     words = _bytes(id(python) + object.__basicsize__, STATE_BYTES)
     *key, position = python.getstate()[1]

@@ -73,13 +73,11 @@ class Tuner:
         earlier: `rounds` of an earlier loader of the same place: what was faster there is tried first, and soon proven.
 
     Attributes:
-        wanted: what is to run.
-        best: what is known to be best.
+        wanted, best: what is to run, and what is known to be best.
         gain: of `best` over `asked`, from pairs.
         measured: what was measured, by configuration.
         rounds: in which another configuration and `asked` were measured.
-        own_s: what tuning has cost.
-        gained_s: what it has gained.
+        own_s, gained_s: what tuning has cost, and what it has gained.
         start_s: what starting a worker takes.
         wake: when `look` is to be called.
     """

@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,6 @@ from autotune_loader.autoloader.seeds import Seeds, mixed
 from autotune_loader.machine import messages
 from autotune_loader.machine.elsewhere import cut_channels, die_with_owner, own_files
 
-Times = tuple[float, float, float, float]
-"""fetch_start, fetch_end, collate_end, cpu_s; collating is a part of fetching here"""
 IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Signals that are for the loop, such as Ctrl-C; others whose handlers are inherited end the worker."""
 
@@ -41,15 +40,15 @@ class Sent:
     batched: bool
     """Whether samples are collated; False where the dataset makes the batches."""
 
-    def fetcher(self, cpu_clock: Callable[[], float]) -> Callable[[Any], tuple[Any, Times]]:
-        """What makes a batch of indices, as torch does, and its times."""
+    def fetcher(self, cpu_clock: Callable[[], float]) -> Callable[[Any], Any]:
+        """What makes a batch of indices, as torch does, and its times (fetch_start, fetch_end, collate_end, cpu_s)."""
         torchs: Any = _MapDatasetFetcher
         make, clock = torchs(self.dataset, self.batched, self.collate_fn, drop_last=False).fetch, time.monotonic
 
-        def fetch(indices: Any) -> tuple[Any, Times]:
+        def fetch(indices: Any) -> tuple[Any, tuple[float, ...]]:
             cpu, begun = cpu_clock(), clock()
             batch, end = make(indices), clock()
-            return batch, (begun, end, end, cpu_clock() - cpu)
+            return batch, (begun, end, end, cpu_clock() - cpu)  # collating is a part of fetching here
 
         return fetch
 
@@ -84,10 +83,10 @@ def work(end: socket.socket, sent: Sent, worker: int, count: int, seed: int) -> 
     except Exception:
         failure = _failure(worker)
     torch.multiprocessing.set_sharing_strategy("file_descriptor")
-    fetch, seeds = sent.fetcher(time.process_time), Seeds(parts.generators)
+    fetch, seeds, jobs = sent.fetcher(time.process_time), Seeds(parts.generators), deque[Any]()
     try:
         while True:
-            turn, number, epoch_seed, initial_seed, indices = messages.receive(end)
+            turn, number, epoch_seed, initial_seed, indices = _next_job(end, jobs)
             batch, times = failure, (0.0, 0.0, 0.0, 0.0)
             try:
                 if failure is None:
@@ -108,6 +107,19 @@ def work(end: socket.socket, sent: Sent, worker: int, count: int, seed: int) -> 
             del batch
     except (EOFError, ConnectionError):  # the loop has hung up
         pass
+
+
+def _next_job(end: socket.socket, waiting: deque[Any]) -> Any:
+    """What the loop asks for next; a job without a number takes back those before it."""
+    while True:
+        try:
+            job = messages.receive(end, None if waiting else 0.0)
+        except BlockingIOError:
+            return waiting.popleft()
+        if job[1] is None:
+            waiting.clear()
+        else:
+            waiting.append(job)
 
 
 def _failure(worker: int) -> ExceptionWrapper:

@@ -77,7 +77,6 @@ class Workers:
     Attributes:
         active: workers that are given work.
         patience_s: a worker that takes longer for a batch is given up; 0 waits for ever.
-        lost: workers that were lost.
         start_s: what starting one took.
         changed: what fetching has changed in a worker since its first batch.
     """
@@ -91,7 +90,7 @@ class Workers:
         self._ready: dict[int, Made | Future[Made]] = {}
         self._pinner = ThreadPoolExecutor(1, "pin-memory") if pins else None
         self._order: Order | None = None
-        self._initial_seed = self._losses = self._prefetch = self.active = self.lost = 0
+        self._initial_seed = self._losses = self._prefetch = self.active = 0
         self.patience_s = self.start_s = 0.0
         self.changed: str | None = None
         _living.add(self)
@@ -110,6 +109,10 @@ class Workers:
         """From now on they make the batches of this epoch, or of none; `torch.initial_seed()` tells this there."""
         self._take_back(self._all, list(self._ready))
         self._ready, self._order, self._initial_seed = {}, order, initial_seed
+        for worker in self._all if order is not None else ():  # what is left of another epoch would fill its socket
+            with contextlib.suppress(Exception):
+                while True:
+                    messages.receive(worker.end, None)
 
     def resize(self, count: int, prefetch: int) -> None:
         """So many are given work from now on; others are parked, and deliver what they have."""
@@ -146,10 +149,8 @@ class Workers:
                 return
             try:
                 item = next(order)
-            except StopIteration:
-                return
             except Exception as error:
-                order.failed = error
+                order.failed = None if isinstance(error, StopIteration) else error
                 return
             worker.has.append(item[0])
             with contextlib.suppress(OSError):  # its end is found where it is waited for
@@ -204,7 +205,6 @@ class Workers:
             raise
 
     def _replace(self, worker: Worker) -> None:
-        self.lost += 1
         self._losses += 1
         self._take_back([worker])
         _end([worker])
@@ -217,8 +217,10 @@ class Workers:
 
     def _take_back(self, workers: Sequence[Worker], ready: Sequence[int] = ()) -> None:
         numbers = [*ready, *(number for worker in workers for number in worker.has)]
-        for worker in workers:
+        for worker in (each for each in workers if each.has):
             worker.has, worker.turn = [], worker.turn + 1
+            with contextlib.suppress(OSError):
+                messages.send(worker.end, (worker.turn, None), is_plain=True)
         if self._order is not None:
             self._order.put_back(numbers)
 

@@ -47,8 +47,9 @@ SLOW_BATCHES = (
 
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
 """The fewest that can differ, and one batch of each is enough."""
-SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 10.0
-"""The look for repeated samples waits no longer for a batch: a burst, which has a deadline, will find the hang, too."""
+SHORTEST_TIMEOUT_S, SPAWNED_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 60.0, 10.0
+"""The look for repeated samples waits no longer for a batch: a burst, which has a deadline, will find the hang, too. What is no
+fork imports torch first."""
 HANDLES = ("lmdb.Environment", "environment_t.Environment", "h5py._hl.files.File", "sqlite3.Connection")
 """Classes whose open objects forked workers would share, to each other's harm; other open files are seen by their positions."""
 HANDLE = (
@@ -290,7 +291,9 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     try:
         with OpenLoader() as open_loader:
             loader = make_traced_loader(alike, TWO_WORKERS, Reading(alike))
-            loader.timeout = max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * first_fetch_s)
+            is_fork = torch.multiprocessing.get_start_method() == "fork"
+            shortest_s = SHORTEST_TIMEOUT_S if is_fork else SPAWNED_TIMEOUT_S
+            loader.timeout = max(shortest_s, TIMEOUT_FACTOR * first_fetch_s)
             for batch, fetch in islice(open_loader.open(loader), 2 * TWO_WORKERS.num_workers):
                 first.setdefault(fetch[0], batch)
     except Exception:

@@ -153,7 +153,7 @@ def kills(count: int, seed: int) -> str:
     logging.getLogger("autotune_loader.autoloader").setLevel(logging.ERROR)
     rng, killer, before, begun = random.Random(seed), Killer(count, seed), orphaned_segments(), time.monotonic()
     expected = [list(range(i, i + 4)) for i in range(0, 200, 4)]
-    epochs = bad = losses = raised = 0
+    epochs = bad = raised = 0
     killer.start()
     while killer.is_alive():
         faulthandler.dump_traceback_later(HANG_S, exit=True)
@@ -169,14 +169,14 @@ def kills(count: int, seed: int) -> str:
         except RuntimeError:  # three in a row without a batch in between
             raised, is_whole = raised + 1, False
         bad += seen != (expected if is_whole else expected[: len(seen)])
-        losses, epochs = losses + loader.found.lost, epochs + 1
+        epochs += 1
         del loader
     faulthandler.cancel_dump_traceback_later()
     gc.collect()
     time.sleep(0.2)
     left, segments = len(multiprocessing.active_children()), len(orphaned_segments() - before)
     return (
-        f"{killer.killed} killed in {epochs} epochs, {losses} workers replaced: {bad} epochs with lost or doubled batches, "
+        f"{killer.killed} killed in {epochs} epochs: {bad} epochs with lost or doubled batches, "
         f"0 hangs, {left} processes and {segments} segments left, {raised} epochs ended by torch's error "
         f"({time.monotonic() - begun:.0f} s)"
     )
