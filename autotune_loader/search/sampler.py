@@ -83,7 +83,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
 
     def trials(self, study: optuna.Study) -> list[Trial]:
         """All that is known: what the study has, with the histories of this process' own bursts, then the rounds."""
-        done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
+        # Ctrl-C after a burst, before Optuna was told of it, makes a failed trial of what was measured.
         found = [self._own.get(each.number) or read_record(each) or self._from_params(each) for each in done]
         return [*(each for each in found if each is not None), *self.rounds]
 
@@ -154,7 +155,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
 
     def _from_params(self, done: FrozenTrial) -> Trial | None:
         """The record of a trial whose objective told nothing but its value."""
-        if "num_workers" not in done.params:
+        if "num_workers" not in done.params or done.state is TrialState.FAIL:
             return None
         config = self.space.config(done.params)
         if done.state is TrialState.COMPLETE and done.value is not None and done.value > 0:

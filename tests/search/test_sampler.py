@@ -5,7 +5,7 @@ import pytest
 
 from autotune_loader.search.sampler import RECORD, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
-from autotune_loader.values import LoaderConfig
+from autotune_loader.values import Failure, LoaderConfig, Trial
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,16 @@ def test_a_record_that_cannot_be_read_leaves_the_value(record):
     distributions = sampler.space.distributions()
     study.add_trial(optuna.trial.create_trial(distributions=distributions, user_attrs=attributes, **known))
     assert [(t.config.num_workers, t.samples_per_s) for t in sampler.trials(study)] == [(3, 500.0)]
+
+
+def test_what_came_of_a_burst_counts_though_ctrl_c_came_before_optuna_was_told():
+    study = study_with(sampler := TwinSampler())
+    trial = study.ask(sampler.space.distributions())
+    known = Trial(number=0, config=LoaderConfig(), failure=Failure(kind="crashed", phase="start", message="gone"))
+    sampler.record(trial, known)
+    study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    study.tell(study.ask(sampler.space.distributions()), state=optuna.trial.TrialState.FAIL)  # before its burst
+    assert sampler.trials(study) == [known]
 
 
 def test_a_knob_of_the_users_is_drawn():
