@@ -100,7 +100,7 @@ class EpochIterator(_BaseDataLoaderIter):
     the last reference does. The one that was begun last is the one that tunes. `begun` is when `iter()` was called.
     """
 
-    def __init__(self, loader: Any, shared: Shared, order: Order, begun: float) -> None:
+    def __init__(self, loader: Any, begun: float, shared: Shared, order: Order) -> None:
         self._dataset, self._index_sampler = loader.dataset, loader._index_sampler
         self._num_workers, self._persistent_workers = loader.num_workers, loader.persistent_workers
         self._pool: Workers | None = None

@@ -97,9 +97,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         self._line = users_line(sys._getframe(1), libraries=True)
         self._shared = self._fresh()
 
-    found = property(
-        attrgetter("_shared.found"), doc="What is known (`Found`), which lives on without loader and data."
-    )
+    found = property(attrgetter("_shared.found"), doc="What is known; it lives on without loader and data.")
     config = property(attrgetter("found.config"), doc="What runs from the next batch on that allows it.")
     best = property(attrgetter("found.best"), doc="The best configuration that is known.")
     kept = property(attrgetter("found.kept"), doc="Why the number of workers stays; None where it does not.")
@@ -129,7 +127,7 @@ class AutoLoader(DataLoader[T], Generic[T]):
         if is_stream or not self.in_order or (self.timeout and not self.num_workers):
             return super()._get_iterator()
         self.check_worker_number_rationality()
-        return EpochIterator(self, *self._next_epoch(), begun)
+        return EpochIterator(self, begun, *self._next_epoch())
 
     def _next_epoch(self) -> tuple[Shared, Order]:
         if self._of != self._settings():

@@ -291,8 +291,7 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     try:
         with OpenLoader() as open_loader:
             loader = make_traced_loader(alike, TWO_WORKERS, Reading(alike))
-            is_fork = torch.multiprocessing.get_start_method() == "fork"
-            shortest_s = SHORTEST_TIMEOUT_S if is_fork else SPAWNED_TIMEOUT_S
+            shortest_s = SHORTEST_TIMEOUT_S if start_method() == "fork" else SPAWNED_TIMEOUT_S
             loader.timeout = max(shortest_s, TIMEOUT_FACTOR * first_fetch_s)
             for batch, fetch in islice(open_loader.open(loader), 2 * TWO_WORKERS.num_workers):
                 first.setdefault(fetch[0], batch)
