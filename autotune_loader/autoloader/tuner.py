@@ -99,7 +99,8 @@ class Tuner:
         self._depth = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
         self.wanted = self.best = asked
         self.gain: Interval | None = None
-        self.measured, self.rounds = dict[LoaderConfig, list[Measurement]](), list(earlier[-MOST_PAIRS // 2 :])
+        self.measured = dict[LoaderConfig, list[Measurement]]()
+        self.rounds = [each for each in earlier[-MOST_PAIRS // 2 :] if asked in each.rates]
         self.own_s = self.gained_s = self.wake = 0.0
         self.start_s = START_S
         self._are_short, self._took_s = False, 0.0
@@ -108,7 +109,7 @@ class Tuner:
         self._begin = 0
         """The first of the rounds that count for the present choice."""
         rates = (each.rates for each in reversed(self.rounds))
-        self._faster_before = next((c for each in rates for c in each if each[c] > each.get(asked, math.inf)), None)
+        self._faster_before = next((c for each in rates for c in each if each[c] > each[asked]), None)
         self._plan = self._decide()
         self._request = next(self._plan)
         self._since, self._applied_at = log.end, -math.inf
@@ -153,14 +154,15 @@ class Tuner:
 
     def epoch(self, seconds: float, batches: int) -> None:
         """An epoch is over, `iter()` and end included: it counts if the configuration in question has made it."""
+        if not self._request.whole:
+            return
+        self.wake = 0.0
         first, config = self._log.end - batches, self._request.config
         rows = [row for row in self._log.since(first) if _is_of(row, config)]
         is_own = self.wanted == config and first >= self._since and batches - len(rows) <= FEW_OTHERS * batches
-        if self._request.whole and is_own and (seen := measured(rows)) is not None:
+        if is_own and (seen := measured(rows)) is not None:
             rate = replace(seen.samples_per_s, value=seen.samples / seconds)
             self._epoch = replace(seen, samples_per_s=rate, window_s=seconds)
-        if self._request.whole:
-            self.wake = 0.0
 
     def _seen(self, request: Measure) -> Measurement | None:
         latest = self._log.since(self._since)

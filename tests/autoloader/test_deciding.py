@@ -106,6 +106,9 @@ def test_what_an_earlier_loader_found_is_tried_first_and_sooner() -> None:
             training.run(tuner, 0.1)
         seconds.append(training.now)
     assert seconds[1] < seconds[0]
+    # AND what was compared with something else that was asked for tells nothing
+    tuner = Training(fetch_s=0.04, cpu=0.05, step_s=0.005).tuner(of(2), earlier=earlier)
+    assert tuner.rounds == []
 
 
 def test_a_rate_that_shifts_later_is_answered() -> None:
