@@ -17,7 +17,6 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from autotune_loader import enable
 from autotune_loader.lines import Line
-from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values import LoaderConfig
 from autotune_loader.watch.hook import active
@@ -85,7 +84,7 @@ def test_copies_of_a_loader_have_the_data_that_they_were_given(verb, capsys):
 
 
 def test_under_run_the_report_says_why_no_autoloader_takes_a_place(monkeypatch):
-    monkeypatch.setattr("autotune_loader.AutoLoader.__init__", Mock(side_effect=OSError("no room")))
+    monkeypatch.setattr("autotune_loader.autoloader.live.live_of", Mock(side_effect=OSError("no room")))
     with enable("run") as enabled:
         assert len(list(make())) == 12
         assert "not changed: AutoLoader cannot tune it: OSError: no room" in enabled.report()
@@ -132,8 +131,13 @@ class FakeLoop:
         self.now, self.cpu, self.told = 0.0, CpuTimes(0.0, 0.0), []
         loader = DataLoader(TensorDataset(torch.arange(8 * batches)), batch_size=8)
         site = Site.of(loader, Line("train.py", 15))
-        self.known = ScriptLoader(site, "train.py:15", LoaderConfig(), lambda each: self.told.append(str(each)))
+        self.known = ScriptLoader(site, "train.py:15", LoaderConfig(), self.look)
         self.watch = Watch(self.known, loader, 0.0, clock=lambda: self.now, cpu_clock=lambda: self.cpu)
+
+    def look(self, known):
+        if known.is_worth_telling:
+            known.first_look = None
+            self.told.append(str(known))
 
     def batch(self, wait_s, step_s):
         """It takes so long to fetch, half of it on a core, and a quarter in the queue for one; then there is a step."""
@@ -178,7 +182,7 @@ def test_waiting_pauses_and_starts_of_epochs_are_told_apart():
     assert (totals.waited_s, totals.stepped_s) == pytest.approx((4.8, 0.7))
     assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
     assert loop.known.in_loop.of_one == pytest.approx((1.4 / 8, 0.7 / 8))
-    assert loop.known.shape == BatchShape(bytes=32, tensors=1)
+    assert loop.known.batch_bytes == 32
 
 
 @pytest.mark.process
