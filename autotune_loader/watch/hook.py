@@ -64,8 +64,6 @@ class Hook:
 
             self._session = Session(self.plan)
             _look_after_the_end()
-        if self.plan.script is not None:
-            tell_at_sigterm(_tell_at_once)
         return self._session
 
     @property
@@ -242,6 +240,8 @@ def _hook_into(module: ModuleType) -> None:
                 real = vars(loader).get("watched_as", loader)  # an iterator of ours is made of something like a loader
                 if real is not None:
                     hook.session.watch(iterator, real, begun)
+                    if hook.plan.script is not None:
+                        tell_at_sigterm(_tell_at_once)
             except Exception:  # whatever it is, it is no reason to end somebody's training
                 log.debug("an iterator is not watched", exc_info=True)
 

@@ -72,7 +72,8 @@ class ScriptLoader:
         self.reader: str | None = None
         """The name of the first such thread."""
         self.found: Any = None
-        """What tuning has found, without the loader's data; None where nothing tunes it."""
+        """What tunes it now, and what that has found, without the loader's data; None where nothing does."""
+        self._shown: Any = None
         self.kept: Any = None
         """Why nothing tunes it under `run`, a `Finding`."""
         self.settings: tuple[Any, ...] = ()
@@ -83,6 +84,18 @@ class ScriptLoader:
         self.clock = time.monotonic
         self.waiting_since: float | None = None
         """When the batch was asked for that is awaited now."""
+
+    def tune_by(self, found: Any) -> None:
+        """From now on this tunes it; of what did so before, the latest that has shown something faster is still told of."""
+        if self.found is not None and self.found.gain is not None:
+            self._shown = self.found
+        self.found = found
+
+    @property
+    def told(self) -> Any:
+        """What tuning has found, as far as it is told."""
+        is_new = self._shown is not None and self.found.gain is None
+        return self._shown if is_new else self.found
 
     @property
     def is_read_ahead(self) -> bool:

@@ -113,7 +113,7 @@ class Session:
             self.loaders.append(known)
             alike.append(known)
         known.owner, known.dataset = weakref.ref(loader), _reference(getattr(loader, "dataset", None))
-        known.settings, known.found, self._by_id[id(loader)] = settings, found, known
+        known.settings, known.found, self._by_id[id(loader)] = settings, found or known.found, known
         return known
 
     def _name_of(self, site: Site) -> str:
