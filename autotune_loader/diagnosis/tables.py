@@ -72,6 +72,7 @@ class Fact(Table):
     FETCHES = "A worker fetches for {share:share} of its time."
     STAGE_WAITS = "{stage} takes {share:share} of a worker's waiting ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
+    RECEIVING_ONE = "Receiving a batch takes {receive:seconds}."
     RAN_OUT = "{config} ran out of it ({kind})."
     BUSY = "Other processes kept {share:share} of the cores busy."
 
@@ -96,7 +97,7 @@ class Advice(Table):
     KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
     BATCHED_FETCH = "Fetch a whole batch at once, by __getitems__(indices): a sample takes only {sample:seconds}."
     RUN = "`autotune-loader run {script}` tries other settings."
-    RUN_WITH_WORKERS = "`autotune-loader run --workers {script}` tries workers, if other processes may read the data."
+    RUN_WITH_WORKERS = "`autotune-loader run --workers {script}` tries worker processes (safe if the dataset works with num_workers > 0)."
     TRAIN_LONGER = "Train for longer: the script ended before it was known what other settings bring."
 
 

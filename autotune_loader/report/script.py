@@ -27,9 +27,9 @@ class LoaderReport:
     seconds: float = 0.0
     """Of training: waiting and steps."""
     samples_per_s: float | None
-    """None where that time is no step long."""
+    """With the settings now, where their effect was measured; None where that time is no step long."""
     wait_share: float | None
-    """The loop waited for data; None before there was a step."""
+    """The loop waited for data, with the same settings; None before there was a step."""
     settings: dict[str, Any]
     """As the script has them."""
     settings_now: dict[str, Any]

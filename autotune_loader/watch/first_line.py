@@ -61,9 +61,18 @@ waiting: list[FirstLine] = []
 """Those that have a thread."""
 
 
-def _be_alone() -> None:
+_resting: list[FirstLine] = []
+
+
+def _rest() -> None:
     for each in list(waiting):
         each.stop(for_good=False)
+        _resting.append(each)
 
 
-os.register_at_fork(before=_be_alone, after_in_child=waiting.clear)
+def _go_on() -> None:
+    while _resting:
+        _resting.pop().start()
+
+
+os.register_at_fork(before=_rest, after_in_parent=_go_on, after_in_child=_resting.clear)

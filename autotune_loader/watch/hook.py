@@ -25,7 +25,7 @@ from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.watch.run_plan import LINE, Plan, Verb, say
 from autotune_loader.watch.sigterm import forget as forget_sigterm
-from autotune_loader.watch.sigterm import tell_at_sigterm
+from autotune_loader.watch.sigterm import tell_at_sigterm, told_to_the_end
 
 if TYPE_CHECKING:
     from autotune_loader.watch.session import Session
@@ -95,6 +95,10 @@ class Hook:
 
     def tell(self, *, flushes: bool = True) -> None:
         """Print the report of what was seen, and write it where it was asked for; or leave it to the command's process."""
+        with told_to_the_end():
+            self._tell(flushes=flushes)
+
+    def _tell(self, *, flushes: bool) -> None:
         if seen := self._seen():
             from autotune_loader.watch.report import tell
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,11 +84,14 @@ def report_of(seen: Sequence[ProcessReport]) -> ScriptReport:
 
 
 def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderReport:
-    totals, found, samples = loader.log.totals, loader.found, loader.epoch_samples
+    totals, found, samples = loader.log.totals, loader.told, loader.epoch_samples
     evidence = evidence_of(loader, script_s)
     bottleneck, advice = diagnose(evidence)
-    if found is not None and found.best != found.tuner.asked and (result := found.result).bottleneck is not None:
-        bottleneck, advice = result.bottleneck, result.advice
+    is_seen = totals.batches >= FEWEST_BATCHES and totals.stepped_s > 0
+    rate, wait = evidence.samples_per_s if is_seen else None, totals.wait_share
+    is_changed = found is not None and found.best != found.tuner.asked
+    if is_changed and (result := found.result).rate is not None and result.bottleneck is not None:
+        bottleneck, advice, rate, wait = result.bottleneck, result.advice, result.rate.value, result.wait_share
     kept = loader.kept if found is None else found.kept
     idle, shards = _of_stream(loader)
     return LoaderReport(
@@ -96,11 +100,11 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
         epochs=totals.epochs,
         batches=totals.batches,
         seconds=totals.active_s,
-        samples_per_s=evidence.samples_per_s if totals.batches >= FEWEST_BATCHES and totals.stepped_s else None,
-        wait_share=totals.wait_share,
+        samples_per_s=rate,
+        wait_share=wait,
         settings=loader.own.to_kwargs(),
         settings_now=(loader.own if found is None else found.best).to_kwargs(),
-        speedup=None if found is None or found.best == found.tuner.asked else found.gain,
+        speedup=found.gain if is_changed else None,
         kept=kept,
         delivered=tuple(loader.delivered[each] for each in range(loader.own.num_workers)) if loader.delivered else None,
         idle_workers=idle,
@@ -166,13 +170,14 @@ def _to_try(bottleneck: Finding, evidence: Evidence, kept: Finding | None, plan:
         yield Advice.TRAIN_LONGER()
 
 
-def _result_of(main: ScriptLoader, report: LoaderReport, loaders: Mapping[str, dict[str, Any]]) -> TuningResult:
+def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict[str, Any]]) -> TuningResult:
     """What `-o` writes: the training loader's result, as its report has it, with the settings of all loaders."""
     result = TuningResult(best=main.own, status="partial", found_by="watch", baseline=main.own)
-    if main.found is not None:
-        result = main.found.result
+    if main.told is not None:
+        result = main.told.result
     return replace(
         result,
+        rate=_above_zero(result.rate),
         batch_size=main.site.batch_size,
         wait_share=report.wait_share,
         seconds=round(report.seconds, 3),
@@ -180,6 +185,11 @@ def _result_of(main: ScriptLoader, report: LoaderReport, loaders: Mapping[str, d
         advice=report.advice,
         loaders=loaders,
     )
+
+
+def _above_zero(rate: Any) -> Any:
+    """No rate is below zero, however few were measured."""
+    return rate if rate is None or not -math.inf < rate.low < 0 else replace(rate, low=0.0)
 
 
 def _written(path: str, write: Callable[[str], None]) -> str:

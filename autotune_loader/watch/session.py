@@ -61,7 +61,13 @@ class Session:
 
     def iterator_of(self, loader: Any, torchs: Callable[[], Any]) -> Any:
         """The iterator that `run` puts in the place of the one that torch's `DataLoader` makes."""
-        known: ScriptLoader | None = None
+        known, is_torchs = None, False
+
+        def torchs_own() -> Any:
+            nonlocal is_torchs
+            is_torchs = True
+            return torchs()
+
         try:
             from autotune_loader.autoloader.live import iterator_of, live_of
 
@@ -74,17 +80,17 @@ class Session:
                 config=self._start(known),
                 on_change=self._changed,
             )
-            if (
-                known.found is not None and known.found is not live.found
-            ):  # the script has changed it: it is another one
-                known = self._loader_of(loader, live.found)
-            known.found = live.found
-            return iterator_of(loader, live, torchs)
+            if known.found is not live.found:  # the script may have set its numbers anew
+                known = known if known.found is None else self._loader_of(loader, live.found)
+                known.tune_by(live.found)
+            return iterator_of(loader, live, torchs_own)
         except Exception as error:  # whatever it is, torch's own iterator does without
+            if is_torchs:
+                raise
             from autotune_loader.diagnosis import Kept
 
-            if known is not None and known.found is None:
-                known.kept = Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}")
+            if known is not None:
+                known.kept, known.found = Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}"), None
         return torchs()
 
     def _changed(self, _found: Any) -> None:
@@ -113,7 +119,9 @@ class Session:
             self.loaders.append(known)
             alike.append(known)
         known.owner, known.dataset = weakref.ref(loader), _reference(getattr(loader, "dataset", None))
-        known.settings, known.found, self._by_id[id(loader)] = settings, found or known.found, known
+        known.settings, self._by_id[id(loader)] = settings, known
+        if found is not None:
+            known.tune_by(found)
         return known
 
     def _name_of(self, site: Site) -> str:

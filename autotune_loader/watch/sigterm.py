@@ -7,14 +7,29 @@ see without us, since libraries decide by it whether they set one of their own; 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what the script sees of it is another one
+import contextlib
 import functools
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _tell: list[Callable[[], None]] = []
+_telling: list[bool] = []
+"""While something is told anyway: whether SIGTERM came meanwhile."""
+
+
+@contextlib.contextmanager
+def told_to_the_end() -> Iterator[None]:
+    """SIGTERM ends this process after the block, and not in the midst of it."""
+    _telling.append(False)
+    try:
+        yield
+    finally:
+        if _telling.pop():
+            _signal.signal(signal.SIGTERM, _signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def tell_at_sigterm(tell: Callable[[], None]) -> None:
@@ -35,6 +50,9 @@ def forget() -> None:
 
 
 def _end(number: int, _frame: Any) -> None:
+    if _telling:
+        _telling[:] = [True] * len(_telling)
+        return
     _signal.signal(number, _signal.SIG_DFL)
     try:
         for tell in _tell:

@@ -1,24 +1,30 @@
 """Loaders of this process, watched by `enable()`: which of them are one, what is counted, and that nothing stays behind."""
 
+import contextlib
 import copy
 import itertools
 import multiprocessing
 import os
 import pickle
+import queue
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import util
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from autotune_loader import enable
 from autotune_loader.lines import Line
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values import LoaderConfig
+from autotune_loader.watch.first_line import FirstLine
 from autotune_loader.watch.hook import active
 from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.watched import Watch, process_times, thread_times
@@ -122,6 +128,122 @@ def test_kept_workers_end_with_their_loader(verb):
         assert len(multiprocessing.active_children()) == 1 or verb == "run"
         del loader
         assert not multiprocessing.active_children()
+
+
+class Counted(Dataset):
+    """Says how often it is asked how long it is."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def __len__(self):
+        self.asked += 1
+        return 48
+
+    def __getitem__(self, index):
+        return index
+
+
+class Drawing(Sampler):
+    """Each look at its length draws, and is an iteration."""
+
+    def __iter__(self):
+        return iter([index for index in range(48) if torch.rand(()) < 0.5])
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+
+class Own:
+    """A batch whose methods are not to be called."""
+
+    def __init__(self, indices):
+        self.x, self.sizes = torch.tensor(indices), []
+
+    def __getattribute__(self, name):
+        if name in ("to_dict", "keys", "__len__", "items", "__iter__"):
+            raise AssertionError(name)
+        return object.__getattribute__(self, name)
+
+    def __len__(self):
+        raise AssertionError("length")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sampler": Drawing()},
+        {"batch_sampler": BatchSampler(Drawing(), 4, drop_last=False)},
+        {"collate_fn": Own, "batch_size": 5},
+        {"collate_fn": Own, "sampler": Drawing(), "batch_size": 5},
+    ],
+)
+def test_no_code_of_the_user_s_runs_that_torch_does_not_run(arguments, capsys):
+    found = []
+    for look in (contextlib.nullcontext, lambda: enable("watch")):
+        torch.manual_seed(0)
+        data = Counted()
+        with look() as enabled:
+            loader = DataLoader(data, **arguments)
+            batches = [[batch.x if isinstance(batch, Own) else batch for batch in loader] for _ in range(2)]
+            found.append(([x.tolist() for each in batches for x in each], data.asked, torch.rand(()).item()))
+    assert found[0] == found[1]
+    (known,) = enabled.session.loaders
+    assert known.log.totals.samples == sum(len(x) for each in batches for x in each)
+
+
+def in_a_pool(loader):
+    batches = iter(loader)
+    with ThreadPoolExecutor(1, "ahead") as pool:
+        while pool.submit(next, batches, None).result() is not None:
+            pass
+
+
+def in_a_queue(loader):
+    full = queue.Queue()
+    threading.Thread(target=lambda: [full.put(batch) for batch in [*loader, None]], name="ahead").start()
+    while full.get() is not None:
+        pass
+
+
+def trained_in_a_thread(loader):
+    thread = threading.Thread(target=list, args=(loader,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("way", "is_ahead"), [(list, False), (trained_in_a_thread, False), (in_a_pool, True), (in_a_queue, True)]
+)
+def test_a_thread_that_reads_ahead_is_told_and_not_judged(way, is_ahead, capsys):
+    slow = DataLoader(NUMBERS, batch_size=4, collate_fn=lambda items: time.sleep(0.002) or items)
+    with enable("watch") as enabled:
+        enabled.plan = replace(enabled.plan, most_waiting=0.0)
+        way(slow)
+        assert ("Thread ahead" in enabled.report()) == is_ahead
+        assert enabled.is_waiting_too_long != is_ahead
+
+
+@pytest.mark.process
+def test_something_is_said_within_10_seconds_also_where_no_batch_has_come(capfd):
+    forked, begun = multiprocessing.get_context("fork").Event(), time.monotonic()
+
+    def one_by_one(items):
+        if not forked.is_set():  # a process that is forked meanwhile has no thread, nor is the first line lost
+            forked.set()
+            if os.fork() == 0:
+                os._exit(len(os.listdir("/proc/self/task")) - 1)  # noqa: PTH208
+            assert os.wait()[1] == 0
+        while "has waited" not in "".join(said) and time.monotonic() - begun < 5:
+            time.sleep(0.01)
+            said.append(capfd.readouterr().err)
+        return items
+
+    said = []
+    with enable("watch") as enabled:
+        enabled.session.first_line = FirstLine(enabled.session._say_so_far, seconds=0.2)
+        list(DataLoader(NUMBERS, batch_size=24, collate_fn=one_by_one))
+    assert "the loop has waited 0 s for its first batch so far" in "".join(said)
 
 
 class FakeLoop:
