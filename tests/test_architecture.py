@@ -27,9 +27,11 @@ PUBLIC = {
 # Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
 # nobody else may enter.
 UNPICKLING = {
+    "watch/others.py": {"loads"},
     "bursts/packing.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
     "machine/messages.py": {"loads"},  # between the loop and workers that it has forked
+    "watch/others.py": {"loads"},
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

@@ -25,7 +25,7 @@ def _share(_context: click.Context, _option: click.Parameter, text: str | None) 
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise click.BadParameter(f"{text!r} is no share; 5% would work")
+        raise click.BadParameter(f"{text!r} must be between 0% and 100%, such as 5%")
     return share
 
 
@@ -35,7 +35,12 @@ def _of_scripts(command: Callable[..., Any]) -> Callable[..., Any]:
         click.argument("script"),
         click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
         click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module name, as in python -m."),
-        click.option("-o", "--output", type=_FILE, help="Write loader.json here at the end."),
+        click.option(
+            "-o",
+            "--output",
+            type=_FILE,
+            help="Write loader.json here: under run whenever better settings are found, and at the end.",
+        ),
         click.option("--json", "report", type=_FILE, help="Write the report here as JSON at the end."),
         click.option(
             "--fail-if-wait",
@@ -53,10 +58,11 @@ def _of_scripts(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command("watch", context_settings={"allow_interspersed_args": False})
 @_of_scripts
 def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> _Launch:
-    """Run a script, unchanged, and tell what its loaders cost.
+    """Run a script unchanged and report how long it waits for data.
 
-    Batches, random numbers and weights are those of python SCRIPT. The report comes at the end, on stderr: one block
-    for each DataLoader, by the line that makes it.
+    Batches, random numbers and weights are bit for bit those of python SCRIPT. The first line comes within 10 s, the
+    report at the end, on stderr: one block for each DataLoader, by the line that makes it, also for those of processes
+    that the script starts. SIGTERM ends the script as ever, after the report.
 
     \b
     Examples:
@@ -75,10 +81,12 @@ def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **op
 @click.option("--start-with", type=_FILE, help="Start with the settings of this loader.json.")
 @click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers of each loader.")
 def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> _Launch:
-    """Run a script, unchanged, and tune its loaders meanwhile.
+    """Run a script unchanged and tune its DataLoaders while it runs.
 
-    Samples and their order stay those of python SCRIPT; random augmentations are drawn by batch. A loader with
-    num_workers=0 gets no workers unless you say --workers.
+    Each loader gives the batches that DataLoader gives with the same arguments: the same indices in the same order,
+    each once. Its workers are torch's: they see the dataset as it was when they began, live as long as DataLoader's do,
+    and whatever they do besides samples they do as there. Only their number changes; random augmentations are drawn by
+    batch. A loader with num_workers=0 is torch's own unless you say --workers.
 
     \b
     Examples:

@@ -27,6 +27,8 @@ HARDLY_WAITS = 0.05
 """The loop has its batches in time, or is as fast as the step alone, as far as clocks tell."""
 MUCH_SLOWER = 0.8
 """A step that has its batches in time and is slower than this share of what it does alone is held up by something."""
+MUCH_LONGER = 1.25
+"""A step that takes so many times what it takes alone is worth a word: waiting alone does not explain the gain there is."""
 RARELY_FETCHES = 0.2
 """Workers that fetch for less than this share of their time are not what a loop waits for."""
 IDLE_SHARE = 0.15
@@ -70,7 +72,12 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.UNCLEAR
     if evidence.config.num_workers == 0:
         is_cheap = evidence.fetch_s < max(CHEAP_BATCH_S, CHEAP_SAMPLE_S * evidence.batch_size)
-        return Bottleneck.IN_MEMORY if is_cheap else _cpu_or_storage(evidence)
+        if is_cheap:
+            return Bottleneck.IN_MEMORY
+    if evidence.waiting is not None and evidence.waiting[1] > max(evidence.waiting[::2]):
+        return Bottleneck.CORES
+    if not evidence.config.num_workers:
+        return _cpu_or_storage(evidence)
     if (evidence.receive_s or 0.0) > HAND_OVER_SHARE * evidence.period_s:
         return Bottleneck.HAND_OVER
     return _cpu_or_storage(evidence)
@@ -94,6 +101,8 @@ def _cpu_or_storage(evidence: Evidence) -> Bottleneck:
         return Bottleneck.UNCLEAR
     if is_full or fetch.computing_share > COMPUTING_SHARE:
         return Bottleneck.CPU
+    if evidence.waiting is not None and evidence.waiting[0] == max(evidence.waiting):
+        return Bottleneck.HAND_OVER if evidence.config.num_workers else Bottleneck.CPU
     # A fetch waits for something else than a core where cores were idle, or where it waits longer than others took these.
     others = fetch.foreign_cpu_share
     had_core = fetch.cpu_share is None or others is None or 1 - fetch.cpu_share - others > IDLE_SHARE
@@ -113,8 +122,11 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         case Bottleneck.STORAGE:
             yield Fact.WAITED(fetch=fetch.fetch_s, cpu=fetch.fetch_cpu_s)
             yield _stage_that_waits(evidence)
+        case Bottleneck.CORES if evidence.waiting is not None:
+            yield Fact.FOR_A_CORE(share=evidence.waiting[1], cores=round(evidence.cores))
         case Bottleneck.HAND_OVER:
-            yield Fact.RECEIVING(size=evidence.batch_bytes, receive=evidence.receive_s)
+            row = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
+            yield row(size=evidence.batch_bytes, receive=evidence.receive_s)
         case Bottleneck.MEMORY if trial is not None and trial.failure is not None:
             yield Fact.RAN_OUT(config=trial.config, kind=trial.failure.kind.replace("_", " "))
         case Bottleneck.UNCLEAR:
@@ -128,7 +140,9 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
     if row in (Bottleneck.STEP, Bottleneck.UNCLEAR):
         yield None if ceiling is None else Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value)
     elif row is not Bottleneck.START_UP:
-        gain = evidence.headroom or 0.0
+        gain, alone_s = evidence.headroom or 0.0, 0.0 if ceiling is None else evidence.batch_size / ceiling.value
+        if alone_s and (evidence.step_s or 0.0) > MUCH_LONGER * alone_s:
+            yield Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
         yield Fact.AT_MOST(factor=1 + gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
 
 

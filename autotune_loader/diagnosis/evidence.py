@@ -35,6 +35,10 @@ class Evidence:
     fetch_s: float | None = None
     """What a worker, or the loop, takes to fetch and collate."""
     fetch_cpu_s: float | None = None
+    fetch_queued_s: float | None = None
+    """Beside `fetch_s`: what a fetch is ready to run and waits for a core; None where the kernel does not tell."""
+    receive_queued_s: float = 0.0
+    """The same of the loop while it receives a batch."""
     receive_s: float | None = None
     """What the loop takes to receive a batch that lies ready; 0 where none did."""
     starting_share: float = 0.0
@@ -123,6 +127,24 @@ class Evidence:
     def computing_share(self) -> float:
         """Share of a fetch that is spent on a CPU; above 1 where it uses several cores."""
         return (self.fetch_cpu_s or 0.0) / self.fetch_s if self.fetch_s else 1.0
+
+    @property
+    def waiting(self) -> tuple[float, float, float] | None:
+        """What the loop's waiting goes to, as shares: computing, waiting for a core, and neither; None where that is not known.
+
+        With workers the loop computes, or waits for a core itself, while it receives. For the rest it waits for a fetch.
+        """
+        if not self.wait_share or not self.fetch_s or self.fetch_cpu_s is None or self.fetch_queued_s is None:
+            return None
+        wait_s = self.wait_share * self.period_s
+        own_s = own_queued_s = 0.0
+        if self.config.num_workers:
+            own_s, own_queued_s = self.receive_s or 0.0, self.receive_queued_s
+        fetch_s = max(0.0, wait_s - own_s - own_queued_s)
+        scale = fetch_s / (max(self.fetch_s, self.fetch_cpu_s) + self.fetch_queued_s)
+        computing_s, core_s = own_s + scale * self.fetch_cpu_s, own_queued_s + scale * self.fetch_queued_s
+        whole_s = max(wait_s, computing_s + core_s)
+        return computing_s / whole_s, core_s / whole_s, 1 - (computing_s + core_s) / whole_s
 
     @property
     def ran_out(self) -> Trial | None:

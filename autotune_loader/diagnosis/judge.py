@@ -81,6 +81,9 @@ def _advice(evidence: Evidence, bottleneck: Finding) -> Iterator[Finding]:
             yield from _batched_fetch(evidence)
         case Bottleneck.STORAGE:
             yield Advice.LARGER_READS()
+        case Bottleneck.CORES:
+            many = config.num_workers > 1
+            yield Advice.FEWER_WORKERS(workers=config.num_workers) if many else Advice.MORE_CORES()
         case Bottleneck.HAND_OVER:
             is_large = evidence.batch_bytes >= LARGE_BATCH_BYTES
             row = Advice.SEND_LESS if is_large else Advice.HAND_OVER_LESS_OFTEN

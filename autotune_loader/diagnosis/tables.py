@@ -42,6 +42,7 @@ class Bottleneck(Table):
     STEP = "Bottleneck: the training step."
     CPU = "Bottleneck: CPU."
     STORAGE = "Bottleneck: waiting for storage or network."
+    CORES = "Bottleneck: waiting for a core."
     HAND_OVER = "Bottleneck: handing batches over from workers to the training process."
     MEMORY = "Bottleneck: memory."
     START_UP = "Bottleneck: starting epochs, which takes {share:share} of the time."
@@ -62,9 +63,16 @@ class Fact(Table):
     CPU_OF_BATCH = "A batch takes {cpu:seconds} of CPU to fetch and {step:seconds} of step."
     CORES = "{share:share} of {cores:# core} are in use."
     WAITED = "Of {fetch:seconds} per batch, a fetch computes for {cpu:seconds}."
+    FOR_A_CORE = (
+        "{share:share} of the waiting is for a core: more is ready to run than the {cores:# core} can run at once."
+    )
+    SHARED_CORES = (
+        "A step takes {step:seconds} in the loop and {alone:seconds} alone, as loader and step share the cores."
+    )
     FETCHES = "A worker fetches for {share:share} of its time."
     STAGE_WAITS = "{stage} takes {share:share} of a worker's waiting ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
+    RECEIVING_ONE = "Receiving a batch takes {receive:seconds}."
     RAN_OUT = "{config} ran out of it ({kind})."
     BUSY = "Other processes kept {share:share} of the cores busy."
 
@@ -74,6 +82,9 @@ class Advice(Table):
 
     LEAVE_IT = "Leave the loader as it is."
     SPEED_UP_STEP = "Speed up the step (torch.compile, mixed precision, a larger batch), not the loader."
+    MORE_CORES = "Use a machine with more cores, or run less beside the training."
+    FEWER_WORKERS = "Use fewer workers than {workers}, or a machine with more cores."
+    SPREAD_SHARDS = "Use at most {busy:# worker}, or make more shards: each worker needs one of its own."
     CHEAPER_STAGE = "Make {stage} cheaper ({where}){how}: {share:share} of a worker's CPU, {cpu:seconds} per sample."
     CHEAPER_TRANSFORMS = "Make transforms cheaper (smaller images, a faster decoder): {cpu:seconds} of CPU per sample."
     LARGER_READS = "Read larger pieces (tar shards, Parquet), or from a local disk."
@@ -86,7 +97,7 @@ class Advice(Table):
     KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
     BATCHED_FETCH = "Fetch a whole batch at once, by __getitems__(indices): a sample takes only {sample:seconds}."
     RUN = "`autotune-loader run {script}` tries other settings."
-    RUN_WITH_WORKERS = "`autotune-loader run --workers {script}` tries workers, if other processes may read the data."
+    RUN_WITH_WORKERS = "`autotune-loader run --workers {script}` tries workers (safe if the dataset works with num_workers=2)."
     TRAIN_LONGER = "Train for longer: the script ended before it was known what other settings bring."
 
 
@@ -165,6 +176,9 @@ class Caution(Table):
     NOT_WRITTEN = "{path} was not written ({why}). result.save() elsewhere keeps the result."
     CEILING_PASSED = "The step alone had {alone:rate}, and in the loop {rate:rate}: the ceiling is left out."
     BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): samples/s are compared, which tells nothing of learning."
+    READ_AHEAD = "Thread {thread} takes the batches ahead of the training: waiting is the thread's, not the training's."
+    WAITS_TOO_LONG = "{name}: the loop waits {share:share} of its time, and --fail-if-wait allows {most:share}."
+    IDLE_WORKERS = "{idle} of {workers:# worker} delivered nothing."
     NOTE = "{text}"
 
 

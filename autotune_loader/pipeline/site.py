@@ -10,20 +10,17 @@ from typing import Any, NamedTuple
 from torch.utils.data import RandomSampler
 
 from autotune_loader.lines import Line
-from autotune_loader.pipeline.workload import length_of
 
 NOWHERE = Line("?", 0)
 """Stands for a line that cannot be told."""
 
 
 class Site(NamedTuple):
-    """Where a loader is made, and what it reads; two loaders of one site do the same work. Nothing is read from the dataset."""
+    """Where a loader is made, and what it reads, by attributes alone: lengths are the user's code, which may draw or count."""
 
     line: Line
     dataset: str
     """Its class."""
-    samples: int | None
-    """Of the dataset; None where it has no length."""
     batch_size: int | None
     is_shuffled: bool
 
@@ -39,14 +36,12 @@ class Site(NamedTuple):
         return cls(
             line=line or NOWHERE,
             dataset=type(dataset).__name__,
-            samples=length_of(dataset),
             batch_size=size if isinstance(size, int) else None,
             is_shuffled=isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) is True,
         )
 
-    @property
-    def contents(self) -> str:
-        """What it reads, for people: "Images[1200], batches of 32, shuffled"."""
-        length = "" if self.samples is None else f"[{self.samples}]"
+    def contents(self, samples: int | None = None) -> str:
+        """What it reads, for people: "Images[1200], batches of 32, shuffled"; `samples` of an epoch, as counted."""
+        length = "" if samples is None else f"[{samples}]"
         size = "" if self.batch_size is None else f", batches of {self.batch_size}"
         return f"{self.dataset}{length}{size}{', shuffled' if self.is_shuffled else ''}"

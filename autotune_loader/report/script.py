@@ -24,10 +24,12 @@ class LoaderReport:
     contents: str
     epochs: int
     batches: int
+    seconds: float = 0.0
+    """Of training: waiting and steps."""
     samples_per_s: float | None
-    """None where that time is no step long."""
+    """With the settings now, where their effect was measured; None where that time is no step long."""
     wait_share: float | None
-    """The loop waited for data; None before there was a step."""
+    """The loop waited for data, with the same settings; None before there was a step."""
     settings: dict[str, Any]
     """As the script has them."""
     settings_now: dict[str, Any]
@@ -35,6 +37,14 @@ class LoaderReport:
     """How many times as fast the change made it, from blocks of batches in turns; None where there were none."""
     kept: Finding | None = None
     """Why the number of workers is as asked."""
+    delivered: tuple[int, ...] | None = None
+    """Batches of a stream by the worker that made them."""
+    idle_workers: Finding | None = None
+    """Workers of a stream that had nothing to deliver."""
+    read_ahead: Finding | None = None
+    """A thread takes the batches, so that waiting and steps are the thread's."""
+    processes: int = 1
+    """That have such a loader; the figures are of the one with most time."""
     bottleneck: Finding
     advice: tuple[Finding, ...] = ()
     """What to do, the best first."""
@@ -48,10 +58,13 @@ class LoaderReport:
             seen.append(f"the loop waits {units.share_text(self.wait_share)} of its time")
         own, now = settings_text(self.settings), settings_text(self.settings_now)
         lines = [f"{self.name}  {self.contents}", f"  {', '.join(seen)}", f"  settings: {own}"]
+        if self.processes > 1:
+            lines.insert(1, f"  in {self.processes} processes; the figures are of the one with most time")
         if now != own:
             lines.append(f"  now: {now}{'' if self.speedup is None else f': {units.ratio_text(self.speedup)} as fast'}")
         elif self.kept is not None:
             lines.append(f"  not changed: {self.kept}")
+        lines += [f"  {each}" for each in (self.read_ahead, self.idle_workers) if each is not None]
         lines.append(f"  {self.bottleneck}")
         lines += [f"  next: {step}" for step in self.advice[:1]]
         return "\n".join(wrapped(line, indent="    ") for line in lines)

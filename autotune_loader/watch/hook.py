@@ -1,7 +1,7 @@
-"""Where torch makes and iterates loaders, once it has been imported: three methods that every loader goes through.
+"""Where torch makes loaders and iterators, once it has been imported: three methods that every loader goes through.
 
     DataLoader.__new__            which line makes it, also where a subclass does not call `__init__`
-    DataLoader.__iter__           under `run` its batches come from an AutoLoader
+    DataLoader._get_iterator      under `run` another iterator may be made
     _BaseDataLoaderIter.__init__  an iterator is made, by whatever class of loader: it is one that is watched
 
 They are put in once for a process and stay; while no hook is installed they only call torch's own. Nothing heavy is imported
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.watch.run_plan import LINE, Plan, Verb, say
+from autotune_loader.watch.sigterm import forget as forget_sigterm
+from autotune_loader.watch.sigterm import tell_at_sigterm, told_to_the_end
 
 if TYPE_CHECKING:
     from autotune_loader.watch.session import Session
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 active: list[Hook] = []
 """The hook that is installed in this process, if any; the last one counts."""
 TORCH_MODULE = "torch.utils.data.dataloader"
-NOTHING = "Nothing can be told: no PyTorch DataLoader gave a batch in this process."
+NOTHING = "No PyTorch DataLoader was iterated: nothing to report."
 HOOKED = "_autotune_loader_hooked"
 BURST = "AUTOTUNE_LOADER_BURST"
 """Of the environment of `tune()`'s own processes, whose loaders are nobody's business."""
@@ -51,6 +53,8 @@ class Hook:
 
     def __init__(self, plan: Plan, session: Session | None = None) -> None:
         self.plan, self._session = plan, session
+        self._others: list[Any] = []
+        """What other processes saw, as far as it was gathered."""
 
     @property
     def session(self) -> Session:
@@ -64,8 +68,13 @@ class Hook:
 
     @property
     def has_batches(self) -> bool:
-        """Whether a loader gave any."""
+        """Whether a loader of this process gave any."""
         return self._session is not None and any(each.log.totals.batches for each in self._session.loaders)
+
+    @property
+    def is_waiting_too_long(self) -> bool:
+        """Whether the training loader of a process was waited for longer than was allowed."""
+        return self.plan.most_waiting is not None and any(each.too_long(self.plan) for each in self._seen())
 
     def install(self) -> None:
         """Find loaders from now on."""
@@ -77,16 +86,40 @@ class Hook:
 
     def report(self) -> str:
         """What is known now."""
+        seen = self._seen()
+        if not seen:
+            return NOTHING
         from autotune_loader.watch.report import report_of
 
-        return str(report_of(self.session))
+        return str(report_of(seen))
 
-    def tell(self) -> None:
-        """Print the report of what was seen, and write it where it was asked for."""
-        from autotune_loader.watch.report import tell
+    def tell(self, *, flushes: bool = True) -> None:
+        """Print the report of what was seen, and write it where it was asked for; or leave it to the command's process."""
+        with told_to_the_end():
+            self._tell(flushes=flushes)
 
+    def _tell(self, *, flushes: bool) -> None:
+        if seen := self._seen():
+            from autotune_loader.watch.report import tell
+
+            tell(seen, self.plan, flushes=flushes)
+        elif self.plan.pid in (None, os.getpid()) and not rank_of_environment()[0]:
+            say(f"\nautotune-loader {self.plan.verb}: {NOTHING}", flushes=flushes)
+
+    def _seen(self) -> list[Any]:
+        """What this process saw, and what others have left."""
         if self.has_batches:
-            tell(self.session)
+            from autotune_loader.watch.report import seen_of
+
+            self.session.first_line.stop()
+            own = [seen_of(self.session)]
+        else:
+            own = []
+        if self.plan.folder is not None and self.plan.pid == os.getpid() and os.path.isdir(self.plan.folder):  # noqa: PTH112
+            from autotune_loader.watch.others import gathered
+
+            self._others += gathered(self.plan.folder)
+        return own + self._others
 
     def forget(self) -> None:
         """A forked process has loaders of its own."""
@@ -97,7 +130,6 @@ class Hook:
         if self in active:
             active.remove(self)
             self.tell()
-            tell_nothing(self)
 
     def __enter__(self) -> Hook:
         return self
@@ -140,12 +172,6 @@ def enable(
     return hook
 
 
-def tell_nothing(hook: Hook) -> None:
-    """Say so where no loader was seen; ranks other than 0, for which rank 0 may load, are silent."""
-    if not hook.has_batches and not rank_of_environment()[0]:
-        say(f"\nautotune-loader {hook.plan.verb}: {NOTHING}")
-
-
 def begin_as_handed_on() -> None:
     """Find the loaders of a process that a script has started, as the script's own plan says; `sitecustomize` calls it."""
     plan = Plan.handed_on()
@@ -167,12 +193,19 @@ def _look_after_the_end() -> None:
         Finalize(None, _tell, exitpriority=-1000)
 
 
-def _tell() -> None:
+def _tell(*, flushes: bool = True) -> None:
+    """What this process saw; `launch` does it for the process of the command, once the others are gone."""
     for hook in active:
-        hook.tell()
+        if hook.has_batches and (not flushes or hook.plan.pid != os.getpid()):
+            hook.tell(flushes=flushes)
+
+
+def _tell_at_once() -> None:
+    _tell(flushes=False)
 
 
 def _forget() -> None:
+    forget_sigterm()
     for hook in active:
         hook.forget()
 
@@ -181,11 +214,11 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _hook_into(module: ModuleType) -> None:
-    loaders, iterators = module.DataLoader, module._BaseDataLoaderIter
+    loaders, iterators, worker = module.DataLoader, module._BaseDataLoaderIter, module.get_worker_info
     if HOOKED in vars(loaders):
         return
     setattr(loaders, HOOKED, True)
-    iterate, begin = loaders.__iter__, iterators.__init__
+    get, begin = loaders._get_iterator, iterators.__init__
 
     @functools.wraps(loaders.__init__)  # whose signature it has
     def make_loader(kind: Any, *args: Any, **arguments: Any) -> Any:
@@ -195,30 +228,28 @@ def _hook_into(module: ModuleType) -> None:
             vars(loader)[LINE] = tuple(line)
         return loader
 
-    @functools.wraps(iterate)
-    def iterate_loader(loader: Any) -> Any:
+    @functools.wraps(get)
+    def get_iterator(loader: Any) -> Any:
         hook = hook_here()
-        if hook is None or (hook.plan.verb == "watch" and not is_auto(loader)):
-            return iterate(loader)  # whose iterator begins below
-        return hook.session.iterate(loader, iterate)
+        if hook is None or hook.plan.verb == "watch" or worker() is not None:
+            return get(loader)
+        return hook.session.iterator_of(loader, functools.partial(get, loader))
 
     @functools.wraps(begin)
     def begin_iterator(iterator: Any, loader: Any, *args: Any, **arguments: Any) -> None:
         begun = time.monotonic()
         begin(iterator, loader, *args, **arguments)
-        if (hook := hook_here()) is not None:
+        if (hook := hook_here()) is not None and worker() is None:  # workers read loaders of their own
             try:
-                hook.session.watch(iterator, loader, begun)
+                real = vars(loader).get("watched_as", loader)  # an iterator of ours is made of something like a loader
+                if real is not None:
+                    hook.session.watch(iterator, real, begun)
+                    if hook.plan.script is not None:
+                        tell_at_sigterm(_tell_at_once)
             except Exception:  # whatever it is, it is no reason to end somebody's training
                 log.debug("an iterator is not watched", exc_info=True)
 
-    loaders.__new__, loaders.__iter__, iterators.__init__ = make_loader, iterate_loader, begin_iterator
-
-
-def is_auto(loader: Any) -> bool:
-    """Whether it is an AutoLoader, which the script itself has made."""
-    module = sys.modules.get("autotune_loader.autoloader.loader")
-    return module is not None and isinstance(loader, module.AutoLoader)
+    loaders.__new__, loaders._get_iterator, iterators.__init__ = make_loader, get_iterator, begin_iterator
 
 
 class _WhenImported(MetaPathFinder):

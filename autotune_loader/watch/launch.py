@@ -16,14 +16,15 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autotune_loader.watch.hook import Hook, active, tell_nothing
-from autotune_loader.watch.run_plan import Plan
+from autotune_loader.watch.hook import Hook, active
+from autotune_loader.watch.run_plan import Plan, new_folder
 
 WAITS_TOO_LONG = 4
 """Exit code where the loop waited for longer than `--fail-if-wait` allows."""
@@ -45,13 +46,15 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     """
     sys.argv[:] = ["-m" if is_module else target, *arguments]
     main, run = _module(target) if is_module else _script(target)
-    hook = Hook(plan)
     pid, is_by_sigint = os.getpid(), False
+    plan = replace(plan, pid=pid, folder=new_folder())
+    hook = Hook(plan)
 
     @atexit.register  # first, so that it is the last that happens
     def end() -> None:
         if os.getpid() == pid:
-            tell_nothing(hook)
+            _wait_for_processes()
+            hook.tell()
             if is_by_sigint:
                 _end_by_sigint()
 
@@ -68,7 +71,7 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
-    if hook.has_batches and hook.session.is_waiting_too_long:
+    if hook.is_waiting_too_long:
         raise SystemExit(WAITS_TOO_LONG)
 
 
@@ -109,6 +112,14 @@ def _new_main(**known: Any) -> ModuleType:
     main = ModuleType("__main__")
     vars(main).update(__annotations__={}, __builtins__=builtins, **known)
     return main
+
+
+def _wait_for_processes() -> None:
+    """Those of multiprocessing, as it does itself at the end of a process: what they saw is told, too."""
+    if (multiprocessing := sys.modules.get("multiprocessing.process")) is not None:
+        for child in multiprocessing.active_children():
+            if not child.daemon:
+                child.join()
 
 
 def _end_by_sigint() -> None:

@@ -2,85 +2,124 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from autotune_loader import TuningResult
-from autotune_loader.diagnosis import Advice, Bottleneck, Evidence, Finding, Kept, diagnose
+from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Evidence, Finding, Kept, diagnose
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.report.script import LoaderReport, ScriptReport
+from autotune_loader.watch.others import ProcessReport, leave
 from autotune_loader.watch.run_plan import Plan, say
 from autotune_loader.watch.script_loader import FEWEST_BATCHES, ScriptLoader
 from autotune_loader.watch.session import Session
 
 WORTH_TRYING = 0.05
 """A gain below this, at most, is not worth another run."""
+TURNS = 4
+"""Each worker of a stream had its turn after so many batches for each; torch asks for two of each at first."""
 OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.HAND_OVER, Bottleneck.UNCLEAR)
 """Where other workers may bring something."""
 
 
-def report_of(session: Session) -> ScriptReport:
-    """What is known now."""
-    seen = [each for each in session.loaders if each.log.totals.batches]
-    script_s = sum(each.log.totals.active_s for each in seen)
-    loaders = [
-        _report_of(each, script_s, session.plan) for each in sorted(seen, key=lambda each: -each.log.totals.active_s)
-    ]
-    return ScriptReport(
-        verb=session.plan.verb,
-        seconds=time.monotonic() - session.begun,
-        loaders=tuple(loaders),
-        notes=tuple(_notes(session)),
+def seen_of(session: Session) -> ProcessReport:
+    """What is known now of the loaders that gave a batch: once, for the terminal and for the files."""
+    known = [each for each in session.loaders if each.log.totals.batches]
+    script_s = sum(each.log.totals.active_s for each in known)
+    reports = [_report_of(each, script_s, session.plan) for each in known]
+    main, report = max(zip(known, reports, strict=True), key=lambda both: both[1].seconds)
+    return ProcessReport(
+        rank=session.rank,
+        ranks=session.ranks,
+        report=ScriptReport(
+            verb=session.plan.verb,
+            seconds=time.monotonic() - session.begun,
+            loaders=tuple(sorted(reports, key=lambda each: -each.seconds)),
+        ),
+        result=_result_of(main, report, {each.name: each.settings_now for each in reports}),
     )
 
 
-def tell(session: Session) -> None:
+def tell(seen: Sequence[ProcessReport], plan: Plan, *, flushes: bool = True) -> None:
     """Print the report and write the files that were asked for; what cannot be written is said, not raised.
 
-    Of the ranks of a job, rank 0 speaks.
+    Of the ranks of a job, rank 0 speaks; of a script's processes, the one that the command has started.
     """
-    if session.rank:
+    if plan.folder is not None and plan.is_told_elsewhere and leave(seen[0], plan.folder):
         return
-    plan, report = session.plan, report_of(session)
-    notes = [_written(plan.output, _result_of(session).save)] if plan.output else []
-    report = replace(report, notes=(*report.notes, *notes))
+    told = [each for each in seen if not each.rank]
+    if not told:
+        return
+    main, report = max(told, key=lambda each: each.main.seconds), report_of(told)
+    notes = [text.sentence for each in seen if (text := each.too_long(plan)) is not None][:1]
+    notes += [] if main.ranks == 1 else [f"These are the loaders of rank 0 of {main.ranks}."]
+    notes += [_written(plan.output, main.result.save)] if plan.output else []
+    report = replace(report, notes=tuple(notes))
     if plan.report:
         failed = _written(plan.report, report.save)
         report = replace(report, notes=(*report.notes, failed))
-    say(f"\n{report}")
+    say(f"\n{report}", flushes=flushes)
 
 
-def _notes(session: Session) -> Iterator[str]:
-    if (main := session.main) is not None and session.is_waiting_too_long:
-        yield f"{main.name}: {main}, and --fail-if-wait allows {(session.plan.most_waiting or 0.0) * 100:.0f} %."
-    if session.ranks > 1:
-        yield f"These are the loaders of rank 0 of {session.ranks}."
+def write_result(session: Session) -> None:
+    """What was found until now, while the script goes on."""
+    if session.plan.output and not session.rank and any(each.log.totals.batches for each in session.loaders):
+        _written(session.plan.output, seen_of(session).result.save)
+
+
+def report_of(seen: Sequence[ProcessReport]) -> ScriptReport:
+    """One report; the same loader in several processes is told of once, as the one that has most time."""
+    loaders: dict[tuple[str, str, str], LoaderReport] = {}
+    for each in sorted((each for one in seen for each in one.report.loaders), key=lambda each: -each.seconds):
+        alike = each.name, each.contents, str(each.settings)
+        known = loaders.get(alike)
+        loaders[alike] = each if known is None else replace(known, processes=known.processes + 1)
+    longest = max(seen, key=lambda each: each.report.seconds).report
+    return replace(longest, loaders=tuple(loaders.values()))
 
 
 def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderReport:
-    totals, found = loader.log.totals, loader.found
+    totals, found, samples = loader.log.totals, loader.told, loader.epoch_samples
     evidence = evidence_of(loader, script_s)
     bottleneck, advice = diagnose(evidence)
-    if found is not None and found.config != loader.own and (result := found.result).bottleneck is not None:
-        bottleneck, advice = result.bottleneck, result.advice
+    is_seen = totals.batches >= FEWEST_BATCHES and totals.stepped_s > 0
+    rate, wait = evidence.samples_per_s if is_seen else None, totals.wait_share
+    is_changed = found is not None and found.best != found.tuner.asked
+    if is_changed and (result := found.result).rate is not None and result.bottleneck is not None:
+        bottleneck, advice, rate, wait = result.bottleneck, result.advice, result.rate.value, result.wait_share
     kept = loader.kept if found is None else found.kept
+    idle, shards = _of_stream(loader)
     return LoaderReport(
         name=loader.name,
-        contents=loader.site.contents,
+        contents=loader.site.contents(next(iter(samples)) if len(samples) == 1 else None),
         epochs=totals.epochs,
         batches=totals.batches,
-        samples_per_s=evidence.samples_per_s if totals.batches >= FEWEST_BATCHES and totals.stepped_s else None,
-        wait_share=totals.wait_share,
+        seconds=totals.active_s,
+        samples_per_s=rate,
+        wait_share=wait,
         settings=loader.own.to_kwargs(),
-        settings_now=(loader.own if found is None else found.config).to_kwargs(),
-        speedup=None if found is None or found.config == loader.own else found.gain,
+        settings_now=(loader.own if found is None else found.best).to_kwargs(),
+        speedup=found.gain if is_changed else None,
         kept=kept,
+        delivered=tuple(loader.delivered[each] for each in range(loader.own.num_workers)) if loader.delivered else None,
+        idle_workers=idle,
+        read_ahead=Caution.READ_AHEAD(thread=loader.reader) if loader.is_read_ahead else None,
         bottleneck=bottleneck,
-        advice=(*_to_try(bottleneck, evidence, kept, plan), *advice),
+        advice=(*shards, *_to_try(bottleneck, evidence, kept, plan), *advice),
     )
+
+
+def _of_stream(loader: ScriptLoader) -> tuple[Finding | None, tuple[Finding, ...]]:
+    """Whether workers of a stream had nothing to deliver, once each had its turn, and what to do."""
+    workers, busy = loader.own.num_workers, len(loader.delivered)
+    if not busy or busy >= workers or loader.delivered.total() < TURNS * workers:
+        return None, ()
+    return Caution.IDLE_WORKERS(idle=workers - busy, workers=workers), (Advice.SPREAD_SHARDS(busy=busy),)
 
 
 def evidence_of(loader: ScriptLoader, script_s: float) -> Evidence:
@@ -106,11 +145,13 @@ def evidence_of(loader: ScriptLoader, script_s: float) -> Evidence:
         step_s=totals.stepped_s / totals.batches,
         fetch_s=fetch_s,
         fetch_cpu_s=None if making is None else making.cpu_s,
+        fetch_queued_s=None if making is None else making.queued_s,
+        receive_queued_s=0.0 if receiving is None else receiving.queued_s,
         receive_s=None if receiving is None else receiving.cpu_s,
         starting_share=totals.starting_share,
         loader_share=totals.waited_s / max(script_s, 1e-9),
         batches=totals.batches,
-        batch_bytes=0 if loader.shape is None else loader.shape.bytes,
+        batch_bytes=loader.batch_bytes or 0,
         on_accelerator=torch.cuda.is_initialized(),
     )
 
@@ -129,25 +170,26 @@ def _to_try(bottleneck: Finding, evidence: Evidence, kept: Finding | None, plan:
         yield Advice.TRAIN_LONGER()
 
 
-def _result_of(session: Session) -> TuningResult:
-    """The training loader's result, with the settings of the script's other loaders."""
-    main, loaders = session.main, {}
-    assert main is not None
-    for each in session.loaders:
-        loaders[each.name] = (each.own if each.found is None else each.found.best).to_kwargs()
-    if main.found is not None:
-        found: TuningResult = main.found.result
-        return replace(found, loaders=loaders)
-    return TuningResult(
-        best=main.own,
-        status="partial",
-        found_by="watch",
-        baseline=main.own,
+def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict[str, Any]]) -> TuningResult:
+    """What `-o` writes: the training loader's result, as its report has it, with the settings of all loaders."""
+    result = TuningResult(best=main.own, status="partial", found_by="watch", baseline=main.own)
+    if main.told is not None:
+        result = main.told.result
+    return replace(
+        result,
+        rate=_above_zero(result.rate),
         batch_size=main.site.batch_size,
-        wait_share=main.log.totals.wait_share,
-        seconds=main.log.totals.active_s,
+        wait_share=report.wait_share,
+        seconds=round(report.seconds, 3),
+        bottleneck=report.bottleneck,
+        advice=report.advice,
         loaders=loaders,
     )
+
+
+def _above_zero(rate: Any) -> Any:
+    """No rate is below zero, however few were measured."""
+    return rate if rate is None or not -math.inf < rate.low < 0 else replace(rate, low=0.0)
 
 
 def _written(path: str, write: Callable[[str], None]) -> str:

@@ -41,6 +41,21 @@ class Plan:
     """Where the report is written as JSON."""
     most_waiting: float | None = None
     """Share of waiting above which the exit code says so."""
+    pid: int | None = None
+    """The process of the command, which tells of all others; None where there is none, and each tells of itself."""
+    folder: str | None = None
+    """Where the others leave what they saw; the first one makes it."""
+
+    @property
+    def is_told_elsewhere(self) -> bool:
+        """Whether another process, which is still there, tells what this one saw."""
+        if self.pid is None or self.pid == os.getpid():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except OSError:
+            return False
+        return True
 
     def hand_on(self) -> None:
         """From now on the processes that this one starts do the same."""
@@ -56,13 +71,19 @@ class Plan:
         return None if text is None else cls(**json.loads(text))
 
 
-def say(text: str) -> None:
-    """Print a text after what the script has printed; a stream that is closed already is no error."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()
+def new_folder() -> str:
+    """A name for `Plan.folder`; nothing is made."""
+    return os.path.join(os.environ.get("TMPDIR", "/tmp"), f"autotune-loader-{os.getpid()}-{os.urandom(8).hex()}")  # noqa: PTH118, S108
+
+
+def say(text: str, *, flushes: bool = True) -> None:
+    """Print a text after what the script has printed, which is flushed; a stream that is closed already is no error."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+        if flushes:
+            sys.stdout.flush()
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         sys.stderr = None  # else what it holds back would make Python's exit code 120
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RuntimeError):  # the last one within a signal handler, amid another print
         pass

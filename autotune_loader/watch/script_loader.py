@@ -1,12 +1,13 @@
-"""One loader of a script, over all its epochs: what it is, what its loops waited for, and what runs in its place."""
+"""One loader of a script, over all its epochs: what it is, what its loops waited for, and what tunes it."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from autotune_loader import LoaderConfig
-from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.pipeline.site import Site
 
@@ -48,7 +49,7 @@ class ScriptLoader:
         site: where it is made, and what it reads.
         name: as people read it.
         own: its settings, as the script has them.
-        first_look: called once, when something can be said of it.
+        first_look: called now and then, until something can be said of it.
     """
 
     def __init__(self, site: Site, name: str, own: LoaderConfig, first_look: Callable[[ScriptLoader], None]) -> None:
@@ -60,31 +61,62 @@ class ScriptLoader:
         """Seconds in which CPU times were read, and seconds of CPU that this process and torch's workers took meanwhile."""
         self.next_look_s = 0.0
         """When a batch is looked at more closely again, be it of a later epoch."""
-        self.shape: BatchShape | None = None
+        self.batch_bytes: int | None = None
         """Of its first batch."""
+        self.epoch_samples: set[int] = set()
+        """Of the epochs that were not left early."""
+        self.delivered = Counter[int]()
+        """Batches of a stream by the number of the worker that made them."""
+        self.ahead = 0
+        """Batches that a thread took ahead of the training."""
+        self.reader: str | None = None
+        """The name of the first such thread."""
         self.found: Any = None
-        """What the latest AutoLoader in its place has found, without its data; None where there was none."""
+        """What tunes it now, and what that has found, without the loader's data; None where nothing does."""
+        self._shown: Any = None
         self.kept: Any = None
-        """Why no AutoLoader takes its place under `run`, a `Finding`; None where one does."""
+        """Why nothing tunes it under `run`, a `Finding`."""
         self.settings: tuple[Any, ...] = ()
-        """Attributes of the loader that make it another one where they are changed."""
+        """Numbers of the loader that make it another one where the script changes them."""
         self.owner: Callable[[], Any] = lambda: None
+        self.dataset: Callable[[], Any] = lambda: None
         self.is_running: Callable[[], bool] = lambda: False
+        self.clock = time.monotonic
+        self.waiting_since: float | None = None
+        """When the batch was asked for that is awaited now."""
 
-    def __str__(self) -> str:
-        """What its loops wait."""
-        share = self.log.totals.wait_share
-        return "no step could be timed" if share is None else f"the loop waits {share * 100:.0f} % of its time"
+    def tune_by(self, found: Any) -> None:
+        """From now on this tunes it; of what did so before, the latest that has shown something faster is still told of."""
+        if self.found is not None and self.found.gain is not None:
+            self._shown = self.found
+        self.found = found
 
-    def is_free_for(self, loader: Any) -> bool:
-        """Whether it is this loader, or one that is gone, with all of its iterators, and whose place this one takes."""
-        owner = self.owner()
-        return owner is loader or (owner is None and not self.is_running())
+    @property
+    def told(self) -> Any:
+        """What tuning has found, as far as it is told."""
+        is_new = self._shown is not None and self.found.gain is None
+        return self._shown if is_new else self.found
 
-    def look(self) -> None:
-        """Something may be said by now."""
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether a thread takes most of the batches, ahead of the training."""
+        return 2 * self.ahead > self.log.totals.batches
+
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether something can be said by now."""
         totals = self.log.totals
         is_long = totals.active_s >= FIRST_LOOK_S and totals.batches >= FEWEST_BATCHES
-        if (is_long or totals.batches >= FIRST_LOOK_BATCHES) and self.first_look is not None:
-            first_look, self.first_look = self.first_look, None
-            first_look(self)
+        return (is_long or totals.batches >= FIRST_LOOK_BATCHES) and totals.wait_share is not None
+
+    def __str__(self) -> str:
+        """What its loops wait, also for the batch that is awaited now."""
+        totals, since = self.log.totals, self.waiting_since
+        now_s = 0.0 if since is None else self.clock() - since
+        if not totals.batches:
+            return f"the loop has waited {now_s:.0f} s for its first batch so far"
+        if totals.wait_share is None or totals.batches < FEWEST_BATCHES:
+            count = "1 batch" if totals.batches == 1 else f"{totals.batches} batches"
+            return f"{count} so far; the loop has waited {totals.waited_s + now_s:.1f} s"
+        share = (totals.waited_s + now_s) / (totals.active_s + now_s)
+        return f"the loop waits {share * 100:.0f} % of its time"

@@ -1,4 +1,4 @@
-"""All loaders of one process: which of them is iterated, how long its loop waits, and under `run` what takes its place."""
+"""All loaders of one process: which of them is iterated, how long its loop waits, and under `run` what tunes it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import distributed
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from autotune_loader import LoaderConfig
 from autotune_loader.lines import Line, users_line
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.site import Site
+from autotune_loader.watch.first_line import FirstLine
 from autotune_loader.watch.run_plan import LINE, Plan, say
-from autotune_loader.watch.script_loader import ScriptLoader
+from autotune_loader.watch.script_loader import FEWEST_BATCHES, ScriptLoader
 from autotune_loader.watch.watched import watch_iterator
 
-AUTO = "_autotune_loader_auto"
-"""Attribute of a loader: the AutoLoader in its place. Kept there, it goes when the loader does."""
 MOST_FIRST_LOOKS = 3
 """Loaders of a process that are told of before its end."""
 
@@ -34,6 +33,7 @@ class Session:
         self.loaders: list[ScriptLoader] = []
         rank, self.ranks = rank_of_environment()
         self.rank = rank or 0
+        self.first_line = FirstLine(self._say_so_far)
         self._by_id: dict[int, ScriptLoader] = {}
         self._by_site = defaultdict[Site, list[ScriptLoader]](list)
         self._names, self._first_looks = Counter[str](), 0
@@ -48,56 +48,80 @@ class Session:
         """The training loader: the one with which most time was spent."""
         return max(self.loaders, key=lambda each: each.log.totals.active_s, default=None)
 
-    @property
-    def is_waiting_too_long(self) -> bool:
-        """Whether the training loader was waited for longer than was allowed."""
-        share, most = None if self.main is None else self.main.log.totals.wait_share, self.plan.most_waiting
-        return share is not None and most is not None and share > most
-
     def watch(self, iterator: Any, loader: Any, begun: float) -> None:
-        """An iterator of torch's has begun to be made; its loop is watched. Workers read loaders of their own."""
-        if get_worker_info() is None:
-            known = self._loader_of(loader)
-            if self.plan.verb == "run" and known.kept is None:
-                known.kept = why_not(loader)
-            watch_iterator(iterator, known, loader, begun)
+        """An iterator has begun to be made; its loop is watched."""
+        known = self._loader_of(loader, _found_of(loader))
+        if self.plan.verb == "run" and known.found is None and known.kept is None:
+            from autotune_loader.diagnosis import Kept  # not under `watch`, which costs nothing
 
-    def iterate(self, loader: Any, plain: Callable[[Any], Any]) -> Any:
-        """An iterator of a loader; `plain` is torch's way, whose iterators come to `watch` by themselves."""
-        if get_worker_info() is not None:
-            return plain(loader)
-        begun, known, auto = time.monotonic(), None, None
+            kind = type(loader)
+            if kind._get_iterator is not DataLoader._get_iterator:
+                known.kept = Kept.OWN_ITERATOR(kind=kind.__name__)
+        watch_iterator(iterator, known, loader, begun)
+
+    def iterator_of(self, loader: Any, torchs: Callable[[], Any]) -> Any:
+        """The iterator that `run` puts in the place of the one that torch's `DataLoader` makes."""
+        known, is_torchs = None, False
+
+        def torchs_own() -> Any:
+            nonlocal is_torchs
+            is_torchs = True
+            return torchs()
+
         try:
-            known = self._loader_of(loader)
-            auto = self._auto_of(loader, known)
+            from autotune_loader.autoloader.live import iterator_of, live_of
+
+            known = self._loader_of(loader, None)
+            live = live_of(
+                loader,
+                known.site.line,
+                workers=True if self.plan.workers else None,
+                max_workers=self.plan.max_workers,
+                config=self._start(known),
+                on_change=self._changed,
+            )
+            if known.found is not live.found:  # the script may have set its numbers anew
+                known = known if known.found is None else self._loader_of(loader, live.found)
+                known.tune_by(live.found)
+            return iterator_of(loader, live, torchs_own)
         except Exception as error:  # whatever it is, torch's own iterator does without
+            if is_torchs:
+                raise
             from autotune_loader.diagnosis import Kept
 
             if known is not None:
-                known.kept = Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}")
-        if known is None or auto is None:
-            return plain(loader)
-        iterator = plain(auto)
-        known.found = auto.found
-        watch_iterator(iterator, known, loader, begun).started()
-        return iterator
+                known.kept, known.found = Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}"), None
+        return torchs()
 
-    def _loader_of(self, loader: Any) -> ScriptLoader:
+    def _changed(self, _found: Any) -> None:
+        """Another configuration is best: what was found is there, however the script ends."""
+        from autotune_loader.watch.report import write_result
+
+        write_result(self)
+
+    def _loader_of(self, loader: Any, found: Any) -> ScriptLoader:
+        """The known loader that it is, or a new one; `found` is what tunes it, where that is known to be what it was."""
         if distributed.is_available() and distributed.is_initialized():  # at the end the group may be gone
             self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
-        settings = loader.num_workers, loader.prefetch_factor, loader.pin_memory, loader.batch_size
         known = self._by_id.get(id(loader))
-        if known is not None and known.owner() is loader and known.settings == settings:
-            return known
+        if known is not None and known.owner() is loader:
+            is_same = known.settings == _settings_of(loader) if known.found is None else found in (None, known.found)
+            if is_same:
+                return known
+        settings = _settings_of(loader if found is None else found.tuner.asked, loader)
         made_at = vars(loader).get(LINE)
         site = Site.of(loader, Line(*made_at) if made_at else users_line(sys._getframe(2)))
         alike = self._by_site[site]
-        known = next((each for each in reversed(alike) if each.settings == settings and each.is_free_for(loader)), None)
+        known = next((each for each in reversed(alike) if each.settings == settings and _is_free(each, loader)), None)
         if known is None:
-            known = ScriptLoader(site, self._name_of(site), LoaderConfig.from_loader(loader), self._look_at)
+            own = LoaderConfig.from_loader(loader) if found is None else found.tuner.asked
+            known = ScriptLoader(site, self._name_of(site), own, self._look_at)
             self.loaders.append(known)
             alike.append(known)
-        known.owner, known.settings, self._by_id[id(loader)] = weakref.ref(loader), settings, known
+        known.owner, known.dataset = weakref.ref(loader), _reference(getattr(loader, "dataset", None))
+        known.settings, self._by_id[id(loader)] = settings, known
+        if found is not None:
+            known.tune_by(found)
         return known
 
     def _name_of(self, site: Site) -> str:
@@ -107,29 +131,25 @@ class Session:
         return str(site.line) if number == 1 else f"{site.line} {site.dataset} {number}"
 
     def _look_at(self, known: ScriptLoader) -> None:
-        """Tell the first that can be said of a loader."""
+        """Tell the first that can be said of a loader, as soon as there is something."""
+        if not known.is_worth_telling:
+            self.first_line.start()
+            return
+        self.first_line.stop()
+        known.first_look = None
+        self._say(known)
+
+    def _say_so_far(self) -> None:
+        """It takes long until something can be said: what the loop waits for so far."""
+        known = max(self.loaders, key=lambda each: (each.waiting_since is not None, each.log.totals.active_s))
+        if known.log.totals.batches >= FEWEST_BATCHES:
+            known.first_look = None
+        self._say(known)
+
+    def _say(self, known: ScriptLoader) -> None:
         self._first_looks += 1
         if not self.rank and self._first_looks <= MOST_FIRST_LOOKS:
             say(f"\nautotune-loader {self.plan.verb}: {known.name}: {known}")
-
-    def _auto_of(self, loader: Any, known: ScriptLoader) -> Any:
-        """What takes the place of a loader, which may be an AutoLoader itself; None where torch's own iterator is needed."""
-        from autotune_loader import AutoLoader
-
-        if isinstance(loader, AutoLoader):
-            return loader
-        if why_not(loader) is not None:
-            return None
-        kept = vars(loader).get(AUTO)
-        if kept is None or kept.owner() is not loader:
-            auto: Any = AutoLoader(
-                loader,
-                config=self._start(known),
-                max_workers=self.plan.max_workers,
-                workers=True if self.plan.workers else None,
-            )
-            vars(loader)[AUTO] = kept = _Kept(loader, auto)
-        return kept.auto
 
     def _start(self, known: ScriptLoader) -> LoaderConfig | None:
         """What `--start-with` says of this loader: by its line, else what training is said to be best with."""
@@ -142,21 +162,28 @@ class Session:
         return best if known.site.is_shuffled else None
 
 
-class _Kept:
-    """An AutoLoader beside the loader whose place it takes; copies of that loader, and what is sent, go without."""
-
-    def __init__(self, loader: Any, auto: Any) -> None:
-        self.owner, self.auto = weakref.ref(loader), auto
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+def _settings_of(numbers: Any, loader: Any = None) -> tuple[Any, ...]:
+    """What makes a loader another one where the script changes it; `numbers` has them as the script set them."""
+    loader = numbers if loader is None else loader
+    return numbers.num_workers, numbers.prefetch_factor, loader.pin_memory, loader.batch_size
 
 
-def why_not(loader: Any) -> Any:
-    """Why torch's own iterator is needed for a loader, a `Finding`; None where an AutoLoader can take its place."""
-    from autotune_loader.diagnosis import Kept  # not under `watch`, which costs nothing
+def _found_of(loader: Any) -> Any:
+    """What an AutoLoader, which the script itself has made, has found."""
+    module = sys.modules.get("autotune_loader.autoloader.loader")
+    return loader.found if module is not None and isinstance(loader, module.AutoLoader) else None
 
-    kind = type(loader)
-    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
-        return Kept.OWN_ITERATOR(kind=kind.__name__)
-    return Kept.ITERABLE() if isinstance(loader.dataset, IterableDataset) else None
+
+def _is_free(known: ScriptLoader, loader: Any) -> bool:
+    """Whether it is this loader, or one that is gone, with its iterators and its data, and whose place this one takes."""
+    owner, dataset = known.owner(), known.dataset()
+    return owner is loader or (
+        owner is None and not known.is_running() and (dataset is None or dataset is loader.dataset)
+    )
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # as for a list
+        return lambda: None

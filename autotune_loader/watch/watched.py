@@ -1,20 +1,28 @@
-"""An iterator of torch's, or of AutoLoader's, that tells how long its loop waits: of a subclass with a `__next__` of its own.
+"""An iterator of torch's, or one of ours in its place, that tells how long its loop waits: of a subclass with a `__next__`.
 
 next(iterator) ── ask ── the iterator's own __next__ ── receive      StopIteration ── end
+
+No code of the user's runs for it: samples are counted by the lists of indices that torch draws for a batch, and of a batch
+only tensors within Python's own containers are looked at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from autotune_loader.machine.processes import PROC, process_use, queued_s
-from autotune_loader.pipeline.batches import BatchShape, samples_in
 from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
 
 WATCH = "_autotune_loader_watch"
@@ -22,7 +30,12 @@ WATCH = "_autotune_loader_watch"
 LOOK_EVERY_S = 0.01
 """So often a batch is looked at more closely: with its CPU times, which take 10 us."""
 READ_EVERY_S = 0.5
-"""So often the CPU times of this process and of torch's workers are read: 20 us each."""
+"""So often the CPU times of this process and of torch's workers are read: 20 us a process, and a thread of a worker."""
+CONTAINERS: tuple[Any, ...] = (dict, list, tuple)
+WAITS_FOR_A_THREAD = {("threading.py", "join"), ("_base.py", "result"), ("base_events.py", "run_forever")}
+"""Where the main thread is while another one trains; beside one that reads ahead, it trains."""
+ITERABLE = 1
+"""`_DatasetKind` of torch for streams."""
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +46,13 @@ def thread_times() -> CpuTimes:
 
 
 def process_times(pid: int) -> CpuTimes:
-    """Of a process: on the cores all of its threads, in the queue its main one."""
+    """Of a process, with all of its threads."""
     use = process_use(PROC / str(pid))
-    return CpuTimes(0.0 if use is None else use.cpu_s, queued_s(str(pid)))
+    try:
+        threads = os.listdir(PROC / str(pid) / "task")  # noqa: PTH208 - names are wanted
+    except OSError:  # it is gone
+        threads = []
+    return CpuTimes(0.0 if use is None else use.cpu_s, sum(queued_s(f"{pid}/task/{thread}") for thread in threads))
 
 
 class Watch:
@@ -54,16 +71,23 @@ class Watch:
         cpu_clock: Callable[[], CpuTimes] = thread_times,
     ) -> None:
         self._known, self._clock, self._cpu_clock = known, clock, cpu_clock
-        size, is_stream = getattr(loader, "batch_size", None), getattr(loader, "_dataset_kind", 1) == 1
+        known.clock = clock
+        size = getattr(loader, "batch_size", None)
         self._size = size if isinstance(size, int) else 0
-        self._samples = 0 if is_stream or not self._size else _length_of(getattr(loader, "sampler", None))
+        self.is_stream = getattr(loader, "_dataset_kind", 0) == ITERABLE
+        self.sizes = deque[int]()
+        """Samples of the batches whose indices were drawn."""
         self._begin(begun)
 
     def _begin(self, now: float) -> None:
-        self._loop, self._is_started, self._left = self._known.log.begin(now), False, self._samples
+        self._loop, self._is_started, self._samples = self._known.log.begin(now), False, 0
+        self._thread = threading.get_ident()
+        self._is_beside = self._thread != threading.main_thread().ident
+        self.sizes.clear()
         self._asked_cpu: CpuTimes | None = None
-        self._reading: tuple[float, int, list[CpuTimes]] | None = None
+        self._reading: tuple[float, int, dict[int, CpuTimes]] | None = None
         self._next_reading_s = now
+        self._known.waiting_since = now
 
     @property
     def is_running(self) -> bool:
@@ -83,30 +107,64 @@ class Watch:
 
     def take(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
         """The next batch, for which the loop has asked, its step being done."""
-        loop, asked = self._loop, self._clock()
+        known, loop, asked = self._known, self._loop, self._clock()
         loop.ask(asked)
-        if asked >= self._known.next_look_s:
+        known.waiting_since = asked
+        if self._is_beside or threading.get_ident() != self._thread:
+            self._read_by_thread()
+        if asked >= known.next_look_s:
             self._look(asked)
+        sizes = self.sizes
         try:
             batch = fetch(iterator)
         except StopIteration:
-            loop.end(self._clock())
+            known.waiting_since = None
+            if not loop.is_over:
+                loop.end(self._clock())
+                known.epoch_samples.add(self._samples)
             raise
-        received, size = self._clock(), self._size
-        if self._left >= size > 0:
-            self._left -= size
-        else:  # the last one of an epoch, or torch does not count them out
-            size, self._left = self._left or _samples_in(batch) or size or 1, 0
+        except BaseException:
+            known.waiting_since = None
+            if sizes:
+                sizes.popleft()
+            raise
+        received = self._clock()
+        known.waiting_since = None
+        size = sizes.popleft() if sizes else self._size_of(batch)
+        self._samples += size
         loop.receive(received, size)
         if self._asked_cpu is not None:
             self._clocked(received, batch, self._asked_cpu)
         return batch
 
+    def delivered(self, iterator: Any, message: Any) -> None:
+        """A worker of a stream has sent something; the end of its shard is no batch."""
+        number, data = message
+        if type(number) is int and type(data).__name__ != "_IterableDatasetStopIteration":
+            self._known.delivered[iterator._task_info[number][0]] += 1
+
+    def _size_of(self, batch: Any) -> int:
+        """Samples of a batch for which torch drew no list of indices."""
+        if self._size and not self.is_stream:
+            return self._size
+        found = length_at_first(batch)
+        return min(found, self._size) if found and self._size else found or self._size or 1
+
+    def _read_by_thread(self) -> None:
+        """A batch is asked for by a thread: it reads ahead, unless the main thread waits for its end, so that it trains."""
+        known, thread = self._known, threading.get_ident()
+        if thread == self._thread and is_main_thread_waiting():
+            self._is_beside = False
+            return
+        known.ahead += 1
+        if known.reader is None:
+            known.reader = next((each.name for each in threading.enumerate() if each.ident == thread), str(thread))
+
     def _look(self, now: float) -> None:
         """Now and then: whether something can be said of the loader, and what CPU its batches take."""
         self._known.next_look_s = now + LOOK_EVERY_S
         if self._known.first_look is not None:
-            self._known.look()
+            self._known.first_look(self._known)
         self._asked_cpu = self._cpu_clock()
 
     def _clocked(self, now: float, batch: Any, asked: CpuTimes) -> None:
@@ -114,8 +172,8 @@ class Watch:
         self._known.in_loop.add(1, asked, self._cpu_clock())
         self._asked_cpu = None
         try:
-            if self._known.shape is None:
-                self._known.shape = BatchShape.of(batch)
+            if self._known.batch_bytes is None:
+                self._known.batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
             if now >= self._next_reading_s:
                 self._next_reading_s = now + READ_EVERY_S
                 self._read(now)
@@ -124,28 +182,62 @@ class Watch:
 
     def _read(self, now: float) -> None:
         """What CPU this process and torch's workers took since the last reading; before an epoch's first one they started."""
-        times = [process_times(pid) for pid in (os.getpid(), *(worker.pid for worker in self.workers))]
+        workers = [worker.pid for worker in self.workers if worker.pid is not None]
+        times = {pid: process_times(pid) for pid in (os.getpid(), *workers)}
         if self._reading is not None:
             then, batches, earlier = self._reading
+            both = earlier.keys() & times.keys()  # the number of workers may have changed
             self._known.read_s += now - then
-            self._known.busy_s += sum(after.cpu_s - before.cpu_s for before, after in zip(earlier, times, strict=True))
-            for before, after in zip(earlier[1:], times[1:], strict=True):
-                self._known.in_workers.add((self._loop.batches - batches) / len(self.workers), before, after)
+            self._known.busy_s += sum(times[pid].cpu_s - earlier[pid].cpu_s for pid in both)
+            for pid in both & set(workers):
+                self._known.in_workers.add((self._loop.batches - batches) / len(workers), earlier[pid], times[pid])
         self._reading = now, self._loop.batches, times
 
 
-def _length_of(sampler: Any) -> int:
-    try:
-        return len(sampler)
-    except Exception:  # it has none, or does not know
-        return 0
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The dense tensors in Python's own containers, in classes derived from these, and among the attributes of an object."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        if batch.layout is torch.strided and not batch.is_nested:
+            yield batch
+        return
+    for each in items_of(batch):
+        if type(each) is torch.Tensor or kind in CONTAINERS:
+            yield from tensors_in(each)
 
 
-def _samples_in(batch: Any) -> int | None:
+def items_of(batch: Any) -> Iterable[Any]:
+    """What a container or an object holds; no method of a class of the user's is called."""
+    for kind in CONTAINERS:
+        if issubclass(type(batch), kind):
+            return dict.values(batch) if kind is dict else kind.__iter__(batch)
     try:
-        return samples_in(batch)
-    except Exception:  # somebody's own class of batches
-        return None
+        attributes: dict[str, Any] = object.__getattribute__(batch, "__dict__")
+    except AttributeError:
+        return ()
+    return attributes.values()
+
+
+def length_at_first(batch: Any) -> int:
+    """Samples of a batch by the first that it holds: a tensor's first dimension, or a list's length; 0 where there is none."""
+    length = 0
+    while type(batch) is not torch.Tensor:
+        kind = type(batch)
+        if kind not in CONTAINERS or not batch:
+            return length
+        length = len(batch) if kind is list else 0
+        batch = next(iter(batch.values() if kind is dict else batch))
+    return batch.shape[0] if batch.layout is torch.strided and not batch.is_nested and batch.dim() else length
+
+
+def is_main_thread_waiting() -> bool:
+    """Whether the main thread waits for the end of another one, as where training runs in a thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if (os.path.basename(frame.f_code.co_filename), frame.f_code.co_name) in WAITS_FOR_A_THREAD:  # noqa: PTH119
+            return True
+        frame = frame.f_back
+    return False
 
 
 def watch_iterator(iterator: Any, known: ScriptLoader, loader: Any, begun: float) -> Watch:
@@ -168,6 +260,21 @@ def watched(kind: Any) -> Any:
     class Watched(kind):  # type: ignore[misc]
         def __next__(self) -> Any:
             return self.__dict__[WATCH].take(fetch, self)
+
+        def _next_index(self) -> Any:
+            indices = kind._next_index(self)
+            watch = self.__dict__[WATCH]
+            if type(indices) is list and not watch.is_stream:
+                watch.sizes.append(len(indices))
+            return indices
+
+        def _try_get_data(self, *args: Any, **arguments: Any) -> Any:
+            found = kind._try_get_data(self, *args, **arguments)
+            watch = self.__dict__[WATCH]
+            if watch.is_stream and found[0]:
+                with contextlib.suppress(Exception):  # torch's own affair
+                    watch.delivered(self, found[1])
+            return found
 
         def _reset(self, *args: Any, **arguments: Any) -> None:
             watch = self.__dict__[WATCH]

@@ -45,6 +45,22 @@ SMALL = {
 RARELY = {"wait_share": 0.12, "fetch_s": 0.004, "fetch_cpu_s": 0.003, "cpu_share": 0.27, "foreign_cpu_share": 0.7}
 NOT_MISSED = {"trials": (ran(SIX, 1010.0), failed("oom_killed", TWELVE))}
 ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3, "ceiling": exactly(1090.0)}
+QUEUED = {"fetch_queued_s": 0.12}
+LOOP_QUEUED = {
+    "receive_s": 0.002,
+    "receive_queued_s": 0.009,
+    "fetch_s": 0.01,
+    "fetch_cpu_s": 0.005,
+    "fetch_queued_s": 0.0,
+}
+NO_STORAGE = {
+    "receive_s": 0.004,
+    "wait_share": 0.15,
+    "fetch_s": 0.1,
+    "fetch_cpu_s": 0.001,
+    "fetch_queued_s": 0.001,
+    "ceiling": None,
+}
 NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5}
 
 # Kind, what differs from a loader limited by the CPU, words of the bottleneck, words of some advice (None: no advice).
@@ -63,6 +79,13 @@ CASES = {
     "storage": ("storage", READS, "Of 110 ms per batch, a fetch computes for 10 ms.", "Read larger pieces (tar"),
     "a stage that waits": ("storage", {**READS, "stages": STAGES},
         "read takes 100 % of a worker's waiting (photos.py:40, open).", "Read larger pieces"),
+    "a core that is waited for": ("cores", QUEUED, "49 % of the waiting is for a core: more", "Use fewer workers than 4"),
+    "a core that the loop waits for": ("cores", {**QUEUED, **LOOP_QUEUED}, "56 % of the waiting is for a core", ""),
+    "a core, without workers": ("cores", {**QUEUED, "config": LoaderConfig()}, "52 %", "more cores, or run less beside"),
+    "computing, and a core": ("cpu", {**QUEUED, "fetch_queued_s": 0.01}, "100 ms of CPU", ""),
+    "no storage": ("hand_over", NO_STORAGE, "Receiving a batch of 4 MiB takes 4 ms", ""),
+    "a step that shares its cores": ("cpu", {"wait_share": 0.2, "ceiling": exactly(7540.0), "step_s": 0.025},
+        "A step takes 25 ms in the loop and 4.2 ms alone, as loader and step share the cores. A loader without", ""),
     "handing over": ("hand_over", {"receive_s": 0.02}, "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
     "small batches": ("hand_over", SMALL, "90 % of the time", "Hand over less often"),
     "memory that ran out": ("memory", {"trials": (failed("oom_killed"),)},

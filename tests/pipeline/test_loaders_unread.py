@@ -75,15 +75,16 @@ def test_a_dataset_that_is_told_the_epoch_is_found_in_its_wrappers(dataset, has_
 @pytest.mark.parametrize(
     ("loader", "contents"),
     [
-        (DataLoader(PLAIN, batch_size=4, shuffle=True), "TensorDataset[8], batches of 4, shuffled"),
-        (DataLoader(PLAIN, batch_sampler=BATCHES), "TensorDataset[8], batches of 8, shuffled"),
-        (DataLoader(PLAIN, batch_size=None), "TensorDataset[8]"),
+        (DataLoader(PLAIN, batch_size=4, shuffle=True), "TensorDataset, batches of 4, shuffled"),
+        (DataLoader(PLAIN, batch_sampler=BATCHES), "TensorDataset, batches of 8, shuffled"),
+        (DataLoader(PLAIN, batch_size=None), "TensorDataset"),
         (DataLoader(Stream()), "Stream, batches of 1"),
     ],
 )
 def test_a_site_says_what_its_loader_reads_and_is_one_by_line_and_contents(loader, contents):
     site = Site.of(loader, LINE)
-    assert site.contents == contents
+    assert site.contents() == contents
+    assert site.contents(8) == contents.replace(site.dataset, f"{site.dataset}[8]")
     assert site == Site.of(loader, LINE) != Site.of(loader, Line("/job/train.py", 42))
     assert site != Site.of(DataLoader(PLAIN, batch_size=2), LINE)
 

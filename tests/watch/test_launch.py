@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 WATCH = ("-m", "autotune_loader", "watch")
-NOTHING = "\nautotune-loader watch: Nothing can be told: no PyTorch DataLoader gave a batch in this process.\n"
+NOTHING = "\nautotune-loader watch: No PyTorch DataLoader was iterated: nothing to report.\n"
 
 INFO = """
 import __main__, os, sys

@@ -17,7 +17,7 @@ from autotune_loader.watch.run_plan import Plan
 from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.session import Session
 
-SITE = Site(line=Line("/x/train.py", 15), dataset="Images", samples=4000, batch_size=8, is_shuffled=True)
+SITE = Site(line=Line("/x/train.py", 15), dataset="Images", batch_size=8, is_shuffled=True)
 
 
 def loader_of(workers=0, *, loop_cpu_s=0.001, queued_s=0.0, busy_s=5.0, **totals):
@@ -35,7 +35,7 @@ def told_of(monkeypatch, *loaders, cores=4):
     monkeypatch.setattr(report, "usable_cores", lambda: SimpleNamespace(usable=cores))
     session = Session(Plan(verb="watch", script="train.py"))
     session.loaders += loaders
-    return report.report_of(session).loaders
+    return report.seen_of(session).report.loaders
 
 
 RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
@@ -50,7 +50,8 @@ RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
         (loader_of(loop_cpu_s=0.008), 1, Bottleneck.CPU, None),  # one core gains nothing from workers that compute
         (loader_of(loop_cpu_s=0.004, queued_s=0.004), 4, Bottleneck.CPU, RUN_WITH_WORKERS),
         (loader_of(2), 4, Bottleneck.STORAGE, RUN),
-        (loader_of(2, queued_s=0.039, busy_s=39.0), 4, Bottleneck.CPU, RUN),
+        (loader_of(2, queued_s=0.039, busy_s=39.0), 4, Bottleneck.CORES, None),
+        (loader_of(loop_cpu_s=0.002, queued_s=0.005), 4, Bottleneck.CORES, None),
         (loader_of(2, loop_cpu_s=0.008), 4, Bottleneck.HAND_OVER, RUN),
         (loader_of(waited_s=0.04), 4, Bottleneck.STEP, None),
         (loader_of(batches=2), 4, Bottleneck.TOO_SHORT, None),
@@ -119,8 +120,8 @@ def test_a_report_says_what_was_changed_and_what_it_brought_and_hundreds_of_load
         (watch_command, "--json /nope/x.json", "--json='/nope/x.json' cannot be written.*--json='report.json'"),
         (run_command, "--max-workers -1", "-1 is not in the range x>=0"),
         (run_command, "--start-with /nope/x.json", "/nope/x.json"),
-        (watch_command, "--fail-if-wait ten", "'ten' is no share; 5% would work"),
-        (run_command, "--fail-if-wait 110%", "'110%' is no share"),
+        (watch_command, "--fail-if-wait ten", "'ten' must be between 0% and 100%, such as 5%"),
+        (run_command, "--fail-if-wait 110%", "'110%' must be between"),
         (watch_command, "--workers", "No such option"),
     ],
 )

@@ -1,25 +1,30 @@
 """Loaders of this process, watched by `enable()`: which of them are one, what is counted, and that nothing stays behind."""
 
+import contextlib
 import copy
 import itertools
 import multiprocessing
 import os
 import pickle
+import queue
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import util
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from autotune_loader import enable
 from autotune_loader.lines import Line
-from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.site import Site
 from autotune_loader.values import LoaderConfig
+from autotune_loader.watch.first_line import FirstLine
 from autotune_loader.watch.hook import active
 from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.watched import Watch, process_times, thread_times
@@ -85,7 +90,7 @@ def test_copies_of_a_loader_have_the_data_that_they_were_given(verb, capsys):
 
 
 def test_under_run_the_report_says_why_no_autoloader_takes_a_place(monkeypatch):
-    monkeypatch.setattr("autotune_loader.AutoLoader.__init__", Mock(side_effect=OSError("no room")))
+    monkeypatch.setattr("autotune_loader.autoloader.live.live_of", Mock(side_effect=OSError("no room")))
     with enable("run") as enabled:
         assert len(list(make())) == 12
         assert "not changed: AutoLoader cannot tune it: OSError: no room" in enabled.report()
@@ -125,6 +130,122 @@ def test_kept_workers_end_with_their_loader(verb):
         assert not multiprocessing.active_children()
 
 
+class Counted(Dataset):
+    """Says how often it is asked how long it is."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def __len__(self):
+        self.asked += 1
+        return 48
+
+    def __getitem__(self, index):
+        return index
+
+
+class Drawing(Sampler):
+    """Each look at its length draws, and is an iteration."""
+
+    def __iter__(self):
+        return iter([index for index in range(48) if torch.rand(()) < 0.5])
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+
+class Own:
+    """A batch whose methods are not to be called."""
+
+    def __init__(self, indices):
+        self.x, self.sizes = torch.tensor(indices), []
+
+    def __getattribute__(self, name):
+        if name in ("to_dict", "keys", "__len__", "items", "__iter__"):
+            raise AssertionError(name)
+        return object.__getattribute__(self, name)
+
+    def __len__(self):
+        raise AssertionError("length")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sampler": Drawing()},
+        {"batch_sampler": BatchSampler(Drawing(), 4, drop_last=False)},
+        {"collate_fn": Own, "batch_size": 5},
+        {"collate_fn": Own, "sampler": Drawing(), "batch_size": 5},
+    ],
+)
+def test_no_code_of_the_user_s_runs_that_torch_does_not_run(arguments, capsys):
+    found = []
+    for look in (contextlib.nullcontext, lambda: enable("watch")):
+        torch.manual_seed(0)
+        data = Counted()
+        with look() as enabled:
+            loader = DataLoader(data, **arguments)
+            batches = [[batch.x if isinstance(batch, Own) else batch for batch in loader] for _ in range(2)]
+            found.append(([x.tolist() for each in batches for x in each], data.asked, torch.rand(()).item()))
+    assert found[0] == found[1]
+    (known,) = enabled.session.loaders
+    assert known.log.totals.samples == sum(len(x) for each in batches for x in each)
+
+
+def in_a_pool(loader):
+    batches = iter(loader)
+    with ThreadPoolExecutor(1, "ahead") as pool:
+        while pool.submit(next, batches, None).result() is not None:
+            pass
+
+
+def in_a_queue(loader):
+    full = queue.Queue()
+    threading.Thread(target=lambda: [full.put(batch) for batch in [*loader, None]], name="ahead").start()
+    while full.get() is not None:
+        pass
+
+
+def trained_in_a_thread(loader):
+    thread = threading.Thread(target=list, args=(loader,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("way", "is_ahead"), [(list, False), (trained_in_a_thread, False), (in_a_pool, True), (in_a_queue, True)]
+)
+def test_a_thread_that_reads_ahead_is_told_and_not_judged(way, is_ahead, capsys):
+    slow = DataLoader(NUMBERS, batch_size=4, collate_fn=lambda items: time.sleep(0.002) or items)
+    with enable("watch") as enabled:
+        enabled.plan = replace(enabled.plan, most_waiting=0.0)
+        way(slow)
+        assert ("Thread ahead" in enabled.report()) == is_ahead
+        assert enabled.is_waiting_too_long != is_ahead
+
+
+@pytest.mark.process
+def test_something_is_said_within_10_seconds_also_where_no_batch_has_come(capfd):
+    forked, begun = multiprocessing.get_context("fork").Event(), time.monotonic()
+
+    def one_by_one(items):
+        if not forked.is_set():  # a process that is forked meanwhile has no thread, nor is the first line lost
+            forked.set()
+            if os.fork() == 0:
+                os._exit(len(os.listdir("/proc/self/task")) - 1)  # noqa: PTH208
+            assert os.wait()[1] == 0
+        while "has waited" not in "".join(said) and time.monotonic() - begun < 5:
+            time.sleep(0.01)
+            said.append(capfd.readouterr().err)
+        return items
+
+    said = []
+    with enable("watch") as enabled:
+        enabled.session.first_line = FirstLine(enabled.session._say_so_far, seconds=0.2)
+        list(DataLoader(NUMBERS, batch_size=24, collate_fn=one_by_one))
+    assert "the loop has waited 0 s for its first batch so far" in "".join(said)
+
+
 class FakeLoop:
     """A loop over batches of 8, with clocks of its own; what is told of it is in `told`."""
 
@@ -132,8 +253,13 @@ class FakeLoop:
         self.now, self.cpu, self.told = 0.0, CpuTimes(0.0, 0.0), []
         loader = DataLoader(TensorDataset(torch.arange(8 * batches)), batch_size=8)
         site = Site.of(loader, Line("train.py", 15))
-        self.known = ScriptLoader(site, "train.py:15", LoaderConfig(), lambda each: self.told.append(str(each)))
+        self.known = ScriptLoader(site, "train.py:15", LoaderConfig(), self.look)
         self.watch = Watch(self.known, loader, 0.0, clock=lambda: self.now, cpu_clock=lambda: self.cpu)
+
+    def look(self, known):
+        if known.is_worth_telling:
+            known.first_look = None
+            self.told.append(str(known))
 
     def batch(self, wait_s, step_s):
         """It takes so long to fetch, half of it on a core, and a quarter in the queue for one; then there is a step."""
@@ -178,7 +304,7 @@ def test_waiting_pauses_and_starts_of_epochs_are_told_apart():
     assert (totals.waited_s, totals.stepped_s) == pytest.approx((4.8, 0.7))
     assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
     assert loop.known.in_loop.of_one == pytest.approx((1.4 / 8, 0.7 / 8))
-    assert loop.known.shape == BatchShape(bytes=32, tensors=1)
+    assert loop.known.batch_bytes == 32
 
 
 @pytest.mark.process
