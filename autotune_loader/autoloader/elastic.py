@@ -241,8 +241,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             return True
         if isinstance(data, ExceptionWrapper) and self.active > self.asked > 0 and number not in self._again:
             self._again.add(number)  # it may fail because there are more workers than were asked for
+            self._task_info[number] = (self._num_workers,)  # of none that stays
             self._shrink()
-            self._hand_out(number)
             return True
         return False
 
@@ -252,6 +252,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         for channel in self._index_queues[self.asked :]:
             channel.hang_up()
             self._worker_result_queue.remove(channel)
+            channel.close()
         self._retired += self._workers[self.asked :]
         for each in (self._index_queues, self._workers, self._workers_status, getattr(self, "_workers_num_tasks", [])):
             del each[self.asked :]

@@ -221,11 +221,10 @@ class BesideIter(ElasticIter):
         compared: what was found since it was looked at: None for a batch that is the loop's own, else what differs.
     """
 
-    def __init__(
-        self, loader: Any, workers: int, depth: int, base: Seed, how: Mapping[str, Any], live: Any, sampler: Any
-    ) -> None:
+    def __init__(self, loader: Any, workers: int, depth: int, live: Any, base: Seed, offset: int, sampler: Ahead) -> None:
+        how = live.how
         context = torch.multiprocessing.get_context(how.get("multiprocessing_context") or "fork")
-        self._base, self.offset, self.own, self.compared = base, 0, dict[int, Any](), list[str | None]()
+        self._base, self.offset, self.own, self.compared = base, offset, dict[int, Any](), list[str | None]()
         prepare = live.parts.prepare if context.get_start_method() == "fork" else None
         view = View(
             loader, None, _index_sampler=sampler, generator=torch.Generator(), multiprocessing_context=context, timeout=0,
@@ -242,9 +241,9 @@ class BesideIter(ElasticIter):
         if (own := self.own.pop(number, None)) is not None:
             self.compared.append(_difference(own, batch))
 
-    def again(self, loader: Any, indices: Indices, base: Seed) -> None:
+    def again(self, loader: Any, base: Seed, offset: int, sampler: Ahead) -> None:
         """Another epoch, with the workers of the one before."""
-        self._index_sampler.indices, self._base, self.offset = indices, base, 0
+        self._index_sampler, self._base, self.offset = sampler, base, offset
         self._reset(loader)
 
     @property
@@ -402,13 +401,12 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         tuner.applied(time.monotonic(), in_flight)
 
     def _begun_beside(self, workers: int, depth: int) -> BesideIter:
-        live, beside = self._live, self._live.beside
-        live.beside = None
+        live, now = self._live, (self._base, self._number, Ahead(self._indices))
+        beside: BesideIter | None
+        beside, live.beside = live.beside, None
         if beside is None:
-            beside = BesideIter(self._view, workers, depth, self._base, live.how, live, Ahead(self._indices))
-        else:
-            beside.again(self._view, self._indices, self._base)
-        beside.offset = self._number
+            return BesideIter(self._view, workers, depth, live, *now)
+        beside.again(self._view, *now)
         return beside
 
     def _give_up(self, why: Finding) -> None:

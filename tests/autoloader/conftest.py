@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune_loader.autoloader import workers
+from autotune_loader.autoloader import channel
 
 END_S = 5.0
 
@@ -49,8 +49,8 @@ def nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch:
             assert left(forked) == []
             assert left(lambda: [each for each in threading.enumerate() if each not in threads]) == []
     finally:
-        for pool in list(workers._living):  # whoever still holds it: a failure's traceback does
-            pool.close()
+        for each in list(channel._living):  # whoever still holds it: a failure's traceback does
+            each.hang_up()
         for child in left(forked):
             child.kill()
             child.wait()

@@ -1,5 +1,5 @@
 """Whatever a script does with a loader, it sees what `DataLoader` shows it: each scenario runs with a plain one, with an
-AutoLoader, and with one that `enable("watch")` watches."""
+AutoLoader, and with plain ones under `enable("watch")` and `enable("run")`, which tunes those that ask for no workers, too."""
 
 from __future__ import annotations
 
@@ -333,12 +333,12 @@ def plain(scenario: Callable[..., Any], workers: int) -> Any:
     return scenario(DataLoader, workers)
 
 
-def watched(scenario: Callable[..., Any], workers: int) -> Any:
-    with enable("watch"):
+def enabled(verb: Any, scenario: Callable[..., Any], workers: int) -> Any:
+    with enable(verb, workers=verb == "run"):
         return scenario(DataLoader, workers)
 
 
-@pytest.mark.parametrize("how", ["AutoLoader", "watched"])
+@pytest.mark.parametrize("how", ["AutoLoader", "watch", "run"])
 @pytest.mark.parametrize(
     ("scenario", "workers"),
     [*itertools.product(SCENARIOS, (0, 2)), (in_threads_at_once, 0), (init_fails, 2)],
@@ -347,9 +347,10 @@ def watched(scenario: Callable[..., Any], workers: int) -> Any:
 def test_a_scenario_goes_as_with_dataloader(scenario: Callable[..., Any], workers: int, how: str) -> None:
     expected = plain(scenario, workers)
     torch.manual_seed(0)
-    assert (scenario(AutoLoader, workers) if how == "AutoLoader" else watched(scenario, workers)) == expected
+    assert (scenario(AutoLoader, workers) if how == "AutoLoader" else enabled(how, scenario, workers)) == expected
 
 
 def test_workers_that_are_spawned_get_what_dataloader_sends() -> None:
     scenario = functools.partial(workers_get_what_is_sent, method="spawn")
-    assert scenario(AutoLoader, 1) == watched(scenario, 1) == scenario(DataLoader, 1)
+    plain = scenario(DataLoader, 1)
+    assert scenario(AutoLoader, 1) == enabled("watch", scenario, 1) == enabled("run", scenario, 1) == plain

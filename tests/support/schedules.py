@@ -17,7 +17,6 @@ import torch
 from torch.utils import data
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from autotune_loader.autoloader.batch_comparison import FIRST
 from autotune_loader.autoloader.loader import AutoLoader
 from autotune_loader.values import LoaderConfig
 
@@ -30,19 +29,19 @@ class FixedLoader(AutoLoader[Any]):
     def __init__(self, dataset: Any, *args: Any, **arguments: Any) -> None:
         super().__init__(dataset, *args, workers=True, **arguments)
 
-    def _fresh(self) -> Any:
-        shared = super()._fresh()
-        tuner = shared.found.tuner
-        tuner.freeze()
-        if tuner.refused is None:
-            comparison = shared.comparison
-            comparison.watched = comparison.compared = comparison.delivered = FIRST
-        return shared
+    @property
+    def _live(self) -> Any:
+        live = super()._live
+        if not hasattr(live, "is_fixed"):
+            live.is_fixed = live.is_proven = True
+            live.tuner.freeze()
+        return live
 
     def change_to(self, config: LoaderConfig) -> None:
-        """From the next batch on that allows it."""
-        if self.found.tuner.refused is None:
-            self.found.tuner.wanted = config
+        """From the next batch on; where workers were asked for, to at least one."""
+        tuner = self.found.tuner
+        if tuner.refused is None:
+            tuner.wanted = tuner.asked.with_workers(1, 2) if tuner.asked.num_workers and not config.num_workers else config
 
 
 class Numbers(Dataset[Any]):

@@ -1,0 +1,483 @@
+"""Torch's iterator made elastic: whatever is resized, kept, killed or left, each sample comes once and in order."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from autotune_loader import AutoLoader
+from autotune_loader.autoloader.elastic import ElasticIter
+from autotune_loader.machine.elsewhere import descriptors
+from autotune_loader.values import LoaderConfig
+from tests.support.bursts import Made
+from tests.support.schedules import KINDS, FixedLoader, Noise, Numbers, Slow, Stream, Where, differences, draw_case
+
+pytestmark = pytest.mark.process
+
+REPOSITORY = Path(__file__).parents[2]
+TWO, THREE, FOUR = (LoaderConfig(num_workers=number) for number in (2, 3, 4))
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def changed(loader: Any, configs: list[LoaderConfig], every: int = 3) -> Any:
+    for number, batch in enumerate(loader):
+        if number % every == every - 1 and configs:
+            loader.change_to(configs.pop(0))
+        yield batch
+
+
+# 5064: an epoch is left early near its end, when a deeper queue has reached the sampler's end, where it draws once more.
+@pytest.mark.parametrize(("seed", "kind"), [*((seed, kind) for kind in KINDS for seed in (1000, 1001)), (5064, None)])
+def test_a_random_schedule_changes_nothing_that_the_training_sees(seed: int, kind: str | None) -> None:
+    assert differences(draw_case(seed, kind)) == []
+
+
+class Tagged(torch.Tensor):
+    """A class of tensors of somebody's own."""
+
+
+def with_attribute() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.lengths = [1, 2]  # type: ignore[attr-defined]
+    return tensor
+
+
+READ_ONLY = np.arange(30_000)
+READ_ONLY.setflags(write=False)
+IMAGE = torch.arange(4 * 6 * 5 * 300).reshape(4, 6, 5, 300)
+BATCHES: dict[str, Any] = {
+    "small tensors": [torch.arange(5), torch.tensor(3.5), torch.tensor([True, False]), torch.empty(0, 3)],
+    "halves": [torch.randn(3).half(), torch.randn(2).bfloat16(), torch.randn(4, dtype=torch.cfloat)],
+    "large": torch.randn(200, 300),
+    "transposed": [torch.randn(200, 300).t(), torch.randn(3, 4).t()],
+    "channels last": IMAGE.contiguous(memory_format=torch.channels_last),
+    "a view of more": [torch.randn(300, 300)[10:200], torch.randn(300, 300)[:, ::2], torch.randn(9)[1:3]],
+    "one tensor twice": [IMAGE, IMAGE],
+    "sparse": [torch.eye(3).to_sparse(), torch.eye(99).to_sparse()],
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(40_000)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
+    "with an attribute": with_attribute(),
+    "of another class": torch.randn(30_000).as_subclass(Tagged),
+    "requires grad": [torch.zeros(3, requires_grad=True), torch.nn.Parameter(torch.ones(30_000))],
+    "conjugate": torch.randn(30_000, dtype=torch.cfloat).conj(),
+    "arrays": {"a": [np.zeros((300, 300)), np.arange(3)], "f": np.asfortranarray(np.random.rand(99, 200)), "r": READ_ONLY},
+    "structured array": np.zeros(9_000, dtype=[("x", "f4"), ("y", "i8")]),
+    "objects": np.array([{"a": 1}, None], dtype=object),
+    "strings": {"s": ["x" * 100] * 10, "n": None, "b": b"x" * 10**6, "t": "x" * 100_000},
+    "named": Pair(torch.ones(2), ("x", 1)),
+    "300 tensors": [torch.full((2,), number) for number in range(300)],
+    "40 large tensors": [torch.full((20_000,), float(number)) for number in range(40)],
+    "nothing": None,
+}
+
+
+def shown(value: Any) -> Any:
+    """All that can be told of a value but where it lies."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return type(value), value.layout, [shown(each) for each in value.unbind()]
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        return type(value), value.layout, str(value)
+    if isinstance(value, torch.Tensor):
+        # Of a view that leaves some of its memory out, what it shows is sent.
+        spans = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+        stride = value.stride() if spans == value.numel() else value.contiguous().stride()
+        return type(value), value.dtype, value.shape, stride, value.requires_grad, value.detach().resolve_conj().tolist()
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.flags.writeable, value.tobytes() if value.dtype.kind != "O" else value.tolist()
+    if isinstance(value, dict):
+        return {name: shown(each) for name, each in value.items()}
+    return [type(value), *map(shown, value)] if isinstance(value, (list, tuple)) else value
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_of_any_kind_arrives_as_from_dataloader_and_holds_no_descriptor(kind: str) -> None:
+    batch, seen, held = BATCHES[kind], [], set()
+    batch = batch() if callable(batch) else batch
+    for make in (DataLoader, AutoLoader):
+        loader: Any = make(Made(lambda index: batch, 6), batch_size=None, collate_fn=as_it_is, num_workers=2)
+        if make is AutoLoader:
+            for _ in range(3):
+                list(loader)
+                gc.collect()
+                held.add(len(descriptors()))
+        seen.append([shown(each) for each in loader])
+    assert seen[0] == seen[1]
+    assert len(held) == 1
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pins:
+        imitate_pinning(monkeypatch)
+    data = Made(lambda index: (torch.full((40_000,), float(index)), torch.full((9_000,), index)), 240)
+    kept, files = [], set()
+    for number, (x, y) in enumerate(AutoLoader(data, batch_size=4, num_workers=2, tune=False, pin_memory=pins)):
+        assert x[:, 0].tolist() == y[:, 0].tolist() == [float(4 * number + each) for each in range(4)]
+        x += 1000  # the loop's own
+        if number % 10 == 0:
+            kept.append((number, y))
+        maps = Path("/proc/self/maps").read_text()
+        files.add(maps.count("/memfd:batch"))
+    assert all(y[:, 7].tolist() == [4 * number + each for each in range(4)] for number, y in kept)
+    assert max(files) < 2 * (2 * 2 * 2 + 2) + len(kept)  # of 60 batches, the few that are on their way, and those kept
+    del kept, x, y
+    gc.collect()
+    assert "/memfd:batch" not in Path("/proc/self/maps").read_text()
+
+
+def imitate_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's pinning thread, on a machine without an accelerator: pinning copies."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0, raising=False)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # torch 2.6
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self.clone())
+
+
+def test_two_loaders_with_a_pinning_thread_each_are_resized_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_pinning(monkeypatch)
+    loaders = [FixedLoader(Numbers(400), batch_size=4, num_workers=2, pin_memory=True) for _ in range(2)]
+    rng = random.Random(0)
+    for number, (a, b) in enumerate(zip(*loaders, strict=True)):
+        assert a.tolist() == b.tolist()
+        assert a[0, 0] == 4 * number
+        rng.choice(loaders).change_to(rng.choice([TWO, THREE, FOUR]))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_dataset_is_pickled_once_for_all_workers_whatever_shares_memory_in_it(method: str) -> None:
+    data = Counted()
+    loader = FixedLoader(data, batch_size=2, num_workers=2, multiprocessing_context=method)
+    begun, seen = time.monotonic(), []
+    for number, batch in enumerate(loader):
+        seen += batch.tolist()
+        if number == 1:
+            loader.change_to(THREE)
+    assert seen == [[index, 7] for index in range(24)]
+    assert data.pickled == 1
+    assert data.shared.tolist() == [1.0] * 24  # workers write to memory that they share
+    assert time.monotonic() - begun < 60
+
+
+class Counted(Dataset[Any]):
+    def __init__(self) -> None:
+        self.pickled, self.shared, self.large = 0, torch.zeros(24).share_memory_(), bytes(1 << 20)
+        self.value = multiprocessing.get_context("spawn").Value("i", 7)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.pickled += 1
+        return self.__dict__
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.shared[index] += 1
+        return torch.tensor([index, self.value.value])
+
+
+def test_jobs_never_block_the_loop_however_many_and_however_long() -> None:
+    loader = AutoLoader(Numbers(40_000), batch_size=8, num_workers=2, prefetch_factor=1000, tune=False)
+    batches = iter(loader)
+    first = next(batches)
+    time.sleep(0.5)  # workers fill their sockets
+    assert [first[0, 0].item(), *(batch[0, 0].item() for batch in batches)] == list(range(0, 40_000, 8))
+    assert [len(batch) for batch in AutoLoader(Numbers(20_000), batch_size=20_000, num_workers=2)] == [20_000]
+
+
+# The loss falls into the waiting for a batch, into the step, or into an epoch of workers that are kept.
+@pytest.mark.parametrize(("kept", "step_s", "kills"), [(False, 0.0, [3, 9, 20]), (True, 0.01, [3, 20])])
+def test_killed_workers_begin_anew_and_nothing_is_lost_or_doubled(
+    kept: bool, step_s: float, kills: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = FixedLoader(Slow(160), batch_size=4, num_workers=3, persistent_workers=kept)
+    for _ in range(2):
+        seen = []
+        for number, batch in enumerate(loader):
+            seen.append(batch[:, 0].tolist())
+            if number in kills:
+                os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+            time.sleep(step_s)
+        assert seen == [list(range(first, first + 4)) for first in range(0, 160, 4)]
+    assert caplog.text.count("Its batches are fetched again") >= 2
+
+
+def kills_itself(index: int) -> Any:
+    if index == 7 and get_worker_info() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return index
+
+
+def ends_itself(index: int) -> Any:
+    if index == 7 and get_worker_info() is not None:
+        os._exit(3)
+    return index
+
+
+@pytest.mark.parametrize(
+    ("make", "workers", "raised", "says"),
+    [
+        (kills_itself, 2, RuntimeError, "worker .* is killed by signal: Killed"),
+        (ends_itself, 3, RuntimeError, "exited unexpectedly with exit code 3"),
+        (lambda index: (lambda: None) if index == 7 else index, 2, Exception, "pickle|local object"),
+    ],
+)
+def test_a_sample_that_no_worker_can_give_ends_with_torchs_error(
+    make: Any, workers: int, raised: type[Exception], says: str
+) -> None:
+    seen: list[Any] = []
+    with pytest.raises(raised, match=says):  # noqa: PT012
+        for batch in AutoLoader(Made(make, 20), collate_fn=list, num_workers=workers):
+            seen += batch
+    assert seen == list(range(7))
+
+
+def test_more_workers_than_were_asked_for_go_where_one_fails_and_its_batch_is_fetched_again() -> None:
+    """As a server does that takes two connections."""
+    connections = multiprocessing.BoundedSemaphore(2)
+    mine: list[bool] = []
+
+    def read(index: int) -> int:
+        if not mine:
+            mine.append(connections.acquire(block=False))
+        if not mine[0]:
+            raise ConnectionResetError("too many connections")
+        time.sleep(0.002)
+        return index
+
+    loader, seen = FixedLoader(Made(read, 200), batch_size=2, num_workers=2), list[int]()
+    for number, batch in enumerate(loader):
+        seen += batch.tolist()
+        if number == 20:
+            loader.change_to(FOUR)
+        if number == 21:
+            assert loader.num_workers in (2, 4)
+    assert seen == list(range(200))
+    assert loader.num_workers == loader.config.num_workers == 2
+
+
+def test_workers_that_are_added_get_as_much_to_do_as_the_first_ones() -> None:
+    loader = FixedLoader(Slow(200, 0.01), batch_size=1, num_workers=2, prefetch_factor=4)
+    for number, _ in enumerate(loader):
+        if number == 20:
+            loader.change_to(LoaderConfig(num_workers=8, prefetch_factor=2))
+    latest = [row.worker for row in loader.log.rows[-120:-20]]
+    assert max(map(latest.count, range(8))) <= 2 * min(map(latest.count, range(8)))
+
+
+def test_the_loaders_own_numbers_tell_how_far_its_sampler_is_ahead() -> None:
+    given: list[int] = []
+
+    def drawn() -> Any:
+        for index in range(120):
+            given.append(index)
+            yield index
+
+    class Listened:
+        def __iter__(self) -> Any:
+            return drawn()
+
+        def __len__(self) -> int:
+            return 120
+
+    loader = FixedLoader(Slow(120), batch_size=None, sampler=Listened(), num_workers=2)
+    for number, _ in enumerate(loader):
+        if number in (10, 50):
+            loader.change_to(FOUR if number == 10 else TWO)
+        if number in (8, 30, 80):  # the smaller number's queues have drained
+            ahead = loader.num_workers * (loader.prefetch_factor or 0)
+            assert len(given) - 1 - number == ahead
+            assert loader.num_workers == (4 if number == 30 else 2)
+
+
+def test_the_workers_of_an_epoch_see_the_dataset_as_it_was_when_the_epoch_began() -> None:
+    data = Where(24)
+    loader = AutoLoader(data, batch_size=4, num_workers=2)
+    pids = []
+    for _ in range(2):
+        assert {(who, of) for _, who, of in torch.cat(list(loader)).tolist()} == {(0, 2), (1, 2)}
+        assert multiprocessing.active_children() == []
+        pids.append(os.getpid())
+    assert loader.kept.kind == "worker_info"  # it asks who its worker is: the number stays
+
+
+def test_each_worker_of_a_stream_has_its_share_and_the_number_stays() -> None:
+    loader = AutoLoader(Stream(60), batch_size=4, num_workers=3)
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(60))
+    assert loader.kept.kind == "iterable"
+    assert {row.worker for row in loader.log.rows} == {0, 1, 2}
+    plain = DataLoader(Stream(60), batch_size=4, num_workers=3)
+    assert [batch.tolist() for batch in plain] == [batch.tolist() for batch in loader]
+
+
+def augmented(make: Any, **arguments: Any) -> list[Any]:
+    torch.manual_seed(3)
+    loader = make(Noise(48), batch_size=4, collate_fn=torch.stack, **arguments)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen += batch.tolist()
+        if hasattr(loader, "change_to") and number in (3, 6):
+            loader.change_to(FOUR if number == 3 else TWO)
+    return seen
+
+
+def own_seed(worker: int) -> None:
+    random.seed(worker)
+
+
+def test_augmentations_belong_to_the_batch_and_where_the_number_stays_they_are_torchs() -> None:
+    seen = [augmented(FixedLoader, num_workers=2), augmented(AutoLoader, num_workers=3, tune=False), augmented(FixedLoader)]
+    assert seen[0] == seen[1] == seen[2]
+    assert len({tuple(sample[1:]) for sample in seen[0]}) == 48
+    asked: dict[str, Any] = {"num_workers": 2, "worker_init_fn": own_seed}
+    assert augmented(AutoLoader, **asked) == augmented(DataLoader, **asked)
+
+
+def slowly(index: int) -> torch.Tensor:
+    time.sleep(0.02)
+    return torch.tensor(index)
+
+
+def test_items_are_fetched_by_threads_where_that_was_asked_for() -> None:
+    def told(worker: int) -> None:
+        info: Any = get_worker_info()
+        assert type(info.dataset) is Made
+
+    rates = []
+    for threads in (None, 8):
+        loader = AutoLoader(
+            Made(slowly, 96), batch_size=8, num_workers=2, fetch_threads=threads, worker_init_fn=told, tune=False
+        )
+        batches, begun = iter(loader), time.monotonic()
+        assert torch.cat(list(batches)).tolist() == list(range(96))
+        rates.append(time.monotonic() - begun)
+    assert rates[0] > 2 * rates[1]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_whoever_leaves_a_loop_or_the_loader_leaves_no_worker(kept: bool) -> None:
+    loader = AutoLoader(Slow(400), batch_size=2, num_workers=2, persistent_workers=kept)
+    for _ in range(3):
+        for _ in loader:
+            break
+        with contextlib.suppress(KeyError):
+            for _ in loader:
+                raise KeyError
+        gc.collect()
+        assert len(multiprocessing.active_children()) == (2 if kept else 0)
+    del loader
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def test_epochs_that_are_left_early_leak_nothing() -> None:
+    loader = AutoLoader(Made(lambda index: torch.zeros(40_000), 64), batch_size=2, num_workers=2)
+    assert len(list(itertools.islice(loader, 3))) == 3
+    gc.collect()
+    before = len(descriptors())
+    for most in range(1, 20):
+        assert len(list(itertools.islice(loader, 1 + most % 4))) == 1 + most % 4
+    gc.collect()
+    assert len(descriptors()) == before
+    assert "/memfd:batch" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_fork_of_the_training_leaves_workers_and_channels_to_its_parent() -> None:
+    loader, seen, child = AutoLoader(Slow(80), batch_size=2, num_workers=2), list[Any](), -1
+    for number, batch in enumerate(loader):
+        seen += batch[:, 0].tolist()
+        if number == 10:
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert seen == list(range(80))
+
+
+def test_a_loader_that_runs_is_pickled_without_what_is_known() -> None:
+    loader = AutoLoader(Numbers(8), batch_size=2, num_workers=2)
+    list(loader)
+    again = pickle.loads(pickle.dumps(loader))
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
+
+
+def test_the_profiler_sees_what_it_sees_of_dataloader() -> None:
+    names = []
+    for make in (DataLoader, AutoLoader):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            list(make(Numbers(8), batch_size=4, num_workers=2))
+        names.append({event.key for event in profile.key_averages() if "DataLoader" in event.key})
+    assert names[0] == names[1]
+    assert names[0]
+
+
+def test_no_worker_is_left_to_torchs_handler_of_children_nor_is_that_left_behind() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    batches = ElasticIter(DataLoader(Slow(40), batch_size=2, num_workers=2), 2, 2, is_seeded=True)
+    next(batches)
+    assert not batches._worker_pids_set
+    assert signal.getsignal(signal.SIGCHLD) is before
+    batches._shutdown_workers()
+
+
+SCRIPT = """
+import time, torch
+from autotune_loader import AutoLoader
+from tests.support.schedules import Slow
+for number, batch in enumerate(AutoLoader(Slow(10_000), num_workers=2)):
+    time.sleep(0.01)
+    if number == 10:
+        print("running", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ctrl_c_and_a_kill_end_the_job_and_its_workers(how: signal.Signals, tmp_path: Path) -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command, where = [sys.executable, "-c", SCRIPT], {"cwd": REPOSITORY, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
+    with subprocess.Popen(command, **where, **pipes, start_new_session=True) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "running\n"
+            os.killpg(job.pid, how) if how == signal.SIGINT else os.kill(job.pid, how)
+            _, told = job.communicate(timeout=30)
+        finally:
+            job.kill()
+    assert ("KeyboardInterrupt" in told) is (how == signal.SIGINT)
+    deadline = time.monotonic() + 15
+    while [each for each in psutil.process_iter() if _group(each.pid) == job.pid]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not list(tmp_path.iterdir())
+
+
+def _group(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.getpgid(pid)
+    return None
