@@ -1,104 +1,155 @@
-"""`AutoLoader`, as training loops and frameworks see it: a DataLoader that tunes itself while it trains."""
+"""`AutoLoader`, as training loops and frameworks see it: a DataLoader that finds its number of workers while it trains."""
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import os
 import sys
-import time
-from collections.abc import Callable
-from multiprocessing import current_process
+from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from autotune_loader.autoloader.asked import asked_for
-from autotune_loader.autoloader.epoch import EpochIterator, Shared
 from autotune_loader.autoloader.found import Found
-from autotune_loader.autoloader.order import Order
-from autotune_loader.autoloader.seeds import mixed
-from autotune_loader.autoloader.tuner import MOST_WORKERS, Tuner
-from autotune_loader.diagnosis import Finding, Kept
+from autotune_loader.autoloader.live import Live, iterator_of, live_of
 from autotune_loader.lines import users_line
 from autotune_loader.machine.host import require_linux
-from autotune_loader.machine.limits import memory_budget, usable_cores
-from autotune_loader.pipeline.loop_log import Log
-from autotune_loader.pipeline.site import Site
-from autotune_loader.pipeline.workload import is_users, length_of
+from autotune_loader.pipeline.build import batching_of
 from autotune_loader.results.file import load_config
-from autotune_loader.values import LoaderConfig, Round, require_bool
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, require_int
 
 require_linux("AutoLoader")
 
-T = TypeVar("T")
-WORKER_BYTES = 1 << 27
-"""Memory of its own that a worker is counted with, and its batches."""
+T_co = TypeVar("T_co", covariant=True)
+P = ParamSpec("P")
+GIVEN = "_autotune_loader_given"
+"""Attribute of an AutoLoader: the names of the arguments that were given."""
+OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+"""What says how workers are, if there are any; torch refuses most of it without."""
+CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
+"""Arguments that a configuration takes the place of."""
+OWN = ("config", "tune", "on_change", "max_workers", "workers", "fetch_threads")
+"""What AutoLoader takes beyond the arguments of DataLoader."""
 
 
-@functools.lru_cache(maxsize=256)
-def _latest(site: Site) -> list[list[Round]]:  # noqa: ARG001 - by which it is kept
-    """The rounds of a site's latest loader, from which the next one goes on."""
-    return [[]]
+def _noting_what_is_given(init: Callable[P, None]) -> Callable[P, None]:
+    """`__init__` that notes which of its arguments were given; of others it says which one may be meant."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **arguments: P.kwargs) -> None:
+        for name in arguments.keys() - signature.parameters.keys():
+            near = difflib.get_close_matches(name, signature.parameters, n=1) or ["num_workers"]
+            wrong = f"{name}={arguments[name]!r} is an argument of neither AutoLoader nor DataLoader"
+            raise TypeError(f"{wrong}; {near[0]} would work")
+        vars(args[0])[GIVEN] = signature.bind(*args, **arguments).arguments.keys() - {"self"}
+        init(*args, **arguments)
+
+    return checked
 
 
-class AutoLoader(DataLoader[T], Generic[T]):
-    """A DataLoader that tunes its workers and prefetching while it trains.
+class AutoLoader(DataLoader[T_co]):
+    """A DataLoader that finds its number of workers while it trains.
 
-    It gives the batches that `DataLoader` with the same arguments gives: the same indices in the same order, each once. It may
-    use worker processes: as with `num_workers >= 1` in torch, these see the dataset as it was when they began. Before a
-    worker's batches are used, its first ones are compared with the loop's own. `num_workers=0`, written out, means none.
+    It gives the batches that `DataLoader` gives with the same arguments: the same indices in the same order, each once. Its
+    workers are torch's: they see the dataset as it was when they began, live as long as DataLoader's do, and whatever they do
+    besides samples they do as there. Use it wherever `num_workers=2` would work. `num_workers=0`, written out, means none.
 
-    Where the loop waits for data, other numbers of workers are tried for parts of a second. What is not shown to be faster
-    than what was asked for is not kept. Random numbers of a batch come from (seed of the epoch, number of the batch), so
-    that augmentations do not depend on the number of workers. Workers that are lost are replaced and their batches fetched
-    again. An IterableDataset, whose samples depend on its workers, is read by torch's own iterator.
+    Where the loop waits for data, other numbers of workers are tried for parts of a second; what is not shown to be faster is
+    not kept. Random numbers of a batch come from (seed of the epoch, number of the batch), so that augmentations do not depend
+    on the number of workers. Batches travel in memory that both sides have mapped; neither /dev/shm nor TMPDIR is used.
 
     Args:
         dataset: as for DataLoader, or a DataLoader, which is only read.
-        *args: as for DataLoader.
+        batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last, worker_init_fn, generator,
+            pin_memory_device, in_order: as for DataLoader.
+        num_workers: what to begin with. None, the default: the loop fetches, and workers are tried if it waits. 0: none. 1: one,
+            which makes all batches one after the other. From 2 on the number may change, but not to 0.
+        timeout, multiprocessing_context, prefetch_factor, persistent_workers: as for DataLoader. They may be given without
+            `num_workers`: they say how workers are, if there are any.
         config: a configuration or a `loader.json` in place of `num_workers`, `prefetch_factor`, `pin_memory`, `in_order`,
             `persistent_workers` and start method.
-        tune: False changes nothing: with `num_workers=4` it is a DataLoader that hands batches over faster and outlives lost
-            workers.
+        tune: False keeps the number of workers.
         on_change: called with `loader.found` each time that another configuration is best, such as for a logger.
         max_workers: most worker processes at any time.
         workers: whether workers may be used. None: unless `num_workers=0` is written out.
-        **arguments: as for DataLoader. `prefetch_factor`, `persistent_workers`, `timeout` and `multiprocessing_context` may be
-            given without `num_workers`: they say how workers are, if there are any.
+        fetch_threads: fetch the items of a batch by so many threads in each worker, where the dataset has no `__getitems__`.
+            The dataset must be thread-safe, and draw no random numbers.
 
     Raises:
-        TypeError: an argument that DataLoader does not have.
+        TypeError: an argument has the wrong type; or the loader makes iterators of its own, which would be left out.
         ValueError: as DataLoader.
     """
 
+    @_noting_what_is_given
     def __init__(
         self,
-        dataset: Any,
-        *args: Any,
+        dataset: Dataset[T_co] | DataLoader[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
         config: LoaderConfig | str | os.PathLike[str] | None = None,
         tune: bool = True,
         on_change: Callable[[Found], None] | None = None,
         max_workers: int | None = None,
         workers: bool | None = None,
-        **arguments: Any,
+        fetch_threads: int | None = None,
     ) -> None:
+        values = locals()
+        given = {
+            name: values[name] for name in vars(self).pop(GIVEN) if values[name] is not None or name == "batch_size"
+        }
         require_bool("tune", tune)
-        if config is not None and not isinstance(config, LoaderConfig):
-            config = load_config(config)
-        asked = asked_for(dataset, args, arguments, config, workers=workers)
-        super().__init__(**asked.arguments)
+        for name, value in (("max_workers", max_workers), ("fetch_threads", fetch_threads)):
+            require_int(name, value, minimum=1, or_none=True)
+        arguments = {name: value for name, value in given.items() if name not in OWN}
+        if isinstance(dataset, DataLoader):
+            arguments = {**_arguments_of(dataset, arguments), **arguments, "dataset": dataset.dataset}
+        if config is not None:
+            config = config if isinstance(config, LoaderConfig) else load_config(config)
+            arguments = {name: value for name, value in arguments.items() if name not in CONFIGURED}
+            arguments |= {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
+        may, how = workers, dict[str, Any]()
+        if not arguments.get("num_workers"):
+            may = "num_workers" not in arguments if workers is None else workers
+            how = {name: arguments.pop(name) for name in OF_WORKERS if may and arguments.get(name)}
+        elif workers is False:
+            raise ValueError(
+                f"workers=False and num_workers={arguments['num_workers']} contradict; num_workers=0 would work"
+            )
+        super().__init__(**arguments)
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
-        self.tune, self.on_change, self.max_workers, self.workers = tune, on_change, max_workers, asked.may_use_workers
-        self._how = asked.how
-        self._seed: int | None = None
-        self._epochs = 0
-        self._order: Order | None = None
-        self._line = users_line(sys._getframe(1), libraries=True)
-        self._shared = self._fresh()
+        self.tune, self.on_change, self.max_workers, self.fetch_threads = tune, on_change, max_workers, fetch_threads
+        self.workers = True if may is None else may
+        self._how, self._line = how, users_line(sys._getframe(2), libraries=True)
+        self._since: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 
-    found = property(attrgetter("_shared.found"), doc="What is known; it lives on without loader and data.")
-    config = property(attrgetter("found.config"), doc="What runs from the next batch on that allows it.")
+    @property
+    def _live(self) -> Live:
+        options = ("tune", "on_change", "max_workers", "workers", "fetch_threads")
+        return live_of(self, self._line, how=self._how, **{name: getattr(self, name) for name in options})
+
+    found = property(attrgetter("_live.found"), doc="What is known; it lives on without loader and data.")
+    config = property(attrgetter("found.config"), doc="What runs from the next batch on.")
     best = property(attrgetter("found.best"), doc="The best configuration that is known.")
     kept = property(attrgetter("found.kept"), doc="Why the number of workers stays; None where it does not.")
     log = property(attrgetter("found.log"), doc="Every batch's history.")
@@ -108,11 +159,28 @@ class AutoLoader(DataLoader[T], Generic[T]):
         return str(self.result)
 
     def report(self) -> str:
-        """What was tried, what was found and what binds, as text; and why nothing was tried, where that is so."""
-        return self._shared.found.result.report()
+        """What was tried, what was found and what the bottleneck is, as text; and why nothing was tried, where that is so."""
+        result: TuningResult = self.result
+        return result.report()
+
+    def metrics(self) -> dict[str, float]:
+        """Figures since the last call, for any logger; those that were not measured are left out.
+
+        Returns:
+            `data_time`: seconds a step in which the loop waited for its batch. `data_wait_share`: share of the time, from 0 to
+            1. `samples_per_sec`. `num_workers`: those that run now.
+        """
+        totals = self.found.log.totals
+        now = (float(totals.batches), float(totals.samples), totals.waited_s, totals.active_s)
+        batches, samples, waited_s, active_s = (each - before for each, before in zip(now, self._since, strict=True))
+        self._since, figures = now, {"num_workers": float(self.num_workers)}
+        if batches and active_s > 0:
+            figures |= {"data_time": waited_s / batches, "data_wait_share": waited_s / active_s}
+            figures["samples_per_sec"] = samples / active_s
+        return figures
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `loader.json` with the best configuration known: the next job begins where this one ended."""
+        """Write `loader.json` with the best configuration known: `AutoLoader(..., config=path)` begins where this one ended."""
         self.result.save(path)
 
     def freeze(self) -> None:
@@ -121,68 +189,24 @@ class AutoLoader(DataLoader[T], Generic[T]):
         self.found.tuner.freeze()
 
     def _get_iterator(self) -> Any:
-        """As torch's, which `iter(loader)` calls for each epoch; with persistent workers once."""
-        begun = time.monotonic()
-        is_stream = isinstance(self.dataset, (IterableDataset, IterDataPipe, MapDataPipe))
-        if is_stream or not self.in_order or (self.timeout and not self.num_workers):
-            return super()._get_iterator()
-        self.check_worker_number_rationality()
-        return EpochIterator(self, begun, *self._next_epoch())
+        return iterator_of(self, self._live, super()._get_iterator)
 
-    def _next_epoch(self) -> tuple[Shared, Order]:
-        if self._of != self._settings():
-            self._shared = self._fresh()
-        if self._order is not None:
-            self._order.leave()
-        # Torch draws one for persistent workers once, when it starts them.
-        seed = mixed(self._seed, self._epochs) >> 1 if self._seed is not None and self.persistent_workers else None
-        ahead = self.num_workers * (self.prefetch_factor or 0)
-        self._order = Order(self._index_sampler, self.generator, ahead=ahead, seed=seed)
-        self._seed = self._order.seed if seed is None else self._seed
-        self._epochs += 1
-        return self._shared, self._order
 
-    def _settings(self) -> tuple[Any, ...]:
-        """Torch lets everybody set `num_workers`, `collate_fn` and others, and by a trick the dataset: another loader, then."""
-        parts = self.dataset, self.collate_fn, self.worker_init_fn, self._index_sampler
-        numbers = self.num_workers, self.prefetch_factor, self.pin_memory, self.timeout, self.in_order
-        return *map(id, parts), *numbers
-
-    def _fresh(self) -> Shared:
-        """Nothing is known of what the loader reads, and how: it is new, or attributes of it were set."""
-        self._of, site, log, how = self._settings(), Site.of(self, self._line), Log(), self._how
-        free = memory_budget().available_bytes
-        fit = MOST_WORKERS if free is None else max(1, free // 2 // WORKER_BYTES)
-        latest = [[]] if self._line is None else _latest(site)
-        tuner = Tuner(
-            log,
-            LoaderConfig.from_loader(self),
-            refused=self._kept_as_asked(),
-            cores=usable_cores().usable,
-            epoch_batches=length_of(self),
-            max_workers=min(self.max_workers or MOST_WORKERS, fit),
-            depth=how.get("prefetch_factor"),
-            earlier=latest[0],
+def _arguments_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those that a loader was made with; of workers nothing where torch refuses or ignores it, as there are none."""
+    kind, name = type(loader), type(loader).__name__
+    library = kind.__module__.partition(".")[0]
+    if library == "accelerate":
+        raise TypeError(
+            f"AutoLoader({name}(...)) would leave out what Accelerate does to a batch; accelerator.prepare(AutoLoader(...)) "
+            "would work"
         )
-        latest[0] = tuner.rounds
-        has_batched_fetch = hasattr(self.dataset, "__getitems__")
-        return Shared(self, Found(site=site, log=log, tuner=tuner, has_batched_fetch=has_batched_fetch), how)
-
-    def _kept_as_asked(self) -> Finding | None:
-        reasons = {
-            Kept.FROZEN: not self.tune,
-            Kept.ITERABLE: isinstance(self.dataset, IterableDataset),
-            Kept.OUT_OF_ORDER: not self.in_order,
-            Kept.NO_CONSENT: not self.workers,
-            Kept.WORKER_INIT: is_users(getattr(self.worker_init_fn, "__module__", None)),
-            Kept.DAEMONIC: current_process().daemon,
-        }
-        return next((why() for why, applies in reasons.items() if applies), None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy, or a loader that is sent to another process, has no epoch running and knows nothing."""
-        return {**self.__dict__, **dict.fromkeys(("_iterator", "_order", "_shared", "_of"))}
-
-    def __setstate__(self, attributes: dict[str, Any]) -> None:
-        self.__dict__.update(attributes)
-        self._shared = self._fresh()
+    if kind.__iter__ is not DataLoader.__iter__ and library != "torchdata":
+        raise TypeError(
+            f"{name} makes iterators of its own, which AutoLoader({name}(...)) would leave out; "
+            f"AutoLoader as the base class of {name}, in place of DataLoader, would work"
+        )
+    names: tuple[str, ...] = ("num_workers", "pin_memory", "collate_fn", "timeout", "worker_init_fn", "generator")
+    if given.get("num_workers", loader.num_workers) and loader.num_workers:
+        names += tuple(WITHOUT_WORKERS)
+    return batching_of(loader, LoaderConfig()) | {name: getattr(loader, name) for name in names}

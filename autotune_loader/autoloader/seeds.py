@@ -1,7 +1,6 @@
-"""Random numbers of a batch: drawn from (seed of the epoch, number of the batch), whichever process fetches it.
+"""Random numbers of a batch: drawn from (seed of the epoch, number of the batch), whichever process makes it.
 
-Before each batch the three global generators are seeded, and those that dataset, transforms and collate_fn hold. In the
-loop the global ones belong to the training, so there they are put back afterwards; `torch.initial_seed()` stays what it is.
+Before each batch the three global generators are seeded. In the loop these belong to the training, so there they are put back.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import ctypes
 import math
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ import torch
 MASK = (1 << 64) - 1
 STATE_BYTES = 4 * 625
 """Of a Mersenne Twister: 624 words and a position."""
+Seed = tuple[int, int]
+"""Of a batch: for the global generators, and for those that its dataset holds."""
 
 
 def mixed(seed: int, number: int) -> int:
@@ -30,35 +31,40 @@ def mixed(seed: int, number: int) -> int:
 
 
 class Seeds:
-    """Of one loader, in one process; `held` are generators of its dataset, transforms and collate_fn."""
+    """The generators of one process; `held` seed those that a dataset, its transforms or its collate_fn hold.
 
-    def __init__(self, held: Sequence[Any] = ()) -> None:
-        self._held = [_seeding(each) for each in held]
+    `torch.initial_seed()` tells `initial_seed` during each batch.
+    """
 
-    def begin(self, seed: int, initial_seed: int) -> None:
-        """Seed all of them for a batch by 64 bits; `torch.initial_seed()` tells the other number."""
+    def __init__(self, initial_seed: int, held: list[Callable[[int], object]]) -> None:
+        self._initial_seed, self._held = initial_seed & MASK, held
+
+    def begin(self, seed: Seed) -> None:
+        """Seed all of them for a batch."""
+        own, of_held = seed
         # Torch seeds its CPU generator, and numpy the same algorithm, by 32 bits: they get different ones.
-        random.seed(seed)
-        np.random.seed(seed >> 32)
+        random.seed(own)
+        np.random.seed(own >> 32)
         # As `torch.manual_seed`, which would also look at every accelerator, for 75 us, and change the initial seed.
-        state = torch.default_generator.manual_seed((seed >> 1) & 0x7FFFFFFF).get_state()
-        ctypes.c_uint64.from_address(state.data_ptr()).value = initial_seed & MASK
+        state = torch.default_generator.manual_seed((own >> 1) & 0x7FFFFFFF).get_state()
+        ctypes.c_uint64.from_address(state.data_ptr()).value = self._initial_seed
         torch.default_generator.set_state(state)
-        for number, seeding in enumerate(self._held):
-            seeding(mixed(seed, number))
+        for number, seed_it in enumerate(self._held):
+            seed_it(mixed(of_held, number))
 
-    def fetch(self, make: Callable[[Any], Any], indices: Any, seed: int, initial_seed: int) -> Any:
-        """The same in the loop, around making a batch: the training's own state is put back, also after an exception."""
+    def around(self, make: Callable[[Any], Any], indices: Any, seed: Seed) -> Any:
+        """Make a batch in the loop: the training's own state is put back, also after an exception."""
         before, torchs = states(), torch.default_generator.get_state()
         try:
-            self.begin(seed, initial_seed)
+            self.begin(seed)
             return make(indices)
         finally:
             torch.default_generator.set_state(torchs)
             _put_back(*before)
 
 
-def _seeding(generator: Any) -> Callable[[int], object]:
+def seeding(generator: Any) -> Callable[[int], object]:
+    """What seeds a generator by 64 bits."""
     if isinstance(generator, torch.Generator):
         return lambda seed: generator.manual_seed(seed >> 1)
     if isinstance(generator, random.Random):

@@ -148,7 +148,12 @@ class Tuner:
         self.wanted, self.wake, self._since = self._request.config, now + 0.02, self._log.end
         self._applied_at = -math.inf if self.wanted == request.config else math.inf
 
-    def applied(self, now: float) -> None:
+    def failed(self, now: float) -> None:
+        self.wanted = self.best = self.asked
+
+    most = 32
+
+    def applied(self, now: float, in_flight: int = 0) -> None:
         if self._applied_at == math.inf:
             self._since, self._applied_at = self._log.end, now
 

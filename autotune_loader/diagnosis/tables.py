@@ -138,7 +138,7 @@ class Ended(Table):
 
 
 class Kept(Table):
-    """Why an AutoLoader keeps the number of workers that was asked for."""
+    """Why the number of workers stays what was asked for."""
 
     NO_CONSENT = "num_workers=0 was asked for, so no worker is used; without it, or with `run --workers`, they may be."
     FROZEN = "tune=False was asked for."
@@ -146,17 +146,20 @@ class Kept(Table):
     NOT_TUNED = "AutoLoader cannot tune it: {error}"
     ITERABLE = "An IterableDataset reads by itself: its workers are as asked."
     OUT_OF_ORDER = "in_order=False leaves the order to the workers that were asked for."
+    ONE_WORKER = (
+        "num_workers=1 was asked for: one worker makes all batches, one after the other; 2 would let it change."
+    )
     WORKER_INIT = "worker_init_fn is the script's own and may depend on the number of workers."
+    WORKER_INFO = "The dataset asks get_worker_info() for the number of its worker, or of workers."
+    START_METHOD = "Workers are started by {method}, so none is used unless num_workers asks for them."
     NOT_WAITING = "The loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try anything."
     NOT_FASTER = "No other number of workers was shown to be faster."
+    NOT_SETTLED = "Other numbers of workers are being tried."
     SAMPLES_DIFFER = "Batch {batch} of a worker was not the loop's own ({what}): samples depend on who makes them."
     WORKER_ERROR = "A worker raised what the loop does not: {error}"
-    WORKER_SILENT = "A worker gave no answer for {silent:seconds}."
     WORKERS_LOST = "Workers ended again and again: {error}"
     DATASET_CHANGES = "Fetching a sample changes {what}, which the loop would not see from workers."
-    TRAINING_CHANGES = "The training changes {what} in the midst of an epoch, which workers would not see."
-    WRITES_FILES = "Fetching a sample writes {path}, which several processes must not do at once."
     SAMPLER_DRAWS = "The sampler draws from a global generator between two batches; one of its own would allow workers."
     DAEMONIC = "This process is daemonic, so it may have no children."
 

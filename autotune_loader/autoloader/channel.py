@@ -1,0 +1,300 @@
+"""What torch takes for its queues: between the loop and each worker one socket, whose end is the end of the worker.
+
+    put ── job ──► worker: get ── seeds ── torch fetches and collates ── put ── packet, segments ──► get
+
+Jobs never block the loop, as a worker may be waiting for the loop to read. All results come from one `Results`, which a
+pinning thread may read. Nothing here has a name in a file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import queue
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from autotune_loader.autoloader.segments import SMALL_BYTES, Mapped, Pool, Segment
+from autotune_loader.autoloader.torchs import share_by
+from autotune_loader.pipeline.loop_log import Fetch
+
+MOST_FILES, PACKET_BYTES = 16, SMALL_BYTES
+"""Descriptors in one packet, as a job may have few of them left (the kernel takes 253, unix(7)); bytes of a job's."""
+TRUNCATED, DONT_WAIT, SPACE = int(socket.MSG_CTRUNC), int(socket.MSG_DONTWAIT), socket.CMSG_SPACE(4 * MOST_FILES)
+"""As enums they take 5 us."""
+
+
+class NoQueue:
+    """What torch calls of a queue when all is over."""
+
+    def cancel_join_thread(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WorkerEnd(NoQueue):
+    """A worker's end of a channel, which torch's worker loop takes for both of its queues.
+
+    Attributes:
+        first: called before the first job, once torch has told the worker what it is.
+        seed: called with the seed of a job, before torch gets the job.
+        note: what the loop is told with the next batch.
+    """
+
+    first: Callable[[], object] | None = None
+    seed: Callable[[Any], object] | None = None
+    note: str | None = None
+    _begun: tuple[float, float] | None = None
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+
+    def __reduce__(self) -> Any:  # where workers are spawned
+        return _worker_end, (DupFd(self.socket.fileno()),)
+
+    def begin(self) -> None:
+        """From now on this process is a worker: it holds no other channel, and collates into segments."""
+        for each in list(_living):
+            if each.end is not self:
+                each.close()
+        self._pool, self._poll = Pool(), select.poll()
+        self._poll.register(self.socket, select.POLLIN)
+        share_by(self._pool.storage, SMALL_BYTES)
+
+    def get(self, timeout: float | None = None) -> Any:
+        if self.first is not None:
+            first, self.first = self.first, None
+            first()
+        if not self._poll.poll(None if timeout is None else 1000 * timeout):
+            raise queue.Empty
+        data, files, _, _ = socket.recv_fds(self.socket, 2 * PACKET_BYTES, 1)
+        if not data:  # the loop is gone, or wants no more
+            raise SystemExit(0)
+        if files:
+            data = os.pread(files[0], pickle.loads(data), 0)  # noqa: S301 - the loop's own
+            os.close(files[0])
+        back, job = pickle.loads(data)  # noqa: S301
+        for number in back:
+            self._pool.back(number)
+        if type(job) is not tuple:
+            return job
+        number, indices, *seed = job  # torch's own jobs have none
+        if seed and self.seed is not None:
+            self.seed(*seed)
+        self._begun = time.monotonic(), time.process_time()
+        return number, indices
+
+    def put(self, message: tuple[Any, Any]) -> None:
+        (number, data), times = message, None
+        if self._begun is not None:
+            times, self._begun = (self._begun[0], time.monotonic(), time.process_time() - self._begun[1]), None
+        try:
+            body = self._pool.pickled(data)
+        except Exception:  # it cannot be pickled, or there is no memory
+            body = self._pool.pickled(ExceptionWrapper(where="in a DataLoader worker process, as it sent a batch"))
+        fresh, dropped = self._pool.news()
+        note, self.note = self.note, None
+        try:
+            for at in range(0, len(fresh) - MOST_FILES, MOST_FILES):
+                self._send(fresh[at : at + MOST_FILES], None)
+            rest = fresh[-(len(fresh) % MOST_FILES or MOST_FILES) :]
+            self._send(rest, (number, dropped, times, note, body))
+        except ConnectionError:
+            pass  # the loop wants no more: that comes with the next job
+        finally:
+            for *_, file in fresh:
+                os.close(file)
+
+    def _send(self, fresh: list[tuple[int, int, int]], rest: Any) -> None:
+        data = pickle.dumps(([(number, size) for number, size, _ in fresh], rest), pickle.HIGHEST_PROTOCOL)
+        files = [file for *_, file in fresh]
+        socket.send_fds(self.socket, [data], files) if files else self.socket.sendall(data)
+
+
+def _worker_end(file: Any) -> WorkerEnd:
+    end = socket.socket(fileno=file.detach())
+    end.setblocking(True)
+    return WorkerEnd(end)
+
+
+class Channel(NoQueue):
+    """The loop's end, which torch takes for the index queue of a worker.
+
+    Attributes:
+        end, number: of the worker.
+        times, note, received_bytes: of the latest batch.
+    """
+
+    times: Any = None
+    note: str | None = None
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for each in (self.socket, theirs):
+            each.setblocking(True)  # whatever `socket.setdefaulttimeout()` says
+        self.end, self.number, self._mapped = WorkerEnd(theirs), -1, Mapped()
+        self._waiting, self._buffer = deque[Any](), bytearray(2 * PACKET_BYTES)
+        self._lock = threading.RLock()  # a pinning thread receives while the loop puts
+        _living.add(self)
+
+    @property
+    def received_bytes(self) -> int:
+        return self._mapped.leased_bytes
+
+    def put(self, job: Any) -> None:
+        """Send a job, or keep it until there is room."""
+        with self._lock:
+            self._waiting.append(job)
+            self._flush()
+
+    def _flush(self) -> None:
+        returned = self._mapped.returned
+        while self._waiting:
+            back, files = [returned.popleft() for _ in range(len(returned))], list[int]()
+            data = pickle.dumps((back, self._waiting[0]), pickle.HIGHEST_PROTOCOL)
+            if len(data) > PACKET_BYTES:  # many indices
+                files.append(os.memfd_create("job"))
+                os.write(files[0], data)
+                data = pickle.dumps(len(data))
+            try:
+                socket.send_fds(self.socket, [data], files, DONT_WAIT) if files else self.socket.send(data, DONT_WAIT)
+            except BlockingIOError:
+                returned.extend(back)
+                return
+            except OSError:  # the worker is gone, which is found out where a batch is waited for
+                self._waiting.clear()
+                return
+            finally:
+                for each in files:
+                    os.close(each)
+            self._waiting.popleft()
+
+    def receive(self) -> tuple[Any, Any] | None:
+        """What a worker has put; None where more is to come first.
+
+        Raises:
+            EOFError: the worker is gone.
+            OSError: this process has too many files open.
+        """
+        size, ancillary, flags, _ = self.socket.recvmsg_into([self._buffer], SPACE)
+        if not size:
+            raise EOFError
+        files = memoryview(b"".join(data for *_, data in ancillary)).cast("i").tolist()
+        try:
+            if flags & TRUNCATED:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            fresh, rest = pickle.loads(memoryview(self._buffer)[:size])  # noqa: S301 - our own worker has made it
+            for (number, its_size), file in zip(fresh, files, strict=True):
+                self._mapped.all[number] = Segment(number, file, its_size)
+        finally:
+            for file in files:
+                os.close(file)
+        if rest is None:
+            return None
+        number, dropped, self.times, self.note, body = rest
+        for each in dropped:
+            del self._mapped.all[each]
+        if self._waiting:
+            with self._lock:
+                self._flush()
+        try:
+            return number, self._mapped.unpickled(body)
+        except Exception:  # of somebody's own class of batches
+            return number, ExceptionWrapper(where="in the training process, as it received a batch")
+
+    def hang_up(self) -> None:
+        """A worker that waits for room to send, or for a job, ends."""
+        with suppress(OSError):  # it has ended already
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """This process has no end any more; what is kept of its batches stays."""
+        self.socket.close()
+        self.end.socket.close()
+
+
+_living: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _in_fork() -> None:
+    """A fork, whosever it is, must not hold the loop's ends: a channel would not end with the loop."""
+    for each in list(_living):
+        each.socket.close()
+
+
+os.register_at_fork(after_in_child=_in_fork)
+
+
+class Ended:
+    """A message, as a pinning thread passes it on: this channel, and so its worker, has come to its end."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+
+class Results(NoQueue):
+    """What torch takes for its result queue: all channels, and a bell that torch's loop rings to end its pinning thread.
+
+    Attributes:
+        fetches: by number of a batch that has come, the history of its making.
+        note: the latest that a worker has told.
+        batch_bytes: of the largest batch so far.
+    """
+
+    def __init__(self) -> None:
+        self._poll, self._channels, self._own = select.epoll(), dict[int, Channel](), deque[Any]()
+        self._bell, self._process = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC), os.getpid()
+        self._poll.register(self._bell, select.EPOLLIN)
+        self.fetches, self.batch_bytes = dict[int, Fetch](), 0
+        self.note: str | None = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_process", None) == os.getpid():
+            os.close(self._bell)
+
+    def add(self, channel: Channel) -> None:
+        self._channels[channel.socket.fileno()] = channel
+        self._poll.register(channel.socket.fileno(), select.EPOLLIN)
+
+    def remove(self, channel: Channel) -> None:
+        if self._channels.pop(channel.socket.fileno(), None) is not None:
+            self._poll.unregister(channel.socket.fileno())
+
+    def get(self, timeout: float | None = None) -> tuple[Any, Any]:
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            ready = self._poll.poll(-1 if until is None else max(0.0, until - time.monotonic()), 1)
+            if not ready:
+                raise queue.Empty
+            if ready[0][0] == self._bell:
+                os.eventfd_read(self._bell)
+                message: tuple[Any, Any] = self._own.popleft()
+                return message
+            channel = self._channels[ready[0][0]]
+            try:
+                received = channel.receive()
+            except (EOFError, ConnectionError):
+                self.remove(channel)
+                return None, Ended(channel)
+            if received is not None:
+                if channel.times is not None:
+                    begun, end, cpu_s = channel.times
+                    self.fetches[received[0]] = channel.number, begun, end, end, cpu_s
+                self.note = channel.note or self.note
+                self.batch_bytes = max(self.batch_bytes, channel.received_bytes)
+                return received
+
+    def put(self, message: tuple[Any, Any]) -> None:
+        self._own.append(message)
+        os.eventfd_write(self._bell, 1)

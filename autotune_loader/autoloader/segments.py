@@ -1,0 +1,259 @@
+"""Batches in memory that a worker and the loop have both mapped: no new pages, and no copy, for a batch like the one before.
+
+worker   take a segment ── collate into it ── packet: the pickle, the numbers of its segments ──► loop
+loop     tensors over the segments ── the last one is gone ── the number goes back with the next job
+
+A segment is a memfd, sent once and named by its number from then on: neither /dev/shm nor TMPDIR is used. A tensor holds its own
+segment only. What is no dense CPU tensor or array travels in the pickle, or as torch sends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import os
+import pickle
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+
+SMALL_BYTES = 1 << 16
+"""Tensors and arrays up to this size are part of the pickle: copying them is cheaper than a segment."""
+GRAIN_BYTES, SLACK = 1 << 16, 1.25
+"""Sizes are multiples of the first; a segment may be larger than what lies in it by the second and a grain."""
+FREE_BYTES = 1 << 26
+"""Free segments beyond this, and beyond what is in use, are unmapped."""
+Body = bytes | tuple[int, int]
+"""A pickle; or, where it is too long for a packet, number and size of a segment in which it lies."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Segment:
+    """A mapped memfd. Python's own `mmap` would hold a descriptor for each."""
+
+    __slots__ = ("__weakref__", "address", "is_held", "is_lent", "number", "size")
+
+    def __init__(self, number: int, file: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.is_lent = self.is_held = False  # whether the loop has it; whether the worker has a tensor over it
+        kind = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self.address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, file, 0) or 0
+        if self.address == ctypes.c_void_p(-1).value:
+            self.address, error = 0, ctypes.get_errno()
+            raise OSError(error, f"mmap of a batch: {os.strerror(error)}")
+
+    def __del__(self) -> None:
+        if self.address:
+            _libc.munmap(self.address, self.size)
+
+    def memory(self, size: int) -> Any:
+        """Its first bytes; whoever has them must hold the segment, too."""
+        return (ctypes.c_char * size).from_address(self.address)
+
+
+class Pool:
+    """The segments of a worker, which it makes, lends to the loop and gets back."""
+
+    def __init__(self) -> None:
+        self._all, self._by_address = dict[int, Segment](), dict[int, Segment]()
+        self._free, self._made = list[Segment](), 0
+        self._fresh, self._dropped, self._lending = dict[int, int](), list[int](), list[int]()
+
+    def _take(self, size: int) -> Segment:
+        """A free segment for so many bytes, as small as there is, or a new one."""
+        fits = (each for each in self._free if size <= each.size <= SLACK * size + GRAIN_BYTES)
+        if (best := min(fits, key=lambda each: each.size, default=None)) is not None:
+            self._free.remove(best)
+            return best
+        self._trim()
+        whole, number = -(-size // GRAIN_BYTES) * GRAIN_BYTES, self._made
+        file = os.memfd_create("batch")
+        try:
+            os.ftruncate(file, whole)
+            segment = Segment(number, file, whole)
+        except BaseException:
+            os.close(file)
+            raise
+        self._made += 1
+        self._all[number], self._by_address[segment.address], self._fresh[number] = segment, segment, file
+        return segment
+
+    def _trim(self) -> None:
+        """Forget the free segments that were used longest ago, as far as there are too many."""
+        free = sum(each.size for each in self._free)
+        most = max(FREE_BYTES, sum(each.size for each in self._all.values()) - free)
+        while free > most:
+            gone = self._free.pop(0)
+            free -= gone.size
+            del self._all[gone.number], self._by_address[gone.address]
+            if gone.number in self._fresh:
+                os.close(self._fresh.pop(gone.number))
+            else:
+                self._dropped.append(gone.number)
+
+    def storage(self, size: int) -> Any:
+        """Storage of torch's for a batch that is about to be collated; free again when it is gone and not lent."""
+        segment = self._take(size)
+        memory, segment.is_held = segment.memory(size), True
+        weakref.finalize(memory, self._let_go, segment).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def _let_go(self, segment: Segment) -> None:
+        segment.is_held = False
+        if not segment.is_lent:
+            self._free.append(segment)
+
+    def lend(self, size: int, address: int = 0) -> tuple[Segment, bool]:
+        """The segment that lies at an address, or another one for as many bytes; and whether it is the other one."""
+        own = self._by_address.get(address)
+        if is_other := own is None or own.is_lent or own.size < size:
+            own = self._take(size)
+        assert own is not None
+        own.is_lent = True
+        self._lending.append(own.number)
+        return own, is_other
+
+    def back(self, number: int) -> None:
+        """The loop has no tensor over it any more."""
+        segment = self._all[number]
+        segment.is_lent = False
+        if not segment.is_held:
+            self._free.append(segment)
+
+    def pickled(self, message: Any) -> Body:
+        """A message for the loop, with what it lends.
+
+        Raises:
+            Exception: it cannot be pickled, or there is no memory; nothing is lent then.
+        """
+        file, self._lending = io.BytesIO(), []
+        try:
+            _Pickler(file, self).dump(message)
+            if (size := file.tell()) <= SMALL_BYTES // 2:
+                return file.getvalue()
+            segment, _ = self.lend(size)
+            ctypes.memmove(segment.address, file.getvalue(), size)
+            return segment.number, size
+        except BaseException:
+            for number in self._lending:
+                self.back(number)
+            raise
+
+    def news(self) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Number, size and file of the segments that the loop does not know yet; numbers of those that it is to unmap."""
+        fresh = [(number, self._all[number].size, file) for number, file in self._fresh.items()]
+        dropped, self._fresh, self._dropped = self._dropped, {}, []
+        return fresh, dropped
+
+
+class _Pickler(ForkingPickler):
+    """Pickles as torch's workers do, but for where the bytes of tensors and arrays go."""
+
+    def __init__(self, file: io.BytesIO, pool: Pool) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._pool = pool
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor:
+            return self._tensor(value)
+        if kind is np.ndarray and not value.dtype.hasobject:
+            if value.nbytes > SMALL_BYTES:
+                return self._array(value)
+            if not value.flags.writeable:  # pickle keeps that; torch's arrive writable
+                return value.copy().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        is_plain = (
+            value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested and not vars(value)
+        )
+        if not is_plain or value.requires_grad or value.is_conj() or value.is_neg() or value.is_quantized:
+            return NotImplemented
+        size, stride = value.nbytes, None
+        if not value.is_contiguous():
+            order = sorted(range(value.dim()), key=value.stride, reverse=True)
+            # Bytes that lie one after the other are sent as they lie; of a view that leaves some out, what it shows.
+            value, stride = (
+                (value, value.stride()) if value.permute(order).is_contiguous() else (value.contiguous(), None)
+            )
+        about = value.dtype, tuple(value.shape), stride
+        if size <= SMALL_BYTES:
+            return small_tensor, (ctypes.string_at(value.data_ptr(), size) if size else b"", *about)
+        segment, is_other = self._pool.lend(size, value.data_ptr())
+        if is_other:
+            ctypes.memmove(segment.address, value.data_ptr(), size)
+        return large_tensor, (segment.number, size, *about)
+
+    def _array(self, value: Any) -> Any:
+        order: Any = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+        segment, _ = self._pool.lend(value.nbytes)
+        np.copyto(np.ndarray(value.shape, value.dtype, segment.memory(value.nbytes), order=order), value)
+        return large_array, (segment.number, value.nbytes, value.dtype, value.shape, order)
+
+
+class Mapped:
+    """The segments of one worker, as the loop has them.
+
+    Attributes:
+        returned: numbers of those that nobody has a tensor over any more.
+        leased_bytes: of the latest message.
+    """
+
+    def __init__(self) -> None:
+        self.returned, self.leased_bytes = deque[int](), 0
+        self.all = dict[int, Segment]()
+
+    def lease(self, number: int, size: int) -> Any:
+        """The bytes of a batch; when they are gone, the segment goes back, if anybody still wants it."""
+        segment = self.all[number]
+        memory = segment.memory(size)
+        self.leased_bytes += size
+        weakref.finalize(memory, _return, weakref.ref(self), segment).atexit = False
+        return memory
+
+    def unpickled(self, body: Body) -> Any:
+        """The message that a worker has pickled."""
+        _reading.mapped, self.leased_bytes = self, 0
+        try:
+            return pickle.loads(body if isinstance(body, bytes) else self.lease(*body))  # noqa: S301 - our worker's
+        finally:
+            _reading.mapped = None
+
+
+def _return(mapped: Callable[[], Mapped | None], segment: Segment) -> None:
+    if (owner := mapped()) is not None:
+        owner.returned.append(segment.number)
+
+
+_reading = threading.local()
+"""`mapped`: whose message this thread unpickles. Two loaders may have a pinning thread each."""
+
+
+def small_tensor(data: bytes, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:
+    return _shaped(
+        torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype), shape, stride
+    )
+
+
+def large_tensor(number: int, size: int, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:
+    return _shaped(torch.frombuffer(_reading.mapped.lease(number, size), dtype=dtype), shape, stride)
+
+
+def _shaped(flat: torch.Tensor, shape: Any, stride: Any) -> torch.Tensor:
+    return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
+
+
+def large_array(number: int, size: int, dtype: Any, shape: Any, order: Any) -> Any:
+    return np.ndarray(shape, dtype, _reading.mapped.lease(number, size), order=order)
