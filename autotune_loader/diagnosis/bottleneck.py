@@ -125,8 +125,8 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         case Bottleneck.CORES if evidence.waiting is not None:
             yield Fact.FOR_A_CORE(share=evidence.waiting[1], cores=round(evidence.cores))
         case Bottleneck.HAND_OVER:
-            row = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
-            yield row(size=evidence.batch_bytes, receive=evidence.receive_s)
+            receiving = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
+            yield receiving(size=evidence.batch_bytes, receive=evidence.receive_s)
         case Bottleneck.MEMORY if trial is not None and trial.failure is not None:
             yield Fact.RAN_OUT(config=trial.config, kind=trial.failure.kind.replace("_", " "))
         case Bottleneck.UNCLEAR:

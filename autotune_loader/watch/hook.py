@@ -62,7 +62,7 @@ class Hook:
         if self._session is None:
             from autotune_loader.watch.session import Session
 
-            self._session = Session(self.plan)
+            self._session = Session(self.plan, self._changed)
             _look_after_the_end()
         return self._session
 
@@ -120,6 +120,12 @@ class Hook:
 
             self._others += gathered(self.plan.folder)
         return own + self._others
+
+    def _changed(self, _found: Any) -> None:
+        """Another configuration is best: what was found is there, however the script ends."""
+        from autotune_loader.watch.report import write_result
+
+        write_result(self.session)
 
     def forget(self) -> None:
         """A forked process has loaders of its own."""

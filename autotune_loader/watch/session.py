@@ -28,8 +28,8 @@ MOST_FIRST_LOOKS = 3
 class Session:
     """The loaders of this process."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.begun = plan, time.monotonic()
+    def __init__(self, plan: Plan, on_change: Callable[[Any], None] | None = None) -> None:
+        self.plan, self.begun, self._on_change = plan, time.monotonic(), on_change
         self.loaders: list[ScriptLoader] = []
         rank, self.ranks = rank_of_environment()
         self.rank = rank or 0
@@ -78,7 +78,7 @@ class Session:
                 workers=True if self.plan.workers else None,
                 max_workers=self.plan.max_workers,
                 config=self._start(known),
-                on_change=self._changed,
+                on_change=self._on_change,
             )
             if known.found is not live.found:  # the script may have set its numbers anew
                 known = known if known.found is None else self._loader_of(loader, live.found)
@@ -92,12 +92,6 @@ class Session:
             if known is not None:
                 known.kept, known.found = Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}"), None
         return torchs()
-
-    def _changed(self, _found: Any) -> None:
-        """Another configuration is best: what was found is there, however the script ends."""
-        from autotune_loader.watch.report import write_result
-
-        write_result(self)
 
     def _loader_of(self, loader: Any, found: Any) -> ScriptLoader:
         """The known loader that it is, or a new one; `found` is what tunes it, where that is known to be what it was."""
