@@ -116,7 +116,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def __init__(
         self, loader: Any, workers: int, depth: int, *, is_seeded: bool, fetch_threads: int | None = None,
-        special: tuple[Any, ...] = (None, None, list),
+        special: tuple[Any, ...] = (None, None, ()),
     ) -> None:  # fmt: skip
         begun, self._process, self._is_seeded = time.monotonic(), os.getpid(), is_seeded
         self.active = self.asked = workers

@@ -78,7 +78,9 @@ class Live:
         has_batched_fetch = hasattr(loader.dataset, "__getitems__")
         self.found = Found(site=Site.of(loader, line), log=log, tuner=self.tuner, has_batched_fetch=has_batched_fetch)
         # With a timeout and no workers torch's own raises.
-        self.is_torchs = not loader.in_order or (not asked.num_workers and (refused is not None or bool(loader.timeout)))
+        self.is_torchs = not loader.in_order or (
+            not asked.num_workers and (refused is not None or bool(loader.timeout))
+        )
         self.is_seeded = not (_is_stream(loader) or Kept.WORKER_INIT.said_by(refused))
         self._most, self._looked_s, self.batch_bytes = options.max_workers or MOST_WORKERS, 0.0, 0
         self.equal, self.is_proven, self.fetched, self.slowest_s = 0, False, 0, 0.0

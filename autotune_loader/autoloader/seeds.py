@@ -31,12 +31,12 @@ def mixed(seed: int, number: int) -> int:
 
 
 class Seeds:
-    """The generators of one process; `held` seed those that a dataset, its transforms or its collate_fn hold.
+    """The generators of one process; `held` are those that a dataset, its transforms or its collate_fn hold.
 
     `torch.initial_seed()` tells `initial_seed` during each batch.
     """
 
-    def __init__(self, initial_seed: int, held: list[Callable[[int], object]]) -> None:
+    def __init__(self, initial_seed: int, held: list[Any]) -> None:
         self._initial_seed, self._held = initial_seed & MASK, held
 
     def begin(self, seed: Seed) -> None:
@@ -49,30 +49,47 @@ class Seeds:
         state = torch.default_generator.manual_seed((own >> 1) & 0x7FFFFFFF).get_state()
         ctypes.c_uint64.from_address(state.data_ptr()).value = self._initial_seed
         torch.default_generator.set_state(state)
-        for number, seed_it in enumerate(self._held):
-            seed_it(mixed(of_held, number))
+        for number, generator in enumerate(self._held):
+            seed_one(generator, mixed(of_held, number))
 
     def around(self, make: Callable[[Any], Any], indices: Any, seed: Seed) -> Any:
         """Make a batch in the loop: the training's own state is put back, also after an exception."""
         before, torchs = states(), torch.default_generator.get_state()
+        held = [(generator, state_of(generator)) for generator in self._held]
         try:
             self.begin(seed)
             return make(indices)
         finally:
             torch.default_generator.set_state(torchs)
             _put_back(*before)
+            for generator, state in held:
+                put_state(generator, state)
 
 
-def seeding(generator: Any) -> Callable[[int], object]:
-    """What seeds a generator by 64 bits."""
+def seed_one(generator: Any, seed: int) -> None:
+    """Seed a generator by 64 bits."""
     if isinstance(generator, torch.Generator):
-        return lambda seed: generator.manual_seed(seed >> 1)
-    if isinstance(generator, random.Random):
-        return generator.seed
-    if isinstance(generator, np.random.RandomState):
-        return lambda seed: generator.seed(seed & 0xFFFFFFFF)
-    bits = generator.bit_generator
-    return lambda seed: setattr(bits, "state", type(bits)(seed).state)
+        generator.manual_seed(seed >> 1)
+    elif isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    else:
+        generator.seed(seed & 0xFFFFFFFF if isinstance(generator, np.random.RandomState) else seed)
+
+
+def state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def put_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def states() -> tuple[Any, ...]:

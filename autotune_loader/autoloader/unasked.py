@@ -13,13 +13,12 @@ import functools
 import hashlib
 import itertools
 import os
-import pickle
 import random
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -31,7 +30,7 @@ from torch._utils import ExceptionWrapper
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.elastic import ElasticIter, View
 from autotune_loader.autoloader.iterator import TunedIter
-from autotune_loader.autoloader.seeds import Seed, Seeds, mixed, seeding, states
+from autotune_loader.autoloader.seeds import Seed, Seeds, mixed, seed_one, state_of, states
 from autotune_loader.diagnosis import Finding, Kept
 from autotune_loader.machine.elsewhere import die_with_parent, own_files
 from autotune_loader.pipeline.workload import draws_nothing, is_users
@@ -104,15 +103,11 @@ class Parts:
         """64 bits of the state of the generators, which are moved on from it."""
         if not self.generators:
             return 0
-        known = pickle.dumps([_state(each) for each in self.generators])
+        known = repr([_plain(state_of(each)) for each in self.generators]).encode()
         base = int.from_bytes(hashlib.blake2b(known, digest_size=8).digest(), "little")
         for number, each in enumerate(self.generators):
-            seeding(each)(mixed(base, -2 - number))
+            seed_one(each, mixed(base, -2 - number))
         return base
-
-    def held(self) -> list[Callable[[int], object]]:
-        """What seeds the generators, in the process in which it is called."""
-        return [seeding(each) for each in self.generators]
 
     def prepare(self) -> None:
         """Make a forked worker harmless to the training, and undo in it what the loop's first fetch has made."""
@@ -140,6 +135,13 @@ def _inside(value: Any) -> Iterable[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
+def _plain(state: Any) -> Any:
+    """A generator's state, so that `repr` tells all of it."""
+    if isinstance(state, dict):
+        return {name: _plain(each) for name, each in state.items()}
+    return [_plain(each) for each in state] if isinstance(state, tuple) else getattr(state, "tolist", lambda: state)()
+
+
 def _size(value: Any) -> Any:
     """What changes where something is noted or counted."""
     if isinstance(value, (list, dict, set, deque)):
@@ -150,14 +152,6 @@ def _size(value: Any) -> Any:
 def _content(cell: Any) -> Any:
     with suppress(ValueError):  # it is empty
         return cell.cell_contents
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 class Indices:
@@ -218,19 +212,21 @@ class BesideIter(ElasticIter):
     Attributes:
         offset: number in its epoch of the first batch that it was given, and of those that the loop has fetched meanwhile.
         own: digests of batches that the loop has fetched and a worker not yet.
-        compared: what was found since it was looked at: None for a batch that is the loop's own, else what differs.
+        compared: what was found since it was looked at: None for a batch that is the loop's own.
     """
 
-    def __init__(self, loader: Any, workers: int, depth: int, live: Any, base: Seed, offset: int, sampler: Ahead) -> None:
+    def __init__(
+        self, loader: Any, workers: int, depth: int, live: Any, base: Seed, offset: int, sampler: Ahead
+    ) -> None:
         how = live.how
         context = torch.multiprocessing.get_context(how.get("multiprocessing_context") or "fork")
-        self._base, self.offset, self.own, self.compared = base, offset, dict[int, Any](), list[str | None]()
+        self._base, self.offset, self.own, self.compared = base, offset, dict[int, Any](), list[Finding | None]()
         prepare = live.parts.prepare if context.get_start_method() == "fork" else None
         view = View(
             loader, None, _index_sampler=sampler, generator=torch.Generator(), multiprocessing_context=context, timeout=0,
             persistent_workers=bool(how.get("persistent_workers")),
         )  # fmt: skip
-        special = torch.initial_seed(), prepare, live.parts.held
+        special = torch.initial_seed(), prepare, live.parts.generators
         super().__init__(view, workers, depth, is_seeded=True, fetch_threads=live.fetch_threads, special=special)
         self.asked = 0
 
@@ -238,8 +234,20 @@ class BesideIter(ElasticIter):
         return batch_seed(self._base, number + self.offset)
 
     def came_late(self, number: int, batch: Any) -> None:
-        if (own := self.own.pop(number, None)) is not None:
-            self.compared.append(_difference(own, batch))
+        if number in self.own:
+            self.compare(number, self.own.pop(number), batch)
+
+    def compare(self, number: int, own: Any, batch: Any) -> None:
+        """Note whether a worker's batch is the loop's own, of which this is the digest."""
+        number += self.offset
+        if isinstance(batch, ExceptionWrapper):
+            self.compared.append(Kept.WORKER_ERROR(error=str(batch.exc_msg).strip().splitlines()[-1]))
+            return
+        try:
+            what = None if own == digest(batch) else "another batch"
+        except Exception as error:  # of somebody's own class of batches
+            what = f"it cannot be compared: {error}"
+        self.compared.append(None if what is None else Kept.SAMPLES_DIFFER(batch=number, what=what))
 
     def again(self, loader: Any, base: Seed, offset: int, sampler: Ahead) -> None:
         """Another epoch, with the workers of the one before."""
@@ -297,11 +305,11 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         live.parts = live.parts or Parts(loader)
         self._base = int(self._base_seed), live.parts.base()
         draws = not draws_nothing(loader.dataset, loader.collate_fn)
-        self._seeds = Seeds(torch.initial_seed(), live.parts.held()) if draws else None
+        self._seeds = Seeds(torch.initial_seed(), live.parts.generators) if draws else None
         live.tell(0, None)
-        if self._tuner.wanted is not self._config:
-            self._apply()
-        self._loop.started(time.monotonic())
+        self._loop.started(
+            time.monotonic()
+        )  # workers begin with the first batch: sampler and seeds are drawn as without
 
     def _next_data(self) -> Any:
         beside = self._beside
@@ -330,34 +338,28 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         except RuntimeError as error:  # workers were lost again and again
             raise _LostError(Kept.WORKERS_LOST(error=error)) from None
         there = beside.there(number)
-        is_error = bool(there) and isinstance(there[0], ExceptionWrapper)
-        if live.is_proven and there and not is_error:
+        if live.is_proven and there and not isinstance(there[0], ExceptionWrapper):
             self._number += 1
             batch = beside._next_data()
             self.indices, self.fetch = beside.indices, beside.fetch
             return batch
         batch = self._fetched(beside.pass_over())  # raises what is the data's own
-        if is_error:
-            beside.compared.append(str(there[0].exc_msg).strip().splitlines()[-1])
+        own = None if live.is_proven else _digest_or_error(batch)
+        if there:
+            beside.compare(number, own, there[0])
         elif not live.is_proven:
-            own = digest(batch)
-            if there:
-                beside.compared.append(_difference(own, there[0]))
-            else:
-                beside.own[number] = own
-        self._judge(beside, is_error)
+            beside.own[number] = own
+        self._judge(beside)
         return batch
 
-    def _judge(self, beside: BesideIter, is_error: bool) -> None:
+    def _judge(self, beside: BesideIter) -> None:
         """What comparing, or a worker's error that is not the loop's, has shown."""
         live = self._live
         while beside.compared:
-            if (what := beside.compared.pop()) is None:
-                live.equal += 1
-            else:
-                row = Kept.WORKER_ERROR if is_error else Kept.SAMPLES_DIFFER
-                self._give_up(row(error=what, batch=self._number - 1, what=what))
+            if (what := beside.compared.pop()) is not None:
+                self._give_up(what)
                 return
+            live.equal += 1
         live.is_proven = live.is_proven or live.equal >= PROOF
 
     def _fetched(self, indices: Any) -> Any:
@@ -478,9 +480,8 @@ def _of_numbers(value: Any) -> Any:
         return *about, int(torch.isfinite(flat).sum()), Near(map(float, sums))
 
 
-def _difference(own: Any, batch: Any) -> str | None:
-    """What of a worker's batch is not the loop's own."""
+def _digest_or_error(batch: Any) -> Any:
     try:
-        return None if own == digest(batch) else "batch"
+        return digest(batch)
     except Exception as error:  # of somebody's own class of batches
-        return f"batch, which cannot be compared: {error}"
+        return error

@@ -64,8 +64,8 @@ def work(given: Given, end: WorkerEnd, number: int, count: int) -> None:
 
     Args:
         given: the arguments of torch's worker loop by name, where `dataset` is in a holder the dataset; whether batches are
-            seeded; what `torch.initial_seed()` tells then, None for torch's own; what to call first; what gives the seeds of
-            generators that the dataset holds.
+            seeded; what `torch.initial_seed()` tells then, None for torch's own; what to call first; the generators that
+            the dataset holds.
         end: of its channel.
         number: `get_worker_info().id`.
         count: `get_worker_info().num_workers`.
@@ -77,7 +77,7 @@ def work(given: Given, end: WorkerEnd, number: int, count: int) -> None:
         prepare()
 
     def first() -> None:
-        end.seed = Seeds(torch.initial_seed() if initial_seed is None else initial_seed, held()).begin
+        end.seed = Seeds(torch.initial_seed() if initial_seed is None else initial_seed, list(held)).begin
         _note_looks(end)
 
     end.first = first if is_seeded else None

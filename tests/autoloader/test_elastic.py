@@ -78,7 +78,11 @@ BATCHES: dict[str, Any] = {
     "of another class": torch.randn(30_000).as_subclass(Tagged),
     "requires grad": [torch.zeros(3, requires_grad=True), torch.nn.Parameter(torch.ones(30_000))],
     "conjugate": torch.randn(30_000, dtype=torch.cfloat).conj(),
-    "arrays": {"a": [np.zeros((300, 300)), np.arange(3)], "f": np.asfortranarray(np.random.rand(99, 200)), "r": READ_ONLY},
+    "arrays": {
+        "a": [np.zeros((300, 300)), np.arange(3)],
+        "f": np.asfortranarray(np.random.rand(99, 200)),
+        "r": READ_ONLY,
+    },
     "structured array": np.zeros(9_000, dtype=[("x", "f4"), ("y", "i8")]),
     "objects": np.array([{"a": 1}, None], dtype=object),
     "strings": {"s": ["x" * 100] * 10, "n": None, "b": b"x" * 10**6, "t": "x" * 100_000},
@@ -99,9 +103,21 @@ def shown(value: Any) -> Any:
         # Of a view that leaves some of its memory out, what it shows is sent.
         spans = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
         stride = value.stride() if spans == value.numel() else value.contiguous().stride()
-        return type(value), value.dtype, value.shape, stride, value.requires_grad, value.detach().resolve_conj().tolist()
+        return (
+            type(value),
+            value.dtype,
+            value.shape,
+            stride,
+            value.requires_grad,
+            value.detach().resolve_conj().tolist(),
+        )
     if isinstance(value, np.ndarray):
-        return value.dtype, value.shape, value.flags.writeable, value.tobytes() if value.dtype.kind != "O" else value.tolist()
+        return (
+            value.dtype,
+            value.shape,
+            value.flags.writeable,
+            value.tobytes() if value.dtype.kind != "O" else value.tolist(),
+        )
     if isinstance(value, dict):
         return {name: shown(each) for name, each in value.items()}
     return [type(value), *map(shown, value)] if isinstance(value, (list, tuple)) else value
@@ -129,7 +145,9 @@ def test_a_batch_of_any_kind_arrives_as_from_dataloader_and_holds_no_descriptor(
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(
+    pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if pins:
         imitate_pinning(monkeypatch)
     data = Made(lambda index: (torch.full((40_000,), float(index)), torch.full((9_000,), index)), 240)
@@ -352,7 +370,11 @@ def own_seed(worker: int) -> None:
 
 
 def test_augmentations_belong_to_the_batch_and_where_the_number_stays_they_are_torchs() -> None:
-    seen = [augmented(FixedLoader, num_workers=2), augmented(AutoLoader, num_workers=3, tune=False), augmented(FixedLoader)]
+    seen = [
+        augmented(FixedLoader, num_workers=2),
+        augmented(AutoLoader, num_workers=3, tune=False),
+        augmented(FixedLoader),
+    ]
     assert seen[0] == seen[1] == seen[2]
     assert len({tuple(sample[1:]) for sample in seen[0]}) == 48
     asked: dict[str, Any] = {"num_workers": 2, "worker_init_fn": own_seed}
