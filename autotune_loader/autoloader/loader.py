@@ -68,8 +68,8 @@ class AutoLoader(DataLoader[T_co]):
         dataset: as for DataLoader, or a DataLoader, which is only read.
         batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last, worker_init_fn, generator,
             pin_memory_device, in_order: as for DataLoader.
-        num_workers: what to begin with. None, the default: the loop fetches, and workers are tried if it waits. 0: none. 1: one,
-            which makes all batches one after the other. From 2 on the number may change, but not to 0.
+        num_workers: what to begin with. None, the default: the loop fetches, and workers are tried if it waits. 0: none. 1: one
+            worker makes all batches, one after the other. From 2 on the number may change, but not to 0.
         timeout, multiprocessing_context, prefetch_factor, persistent_workers: as for DataLoader. They may be given without
             `num_workers`: they say how workers are, if there are any.
         config: a configuration or a `loader.json` in place of `num_workers`, `prefetch_factor`, `pin_memory`, `in_order`,
@@ -127,7 +127,7 @@ class AutoLoader(DataLoader[T_co]):
         if config is not None:
             config = config if isinstance(config, LoaderConfig) else load_config(config)
             arguments = {name: value for name, value in arguments.items() if name not in CONFIGURED}
-            arguments |= {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
+            arguments |= {name: value for name, value in config.arguments().items() if name in CONFIGURED}
         may, how = workers, dict[str, Any]()
         if not arguments.get("num_workers"):
             may = "num_workers" not in arguments if workers is None else workers

@@ -3,8 +3,8 @@
 worker   take a segment ── collate into it ── packet: the pickle, the numbers of its segments ──► loop
 loop     tensors over the segments ── the last one is gone ── the number goes back with the next job
 
-A segment is a memfd, sent once and named by its number from then on: neither /dev/shm nor TMPDIR is used. A tensor holds its own
-segment only. What is no dense CPU tensor or array travels in the pickle, or as torch sends it.
+A segment is a memfd, sent once and named by its number from then on: neither /dev/shm nor TMPDIR is used. A tensor holds its
+own segment only. What is no dense CPU tensor or array travels in the pickle, or as torch sends it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def code_of(result: Any) -> str:
     """Python that sets what was tuned and needs nothing but torch."""
     best = result.best
     size = {} if best.batch_size is None else {"batch_size": best.batch_size}
-    arguments = [f"    {name}={value!r}," for name, value in {**size, **best.to_kwargs()}.items()]
+    arguments = [f"    {name}={value!r}," for name, value in {**size, **best.arguments()}.items()]
     order = "shuffle=True" if result.shuffle else "..."
     lines = [f"# {best}", "loader_arguments = dict(", *arguments, ")"]
     lines.append(f"# loader = DataLoader(dataset, {order}, **loader_arguments)")

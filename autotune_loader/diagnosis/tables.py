@@ -97,7 +97,9 @@ class Advice(Table):
     KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
     BATCHED_FETCH = "Fetch a whole batch at once, by __getitems__(indices): a sample takes only {sample:seconds}."
     RUN = "`autotune-loader run {script}` tries other settings."
-    RUN_WITH_WORKERS = "`autotune-loader run --workers {script}` tries workers (safe if the dataset works with num_workers=2)."
+    RUN_WITH_WORKERS = (
+        "`autotune-loader run --workers {script}` tries workers (safe if the dataset works with num_workers=2)."
+    )
     TRAIN_LONGER = "Train for longer: the script ended before it was known what other settings bring."
 
 

@@ -31,7 +31,7 @@ def page_of(result: TuningResult) -> str:
     return _PAGE.format(
         report=escape(report_of(result, 110)),
         pictures="".join(_pictures(result)),
-        arguments=escape(json.dumps(result.best.to_kwargs(), indent=2)),
+        arguments=escape(json.dumps(result.best.arguments(), indent=2)),
     )
 
 

@@ -117,7 +117,9 @@ def _refuse(constant: str) -> Any:
 
 def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
     """The configuration that the plain values of a `loader.json` describe."""
-    return LoaderConfig.from_dict({**raw["dataloader_kwargs"], **(raw.get("extras") or {})})
+    is_autoloaders = raw.get("found_by") == "autoloader"
+    values = {**raw["dataloader_kwargs"], **(raw.get("extras") or {}), "for_autoloader": is_autoloaders}
+    return LoaderConfig.from_dict(values)
 
 
 def fit(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:

@@ -14,6 +14,7 @@ from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
 from autotune_loader.results.record import Finding, FoundBy, RateUnit, Status
 from autotune_loader.values import (
+    FOR_AUTOLOADER,
     Interval,
     LoaderConfig,
     Measurement,
@@ -39,7 +40,7 @@ else:
 log = logging.getLogger(__name__)
 NOT_IN_FILE = ("best", "study", "parts")
 """Fields that `loader.json` has by no name, or by another: `best` is `dataloader_kwargs` and `extras`."""
-FILE_ONLY = ("schema_version", "created_by", "dataloader_kwargs", "extras")
+FILE_ONLY = ("schema_version", "created_by", "for", "dataloader_kwargs", "extras")
 """Keys of `loader.json` that are no field of the result. `dataloader_kwargs` can be given to `DataLoader` as they stand."""
 ORDER = ("shuffle", "sampler", "batch_sampler")
 """Arguments of DataLoader that decide which samples come when."""
@@ -220,7 +221,8 @@ class TuningResult:
             {
                 "schema_version": SCHEMA_VERSION,
                 "status": kept.pop("status"),
-                "dataloader_kwargs": self.best.to_kwargs(),
+                **({"for": FOR_AUTOLOADER} if self.found_by == "autoloader" else {}),
+                "dataloader_kwargs": self.best.arguments(),
                 "extras": {name: value for name, value in extras.items() if value},
                 **kept,
                 "created_by": f"autotune_loader {__version__}",
@@ -238,8 +240,8 @@ class TuningResult:
         known = {each.name for each in fields(cls)}.difference(NOT_IN_FILE)
         if unknown := sorted(raw.keys() - known - set(FILE_ONLY)):
             log.info("keys that this release does not use are ignored: %s", ", ".join(unknown))
-        values = {name: raw[name] for name in known & raw.keys()}
-        return from_plain({**values, "best": config_of(raw).to_dict()}, cls)
+        values, best = {name: raw[name] for name in known & raw.keys()}, config_of(raw)
+        return from_plain({**values, "best": {**best.to_dict(), "for_autoloader": best.for_autoloader}}, cls)
 
     def predict(
         self, num_workers: int | None = None, prefetch_factor: int | None = None, *, cores: float | None = None

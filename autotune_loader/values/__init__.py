@@ -1,6 +1,6 @@
 """Frozen records, errors, statistics and serialisation: what everything else is written in."""
 
-from autotune_loader.values.config import WITHOUT_WORKERS, LoaderConfig
+from autotune_loader.values.config import FOR_AUTOLOADER, WITHOUT_WORKERS, LoaderConfig
 from autotune_loader.values.errors import (
     ConfigFileError,
     MachineMismatchError,
@@ -36,7 +36,7 @@ from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_o
 from autotune_loader.values.validation import require_bool, require_choice, require_int
 
 __all__ = [
-    "HAND_OVER", "MAIN_PROCESS", "OTHER_THREADS", "TYPICAL_NOISE", "WITHOUT_WORKERS", "Z_95", "BatchTrace",
+    "FOR_AUTOLOADER", "HAND_OVER", "MAIN_PROCESS", "OTHER_THREADS", "TYPICAL_NOISE", "WITHOUT_WORKERS", "Z_95", "BatchTrace",
     "BurstPlan", "ConfigFileError", "Effects", "Failure", "FailureKind", "FailurePhase", "Interval", "LoaderConfig",
     "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Seen",
     "StageSamples", "StageTime", "Trial", "TunerError", "WorkloadError", "after_first_of_each", "averaged",

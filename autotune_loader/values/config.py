@@ -5,7 +5,8 @@ Torch is not imported here, so that a `loader.json` can be read and checked on a
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+import warnings
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from autotune_loader.values.validation import require_bool, require_choice, require_int
@@ -20,6 +21,10 @@ WITHOUT_WORKERS: dict[str, Any] = {
     "multiprocessing_context": None,
 }
 """What only workers have, as it has to be where there are none."""
+FOR_AUTOLOADER = (
+    "these settings were found by AutoLoader and hold for the way it hands batches over: AutoLoader(dataset, ..., "
+    "config='loader.json') or `autotune-loader run --start-with loader.json train.py` runs them; for DataLoader, tune() finds some"
+)
 # A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
 _MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64}
 
@@ -52,6 +57,8 @@ class LoaderConfig:
     """Samples per batch where the user allowed it to be tuned; never part of `to_kwargs()`."""
     device_prefetch: int = 0
     """Batches that `DevicePrefetcher` copies ahead on a side stream; 0 is off."""
+    for_autoloader: bool = field(default=False, compare=False, repr=False)
+    """Whether it was loaded from a file of AutoLoader's, which tells nothing of DataLoader; no setting."""
 
     def __post_init__(self) -> None:
         require_int("num_workers", self.num_workers, minimum=0)
@@ -105,7 +112,16 @@ class LoaderConfig:
 
         Only what differs from torch's defaults is named beyond `num_workers` and `pin_memory`, so that the result also
         fits a torch that does not know the newer names.
+
+        Warns:
+            UserWarning: they were found by AutoLoader, and hold for it.
         """
+        if self.for_autoloader:
+            warnings.warn(FOR_AUTOLOADER, stacklevel=2)
+        return self.arguments()
+
+    def arguments(self) -> dict[str, Any]:
+        """As `to_kwargs()`, for AutoLoader, and to be shown."""
         kwargs: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
         if self.num_workers > 0:
             kwargs["prefetch_factor"] = self.prefetch_factor
@@ -117,8 +133,10 @@ class LoaderConfig:
         return kwargs
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, as plain JSON values; the inverse of `from_dict`."""
-        return asdict(self)
+        """Every setting, as plain JSON values; the inverse of `from_dict`."""
+        values = asdict(self)
+        del values["for_autoloader"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LoaderConfig:
