@@ -2,8 +2,8 @@
 
     python -m studies.torch_suite FILE [NAME ...]       # about ten minutes; NAME: only tests with one of these in their names
 
-FILE is test/stateful_dataloader/test_dataloader.py of github.com/pytorch/data: torch's test/test_dataloader.py, kept by torchdata,
-with another loader in one import, which is replaced here once more. It is fetched by whoever runs this and not kept here.
+FILE is test/stateful_dataloader/test_dataloader.py of github.com/pytorch/data: torch's test/test_dataloader.py with another
+loader in one import, which is replaced here once more. It is fetched by whoever runs this and not kept here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def outcomes(text: str, replaced: str, names: list[str]) -> dict[str, str]:
             stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         found = {}
-        for case in ElementTree.parse(Path(folder, "out.xml")).iter("testcase"):  # noqa: S314 - pytest's own
+        for case in ElementTree.parse(Path(folder, "out.xml")).iter("testcase"):
             kinds = {each.tag for each in case}
             kind = "skipped" if "skipped" in kinds else "failed" if kinds & {"failure", "error"} else "passed"
             found[f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"] = kind

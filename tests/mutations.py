@@ -51,12 +51,13 @@ MUTATIONS = (
         "rate >= CEILING_SHARE", "rate <= CEILING_SHARE", "search/test_sampler.py -m unit",
     ),
     Mutation(
-        "order: batches are given out again backwards", "autoloader",
-        "key=lambda item: item[0]", "key=lambda item: -item[0]", "autoloader/test_workers.py -k killed_workers",
+        "elastic: batches of another lost worker are given out again", "autoloader",
+        "self._give_again(number, number + 1)", "self._give_again(number + 1, None)",
+        "autoloader/test_elastic.py -k killed_workers",
     ),
     Mutation(
-        "comparison: the wrong ones of the later batches are compared", "autoloader",
-        "(self.delivered - 1) == 0", "(self.delivered + 1) == 0", "autoloader/test_proof.py -k compared",
+        "segments: what the loop keeps is used again", "autoloader",
+        "own is None or own.is_lent or", "own is None or", "autoloader/test_elastic.py -k one_tensor_twice",
     ),
     Mutation(
         "ledger: what training has earned is owed", "autoloader",

@@ -30,8 +30,9 @@ UNPICKLING = {
     "watch/others.py": {"loads"},
     "bursts/packing.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
-    "machine/messages.py": {"loads"},  # between the loop and workers that it has forked
-    "watch/others.py": {"loads"},
+    "autoloader/channel.py": {"loads"},  # between the loop and its workers
+    "autoloader/segments.py": {"loads"},
+    "autoloader/worker.py": {"loads"},
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

@@ -1,6 +1,6 @@
-"""AutoLoader: a DataLoader whose batches may come from worker processes of its own, as many as pay.
+"""AutoLoader and `run`: torch's own iterator, made elastic, and what decides how many workers it has.
 
-loader (what frameworks see) - epoch (one pass: note, tune, next item, batch) - order (which batch is next) - seeds
-workers, work (processes that fetch, what runs in them) - parts, difference, batch_comparison (may they fetch for the loop?)
-tuner (how many) - found (what is known, as `tune()` tells it) - asked (the arguments)
+loader (arguments, what people read) - live (what is known of a loader, which iterator it gets) - found (as `tune()` tells it)
+iterator (a pass over an epoch: note, tune, next batch) - elastic (torch's iterator, resized) - unasked (nobody asked for any)
+channel, segments (how batches travel) - worker, seeds (what runs in a worker) - torchs (private names of torch) - tuner
 """

@@ -236,7 +236,7 @@ def _in_fork() -> None:
 os.register_at_fork(after_in_child=_in_fork)
 
 
-class Ended:
+class WorkerGone:
     """A message, as a pinning thread passes it on: this channel, and so its worker, has come to its end."""
 
     def __init__(self, channel: Channel) -> None:
@@ -286,7 +286,7 @@ class Results(NoQueue):
                 received = channel.receive()
             except (EOFError, ConnectionError):
                 self.remove(channel)
-                return None, Ended(channel)
+                return None, WorkerGone(channel)
             if received is not None:
                 if channel.times is not None:
                     begun, end, cpu_s = channel.times

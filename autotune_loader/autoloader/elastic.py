@@ -20,7 +20,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from autotune_loader.autoloader import torchs
-from autotune_loader.autoloader.channel import Channel, Ended, Results
+from autotune_loader.autoloader.channel import Channel, WorkerGone, Results
 from autotune_loader.autoloader.seeds import Seed, mixed
 from autotune_loader.autoloader.worker import Given, Threaded, work
 from autotune_loader.pipeline.loop_log import Fetch
@@ -45,7 +45,7 @@ class View:
         return getattr(vars(self)["loader"], name)
 
 
-class Context:
+class ChannelContext:
     """A multiprocessing context whose queues are channels: torch asks for its result queue first, then for one a worker.
 
     `also` is what workers are given beside the arguments of torch's worker loop.
@@ -110,7 +110,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     """
 
     _worker_result_queue: Results
-    _index_queues: list[Any]
+    _index_queues: list[Channel]
+    _send_idx: int
+    _rcvd_idx: int
+    _tasks_outstanding: int
+    _dataset: Any
     indices: Any = None
     fetch: Fetch | None = None
 
@@ -123,7 +127,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self.answered = set[int]()
         self._depth, self._turn, self._losses, self._epochs, self._is_resetting = depth, 0, 0, -1, False
         self._given, self._again, self._retired = dict[int, Any](), set[int](), list[Any]()
-        self._context = Context(loader.multiprocessing_context or torch.multiprocessing, (is_seeded, *special))
+        self._context = ChannelContext(loader.multiprocessing_context or torch.multiprocessing, (is_seeded, *special))
         other = {"num_workers": workers, "prefetch_factor": depth, "multiprocessing_context": self._context}
         self._has_init_fn = loader.worker_init_fn is not None
         if fetch_threads is not None and not getattr(loader.dataset, "__getitems__", None):
@@ -148,7 +152,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._turn, self._epochs, self._is_resetting = 0, self._epochs + 1, True
         for each in (self._given, self._again, self._worker_result_queue.fetches):
-            each.clear()  # type: ignore[attr-defined]
+            each.clear()
         # Torch draws a seed once for workers that are kept.
         self._seed = mixed(self._base_seed, self._epochs) >> 1 if self._epochs else self._base_seed
         try:
@@ -225,7 +229,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _is_dealt_with(self, number: Any, data: Any) -> bool:
         """Whether a message is nothing for torch's loop."""
-        if isinstance(data, Ended):
+        if isinstance(data, WorkerGone):
             self._lost(data.channel)
             return True
         if isinstance(number, torchs.ResumeIteration):

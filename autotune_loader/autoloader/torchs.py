@@ -1,4 +1,4 @@
-"""Private names of torch that AutoLoader and `run` stand on; `tests/autoloader/test_torchs.py` names what a torch has changed."""
+"""Private names of torch that AutoLoader and `run` stand on; tests/autoloader/test_torchs.py names what has changed."""
 
 from __future__ import annotations
 

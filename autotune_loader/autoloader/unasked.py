@@ -295,6 +295,8 @@ def batch_seed(base: Seed, number: int) -> Seed:
 class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
     """The loop's own fetches, and workers where these pay."""
 
+    _sampler_iter: Any
+
     def __init__(self, loader: Any, live: Any, begun: float) -> None:
         self._begin(live, begun)
         self._beside: BesideIter | None = None

@@ -1,11 +1,11 @@
-"""Running the user's code in another process so that it changes nothing here: bursts of `tune()`, workers of AutoLoader.
+"""Running the user's code in another process so that it changes nothing here: bursts of `tune()`, unasked workers.
 
     die_with_parent     killed as soon as the process that started this one ends, however that ends
     own_files           open regular files are read at positions of their own, and not written if asked so
     own_shared_memory   what is written to shared memory, the parent does not see
     cut_channels        inherited pipes and sockets lead nowhere
     write_only_in       files are made, changed and removed in some places only
-    changed_file        what an audit hook sees of that; changed_files, what it sees in a block
+    changed_file        what an audit hook sees of that
     scratch_root        a folder for what it leaves while it lives, short enough for sockets
     ended_with_us       the other side: what was started ends, and its folder goes, also where this process is killed
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import functools
 import inspect
 import mmap
 import multiprocessing
@@ -31,7 +30,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -204,33 +202,6 @@ def changed_file(event: str, arguments: Sequence[Any]) -> Any:
         writes = flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_CREAT | os.O_TRUNC)
         return arguments[0] if writes else None
     return arguments[FILE_EVENTS[event]] if event in FILE_EVENTS else None
-
-
-@contextlib.contextmanager
-def changed_files() -> Iterator[list[str]]:
-    """The files that this thread makes, changes or removes in the block; devices and compiled modules are no files."""
-    _listen()
-    token = _changed.set(found := list[str]())
-    try:
-        yield found
-    finally:
-        _changed.reset(token)
-
-
-_changed: ContextVar[list[str] | None] = ContextVar("changed_files", default=None)
-
-
-@functools.cache
-def _listen() -> None:
-    sys.addaudithook(_audit)  # it cannot be removed
-
-
-def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if (found := _changed.get()) is not None:
-        path = arguments[0] if event == "os.chmod" else changed_file(event, arguments)
-        is_nobodys = isinstance(path, int) or "__pycache__" in str(path) or str(path) == os.devnull
-        if path is not None and not (event == "open" and is_nobodys):
-            found.append(str(path) if isinstance(path, int) else os.fsdecode(path))
 
 
 def own_shared_memory() -> None:

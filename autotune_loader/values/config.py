@@ -23,7 +23,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 """What only workers have, as it has to be where there are none."""
 FOR_AUTOLOADER = (
     "these settings were found by AutoLoader and hold for the way it hands batches over: AutoLoader(dataset, ..., "
-    "config='loader.json') or `autotune-loader run --start-with loader.json train.py` runs them; for DataLoader, tune() finds some"
+    "config='loader.json') or `autotune-loader run --start-with loader.json train.py` runs them; tune() finds DataLoader's"
 )
 # A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
 _MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64}

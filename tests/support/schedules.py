@@ -41,7 +41,9 @@ class FixedLoader(AutoLoader[Any]):
         """From the next batch on; where workers were asked for, to at least one."""
         tuner = self.found.tuner
         if tuner.refused is None:
-            tuner.wanted = tuner.asked.with_workers(1, 2) if tuner.asked.num_workers and not config.num_workers else config
+            tuner.wanted = (
+                tuner.asked.with_workers(1, 2) if tuner.asked.num_workers and not config.num_workers else config
+            )
 
 
 class Numbers(Dataset[Any]):
