@@ -20,7 +20,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from autotune_loader.autoloader import torchs
-from autotune_loader.autoloader.channel import Channel, WorkerGone, Results
+from autotune_loader.autoloader.channel import Channel, Results, WorkerGone
 from autotune_loader.autoloader.seeds import Seed, mixed
 from autotune_loader.autoloader.worker import Given, Threaded, work
 from autotune_loader.pipeline.loop_log import Fetch

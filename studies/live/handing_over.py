@@ -1,7 +1,7 @@
-"""Is a batch handed over faster than by DataLoader with as many workers? In turns, in one process.
+"""Is a batch handed over faster than by DataLoader with as many workers? In turns, in one process; the loop reads each batch.
 
-python -m studies.live.handing_over                    # about three minutes
-python -m studies.live.handing_over --rounds 9 --only small
+python -m studies.live.handing_over                    # about five minutes
+python -m studies.live.handing_over --rounds 9 --only images
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,56 +21,111 @@ from torch.utils.data import DataLoader
 from autotune_loader import AutoLoader
 from studies.workloads import Items
 
-
-def waiting(index: int) -> Any:
-    time.sleep(0.002)
-    return torch.full((64,), float(index)), index
+RAW = np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8)
+FLAT = torch.rand(1 << 20)
 
 
-KINDS: dict[str, tuple[Callable[[int], Any], int, int, float]] = {
-    # what a sample is, batch size, workers, goal
-    "small tensors": (lambda i: (torch.full((64,), float(i)), i), 64, 2, 3.0),
-    "large tensors (19 MB)": (lambda i: (torch.full((150_000,), float(i)), i), 32, 2, 1.0),
-    "waiting for samples": (waiting, 16, 8, 1.0),
-    "dicts and nested tuples": (lambda i: {"x": torch.full((64,), float(i)), "y": (i, (i, float(i)))}, 64, 2, 1.0),
-    "numpy arrays": (lambda i: np.full(64, i), 64, 2, 1.0),
-    "strings": (lambda i: (f"sample {i}", i), 64, 2, 1.0),
-    "300 tensors": (lambda i: {f"x{n}": i for n in range(300)}, 4, 2, 1.0),
+def image(index: int) -> Any:
+    x = (RAW[16:240, 16:240].astype(np.float32) / 255 - 0.45) / 0.22
+    return torch.from_numpy(np.ascontiguousarray(x.transpose(2, 0, 1))), index % 10
+
+
+def flat(mebibytes: float) -> Callable[[int], Any]:
+    source = FLAT[: int(mebibytes * 2**18)].clone()
+    return lambda index: (source + index, index % 10)
+
+
+def nested(index: int) -> Any:
+    mask, more = torch.ones(128, dtype=torch.bool), (torch.zeros(4), torch.tensor(index))
+    return {"ids": torch.arange(128) + index, "mask": mask, "more": more, "name": str(index)}
+
+
+def waiting(seconds: float) -> Callable[[int], Any]:
+    def wait(index: int) -> Any:
+        time.sleep(seconds)
+        return torch.full((16,), float(index)), index
+
+    return wait
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Kind(NamedTuple):
+    """What a sample is, how many a batch has, workers, the bar, arguments of both loaders and of AutoLoader alone."""
+
+    get: Callable[[int], Any]
+    size: int
+    workers: int
+    bar: float
+    both: Mapping[str, Any] = {}
+    ours: Mapping[str, Any] = {}
+
+
+KINDS = {
+    "tiny": Kind(lambda i: (torch.full((16,), float(i)), i % 10), 32, 2, 6.0),
+    "images (19 MB)": Kind(image, 32, 2, 3.0),
+    "flat, 16 MiB": Kind(flat(0.5), 32, 2, 3.5),
+    "flat, 128 MiB": Kind(flat(4), 32, 2, 1.5),
+    "flat, 320 KiB": Kind(flat(0.01), 32, 2, 5.0),
+    "dicts and tuples": Kind(nested, 32, 2, 4.5),
+    "strings": Kind(lambda i: (f"a sentence of some words {i}", i), 64, 2, 4.5),
+    "300 tensors": Kind(lambda i: [torch.full((8,), float(i)) for _ in range(300)], 8, 2, 10.0),
+    "numpy arrays": Kind(lambda i: np.full((64, 64), i, np.float32), 32, 2, 2.5, both={"collate_fn": as_it_is}),
+    "samples that wait 2 ms": Kind(waiting(0.002), 16, 8, 1.0),
+    "samples that wait 5 ms, fetch_threads=16": Kind(waiting(0.005), 32, 2, 8.0, ours={"fetch_threads": 16}),
 }
 
 
-def rate(loader: Any, seconds: float, warm: int = 20) -> float:
-    """Batches/s after the first ones."""
-    batches, begun = iter(loader), 0.0
-    for count, _ in enumerate(batches):
-        if count == warm:
-            begun = time.perf_counter()
-        if begun and time.perf_counter() - begun > seconds:
-            return (count - warm) / (time.perf_counter() - begun)
-    raise ValueError("the data ended")
+def read(batch: Any) -> None:
+    if isinstance(batch, torch.Tensor):
+        batch.sum()
+    elif isinstance(batch, (list, tuple, dict)):
+        for each in batch.values() if isinstance(batch, dict) else batch:
+            read(each)
+
+
+def rate(loader: Any, seconds: float) -> float:
+    """Batches/s after the first third of that time."""
+    batches, begun, first, count = iter(loader), time.perf_counter(), 0.0, 0
+    for batch in batches:
+        read(batch)
+        now = time.perf_counter()
+        if first:
+            count += 1
+            if now - first > seconds:
+                break
+        elif now - begun > seconds / 3:
+            first = now
+    return count / (time.perf_counter() - first)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--only", default="", help="a word of a row's name")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     torch.set_num_threads(1)
-    print("| batches of | workers | DataLoader, batches/s | AutoLoader, times as fast: median (least to most) | goal |")
+    print("| batches of | workers | DataLoader, batches/s | AutoLoader, times as fast: median (least to most) | bar |")
     print("|---|---|---|---|---|")
-    for name, (get, size, workers, goal) in KINDS.items():
+    for name, kind in KINDS.items():
         if options.only not in name:
             continue
-        plain, ratios, data = list[float](), list[float](), Items(get, 10_000_000)
-        for _ in range(options.rounds):
-            asked = {"batch_size": size, "num_workers": workers}
-            plain.append(rate(DataLoader(data, **asked), options.seconds))
-            ratios.append(rate(AutoLoader(data, tune=False, **asked), options.seconds) / plain[-1])
-        middle = statistics.median(ratios)
-        told = f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {name} | {workers} | {statistics.median(plain):.0f} | {told} | {goal:.0f} |", flush=True)
+        data, rates = Items(kind.get, 10_000_000), {DataLoader: list[float](), AutoLoader: list[float]()}
+        for number in range(options.rounds):
+            for make in list(rates) if number % 2 else list(rates)[::-1]:
+                own = {"tune": False, **kind.ours} if make is AutoLoader else {}
+                loader = make(data, batch_size=kind.size, num_workers=kind.workers, **kind.both, **own)
+                rates[make].append(rate(loader, options.seconds))
+        ratios = [ours / plain for plain, ours in zip(*rates.values(), strict=True)]
+        told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(
+            f"| {name} | {kind.workers} | {statistics.median(rates[DataLoader]):.0f} | {told} | {kind.bar:g} |",
+            flush=True,
+        )
     return 0
 
 

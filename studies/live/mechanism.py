@@ -157,7 +157,7 @@ def kills(count: int, seed: int) -> str:
     killer.start()
     while killer.is_alive():
         faulthandler.dump_traceback_later(HANG_S, exit=True)
-        loader = FixedLoader(Slow(200, 0.003), batch_size=4, config=LoaderConfig(num_workers=rng.randint(1, 4)))
+        loader = FixedLoader(Slow(200, 0.003), batch_size=4, config=LoaderConfig(num_workers=rng.randint(2, 4)))
         seen, is_whole = [], True
         try:
             for batch in loader:
