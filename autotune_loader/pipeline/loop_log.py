@@ -11,11 +11,12 @@ needed here.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune_loader.values import BatchTrace
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, Measurement
 
 MOST_ROWS = 20_000
 """Batches whose histories are kept at least; twice as many at most (10 MiB)."""
@@ -49,6 +50,36 @@ def heavy_s(seconds: Sequence[float]) -> float | None:
     heavy = [each for each in ordered[-count // 2 :] if least < each <= longest_s(ordered)]
     is_often = len(heavy) >= max(LEAST_OFTEN, count // OFTEN)
     return least if is_often and sum(heavy) > HEAVY_SHARE * sum(ordered) else None
+
+
+def measurement(rows: Sequence[BatchTrace], longest_step_s: float, workers: int | None = None) -> Measurement | None:
+    """What batches of one configuration say; None of none. With `workers`, batches that others made are not its own.
+
+    Left out are what others made, pauses, waits that are as long and rare, and what lay ready when one of these was over.
+    """
+    longest_row_s = longest_s([row.wait_s + min(row.step_s, longest_step_s) for row in rows]) if rows else 0.0
+    own, late, ready = list[BatchTrace](), list[BatchTrace](), -math.inf
+    for row in rows:
+        is_other = workers is not None and (row.worker != MAIN_PROCESS) != bool(workers)
+        if is_other or row.step_s > longest_step_s or row.wait_s > longest_row_s:
+            ready = row.step_end
+        else:
+            (own if row.collate_end > ready else late).append(row)
+    if not (own := own or late):
+        return None
+    window_s, waited_s = sum(row.step_end - row.requested for row in own), sum(row.wait_s for row in own)
+    if workers:  # a queue that drains is no speed
+        drained_s = max(0.0, sum(row.service_s for row in own) / workers - window_s)
+        window_s, waited_s = window_s + drained_s, waited_s + drained_s
+    window_s = max(window_s, 1e-9)
+    rate = sum(row.samples for row in own) / window_s
+    return Measurement.of(
+        own,
+        Interval(value=rate, low=-math.inf, high=math.inf, count=len(own)),
+        window_s=window_s,
+        first_batch_s=own[0].wait_s,
+        wait_share=waited_s / window_s,
+    )
 
 
 @dataclass(slots=True)

@@ -84,9 +84,8 @@ def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
         loop.receive(now := end, 8, (worker, begun, end, end, 0.1))
     loop.ask(now)
     tuner.applied(0.0)
-    seen = tuner._seen(tuner._request._replace(seconds=0.0, batches=4))
-    assert seen is not None
-    assert seen.samples_per_s.value == pytest.approx(16, rel=0.01)
+    tuner.look(now)
+    assert tuner.measured[of(2)][0].samples_per_s.value == pytest.approx(16, rel=0.01)
 
 
 def test_no_more_workers_than_are_allowed() -> None:
@@ -94,8 +93,6 @@ def test_no_more_workers_than_are_allowed() -> None:
     tuner = training.tuner(NONE, max_workers=3)
     training.run(tuner, 60.0)
     assert training.most == tuner.best.num_workers == 3
-
-
 
 
 def test_a_rate_that_shifts_later_is_answered() -> None:

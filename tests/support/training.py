@@ -111,7 +111,7 @@ class Training:
             took = self._fetch(self.now, MAIN_PROCESS, 1.0)
             self.now += took
             fetch = (MAIN_PROCESS, asked, self.now, self.now, took * self.cpu)
-        self._loop.receive(self.now, SAMPLES, fetch)
+        self._loop.receive(self.now, SAMPLES, None if tuner is None else fetch)
         self._step()
         self._left -= 1
         if self._left == 0:
