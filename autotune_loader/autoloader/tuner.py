@@ -173,7 +173,8 @@ class Tuner:
 
     def failed(self, now: float) -> None:
         """Workers were lost, or a batch failed, while more ran than were asked for: fewer are tried again, after a pause."""
-        self._most_sound = max(1, self.asked.num_workers, self.wanted.num_workers // 2, self.best.num_workers // 2)
+        fewer = max(self.wanted.num_workers, self.best.num_workers) // 2
+        self._most_sound = max(self.asked.num_workers + 1, fewer)
         self.wanted, self.best, self.gain = self.asked, self.asked, None
         if not self._is_frozen:
             self._begin(self._decide(self._failed_s))
@@ -253,13 +254,16 @@ class Tuner:
             return None
         own = self._own(log.since(self._first), of)
         seconds = sum(row.wait_s + min(row.step_s, of.step_s) for row in own)
-        return Seen(config, of, self._speed(config, of), seconds, len(own))
+        # A device that this loop waits for now and then is no other rank: then only what is reached counts.
+        speed = self._speed(config, of) if heavy is None else of.samples_per_s.value
+        return Seen(config, of, speed, seconds, len(own))
 
     def _own(self, rows: list[BatchTrace], of: Measurement) -> list[BatchTrace]:
         """Those since the configuration was applied that cost what it costs; learns what the first fetch of a worker takes."""
         workers, firsts = self.wanted.num_workers, dict[int, BatchTrace]()
         if self._has_run < workers or not self.measured:
-            for row in rows[: self._since - self._first + workers + 1]:
+            begin = self._since - self._first
+            for row in rows[max(0, begin - workers) : begin + workers + 1]:
                 if row.worker >= self._has_run or not workers:
                     firsts.setdefault(row.worker, row)
             if firsts:
@@ -318,7 +322,7 @@ class Tuner:
             tried = yield from self._run(config, seen)
             is_better = tried.is_better(best)
             best = tried if is_better or is_first else best
-            if config.num_workers and not (is_better or is_first):
+            if config.num_workers and (best.of.wait_share < WAITING or not (is_better or is_first)):
                 break
         if best.is_better(seen):
             is_clear = seen.batch_s > SLOW_S / SLOW_BATCHES and best.rate > CLEAR * seen.rate

@@ -47,7 +47,8 @@ def heavy_s(seconds: Sequence[float]) -> float | None:
     ordered = sorted(seconds)
     count = len(ordered)
     least = HEAVY_STEPS * ordered[(count - 1) // 2]
-    heavy = [each for each in ordered[-count // 2 :] if least < each <= longest_s(ordered)]
+    longest = longest_s(ordered)
+    heavy = [each for each in ordered[count // 2 :] if least < each <= longest]
     is_often = len(heavy) >= max(LEAST_OFTEN, count // OFTEN)
     return least if is_often and sum(heavy) > HEAVY_SHARE * sum(ordered) else None
 
