@@ -16,15 +16,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import replace
-from statistics import median_low
-from typing import NamedTuple
 
-from autotune_loader.pipeline.loop_log import OFTEN, Log, heavy_s, longest_s, measurement
+from autotune_loader.autoloader.meter import (
+    BLOCK_BATCHES,
+    BLOCK_S,
+    LEAST_FALL,
+    SLOW_BATCHES,
+    SLOW_S,
+    TOLERANCE,
+    Measure,
+    Meter,
+    Seen,
+)
+from autotune_loader.autoloader.meter import measured as measured
+from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.results.record import Finding
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, Effects, Interval, LoaderConfig, Measurement, Round
+from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, Round
 
 GATE_S, GATE_BATCHES = 2.0, 20
 """The first look: earlier, caches are cold and nothing is known. Half of it is enough for a loop that mostly waits."""
@@ -32,21 +40,12 @@ MOSTLY, WAITING, IDLE = 0.5, 0.05, 0.01
 """Shares of waiting: above the second one there is something to gain, below the last one something to give back."""
 LOOK_S, KEEP_S, PAIR_EVERY_S, LONGEST_S = 5.0, 30.0, 300.0, 3600.0
 """How often waiting is looked at; the first pause before fewer workers; that before what was asked for; the longest one."""
-BLOCK_S, BLOCK_BATCHES, MOST_BLOCKS = 0.25, 6, 10
-"""The least that is measured of a configuration; so many times as long, pauses included, is enough of a few batches."""
-SLOW_S, SLOW_BATCHES = 5.0, 3
-"""So many batches are enough if they take so long."""
-LATEST = 1_000
-"""A measurement is of so many batches at most."""
-SHORT_EPOCH_S, FEW_OTHERS = 1.0, 0.01
-"""Shorter epochs are compared whole: beginning and end are a part of them. An epoch counts if at least 99 % of its batches were
-made by the configuration under test."""
+SHORT_EPOCH_S = 1.0
+"""Shorter epochs are compared whole: beginning and end are a part of them."""
 HEADROOM = 1.15
 """Fetches take longer beside each other."""
 FEWER = 0.75
 """At least a quarter of the workers is given back."""
-LEAST_FALL, TOLERANCE = 0.01, 0.015
-"""More workers are worth it if they are faster by the first share; fewer, if they are not slower by the second."""
 MOST_PAIRS, CLEAR, MOST_ROUNDS = 12, 1.5, 100
 """A gain of so much is believed after one pair; so many rounds are remembered."""
 SHORTEST_EPOCH = 4
@@ -55,8 +54,6 @@ START_S = 0.02
 """What starting one takes, before one was started."""
 CHEAP_FETCH_S = 0.0003
 """A batch that takes less CPU than this is fetched sooner than it is handed over."""
-HICCUP = 20.0
-"""A wait of so many usual ones is nobody's cost, unless a worker has begun with it."""
 CREDIT_S, SHARE, RISK = 0.5, 0.01, 0.2
 """What may be spent: at once, and of the time trained. The share of a trial's time that it may cost."""
 MOST_WORKERS = 32
@@ -64,40 +61,6 @@ FEW_WORKERS, DEEP, USUAL = 4, 4, 2
 """Up to so many workers a deeper queue costs little memory: its depth, and that of more workers."""
 
 logger = logging.getLogger("autotune_loader.autoloader")
-
-
-class Measure(NamedTuple):
-    """Measure a configuration for so long; or, where `whole`, for a whole epoch from `iter()` to its end."""
-
-    config: LoaderConfig
-    seconds: float = BLOCK_S
-    batches: int = BLOCK_BATCHES
-    whole: bool = False
-
-
-class Seen(NamedTuple):
-    """What was measured of a configuration."""
-
-    config: LoaderConfig
-    of: Measurement
-    speed: float
-    """Samples/s if steps waited for nobody: other ranks, or a device, wait for this loop's data as it does for theirs."""
-    seconds: float
-    batches: int
-    """Since it was applied, its first batches included."""
-
-    @property
-    def rate(self) -> float:
-        return self.of.samples_per_s.value
-
-    @property
-    def batch_s(self) -> float:
-        return self.of.window_s / self.of.samples_per_s.count
-
-    def is_better(self, other: Seen) -> bool:
-        """Whether it is faster; or not slower, and the loop waits less."""
-        ratio, waits_less = self.rate / other.rate, self.speed > (1 + LEAST_FALL) * other.speed
-        return ratio > 1 + LEAST_FALL or (waits_less and ratio > 1 - 2 * TOLERANCE)
 
 
 Plan = Generator[Measure, Seen, None]
@@ -140,20 +103,17 @@ class Tuner:
         self._cores, self._epoch_batches = cores, epoch_batches
         self.most = self._most_sound = max(max_workers, asked.num_workers)
         self._depth = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
-        self.wanted = self.best = self._running = asked
+        self.wanted = self.best = asked
         self.gain: Interval | None = None
         self.measured = dict[LoaderConfig, list[Measurement]]()
         self.rounds = list[Round]()
         self.own_s = self.gained_s = self.wake = 0.0
-        self.start_s, self._open_s, self._has_run = START_S, 0.0, 0
+        self.start_s, self._meter = START_S, Meter(log, asked)
         self.none_would_be_faster = self._are_short = self._is_frozen = False
-        self._epoch: Seen | None = None
-        self._steps = deque[float](maxlen=16)
-        """What steps took in the latest measurements: the shortest one is what they take if they wait for nobody."""
         self._up_at = self._park_at = self._proof_at = self._known_wait = 0.0
         self._up_s, self._park_s, self._failed_s = LOOK_S, KEEP_S, KEEP_S
         """When more, fewer, and what was asked for are tried next, and the pauses until then."""
-        self._seen_at, self._since_at = 0.0, math.inf
+        self._seen_at = 0.0
         self._begin(self._decide())
         if refused is not None:
             self.freeze()
@@ -193,99 +153,37 @@ class Tuner:
             if self.best.num_workers > most:
                 self.best, self.gain = self._with(most), None
             self._begin(self._decide(LOOK_S))
-        request, (seen, self._epoch) = self._request, (self._epoch, None)
-        if not request.whole:
-            seen = self._seen(request, now)
+        seen = self._meter.seen(now)
         if seen is None:
-            self.wake = now + min(max(0.02, request.seconds / 4), LOOK_S / 4)
+            self.wake = now + min(max(0.02, self._meter.request.seconds / 4), LOOK_S / 4)
             return
         self._learn(seen)
-        self._next(self._plan.send(seen))
-        self._since_at, self.wake = now, now + 0.02
+        self._meter.begin(self._plan.send(seen), now)
+        self.wanted, self.wake = self._meter.request.config, now + 0.02
 
     def applied(self, now: float, in_flight: int = 0) -> None:
-        """What is wanted runs. So many batches that were begun before do not count, nor does one of each worker."""
-        if self._running != self.wanted:
-            self._running, self._first = self.wanted, self._log.end
-            self._since = self._first + in_flight + max(1, self.wanted.num_workers)
-            self._since_s, self._since_at = self._log.totals.active_s, now
+        """What is wanted runs; so many batches that are delivered next were begun before."""
+        self._meter.applied(self.wanted, now, in_flight)
 
     def epoch(self, seconds: float, batches: int) -> None:
         """An epoch is over, `iter()` and end included: it counts if the configuration in question has made it."""
-        if not self._request.whole:
-            return
-        self.wake, config = 0.0, self._request.config
-        first, longest = self._log.end - batches, longest_s(self._log.steps)
-        rows = [row for row in self._log.since(first) if (row.worker != MAIN_PROCESS) == bool(config.num_workers)]
-        is_own = self._running == config and first >= self._first and batches - len(rows) <= FEW_OTHERS * batches
-        if is_own and (of := measurement(rows, longest)) is not None:
-            seconds -= sum(row.step_s for row in rows if row.step_s > longest)
-            rate = replace(of.samples_per_s, value=sum(row.samples for row in rows) / seconds, count=batches)
-            of = replace(of, samples_per_s=rate, window_s=seconds)
-            self._epoch = Seen(config, of, self._speed(config, of), seconds, batches)
+        if self._meter.request.whole:
+            self._meter.epoch(seconds, batches)
+            self.wake = 0.0
 
     def _begin(self, plan: Plan) -> None:
-        self._plan, self._epoch, self._first = plan, None, self._log.end
-        self._next(next(plan))
-
-    def _next(self, request: Measure) -> None:
-        self._request, self.wanted = request, request.config
-        self._since, self._since_s = self._log.end, self._log.totals.active_s
-        if self._running == self.wanted:
-            self._first = self._since
-
-    def _seen(self, request: Measure, now: float) -> Seen | None:
-        log, config = self._log, request.config
-        count, seconds = log.end - self._since, log.totals.active_s - self._since_s
-        least = max(config.num_workers, SLOW_BATCHES if seconds > SLOW_S else request.batches)
-        if self._running != config or count < least or seconds < request.seconds:
-            return None
-        rows, heavy = log.since(max(self._since, log.end - LATEST)), heavy_s(log.steps)
-        at = [number for number, row in enumerate(rows) if heavy is not None and row.step_s > heavy]
-        if len(at) > 1:  # from the end of one to the end of another
-            rows = rows[at[0] + 1 : at[-1] + 1]
-        elif heavy is not None and count < 2 * OFTEN:
-            return None
-        of = measurement(rows, longest_s(log.steps), config.num_workers)
-        if of is None or of.samples_per_s.count < max(min(config.num_workers, count // 2), SLOW_BATCHES):
-            return None
-        is_long = now - self._since_at > MOST_BLOCKS * request.seconds or count >= LATEST
-        if of.window_s < min(request.seconds, BLOCK_S) and not is_long:
-            return None
-        own = self._own(log.since(self._first), of)
-        seconds = sum(row.wait_s + min(row.step_s, of.step_s) for row in own)
-        # A device that this loop waits for now and then is no other rank: then only what is reached counts.
-        speed = self._speed(config, of) if heavy is None else of.samples_per_s.value
-        return Seen(config, of, speed, seconds, len(own))
-
-    def _own(self, rows: list[BatchTrace], of: Measurement) -> list[BatchTrace]:
-        """Those since the configuration was applied that cost what it costs; learns what the first fetch of a worker takes."""
-        workers, firsts = self.wanted.num_workers, dict[int, BatchTrace]()
-        if self._has_run < workers or not self.measured:
-            begin = self._since - self._first
-            for row in rows[max(0, begin - workers) : begin + workers + 1]:
-                if row.worker >= self._has_run or not workers:
-                    firsts.setdefault(row.worker, row)
-            if firsts:
-                self._open_s = max(0.0, median_low([row.service_s for row in firsts.values()]) - 2 * of.service_s)
-            self._has_run = max(self._has_run, workers)
-        limit_s = HICCUP * max(of.window_s / of.samples_per_s.count, of.service_s, BLOCK_S / 10)
-        return [row for row in rows[-LATEST:] if row.wait_s <= limit_s or row is firsts.get(row.worker)]
+        self._plan = plan
+        self._meter.begin(next(plan))
+        self.wanted = self._meter.request.config
 
     def _learn(self, seen: Seen) -> None:
         config, of, active_s = seen.config, seen.of, self._log.totals.active_s
         if config == self.best and self.gain is not None and self.gain.low > 1:
-            self.gained_s += (1 - 1 / self.gain.low) * max(0.0, active_s - max(self._seen_at, self._since_s))
+            self.gained_s += (1 - 1 / self.gain.low) * (active_s - self._seen_at)
         self._seen_at = active_s
         self.measured[config] = [*self.measured.get(config, [])[-MOST_ROUNDS:], of]
-        self._steps.append(of.step_s)
         if config.num_workers and self.asked.num_workers and config == self.best:
             self.none_would_be_faster = of.service_s + of.step_s < (1 - WAITING) * seen.batch_s
-
-    def _speed(self, config: LoaderConfig, of: Measurement) -> float:
-        step_s = min(*self._steps, of.step_s, math.inf) + of.receive_s
-        fetch_s = of.service_s / config.num_workers if config.num_workers else of.service_s + step_s
-        return of.batch_size / max(fetch_s, step_s, 1e-9)
 
     def _decide(self, pause_s: float = 0.0) -> Plan:
         if pause_s:
@@ -365,7 +263,7 @@ class Tuner:
     def _price(self, config: LoaderConfig, seen: Seen, *, is_risky: bool) -> float:
         trial_s = min(max(BLOCK_S, BLOCK_BATCHES * seen.batch_s), 1.0)
         more = max(0, config.num_workers - self.best.num_workers)
-        opening_s = self._open_s if config.num_workers > self._has_run else 0.0
+        opening_s = self._meter.open_s if config.num_workers > self._meter.has_run else 0.0
         return self.start_s * more + opening_s + (RISK * trial_s if is_risky else 0.0)
 
     def _paired(self, config: LoaderConfig, rounds: Sequence[Round] = (), *, is_parking: bool = False) -> Plan:
@@ -409,7 +307,7 @@ class Tuner:
 
     def _ruled(self, of: Measurement) -> int:
         """The number of workers that the rule allows."""
-        most = HEADROOM * of.service_s / max(min(self._steps, default=of.step_s), 1e-6) + 1
+        most = HEADROOM * of.service_s / max(self._meter.step_s, 1e-6) + 1
         most = min(most, self._cores * of.service_s / max(of.service_cpu_s, 1e-6) + 1)
         return max(1, min(int(most), self.most, self._most_sound, self._epoch_batches or self.most))
 
@@ -434,11 +332,6 @@ def _verdict(gain: Interval, speed: Interval, *, is_parking: bool) -> bool | Non
     if count > (1 if speed.value > CLEAR else 3) and speed.low > 1 + LEAST_FALL and gain.value > 1 - LEAST_FALL:
         return True
     return False if is_over else None
-
-
-def measured(rows: Sequence[BatchTrace]) -> Measurement | None:
-    """What these batches of a configuration say, pauses and what lay ready after them apart; None of none."""
-    return measurement(rows, longest_s([row.step_s for row in rows])) if rows else None
 
 
 def _product(one: Interval, other: Interval) -> Interval:

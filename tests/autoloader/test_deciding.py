@@ -228,7 +228,7 @@ def test_what_a_switch_leaves_behind_is_not_measured() -> None:
     seen = tuner.measured[tuner.asked.with_workers(2, 4)][0]
     assert seen.samples_per_s.value == pytest.approx(8 / 0.051, rel=0.05)
     # AND what the first fetches took is in the price of more workers
-    assert tuner._open_s == pytest.approx(9.8, abs=0.3)
+    assert tuner._meter.open_s == pytest.approx(9.8, abs=0.3)
 
 
 def test_workers_whose_first_fetch_is_not_paid_back_soon_are_not_started() -> None:
