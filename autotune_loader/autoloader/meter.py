@@ -19,7 +19,7 @@ BLOCK_S, BLOCK_BATCHES, MOST_BLOCKS = 0.25, 6, 10
 """The least that is measured of a configuration; so many times as long, pauses included, is enough of a few batches."""
 SLOW_S, SLOW_BATCHES = 5.0, 3
 """So many batches are enough if they take so long."""
-LATEST = 1_000
+LATEST = 400
 """A measurement is of so many batches at most."""
 FEW_OTHERS = 0.01
 """An epoch counts if at least 99 % of its batches were made by the configuration under test."""
@@ -134,7 +134,7 @@ class Meter:
         is_long = now - self._since_at > MOST_BLOCKS * request.seconds or count >= LATEST
         if of.window_s < min(request.seconds, BLOCK_S) and not is_long:
             return None
-        own = self._own(log.since(self._first), of)
+        own = self._own(log.since(max(self._first, log.end - 2 * LATEST)), of)
         seconds = sum(row.wait_s + min(row.step_s, of.step_s) for row in own)
         # A device that this loop waits for now and then is no other rank: then only what is reached counts.
         speed = self._speed(config, of) if heavy is None else of.samples_per_s.value

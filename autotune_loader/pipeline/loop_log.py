@@ -152,11 +152,13 @@ class Log:
         """A step has ended. A long first one, which may compile, is judged by the second."""
         self.steps.append(seconds)
         is_long = seconds > PAUSE_S
-        if is_long:
-            self._aside.append(seconds)
-        else:
+        if not is_long:
             self.totals.stepped_s += seconds
-        if self._aside and len(self.steps) > 1 and (is_long or len(self.steps) == 2):
+            if not self._aside:
+                return
+        else:
+            self._aside.append(seconds)
+        if len(self.steps) > 1 and (is_long or len(self.steps) == 2):
             longest = longest_s(self.steps)
             self.totals.stepped_s += sum(each for each in self._aside if each <= longest)
             self._aside = [each for each in self._aside[-LATEST_STEPS:] if each > longest]

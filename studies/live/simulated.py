@@ -20,7 +20,7 @@ from tests.support.training import Training, together
 
 MINUTE_S, SETTLED_S, TEN_MINUTES_S, LOOKED_S = 60.0, 60.0, 600.0, 60.0
 WORKERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-BEST_OF, TRIED_S = 3, 20.0
+BEST_OF, TRIED_S = 2, 10.0
 """So many numbers of workers, the fastest of so long a run, are run for all the time."""
 DISTURBANCES: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -63,7 +63,7 @@ def shares(seed: int, disturbance: str = "nothing", seconds: float = TEN_MINUTES
 
     Where workers were asked for the best is one of those from 1 up.
     """
-    tried_s = MINUTE_S if disturbance in ("slow batches", "evaluations of 20 s every 100 steps") else TRIED_S
+    tried_s = 2 * MINUTE_S if disturbance in ("slow batches", "evaluations of 20 s every 100 steps") else TRIED_S
     tried = {workers: together(*_fixed(seed, disturbance, workers), tried_s) for workers in WORKERS}
     firsts, fixed = dict[int, float](), dict[int, float]()
     ranked = sorted(WORKERS, key=lambda each: -tried[each])

@@ -43,6 +43,7 @@ class Training:
     drift: float = 1.0  # Fetches take so many times as long after ten minutes
     neighbour: float = 1.0  # Fetches take so many times as long while there is one
     now: float = BEGUN
+    samples: int = 0
     started: int = 0
     most: int = 0
     log: Log = field(default_factory=Log)
@@ -74,7 +75,7 @@ class Training:
 
     def fixed(self, config: LoaderConfig) -> Training:
         """The same job, begun anew, with a configuration that nobody changes."""
-        other = replace(self, seed=self.seed + 1, now=BEGUN, log=Log())
+        other = replace(self, seed=self.seed + 1, now=BEGUN, samples=0, started=0, most=0, log=Log())
         other._config = config
         return other
 
@@ -96,11 +97,12 @@ class Training:
     def batch(self, tuner: Tuner | None) -> None:
         if self._left == 0:
             self._next_epoch(tuner)
-        self._loop.ask(self.now)
-        if tuner is not None and self.now >= tuner.wake:
-            tuner.look(self.now)
-            if tuner.wanted != self._config:
-                self._apply(tuner)
+        if tuner is not None:
+            self._loop.ask(self.now)
+            if self.now >= tuner.wake:
+                tuner.look(self.now)
+                if tuner.wanted != self._config:
+                    self._apply(tuner)
         asked = self.now
         if self._config.num_workers or self._queue:
             self._fill()
@@ -111,14 +113,15 @@ class Training:
             took = self._fetch(self.now, MAIN_PROCESS, 1.0)
             self.now += took
             fetch = (MAIN_PROCESS, asked, self.now, self.now, took * self.cpu)
-        self._loop.receive(self.now, SAMPLES, None if tuner is None else fetch)
+        self.samples += SAMPLES
+        if tuner is not None:
+            self._loop.receive(self.now, SAMPLES, fetch)
         self._step()
         self._left -= 1
-        if self._left == 0:
+        if self._left == 0 and tuner is not None:
             self._loop.ask(self.now)
             self._loop.end(self.now)
-            if tuner is not None:
-                tuner.epoch(self.now - self._begun, self.epoch_batches)
+            tuner.epoch(self.now - self._begun, self.epoch_batches)
 
     def _step(self) -> None:
         step_s = self._noisy(self.step_s)
@@ -187,11 +190,11 @@ class Training:
 def together(ranks: Sequence[Training], tuners: Sequence[Tuner | None], seconds: float) -> float:
     """Train for so long with steps that end together, as ranks do that reduce their gradients; samples/s of each."""
     first = ranks[0]
-    begun, before = first.now, first.log.totals.samples
+    begun, before = first.now, first.samples
     while first.now - begun < seconds:
         for rank, tuner in zip(ranks, tuners, strict=True):
             rank.batch(tuner)
         now = max(rank.now for rank in ranks)
         for rank in ranks:
             rank.now = now
-    return (first.log.totals.samples - before) / (first.now - begun)
+    return (first.samples - before) / (first.now - begun)
