@@ -40,7 +40,7 @@ class Measure(NamedTuple):
     whole: bool = False
 
 
-class Seen(NamedTuple):
+class Reached(NamedTuple):
     """What was measured of a configuration."""
 
     config: LoaderConfig
@@ -59,7 +59,7 @@ class Seen(NamedTuple):
     def batch_s(self) -> float:
         return self.of.window_s / self.of.samples_per_s.count
 
-    def is_better(self, other: Seen) -> bool:
+    def is_better(self, other: Reached) -> bool:
         """Whether it is faster; or not slower, and the loop waits less."""
         ratio, waits_less = self.rate / other.rate, self.speed > (1 + LEAST_FALL) * other.speed
         return ratio > 1 + LEAST_FALL or (waits_less and ratio > 1 - 2 * TOLERANCE)
@@ -77,7 +77,7 @@ class Meter:
         self._log, self._running = log, config
         self.open_s, self.has_run, self._has_measured = 0.0, 0, False
         self._steps = deque[float](maxlen=LATEST_STEPS)
-        self._epoch: Seen | None = None
+        self._epoch: Reached | None = None
         self._first = 0
         self.begin(Measure(config))
 
@@ -112,7 +112,7 @@ class Meter:
             of = replace(of, samples_per_s=rate, window_s=seconds)
             self._epoch = self._measured(of, self._speed(config, of), seconds, batches)
 
-    def seen(self, now: float) -> Seen | None:
+    def seen(self, now: float) -> Reached | None:
         """What was asked for, once there is enough of it."""
         request, epoch = self.request, self._epoch
         if request.whole:
@@ -140,10 +140,10 @@ class Meter:
         speed = self._speed(config, of) if heavy is None else of.samples_per_s.value
         return self._measured(of, speed, seconds, len(own))
 
-    def _measured(self, of: Measurement, speed: float, seconds: float, batches: int) -> Seen:
+    def _measured(self, of: Measurement, speed: float, seconds: float, batches: int) -> Reached:
         self._steps.append(of.step_s)
         self._has_measured = True
-        return Seen(self.request.config, of, speed, seconds, batches)
+        return Reached(self.request.config, of, speed, seconds, batches)
 
     def _own(self, rows: list[BatchTrace], of: Measurement) -> list[BatchTrace]:
         """Those since the configuration was applied that cost what it costs; learns what the first fetch of a worker takes."""

@@ -27,7 +27,7 @@ from autotune_loader.autoloader.meter import (
     TOLERANCE,
     Measure,
     Meter,
-    Seen,
+    Reached,
 )
 from autotune_loader.autoloader.meter import measured as measured
 from autotune_loader.pipeline.loop_log import Log
@@ -63,7 +63,7 @@ FEW_WORKERS, DEEP, USUAL = 4, 4, 2
 logger = logging.getLogger("autotune_loader.autoloader")
 
 
-Plan = Generator[Measure, Seen, None]
+Plan = Generator[Measure, Reached, None]
 
 
 class Tuner:
@@ -176,7 +176,7 @@ class Tuner:
         self._meter.begin(next(plan))
         self.wanted = self._meter.request.config
 
-    def _learn(self, seen: Seen) -> None:
+    def _learn(self, seen: Reached) -> None:
         config, of, active_s = seen.config, seen.of, self._log.totals.active_s
         if config == self.best and self.gain is not None and self.gain.low > 1:
             self.gained_s += (1 - 1 / self.gain.low) * (active_s - self._seen_at)
@@ -208,7 +208,7 @@ class Tuner:
                 self._proof_at = active_s + PAIR_EVERY_S
             seen = yield Measure(self.best, LOOK_S, GATE_BATCHES)
 
-    def _ramp(self, seen: Seen) -> Plan:
+    def _ramp(self, seen: Reached) -> Plan:
         """Try what may be better than the best that is known, of which this was seen."""
         best, is_paid = seen, True
         for config in self._candidates(seen):
@@ -231,14 +231,14 @@ class Tuner:
         self._up_at = self._log.totals.active_s + self._up_s
         self._up_s = min(2 * self._up_s, LONGEST_S) if is_paid else LOOK_S
 
-    def _park(self, seen: Seen) -> Plan:
+    def _park(self, seen: Reached) -> Plan:
         """Try as many workers as the rule says, where these are fewer."""
         fewer = max(math.ceil(HEADROOM * seen.of.service_s / seen.batch_s), self.asked.num_workers)
         if fewer <= FEWER * self.best.num_workers and self.may(RISK * BLOCK_S):
             yield from self._paired(self._with(fewer), is_parking=True)
         self._park_at, self._park_s = self._log.totals.active_s + self._park_s, min(2 * self._park_s, LONGEST_S)
 
-    def _prove(self, seen: Seen) -> Plan:
+    def _prove(self, seen: Reached) -> Plan:
         """What was asked for is tried again: the rarer, the more it costs."""
         known = self.measured[self.asked][-1]
         slower_s = max(0.0, known.window_s / known.samples_per_s.count - seen.batch_s)
@@ -247,7 +247,7 @@ class Tuner:
         if self.may(price_s):
             yield from self._paired(self.asked)
 
-    def _run(self, config: LoaderConfig, other: Seen | None) -> Generator[Measure, Seen, Seen]:
+    def _run(self, config: LoaderConfig, other: Reached | None) -> Generator[Measure, Reached, Reached]:
         """Measure it; what it costs over the other one is charged."""
         seen = yield Measure(config)
         if self._are_short and other is not None and seen.rate > other.rate:  # a whole epoch is only slower
@@ -257,10 +257,10 @@ class Tuner:
             self._charge(seen, other)
         return seen
 
-    def _charge(self, seen: Seen, other: Seen) -> None:
+    def _charge(self, seen: Reached, other: Reached) -> None:
         self.own_s += max(0.0, seen.seconds - seen.batches * other.batch_s)
 
-    def _price(self, config: LoaderConfig, seen: Seen, *, is_risky: bool) -> float:
+    def _price(self, config: LoaderConfig, seen: Reached, *, is_risky: bool) -> float:
         trial_s = min(max(BLOCK_S, BLOCK_BATCHES * seen.batch_s), 1.0)
         more = max(0, config.num_workers - self.best.num_workers)
         opening_s = self._meter.open_s if config.num_workers > self._meter.has_run else 0.0
@@ -273,7 +273,7 @@ class Tuner:
         gain = Effects(rounds).ratio(config, best) if rounds else None
         verdict = True if rounds else None
         while gain is None or verdict is None:
-            found = dict[LoaderConfig, Seen]()
+            found = dict[LoaderConfig, Reached]()
             for each in (config, best) if len(rounds) % 2 == 0 else (best, config):
                 found[each] = yield Measure(each, whole=self._are_short)
             self._charge(found[config], found[best])
@@ -290,7 +290,7 @@ class Tuner:
         if verdict and (config == self.asked or over_asked is None or over_asked.value > 1 - TOLERANCE):
             self.best, self.gain = config, None if config == self.asked else over_asked
 
-    def _candidates(self, seen: Seen) -> list[LoaderConfig]:
+    def _candidates(self, seen: Reached) -> list[LoaderConfig]:
         """What is tried in place of the best that is known, in this order, while it pays."""
         most, own, of = self._ruled(seen.of), self.best.num_workers, seen.of
         is_cheap = of.service_cpu_s > 0.9 * of.service_s and of.service_s < CHEAP_FETCH_S
