@@ -1,12 +1,14 @@
 """How many workers: as few trials as possible, and never slower than what was asked for.
 
-    gate    after 2 s and 20 batches: does the loop wait at all?
+    gate    after 2 s and 20 batches, or 3 that are slow: does the loop wait at all?
     rule    W = 1.15 fetch / step + 1, at most what cores and memory allow
     ramp    2 workers, 4, 8 ... while waiting falls
-    pairs   asked, W, asked, W: kept only if the lower limit of the ratio is above 1
-    keep    at first after 30 s, then ever later: waiting above 5 %, ramp again; below 1 %, half as many; after 5 minutes pairs
+    pairs   W, best, best, W: kept if the lower limit of the ratio is above 1, or if the loop waits less and is not slower
+    keep    a look every 5 s: waiting above 5 %, ramp again; below 1 %, half as many; what failed is tried ever later
     ledger  own seconds and the price of the next trial stay below 0.5 s + 1 % of the time trained + half of the proven gain
 
+A step is a pause if it is long and rare (`loop_log.longest_s`), and so is a wait. Neither is measured, nor is what lay ready
+when it was over. Heavy steps that come back often are measured from one to another.
 All of it reads one log of batches and says which configuration is wanted; it starts nothing and has no clock.
 """
 
@@ -15,28 +17,37 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
-from autotune_loader.pipeline.loop_log import PAUSE_S, PAUSE_STEPS, Log
+from autotune_loader.autoloader.meter import (
+    BLOCK_BATCHES,
+    BLOCK_S,
+    LEAST_FALL,
+    SLOW_BATCHES,
+    SLOW_S,
+    TOLERANCE,
+    Measure,
+    Meter,
+    Reached,
+)
+from autotune_loader.autoloader.meter import measured as measured
+from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.results.record import Finding
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, Effects, Interval, LoaderConfig, Measurement, Round
+from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, Round
 
 GATE_S, GATE_BATCHES = 2.0, 20
 """The first look: earlier, caches are cold and nothing is known. Half of it is enough for a loop that mostly waits."""
 MOSTLY, WAITING, IDLE = 0.5, 0.05, 0.01
 """Shares of waiting: above the second one there is something to gain, below the last one something to give back."""
-KEEP_S, PAIR_EVERY_S = 30.0, 300.0
-"""How long a share of waiting has to last; how long what is kept need not prove itself again."""
-BLOCK_S, BLOCK_BATCHES = 0.25, 6
-"""The least that is measured of a configuration."""
-SHORT_EPOCH_S, FEW_OTHERS = 1.0, 0.01
-"""Shorter epochs are compared whole: beginning and end are a part of them. At most this share is not the configuration's."""
+LOOK_S, KEEP_S, PAIR_EVERY_S, LONGEST_S = 5.0, 30.0, 300.0, 3600.0
+"""How often waiting is looked at; the first pause before fewer workers; that before what was asked for; the longest one."""
+SHORT_EPOCH_S = 1.0
+"""Shorter epochs are compared whole: beginning and end are a part of them."""
 HEADROOM = 1.15
 """Fetches take longer beside each other."""
-LEAST_FALL = 0.01
-"""More workers are worth it if the loop waits for a sample less by this share of the time that one takes."""
-MOST_PAIRS = 6
+FEWER = 0.75
+"""At least a quarter of the workers is given back."""
+MOST_PAIRS, CLEAR, MOST_ROUNDS = 12, 1.5, 100
+"""A gain of so much is believed after one pair; so many rounds are remembered."""
 SHORTEST_EPOCH = 4
 """Batches of an epoch that workers are tried for. How long it takes does not matter: they stay for the next one."""
 START_S = 0.02
@@ -52,13 +63,7 @@ FEW_WORKERS, DEEP, USUAL = 4, 4, 2
 logger = logging.getLogger("autotune_loader.autoloader")
 
 
-class Measure(NamedTuple):
-    """Measure a configuration for so long; or, where `whole`, for a whole epoch from `iter()` to its end."""
-
-    config: LoaderConfig
-    seconds: float = BLOCK_S
-    batches: int = BLOCK_BATCHES
-    whole: bool = False
+Plan = Generator[Measure, Reached, None]
 
 
 class Tuner:
@@ -70,15 +75,16 @@ class Tuner:
         refused: why nothing else may be tried; None where it may.
         cores, epoch_batches, max_workers: limit the number of workers.
         depth: `prefetch_factor` of workers, where the script says so.
-        earlier: `rounds` of an earlier loader of the same place: what was faster there is tried first, and soon proven.
 
     Attributes:
         wanted, best: what is to run, and what is known to be best.
-        gain: of `best` over `asked`, from pairs.
+        gain: of `best` over `asked`: from pairs of both, or the product of those on the way; None where it was not measured.
+        most: the largest number of workers, which may be changed at any time.
         measured: what was measured, by configuration.
-        rounds: in which another configuration and `asked` were measured.
+        rounds: pairs, each of a candidate and what was best then.
         own_s, gained_s: what tuning has cost, and what it has gained.
         start_s: what starting a worker takes.
+        none_would_be_faster: whether receiving a batch from the workers that were asked for costs more than fetching it.
         wake: when `look` is to be called.
     """
 
@@ -92,33 +98,30 @@ class Tuner:
         epoch_batches: int | None = None,
         max_workers: int = MOST_WORKERS,
         depth: int | None = None,
-        earlier: Sequence[Round] = (),
     ) -> None:
         self._log, self.asked, self.refused = log, asked, refused
-        self._cores, self._epoch_batches, self._most = cores, epoch_batches, max_workers
+        self._cores, self._epoch_batches = cores, epoch_batches
+        self.most = self._most_sound = max(max_workers, asked.num_workers)
         self._depth = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
         self.wanted = self.best = asked
         self.gain: Interval | None = None
         self.measured = dict[LoaderConfig, list[Measurement]]()
-        self.rounds = [each for each in earlier[-MOST_PAIRS // 2 :] if asked in each.rates]
+        self.rounds = list[Round]()
         self.own_s = self.gained_s = self.wake = 0.0
-        self.start_s = START_S
-        self._are_short, self._took_s = False, 0.0
-        """Whether epochs are compared whole; what the latest measurement took, until queues were full included."""
-        self._epoch: Measurement | None = None
-        self._begin = 0
-        """The first of the rounds that count for the present choice."""
-        rates = (each.rates for each in reversed(self.rounds))
-        self._faster_before = next((c for each in rates for c in each if each[c] > each[asked]), None)
-        self._plan = self._decide()
-        self._request = next(self._plan)
-        self._since, self._applied_at = log.end, -math.inf
+        self.start_s, self._meter = START_S, Meter(log, asked)
+        self.none_would_be_faster = self._are_short = self._is_frozen = False
+        self._up_at = self._park_at = self._proof_at = self._known_wait = 0.0
+        self._up_s, self._park_s, self._failed_s = LOOK_S, KEEP_S, KEEP_S
+        """When more, fewer, and what was asked for are tried next, and the pauses until then."""
+        self._seen_at = 0.0
+        self._begin(self._decide())
         if refused is not None:
             self.freeze()
 
     def freeze(self) -> None:
+        """What runs now runs from now on."""
         self._plan.close()
-        self._request, self.wake = Measure(self.asked), math.inf
+        self._is_frozen, self.wake = True, math.inf
 
     def refuse(self, why: Finding) -> None:
         """Only what was asked for may run from now on, for good; the first reason counts."""
@@ -126,8 +129,16 @@ class Tuner:
             self.refused = why
             logger.info("the number of workers stays: %s", why.sentence)
         self.freeze()
-        self.wanted = self.best = self.asked
-        self.gain = None
+        self.wanted, self.best, self.gain = self.asked, self.asked, None
+
+    def failed(self, now: float) -> None:
+        """Workers were lost, or a batch failed, while more ran than were asked for: fewer are tried again, after a pause."""
+        fewer = max(self.wanted.num_workers, self.best.num_workers) // 2
+        self._most_sound = max(self.asked.num_workers + 1, fewer)
+        self.wanted, self.best, self.gain = self.asked, self.asked, None
+        if not self._is_frozen:
+            self._begin(self._decide(self._failed_s))
+            self.wake, self._failed_s = now, min(2 * self._failed_s, LONGEST_S)
 
     def may(self, price_s: float) -> bool:
         """Whether something of this price may be tried."""
@@ -135,186 +146,194 @@ class Tuner:
 
     def look(self, now: float) -> None:
         """Think, if there is something new; afterwards `wanted` says what is to run."""
-        request, (epoch, self._epoch) = self._request, (self._epoch, None)
-        seen = epoch if request.whole else self._seen(request)
-        if seen is None:
-            self.wake = now + max(0.02, request.seconds / 4)
+        if self._is_frozen:
             return
-        self._took_s = max(seen.window_s, now - self._applied_at if math.isfinite(self._applied_at) else 0.0)
-        self.measured.setdefault(request.config, []).append(seen)
-        if self.wanted == self.best and self.gain is not None:
-            self.gained_s += (1 - 1 / self.gain.low) * seen.window_s
-        self._request = self._plan.send(seen)
-        self.wanted, self.wake, self._since = self._request.config, now + 0.02, self._log.end
-        self._applied_at = -math.inf if self.wanted == request.config else math.inf
-
-    def failed(self, now: float) -> None:
-        self.wanted = self.best = self.asked
-
-    most = 32
+        most = max(self.most, min(1, self.asked.num_workers))
+        if max(self.wanted.num_workers, self.best.num_workers) > most:
+            if self.best.num_workers > most:
+                self.best, self.gain = self._with(most), None
+            self._begin(self._decide(LOOK_S))
+        seen = self._meter.seen(now)
+        if seen is None:
+            self.wake = now + min(max(0.02, self._meter.request.seconds / 4), LOOK_S / 4)
+            return
+        self._learn(seen)
+        self._meter.begin(self._plan.send(seen), now)
+        self.wanted, self.wake = self._meter.request.config, now + 0.02
 
     def applied(self, now: float, in_flight: int = 0) -> None:
-        if self._applied_at == math.inf:
-            self._since, self._applied_at = self._log.end, now
+        """What is wanted runs; so many batches that are delivered next were begun before."""
+        self._meter.applied(self.wanted, now, in_flight)
 
     def epoch(self, seconds: float, batches: int) -> None:
         """An epoch is over, `iter()` and end included: it counts if the configuration in question has made it."""
-        if not self._request.whole:
-            return
-        self.wake = 0.0
-        first, config = self._log.end - batches, self._request.config
-        rows = [row for row in self._log.since(first) if _is_of(row, config)]
-        is_own = self.wanted == config and first >= self._since and batches - len(rows) <= FEW_OTHERS * batches
-        if is_own and (seen := measured(rows)) is not None:
-            rate = replace(seen.samples_per_s, value=seen.samples / seconds)
-            self._epoch = replace(seen, samples_per_s=rate, window_s=seconds)
+        if self._meter.request.whole:
+            self._meter.epoch(seconds, batches)
+            self.wake = 0.0
 
-    def _seen(self, request: Measure) -> Measurement | None:
-        latest = self._log.since(self._since)
-        rows = [row for row in latest if _is_of(row, request.config)]
-        begin = self._applied_at
-        if request.config.num_workers:  # while the loop itself fetches one, to compare it, their queues fill up
-            begin = max([begin, *(row.received for row in latest if row.worker == MAIN_PROCESS)])
-        if begin > -math.inf:  # what was begun before belongs to another one, and queues fill first
-            rows = [row for row in rows if row.fetch_start > begin][max(1, request.config.num_workers) :]
-        if len(rows) < max(request.batches, request.config.num_workers):
-            return None
-        seen = measured(rows)
-        return None if seen is None or seen.window_s < request.seconds else seen
+    def _begin(self, plan: Plan) -> None:
+        self._plan = plan
+        self._meter.begin(next(plan))
+        self.wanted = self._meter.request.config
 
-    def _decide(self) -> Generator[Measure, Measurement, None]:
-        gate_s, pause_s = GATE_S if self._faster_before is None else GATE_S / 4, KEEP_S
-        seen = yield Measure(self.asked, gate_s / 2, GATE_BATCHES // 2)
-        if seen.wait_share < MOSTLY:
-            seen = yield Measure(self.asked, gate_s / 2, GATE_BATCHES // 2)
-        while True:
-            before = self.best
-            candidate = yield from self._ramp(seen)
-            if candidate != before or (before != self.asked and pause_s == PAIR_EVERY_S):
-                gain = yield from self._paired(candidate)
-                if gain is not None:
-                    self.best, self.gain = candidate, gain
-                elif candidate == before:  # it is no longer faster
-                    self.best, self.gain = self.asked, None
-                logger.info("settled on %s after %.0f s of training", self.best, self._log.totals.active_s)
-            self._begin = len(self.rounds)
-            pause_s = KEEP_S if self.best != before else min(2 * pause_s, PAIR_EVERY_S)
+    def _learn(self, seen: Reached) -> None:
+        config, of, active_s = seen.config, seen.of, self._log.totals.active_s
+        if config == self.best and self.gain is not None and self.gain.low > 1:
+            self.gained_s += (1 - 1 / self.gain.low) * (active_s - self._seen_at)
+        self._seen_at = active_s
+        self.measured[config] = [*self.measured.get(config, [])[-MOST_ROUNDS:], of]
+        if config.num_workers and self.asked.num_workers and config == self.best:
+            self.none_would_be_faster = of.service_s + of.step_s < (1 - WAITING) * seen.batch_s
+
+    def _decide(self, pause_s: float = 0.0) -> Plan:
+        if pause_s:
             seen = yield Measure(self.best, pause_s, GATE_BATCHES)
+        else:
+            seen = yield Measure(self.asked, GATE_S / 2, GATE_BATCHES // 2)
+            if seen.of.wait_share < MOSTLY:
+                seen = yield Measure(self.asked, GATE_S / 2, GATE_BATCHES // 2)
+        while True:
+            before, active_s, waits = self.best, self._log.totals.active_s, seen.of.wait_share
+            self._are_short = seen.batch_s * (self._epoch_batches or math.inf) < SHORT_EPOCH_S
+            if before != self.asked and waits < IDLE and active_s >= self._park_at:
+                yield from self._park(seen)
+            elif before != self.asked and active_s >= self._proof_at:
+                yield from self._prove(seen)
+            elif waits > WAITING and (active_s >= self._up_at or waits > self._known_wait + WAITING):
+                yield from self._ramp(seen)
+            active_s = self._log.totals.active_s
+            if self.best != before:
+                logger.info("settled on %s after %.0f s of training", self.best, active_s)
+                self._up_s, self._up_at, self._known_wait = LOOK_S, active_s, 0.0
+                self._proof_at = active_s + PAIR_EVERY_S
+            seen = yield Measure(self.best, LOOK_S, GATE_BATCHES)
 
-    def _ramp(self, seen: Measurement) -> Generator[Measure, Measurement, LoaderConfig]:
-        """What may be better than the best that is known, of which this was seen; that one if nothing is."""
-        candidate, best = self.best, seen
-        self._are_short = _batch_s(seen) * (self._epoch_batches or math.inf) < SHORT_EPOCH_S
+    def _ramp(self, seen: Reached) -> Plan:
+        """Try what may be better than the best that is known, of which this was seen."""
+        best, is_paid = seen, True
         for config in self._candidates(seen):
-            is_first = candidate == self.best
-            if not self.may(self._price(config, seen, is_risky=is_first or _rate(best) < _rate(seen))):
+            is_first = best is seen
+            price_s = self._price(config, seen, is_risky=is_first or best.rate < seen.rate)
+            is_paid = self.may(price_s) and price_s < seen.of.wait_share * PAIR_EVERY_S
+            if not is_paid:
                 break
             tried = yield from self._run(config, seen)
-            if self.best != self.asked and config.num_workers < self.best.num_workers:
-                return config if tried.wait_share < 2 * IDLE else self.best
-            if self.best == self.asked:
-                self._note(config, tried, seen)
-            is_faster = is_first or _rate(tried) > _rate(best)
-            goes_on = not config.num_workers or (is_faster and (is_first or _falls(best, tried)))
-            if is_faster:
-                candidate, best = config, tried
-            if not goes_on:
+            is_better = tried.is_better(best)
+            best = tried if is_better or is_first else best
+            if config.num_workers and (best.of.wait_share < WAITING or not (is_better or is_first)):
                 break
-        return candidate if _rate(best) > (1 + LEAST_FALL) * _rate(seen) else self.best
+        if best.is_better(seen):
+            is_clear = seen.batch_s > SLOW_S / SLOW_BATCHES and best.rate > CLEAR * seen.rate
+            yield from self._paired(
+                best.config, [Round(rates={each.config: each.rate for each in (best, seen)})] * is_clear
+            )
+        self._known_wait = seen.of.wait_share if is_paid else 1.0
+        self._up_at = self._log.totals.active_s + self._up_s
+        self._up_s = min(2 * self._up_s, LONGEST_S) if is_paid else LOOK_S
 
-    def _run(self, config: LoaderConfig, other: Measurement) -> Generator[Measure, Measurement, Measurement]:
+    def _park(self, seen: Reached) -> Plan:
+        """Try as many workers as the rule says, where these are fewer."""
+        fewer = max(math.ceil(HEADROOM * seen.of.service_s / seen.batch_s), self.asked.num_workers)
+        if fewer <= FEWER * self.best.num_workers and self.may(RISK * BLOCK_S):
+            yield from self._paired(self._with(fewer), is_parking=True)
+        self._park_at, self._park_s = self._log.totals.active_s + self._park_s, min(2 * self._park_s, LONGEST_S)
+
+    def _prove(self, seen: Reached) -> Plan:
+        """What was asked for is tried again: the rarer, the more it costs."""
+        known = self.measured[self.asked][-1]
+        slower_s = max(0.0, known.window_s / known.samples_per_s.count - seen.batch_s)
+        price_s = slower_s * (BLOCK_BATCHES + self.asked.num_workers)
+        self._proof_at = self._log.totals.active_s + max(PAIR_EVERY_S, price_s / SHARE)
+        if self.may(price_s):
+            yield from self._paired(self.asked)
+
+    def _run(self, config: LoaderConfig, other: Reached | None) -> Generator[Measure, Reached, Reached]:
+        """Measure it; what it costs over the other one is charged."""
         seen = yield Measure(config)
-        self._charge(seen, other, self._took_s)
-        if self._are_short and _rate(seen) > _rate(other):  # a whole epoch is only slower
+        if self._are_short and other is not None and seen.rate > other.rate:  # a whole epoch is only slower
+            self._charge(seen, other)
             seen = yield Measure(config, whole=True)
-            self._charge(seen, other, self._took_s)
+        if other is not None:
+            self._charge(seen, other)
         return seen
 
-    def _charge(self, seen: Measurement, other: Measurement, took_s: float) -> None:
-        self.own_s += max(0.0, took_s * (1 - _rate(seen) / _rate(other)))
+    def _charge(self, seen: Reached, other: Reached) -> None:
+        self.own_s += max(0.0, seen.seconds - seen.batches * other.batch_s)
 
-    def _price(self, config: LoaderConfig, seen: Measurement, *, is_risky: bool = True) -> float:
-        trial_s = min(max(BLOCK_S, BLOCK_BATCHES * _batch_s(seen)), 1.0)
+    def _price(self, config: LoaderConfig, seen: Reached, *, is_risky: bool) -> float:
+        trial_s = min(max(BLOCK_S, BLOCK_BATCHES * seen.batch_s), 1.0)
         more = max(0, config.num_workers - self.best.num_workers)
-        return self.start_s * more + (RISK * trial_s if is_risky else 0.0)
+        opening_s = self._meter.open_s if config.num_workers > self._meter.has_run else 0.0
+        return self.start_s * more + opening_s + (RISK * trial_s if is_risky else 0.0)
 
-    def _note(self, config: LoaderConfig, ours: Measurement, theirs: Measurement) -> None:
-        self.rounds.append(Round(rates={config: _rate(ours), self.asked: _rate(theirs)}))
+    def _paired(self, config: LoaderConfig, rounds: Sequence[Round] = (), *, is_parking: bool = False) -> Plan:
+        """In turns with the best: W, best, best, W. The better one is the best afterwards."""
+        best, rounds = self.best, list(rounds)
+        speeds = list(rounds)
+        gain = Effects(rounds).ratio(config, best) if rounds else None
+        verdict = True if rounds else None
+        while gain is None or verdict is None:
+            found = dict[LoaderConfig, Reached]()
+            for each in (config, best) if len(rounds) % 2 == 0 else (best, config):
+                found[each] = yield Measure(each, whole=self._are_short)
+            self._charge(found[config], found[best])
+            rounds.append(Round(rates={each: found[each].rate for each in found}))
+            speeds.append(Round(rates={each: found[each].speed for each in found}))
+            self.rounds = [*self.rounds[-MOST_ROUNDS:], rounds[-1]]
+            gain, speed = (Effects(each).ratio(config, best) for each in (rounds, speeds))
+            verdict = _verdict(gain, speed, is_parking=is_parking)
+            if verdict is None and gain.value < 1 and not self.may(RISK * BLOCK_S):
+                verdict = False
+        if config == self.asked:
+            self.gain = Interval(value=1 / gain.value, low=1 / gain.high, high=1 / gain.low, count=gain.count)
+        over_asked = gain if best == self.asked else self.gain and _product(self.gain, gain)
+        if verdict and (config == self.asked or over_asked is None or over_asked.value > 1 - TOLERANCE):
+            self.best, self.gain = config, None if config == self.asked else over_asked
 
-    def _paired(self, config: LoaderConfig) -> Generator[Measure, Measurement, Interval | None]:
-        """In turns with what was asked for: how many times as fast it is; None where it is not shown to be faster."""
-        while True:
-            pairs = [each for each in self.rounds[self._begin :] if config in each.rates]
-            gain = Effects(pairs).ratio(config, self.asked) if pairs else None
-            if gain is not None and (gain.low > 1 or gain.high < 1 or gain.count >= MOST_PAIRS):
-                return gain if gain.low > 1 else None
-            if gain is not None and gain.value < 1 and not self.may(RISK * self._took_s):
-                return None
-            ours = yield Measure(config, whole=self._are_short)
-            took_s = self._took_s
-            theirs = yield Measure(self.asked, whole=self._are_short)
-            self._charge(ours, theirs, took_s)
-            self._note(config, ours, theirs)
-
-    def _candidates(self, seen: Measurement) -> list[LoaderConfig]:
+    def _candidates(self, seen: Reached) -> list[LoaderConfig]:
         """What is tried in place of the best that is known, in this order, while it pays."""
-        most, own = self._ruled(seen), self.best.num_workers
-        if self.best != self.asked and (seen.wait_share < IDLE or not own):
-            return [self._with(own // 2)] if own > 1 else []
-        is_cheap = seen.service_cpu_s > 0.9 * seen.service_s and seen.service_s < CHEAP_FETCH_S
+        most, own, of = self._ruled(seen.of), self.best.num_workers, seen.of
+        is_cheap = of.service_cpu_s > 0.9 * of.service_s and of.service_s < CHEAP_FETCH_S
         is_short = self._epoch_batches is not None and self._epoch_batches < SHORTEST_EPOCH
-        if seen.wait_share < WAITING or (not own and (is_cheap or is_short)):
+        if not own and (is_cheap or is_short):
             return []
-        earlier, self._faster_before = self._faster_before, None
-        if earlier is not None and own != earlier.num_workers <= most:
-            return [self._with(earlier.num_workers)]
-        is_handing_over = own and seen.service_s + seen.step_s < _batch_s(seen) * (1 + WAITING)
-        found, workers = [0] if is_handing_over and self.best == self.asked else [], 2 * own or min(2, most)
+        is_handing_over = own and of.service_s + of.step_s < seen.batch_s * (1 + WAITING)
+        found, workers = [0] if is_handing_over and not self.asked.num_workers else [], 2 * own or min(2, most)
         step = max(2.0, math.sqrt(most / workers))  # two or three stages: each takes time
-        while workers < most:
+        while workers < most and (of.wait_share < MOSTLY or seen.batch_s < SLOW_S / SLOW_BATCHES):
             found.append(workers)
             workers = math.ceil(workers * step)
         return [self._with(each) for each in dict.fromkeys([*found, most]) if each != own]
 
-    def _ruled(self, seen: Measurement) -> int:
+    def _ruled(self, of: Measurement) -> int:
         """The number of workers that the rule allows."""
-        most = HEADROOM * seen.service_s / max(seen.step_s, 1e-6) + 1
-        most = min(most, self._cores * seen.service_s / max(seen.service_cpu_s, 1e-6) + 1)
-        return max(1, min(int(most), self._most, self._epoch_batches or self._most))
+        most = HEADROOM * of.service_s / max(self._meter.step_s, 1e-6) + 1
+        most = min(most, self._cores * of.service_s / max(of.service_cpu_s, 1e-6) + 1)
+        return max(1, min(int(most), self.most, self._most_sound, self._epoch_batches or self.most))
 
     def _with(self, workers: int) -> LoaderConfig:
+        if workers == self.asked.num_workers:
+            return self.asked
         depth = self._depth or (DEEP if workers <= FEW_WORKERS else USUAL)
         return self.asked.with_workers(workers, depth if workers else None)
 
 
-def _is_of(row: BatchTrace, config: LoaderConfig) -> bool:
-    return (row.worker != MAIN_PROCESS) == bool(config.num_workers)
+def _verdict(gain: Interval, speed: Interval, *, is_parking: bool) -> bool | None:
+    """Whether the candidate is kept; None as long as pairs do not say."""
+    count, is_over = gain.count, gain.count >= (MOST_PAIRS if gain.value > 1 + LEAST_FALL else MOST_PAIRS // 2)
+    if gain.high < 1:
+        return False
+    if is_parking:
+        if count < 2 or (count < MOST_PAIRS // 2 and gain.value > 1 - 3 * TOLERANCE):
+            return None
+        return min(gain.value, speed.value) > 1 - TOLERANCE
+    if gain.low > 1 and (count > 1 or gain.value > CLEAR):
+        return True
+    if count > (1 if speed.value > CLEAR else 3) and speed.low > 1 + LEAST_FALL and gain.value > 1 - LEAST_FALL:
+        return True
+    return False if is_over else None
 
 
-def measured(rows: list[BatchTrace]) -> Measurement | None:
-    """What these batches of a configuration say, pauses apart; None of none."""
-    longest_s = max(PAUSE_S, PAUSE_STEPS * sum(row.step_s for row in rows) / max(1, len(rows)))
-    rows = [row for row in rows if row.step_s <= longest_s]
-    if not rows:
-        return None
-    window_s = max(sum(row.step_end - row.requested for row in rows), 1e-9)
-    rate = sum(row.samples for row in rows) / window_s
-    return Measurement.of(
-        rows,
-        Interval(value=rate, low=-math.inf, high=math.inf, count=len(rows)),
-        window_s=window_s,
-        first_batch_s=rows[0].wait_s,
-        wait_share=sum(row.wait_s for row in rows) / window_s,
-    )
-
-
-def _rate(seen: Measurement) -> float:
-    return seen.samples_per_s.value
-
-
-def _batch_s(seen: Measurement) -> float:
-    return seen.window_s / seen.samples_per_s.count
-
-
-def _falls(before: Measurement, after: Measurement) -> bool:
-    return before.wait_share - after.wait_share * _rate(before) / _rate(after) > LEAST_FALL
+def _product(one: Interval, other: Interval) -> Interval:
+    limits = {"low": one.low * other.low, "high": one.high * other.high}
+    return Interval(value=one.value * other.value, count=min(one.count, other.count), **limits)

@@ -3,23 +3,84 @@
 iter() ── asks ── receives ── step ── asks ── receives ── step ── asks ── is told that the epoch is over
  starts    waits               steps   waits               steps   waits
 
-Seconds are of one monotonic clock, which the caller reads. A pause in which nobody asks (evaluation, a checkpoint, a
-notebook left alone) is no step. Torch is not needed here.
+Seconds are of one monotonic clock, which the caller reads. A step is a pause (evaluation, a checkpoint, a notebook left
+alone), and not counted, if it is longer than 0.5 s, than 20 median steps, and than twice what comes back once in 80 steps: an
+evaluation every 100 steps is a pause, and the synchronisation of an asynchronous device every 50 steps is a step. Torch is not
+needed here.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune_loader.values import BatchTrace
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, Measurement
 
 MOST_ROWS = 20_000
 """Batches whose histories are kept at least; twice as many at most (10 MiB)."""
-PAUSE_S, PAUSE_STEPS = 0.5, 20.0
-"""A step is a pause if it takes longer than this and so many mean steps."""
+LATEST_STEPS = 1_000
+"""By so many steps a long one is judged."""
+PAUSE_S, PAUSE_STEPS, PAUSE_USUAL = 0.5, 20.0, 2.0
+"""A pause takes longer than this, than so many median steps, and than so many times what comes back often."""
+HEAVY_STEPS, HEAVY_SHARE = 5.0, 0.2
+"""A heavy step takes so many median ones; heavy steps count if they are such a share of all."""
+OFTEN, LEAST_OFTEN = 80, 3
+"""What comes once in so many steps comes back often, and has come at least so many times. A device's queue holds about 1,000
+kernels, so that its synchronisation stands for some tens of steps; evaluations are rarer."""
 
 Fetch = tuple[int, float, float, float, float]
 """worker, fetch_start, fetch_end, collate_end, cpu_s: the first fields of a `BatchTrace`."""
+
+
+def longest_s(seconds: Sequence[float]) -> float:
+    """What takes longer than this is no part of the series, which is not empty: it is far from usual, and rare."""
+    ordered = sorted(seconds)
+    count = len(ordered)
+    often = ordered[-min(count, max(LEAST_OFTEN, count // OFTEN + 1))]
+    return max(PAUSE_S, PAUSE_STEPS * ordered[(count - 1) // 2], PAUSE_USUAL * often)
+
+
+def heavy_s(seconds: Sequence[float]) -> float | None:
+    """What takes longer comes back often and is a large part of the series: that is to be measured from one to another."""
+    ordered = sorted(seconds)
+    count = len(ordered)
+    least = HEAVY_STEPS * ordered[(count - 1) // 2]
+    longest = longest_s(ordered)
+    heavy = [each for each in ordered[count // 2 :] if least < each <= longest]
+    is_often = len(heavy) >= max(LEAST_OFTEN, count // OFTEN)
+    return least if is_often and sum(heavy) > HEAVY_SHARE * sum(ordered) else None
+
+
+def measurement(rows: Sequence[BatchTrace], longest_step_s: float, workers: int | None = None) -> Measurement | None:
+    """What batches of one configuration say; None of none. With `workers`, batches that others made are not its own.
+
+    Left out are what others made, pauses, waits that are as long and rare, and what lay ready when one of these was over.
+    """
+    longest_row_s = longest_s([row.wait_s + min(row.step_s, longest_step_s) for row in rows]) if rows else 0.0
+    own, late, ready = list[BatchTrace](), list[BatchTrace](), -math.inf
+    for row in rows:
+        is_other = workers is not None and (row.worker != MAIN_PROCESS) != bool(workers)
+        if is_other or row.step_s > longest_step_s or row.wait_s > longest_row_s:
+            ready = row.step_end
+        else:
+            (own if row.collate_end > ready else late).append(row)
+    if not (own := own or late):
+        return None
+    window_s, waited_s = sum(row.step_end - row.requested for row in own), sum(row.wait_s for row in own)
+    if workers:  # a queue that drains is no speed
+        drained_s = max(0.0, sum(row.service_s for row in own) / workers - window_s)
+        window_s, waited_s = window_s + drained_s, waited_s + drained_s
+    window_s = max(window_s, 1e-9)
+    rate = sum(row.samples for row in own) / window_s
+    return Measurement.of(
+        own,
+        Interval(value=rate, low=-math.inf, high=math.inf, count=len(own)),
+        window_s=window_s,
+        first_batch_s=own[0].wait_s,
+        wait_share=waited_s / window_s,
+    )
 
 
 @dataclass(slots=True)
@@ -64,6 +125,10 @@ class Log:
         """The latest batches; `forgotten` older ones were dropped."""
         self.forgotten = 0
         self.current: Loop | None = None
+        self.steps = deque[float](maxlen=LATEST_STEPS)
+        """What the latest steps took, pauses included."""
+        self._aside = list[float]()
+        """Steps that were pauses when they ended: they are counted if they come back often."""
 
     @property
     def end(self) -> int:
@@ -76,10 +141,27 @@ class Log:
     def begin(self, now: float) -> Loop:
         """`iter()` was called: a loop over one epoch."""
         self.current = Loop(self, now)
-        if len(self.rows) > 2 * MOST_ROWS:
-            del self.rows[:MOST_ROWS]
-            self.forgotten += MOST_ROWS
         return self.current
+
+    def trim(self) -> None:
+        """Forget the older half of the rows."""
+        del self.rows[:MOST_ROWS]
+        self.forgotten += MOST_ROWS
+
+    def step(self, seconds: float) -> None:
+        """A step has ended. A long first one, which may compile, is judged by the second."""
+        self.steps.append(seconds)
+        is_long = seconds > PAUSE_S
+        if not is_long:
+            self.totals.stepped_s += seconds
+            if not self._aside:
+                return
+        else:
+            self._aside.append(seconds)
+        if len(self.steps) > 1 and (is_long or len(self.steps) == 2):
+            longest = longest_s(self.steps)
+            self.totals.stepped_s += sum(each for each in self._aside if each <= longest)
+            self._aside = [each for each in self._aside[-LATEST_STEPS:] if each > longest]
 
 
 class Loop:
@@ -101,11 +183,11 @@ class Loop:
         """The loop asks for a batch: its step has ended."""
         received = self._received
         if received:
-            totals, step_s = self._log.totals, now - received
-            if step_s <= PAUSE_S or step_s * totals.batches <= PAUSE_STEPS * totals.stepped_s or totals.batches == 1:
-                totals.stepped_s += step_s
+            self._log.step(now - received)
             if self._fetch is not None and self._log.current is self:
                 self._rows.append(BatchTrace(*self._fetch, self._samples, self._asked, received, now))
+                if len(self._rows) > 2 * MOST_ROWS:
+                    self._log.trim()
             self._received = 0.0
         self._asked = now
 

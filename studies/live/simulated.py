@@ -1,48 +1,115 @@
 """Does the tuner find the best number of workers, how soon, and at what cost? On simulated machines, in seconds of one core.
 
-python -m studies.live.simulated                 # 40 machines, from 0 and from 2 workers
-python -m studies.live.simulated --machines 300 --seed 100
+python -m studies.live.simulated                       # 40 machines, undisturbed, from 0 and from 2 workers
+python -m studies.live.simulated --disturbed           # 10 minutes with evaluations, hiccups, ranks ...: about 40 minutes
+python -m studies.live.simulated --disturbed --machines 10 --seed 1000 --only ranks hiccups
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import random
 import statistics
 import sys
+from functools import partial
+from typing import Any
 
 from autotune_loader.values import LoaderConfig
-from tests.support.training import Training
+from tests.support.training import Training, together
 
-MINUTE_S, SETTLED_S = 60.0, 60.0
+MINUTE_S, SETTLED_S, TEN_MINUTES_S, LOOKED_S = 60.0, 60.0, 600.0, 60.0
 WORKERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+BEST_OF, TRIED_S = 2, 10.0
+"""So many numbers of workers, the fastest of so long a run, are run for all the time."""
+DISTURBANCES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "evaluations of 20 s every 100 steps": {"evaluate_every": 100},
+    "hiccups of 12 s every 100 s": {"hiccup_every_s": 100.0},
+    "sync every 50 steps": {"sync_every": 50},
+    "fetches get 3 x slower": {"drift": 3.0},
+    "fetches get 3 x faster": {"drift": 1 / 3},
+    "noisy neighbours": {"neighbour": 1.5, "noise": 0.1},
+    "slow batches": {},
+    "4 ranks in lock step": {},
+}
 
 
-def shares(seed: int, asked: int) -> tuple[float, float, float]:
-    """Rates of a machine, relative to the best fixed number of workers: of the first minute, once settled, and as asked."""
-    training = Training.drawn(seed)
-    own = LoaderConfig(num_workers=asked)
-    tuner = training.tuner(own)
-    best = max(training.rate(LoaderConfig(num_workers=workers)) for workers in WORKERS)
-    first = training.run(tuner, MINUTE_S)
-    training.run(tuner, SETTLED_S)
-    return first / best, training.run(tuner, SETTLED_S) / best, training.rate(own) / best
+def _job(seed: int, disturbance: str) -> list[Training]:
+    more = dict(DISTURBANCES[disturbance])
+    if disturbance == "slow batches":
+        rng = random.Random(seed)
+        more |= {
+            "fetch_s": 10 ** rng.uniform(0.0, 0.9),
+            "step_s": 10 ** rng.uniform(-1.5, 0.3),
+            "epoch_batches": 100_000,
+        }
+    if disturbance == "sync every 50 steps":
+        more["launch_s"] = 0.0005
+    ranks = 4 if "ranks" in disturbance else 1
+    jobs = [Training.drawn(seed, **more) for _ in range(ranks)]
+    for rank, job in enumerate(jobs):
+        job._random.seed(seed * 10 + rank)
+    return jobs
+
+
+def _fixed(seed: int, disturbance: str, workers: int) -> tuple[list[Training], list[None]]:
+    jobs = [each.fixed(LoaderConfig(num_workers=workers)) for each in _job(seed, disturbance)]
+    return jobs, [None] * len(jobs)
+
+
+def shares(seed: int, disturbance: str = "nothing", seconds: float = TEN_MINUTES_S) -> list[tuple[Any, ...]]:
+    """From 0 and from 2 workers: rates of the first minute and of the others over the best fixed number's, and how it ended.
+
+    Where workers were asked for the best is one of those from 1 up.
+    """
+    tried_s = 2 * MINUTE_S if disturbance in ("slow batches", "evaluations of 20 s every 100 steps") else TRIED_S
+    tried = {workers: together(*_fixed(seed, disturbance, workers), tried_s) for workers in WORKERS}
+    firsts, fixed = dict[int, float](), dict[int, float]()
+    ranked = sorted(WORKERS, key=lambda each: -tried[each])
+    for workers in {*ranked[:BEST_OF], *[each for each in ranked if each][:BEST_OF]}:
+        jobs, none = _fixed(seed, disturbance, workers)
+        firsts[workers] = together(jobs, none, MINUTE_S)
+        fixed[workers] = together(jobs, none, seconds - MINUTE_S)
+    found = []
+    for asked in (0, 2):
+        best = max((each for each in fixed if each >= min(asked, 1)), key=lambda each: fixed[each])
+        jobs = _job(seed, disturbance)
+        tuners = [each.tuner(LoaderConfig(num_workers=asked)) for each in jobs]
+        first = together(jobs, tuners, MINUTE_S)
+        later = together(jobs, tuners, seconds - MINUTE_S)
+        ended = [each.best.num_workers for each in tuners]
+        found.append((later / fixed[best], first / firsts[best], best, ended, seed, asked, tuners[0].own_s))
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machines", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--disturbed", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[], help="words of the disturbances")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of the simulated training")
+    parser.add_argument("--worst", type=int, default=0, help="tell so many of the worst machines")
+    parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    print("| asked | settled: mean (goal 97 %) | least | first minute: mean (goal 93 %) | least | as asked |")
-    print("|---|---|---|---|---|---|")
-    for asked in (0, 2):
-        found = [shares(seed, asked) for seed in range(options.seed, options.seed + options.machines)]
-        first, settled, plain = zip(*found, strict=True)
-        means = [statistics.fmean(each) for each in (settled, first, plain)]
-        print(
-            f"| {asked} | {means[0]:.1%} | {min(settled):.0%} | {means[1]:.1%} | {min(first):.0%} | {means[2]:.1%} |",
-            flush=True,
-        )
+    seconds = options.seconds or (TEN_MINUTES_S if options.disturbed else MINUTE_S + 2 * SETTLED_S)
+    names = [each for each in DISTURBANCES if not options.only or any(word in each for word in options.only)]
+    print("| disturbance | later: median | 10 % are below | worst (goal 97 %) | first minute: mean (goal 93 %) |")
+    print("|---|---|---|---|---|")
+    with multiprocessing.Pool(options.jobs) as pool:
+        for name in names if options.disturbed else names[:1]:
+            seeds = range(options.seed, options.seed + options.machines)
+            job = partial(shares, disturbance=name, seconds=seconds)
+            found = sorted(each for both in pool.map(job, seeds, chunksize=1) for each in both)
+            later, first = [each[0] for each in found], [each[1] for each in found]
+            tenth = later[len(later) // 10]
+            print(
+                f"| {name} | {statistics.median(later):.1%} | {tenth:.1%} | {later[0]:.1%} | {statistics.fmean(first):.1%} |",
+                flush=True,
+            )
+            for each in found[: options.worst]:
+                print("    later {:.3f} first {:.3f} best {} ended {} seed {} asked {} own {:.2f} s".format(*each))
     return 0
 
 

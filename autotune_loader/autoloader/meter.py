@@ -1,0 +1,170 @@
+"""What a configuration reaches, measured in the log of a loop: without what the switch to it left behind, and what it costs.
+
+switch ── batches in flight ── one of each worker ── the batches that count ── enough of them: seen
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median_low
+from typing import NamedTuple
+
+from autotune_loader.pipeline.loop_log import OFTEN, Log, heavy_s, longest_s, measurement
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, Measurement
+
+BLOCK_S, BLOCK_BATCHES, MOST_BLOCKS = 0.25, 6, 10
+"""The least that is measured of a configuration; so many times as long, pauses included, is enough of a few batches."""
+SLOW_S, SLOW_BATCHES = 5.0, 3
+"""So many batches are enough if they take so long."""
+LATEST = 400
+"""A measurement is of so many batches at most."""
+FEW_OTHERS = 0.01
+"""An epoch counts if at least 99 % of its batches were made by the configuration under test."""
+HICCUP = 20.0
+"""A wait of so many usual ones is nobody's cost, unless a worker has begun with it."""
+LEAST_FALL, TOLERANCE = 0.01, 0.015
+"""More workers are worth it if they are faster by the first share; fewer, if they are not slower by the second."""
+LATEST_STEPS = 16
+"""Measurements among which steps that waited for nobody are looked for."""
+
+
+class Measure(NamedTuple):
+    """Measure a configuration for so long; or, where `whole`, for a whole epoch from `iter()` to its end."""
+
+    config: LoaderConfig
+    seconds: float = BLOCK_S
+    batches: int = BLOCK_BATCHES
+    whole: bool = False
+
+
+class Reached(NamedTuple):
+    """What was measured of a configuration."""
+
+    config: LoaderConfig
+    of: Measurement
+    speed: float
+    """Samples/s if steps waited for nobody: other ranks, or a device, wait for this loop's data as it does for theirs."""
+    seconds: float
+    batches: int
+    """Since it was applied, its first batches included."""
+
+    @property
+    def rate(self) -> float:
+        return self.of.samples_per_s.value
+
+    @property
+    def batch_s(self) -> float:
+        return self.of.window_s / self.of.samples_per_s.count
+
+    def is_better(self, other: Reached) -> bool:
+        """Whether it is faster; or not slower, and the loop waits less."""
+        ratio, waits_less = self.rate / other.rate, self.speed > (1 + LEAST_FALL) * other.speed
+        return ratio > 1 + LEAST_FALL or (waits_less and ratio > 1 - 2 * TOLERANCE)
+
+
+class Meter:
+    """Measures one configuration at a time.
+
+    Attributes:
+        open_s: how much longer the first fetch of a process takes.
+        has_run: the largest number of workers so far.
+    """
+
+    def __init__(self, log: Log, config: LoaderConfig) -> None:
+        self._log, self._running = log, config
+        self.open_s, self.has_run, self._has_measured = 0.0, 0, False
+        self._steps = deque[float](maxlen=LATEST_STEPS)
+        self._epoch: Reached | None = None
+        self._first = 0
+        self.begin(Measure(config))
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes that waits for nobody: the shortest mean of the latest measurements."""
+        return min(self._steps, default=0.0)
+
+    def begin(self, request: Measure, now: float = math.inf) -> None:
+        """Measure this from now on; if it is another configuration, as soon as it is applied."""
+        self.request, self._epoch = request, None
+        self._since, self._since_s, self._since_at = self._log.end, self._log.totals.active_s, now
+        if self._running == request.config:
+            self._first = self._since
+
+    def applied(self, config: LoaderConfig, now: float, in_flight: int = 0) -> None:
+        """It runs. So many batches that were begun before do not count, nor does one of each worker."""
+        if self._running != config:
+            self._running, self._first = config, self._log.end
+            self._since = self._first + in_flight + max(1, config.num_workers)
+            self._since_s, self._since_at = self._log.totals.active_s, now
+
+    def epoch(self, seconds: float, batches: int) -> None:
+        """An epoch is over, `iter()` and end included: it counts if the configuration in question has made it."""
+        config = self.request.config
+        first, longest = self._log.end - batches, longest_s(self._log.steps)
+        rows = [row for row in self._log.since(first) if (row.worker != MAIN_PROCESS) == bool(config.num_workers)]
+        is_own = self._running == config and first >= self._first and batches - len(rows) <= FEW_OTHERS * batches
+        if is_own and (of := measurement(rows, longest)) is not None:
+            seconds -= sum(row.step_s for row in rows if row.step_s > longest)
+            rate = replace(of.samples_per_s, value=sum(row.samples for row in rows) / seconds, count=batches)
+            of = replace(of, samples_per_s=rate, window_s=seconds)
+            self._epoch = self._measured(of, self._speed(config, of), seconds, batches)
+
+    def seen(self, now: float) -> Reached | None:
+        """What was asked for, once there is enough of it."""
+        request, epoch = self.request, self._epoch
+        if request.whole:
+            return epoch
+        log, config = self._log, request.config
+        count, seconds = log.end - self._since, log.totals.active_s - self._since_s
+        least = max(config.num_workers, SLOW_BATCHES if seconds > SLOW_S else request.batches)
+        if self._running != config or count < least or seconds < request.seconds:
+            return None
+        rows, heavy = log.since(max(self._since, log.end - LATEST)), heavy_s(log.steps)
+        at = [number for number, row in enumerate(rows) if heavy is not None and row.step_s > heavy]
+        if len(at) > 1:  # from the end of one to the end of another
+            rows = rows[at[0] + 1 : at[-1] + 1]
+        elif heavy is not None and count < 2 * OFTEN:
+            return None
+        of = measurement(rows, longest_s(log.steps), config.num_workers)
+        if of is None or of.samples_per_s.count < max(min(config.num_workers, count // 2), SLOW_BATCHES):
+            return None
+        is_long = now - self._since_at > MOST_BLOCKS * request.seconds or count >= LATEST
+        if of.window_s < min(request.seconds, BLOCK_S) and not is_long:
+            return None
+        own = self._own(log.since(max(self._first, log.end - 2 * LATEST)), of)
+        seconds = sum(row.wait_s + min(row.step_s, of.step_s) for row in own)
+        # A device that this loop waits for now and then is no other rank: then only what is reached counts.
+        speed = self._speed(config, of) if heavy is None else of.samples_per_s.value
+        return self._measured(of, speed, seconds, len(own))
+
+    def _measured(self, of: Measurement, speed: float, seconds: float, batches: int) -> Reached:
+        self._steps.append(of.step_s)
+        self._has_measured = True
+        return Reached(self.request.config, of, speed, seconds, batches)
+
+    def _own(self, rows: list[BatchTrace], of: Measurement) -> list[BatchTrace]:
+        """Those since the configuration was applied that cost what it costs; learns what the first fetch of a worker takes."""
+        workers, firsts = self._running.num_workers, dict[int, BatchTrace]()
+        if self.has_run < workers or not self._has_measured:
+            begin = self._since - self._first
+            for row in rows[max(0, begin - workers) : begin + workers + 1]:
+                if row.worker >= self.has_run or not workers:
+                    firsts.setdefault(row.worker, row)
+            if firsts:
+                self.open_s = max(0.0, median_low([row.service_s for row in firsts.values()]) - 2 * of.service_s)
+            self.has_run = max(self.has_run, workers)
+        limit_s = HICCUP * max(of.window_s / of.samples_per_s.count, of.service_s, BLOCK_S / 10)
+        return [row for row in rows[-LATEST:] if row.wait_s <= limit_s or row is firsts.get(row.worker)]
+
+    def _speed(self, config: LoaderConfig, of: Measurement) -> float:
+        step_s = min(*self._steps, of.step_s, math.inf) + of.receive_s
+        fetch_s = of.service_s / config.num_workers if config.num_workers else of.service_s + step_s
+        return of.batch_size / max(fetch_s, step_s, 1e-9)
+
+
+def measured(rows: Sequence[BatchTrace]) -> Measurement | None:
+    """What these batches of a configuration say, pauses and what lay ready after them apart; None of none."""
+    return measurement(rows, longest_s([row.step_s for row in rows])) if rows else None
