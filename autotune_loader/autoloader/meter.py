@@ -110,7 +110,7 @@ class Meter:
             seconds -= sum(row.step_s for row in rows if row.step_s > longest)
             rate = replace(of.samples_per_s, value=sum(row.samples for row in rows) / seconds, count=batches)
             of = replace(of, samples_per_s=rate, window_s=seconds)
-            self._epoch = self._measured(of, self._speed(config, of), seconds, batches)
+            self._epoch = self._measured(of, seconds, batches)
 
     def seen(self, now: float) -> Reached | None:
         """What was asked for, once there is enough of it."""
@@ -119,7 +119,8 @@ class Meter:
             return epoch
         log, config = self._log, request.config
         count, seconds = log.end - self._since, log.totals.active_s - self._since_s
-        least = max(config.num_workers, SLOW_BATCHES if seconds > SLOW_S else request.batches)
+        workers = max(1, config.num_workers)
+        least = workers * math.ceil((SLOW_BATCHES if seconds > SLOW_S else request.batches) / workers)
         if self._running != config or count < least or seconds < request.seconds:
             return None
         rows, heavy = log.since(max(self._since, log.end - LATEST)), heavy_s(log.steps)
@@ -128,22 +129,24 @@ class Meter:
             rows = rows[at[0] + 1 : at[-1] + 1]
         elif heavy is not None and count < 2 * OFTEN:
             return None
+        else:  # workers deliver in turns, and often at the same time
+            rows = rows[len(rows) % workers :]
         of = measurement(rows, longest_s(log.steps), config.num_workers)
-        if of is None or of.samples_per_s.count < max(min(config.num_workers, count // 2), SLOW_BATCHES):
+        if of is None or of.samples_per_s.count < max(min(workers, count // 2), SLOW_BATCHES):
             return None
         is_long = now - self._since_at > MOST_BLOCKS * request.seconds or count >= LATEST
         if of.window_s < min(request.seconds, BLOCK_S) and not is_long:
             return None
         own = self._own(log.since(max(self._first, log.end - 2 * LATEST)), of)
         seconds = sum(row.wait_s + min(row.step_s, of.step_s) for row in own)
-        # A device that this loop waits for now and then is no other rank: then only what is reached counts.
-        speed = self._speed(config, of) if heavy is None else of.samples_per_s.value
-        return self._measured(of, speed, seconds, len(own))
+        return self._measured(of, seconds, len(own))
 
-    def _measured(self, of: Measurement, speed: float, seconds: float, batches: int) -> Reached:
+    def _measured(self, of: Measurement, seconds: float, batches: int) -> Reached:
         self._steps.append(of.step_s)
         self._has_measured = True
-        return Reached(self.request.config, of, speed, seconds, batches)
+        step_s, workers = self.step_s + of.receive_s, self.request.config.num_workers
+        fetch_s = of.service_s / workers if workers else of.service_s + step_s
+        return Reached(self.request.config, of, of.batch_size / max(fetch_s, step_s, 1e-9), seconds, batches)
 
     def _own(self, rows: list[BatchTrace], of: Measurement) -> list[BatchTrace]:
         """Those since the configuration was applied that cost what it costs; learns what the first fetch of a worker takes."""
@@ -158,11 +161,6 @@ class Meter:
             self.has_run = max(self.has_run, workers)
         limit_s = HICCUP * max(of.window_s / of.samples_per_s.count, of.service_s, BLOCK_S / 10)
         return [row for row in rows[-LATEST:] if row.wait_s <= limit_s or row is firsts.get(row.worker)]
-
-    def _speed(self, config: LoaderConfig, of: Measurement) -> float:
-        step_s = min(*self._steps, of.step_s, math.inf) + of.receive_s
-        fetch_s = of.service_s / config.num_workers if config.num_workers else of.service_s + step_s
-        return of.batch_size / max(fetch_s, step_s, 1e-9)
 
 
 def measured(rows: Sequence[BatchTrace]) -> Measurement | None:

@@ -22,8 +22,6 @@ from autotune_loader.autoloader.meter import (
     BLOCK_BATCHES,
     BLOCK_S,
     LEAST_FALL,
-    SLOW_BATCHES,
-    SLOW_S,
     TOLERANCE,
     Measure,
     Meter,
@@ -40,6 +38,8 @@ MOSTLY, WAITING, IDLE = 0.5, 0.05, 0.01
 """Shares of waiting: above the second one there is something to gain, below the last one something to give back."""
 LOOK_S, KEEP_S, PAIR_EVERY_S, LONGEST_S = 5.0, 30.0, 300.0, 3600.0
 """How often waiting is looked at; the first pause before fewer workers; that before what was asked for; the longest one."""
+SLOW_BATCH_S = 0.5
+"""Where batches take longer, stages and pairs take too long for what is clear."""
 SHORT_EPOCH_S = 1.0
 """Shorter epochs are compared whole: beginning and end are a part of them."""
 HEADROOM = 1.15
@@ -223,7 +223,7 @@ class Tuner:
             if config.num_workers and (best.of.wait_share < WAITING or not (is_better or is_first)):
                 break
         if best.is_better(seen):
-            is_clear = seen.batch_s > SLOW_S / SLOW_BATCHES and best.rate > CLEAR * seen.rate
+            is_clear = seen.batch_s > SLOW_BATCH_S and best.rate > CLEAR * seen.rate
             yield from self._paired(
                 best.config, [Round(rates={each.config: each.rate for each in (best, seen)})] * is_clear
             )
@@ -300,7 +300,9 @@ class Tuner:
         is_handing_over = own and of.service_s + of.step_s < seen.batch_s * (1 + WAITING)
         found, workers = [0] if is_handing_over and not self.asked.num_workers else [], 2 * own or min(2, most)
         step = max(2.0, math.sqrt(most / workers))  # two or three stages: each takes time
-        while workers < most and (of.wait_share < MOSTLY or seen.batch_s < SLOW_S / SLOW_BATCHES):
+        if of.wait_share > MOSTLY and seen.batch_s > SLOW_BATCH_S:  # nor is there time for stages
+            workers = max(workers, own + int(CREDIT_S / 2 / self.start_s))
+        while workers < most:
             found.append(workers)
             workers = math.ceil(workers * step)
         return [self._with(each) for each in dict.fromkeys([*found, most]) if each != own]

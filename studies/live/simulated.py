@@ -1,7 +1,7 @@
 """Does the tuner find the best number of workers, how soon, and at what cost? On simulated machines, in seconds of one core.
 
 python -m studies.live.simulated                       # 40 machines, undisturbed, from 0 and from 2 workers
-python -m studies.live.simulated --disturbed           # 10 minutes with evaluations, hiccups, ranks ...: about 40 minutes
+python -m studies.live.simulated --disturbed           # 10 minutes with evaluations, hiccups, ranks ...: an hour of a core
 python -m studies.live.simulated --disturbed --machines 10 --seed 1000 --only ranks hiccups
 """
 
@@ -16,10 +16,12 @@ from functools import partial
 from typing import Any
 
 from autotune_loader.values import LoaderConfig
-from tests.support.training import Training, together
+from tests.support.training import SAMPLES, Training, together
 
 MINUTE_S, SETTLED_S, TEN_MINUTES_S, LOOKED_S = 60.0, 60.0, 600.0, 60.0
 WORKERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+FAST_BATCHES_S = 250.0
+"""With `--quick`, faster machines are run for two minutes: by then they have made as many batches as others in ten."""
 BEST_OF, TRIED_S = 2, 10.0
 """So many numbers of workers, the fastest of so long a run, are run for all the time."""
 DISTURBANCES: dict[str, dict[str, Any]] = {
@@ -31,7 +33,7 @@ DISTURBANCES: dict[str, dict[str, Any]] = {
     "fetches get 3 x faster": {"drift": 1 / 3},
     "noisy neighbours": {"neighbour": 1.5, "noise": 0.1},
     "slow batches": {},
-    "4 ranks in lock step": {},
+    "3 ranks in lock step": {},
 }
 
 
@@ -46,7 +48,7 @@ def _job(seed: int, disturbance: str) -> list[Training]:
         }
     if disturbance == "sync every 50 steps":
         more["launch_s"] = 0.0005
-    ranks = 4 if "ranks" in disturbance else 1
+    ranks = 3 if "ranks" in disturbance else 1
     jobs = [Training.drawn(seed, **more) for _ in range(ranks)]
     for rank, job in enumerate(jobs):
         job._random.seed(seed * 10 + rank)
@@ -58,7 +60,9 @@ def _fixed(seed: int, disturbance: str, workers: int) -> tuple[list[Training], l
     return jobs, [None] * len(jobs)
 
 
-def shares(seed: int, disturbance: str = "nothing", seconds: float = TEN_MINUTES_S) -> list[tuple[Any, ...]]:
+def shares(
+    seed: int, disturbance: str = "nothing", seconds: float = TEN_MINUTES_S, is_quick: bool = False
+) -> list[tuple[Any, ...]]:
     """From 0 and from 2 workers: rates of the first minute and of the others over the best fixed number's, and how it ended.
 
     Where workers were asked for the best is one of those from 1 up.
@@ -66,6 +70,8 @@ def shares(seed: int, disturbance: str = "nothing", seconds: float = TEN_MINUTES
     tried_s = 2 * MINUTE_S if disturbance in ("slow batches", "evaluations of 20 s every 100 steps") else TRIED_S
     tried = {workers: together(*_fixed(seed, disturbance, workers), tried_s) for workers in WORKERS}
     firsts, fixed = dict[int, float](), dict[int, float]()
+    if is_quick and max(tried.values()) > SAMPLES * FAST_BATCHES_S:
+        seconds = min(seconds, 2 * MINUTE_S)
     ranked = sorted(WORKERS, key=lambda each: -tried[each])
     for workers in {*ranked[:BEST_OF], *[each for each in ranked if each][:BEST_OF]}:
         jobs, none = _fixed(seed, disturbance, workers)
@@ -88,6 +94,7 @@ def main() -> int:
     parser.add_argument("--machines", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disturbed", action="store_true")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="*", default=[], help="words of the disturbances")
     parser.add_argument("--seconds", type=float, default=0.0, help="of the simulated training")
     parser.add_argument("--worst", type=int, default=0, help="tell so many of the worst machines")
@@ -100,7 +107,7 @@ def main() -> int:
     with multiprocessing.Pool(options.jobs) as pool:
         for name in names if options.disturbed else names[:1]:
             seeds = range(options.seed, options.seed + options.machines)
-            job = partial(shares, disturbance=name, seconds=seconds)
+            job = partial(shares, disturbance=name, seconds=seconds, is_quick=options.quick)
             found = sorted(each for both in pool.map(job, seeds, chunksize=1) for each in both)
             later, first = [each[0] for each in found], [each[1] for each in found]
             tenth = later[len(later) // 10]

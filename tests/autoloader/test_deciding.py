@@ -155,12 +155,16 @@ def test_looking_costs_the_same_after_ten_thousand_epochs() -> None:
     [
         # pauses and hiccups of 12 s, early ones too, and nothing is lost to them for good
         ({"evaluate_every": 100}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, {5, 6, 7, 8}),
-        ({"evaluate_every": 7, "evaluate_s": 0.1}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, {2, 3, 4, 5, 6, 7, 8}),
+        (
+            {"evaluate_every": 7, "evaluate_s": 0.1},
+            {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01},
+            {2, 3, 4, 5, 6, 7, 8},
+        ),
         ({"hiccup_every_s": 40.0}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, {5, 6, 7, 8}),
         # a device that is synchronised every 50 steps, and limits: workers bring nothing
         ({"sync_every": 50}, {"fetch_s": 0.002, "cpu": 0.5, "step_s": 0.1}, {0}),
-        # the same where data limit
-        ({"sync_every": 50}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, {5, 6, 7, 8}),
+        # the same where data limit: what a step takes is not seen before the device is busy, so that there may be too many
+        ({"sync_every": 50}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, {8, 16, 32}),
         ({"drift": 3.0}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.02}, {6, 7, 8, 9, 10, 11, 12}),
         ({"neighbour": 1.5, "noise": 0.1}, {"fetch_s": 0.02, "cpu": 1.0, "step_s": 0.001}, {4, 5}),
         # slow batches
@@ -294,7 +298,11 @@ def test_slow_batches_are_decided_on_after_a_few() -> None:
     while tuner.wanted == of(1):
         training.batch(tuner)
     assert training.log.totals.batches <= 5
-    assert tuner.wanted.num_workers == pytest.approx(1.15 * 8.0 / 0.5 + 1, abs=1)
+    assert tuner.wanted.num_workers >= 10
+    while tuner.best == of(1):
+        training.batch(tuner)
+    assert training.log.totals.batches <= 100
+    assert tuner.best.num_workers == pytest.approx(1.15 * 8.0 / 0.5 + 1, abs=1)
 
 
 @pytest.mark.parametrize(
