@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner, measured
-from autotune_loader.diagnosis import Finding, Kept, judged
+from autotune_loader.diagnosis import Advice, Finding, Kept, judged
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.pipeline.site import Site
@@ -31,6 +31,8 @@ class Found:
         tuner = self.tuner
         if tuner.refused is not None or tuner.best != tuner.asked:
             return tuner.refused
+        if tuner.is_trying:
+            return Kept.NOT_SETTLED()
         if len(tuner.measured) > 1:
             return Kept.NOT_FASTER()
         seen = tuner.measured.get(tuner.asked)
@@ -45,7 +47,7 @@ class Found:
         own = next((trial.measurement for trial in trials if trial.config == tuner.best), None)
         found = TuningResult(
             best=tuner.best,
-            status="complete" if tuner.best in tuner.measured and tuner.wanted == tuner.best else "partial",
+            status="partial" if tuner.is_trying or tuner.best not in tuner.measured else "complete",
             found_by="autoloader",
             baseline=tuner.asked,
             batch_size=self.site.batch_size,
@@ -57,7 +59,10 @@ class Found:
             seconds=round(self.log.totals.active_s, 3),
             machine=inspect_machine().fingerprint(dataset=self.site.dataset),
         )
-        return judged(found, has_batched_fetch=self.has_batched_fetch)
+        found = judged(found, has_batched_fetch=self.has_batched_fetch)
+        if not tuner.none_would_be_faster:
+            return found
+        return replace(found, advice=(Advice.WITHOUT_WORKERS(), *found.advice))
 
     def _trials(self) -> tuple[Trial, ...]:
         known = self.tuner.measured

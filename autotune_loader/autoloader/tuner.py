@@ -85,6 +85,7 @@ class Tuner:
         own_s, gained_s: what tuning has cost, and what it has gained.
         start_s: what starting a worker takes.
         none_would_be_faster: whether receiving a batch from the workers that were asked for costs more than fetching it.
+        is_trying: whether another configuration is being tried.
         wake: when `look` is to be called.
     """
 
@@ -109,7 +110,7 @@ class Tuner:
         self.rounds = list[Round]()
         self.own_s = self.gained_s = self.wake = 0.0
         self.start_s, self._meter = START_S, Meter(log, asked)
-        self.none_would_be_faster = self._are_short = self._is_frozen = False
+        self.none_would_be_faster = self.is_trying = self._are_short = self._is_frozen = False
         self._up_at = self._park_at = self._proof_at = self._known_wait = 0.0
         self._up_s, self._park_s, self._failed_s = LOOK_S, KEEP_S, KEEP_S
         """When more, fewer, and what was asked for are tried next, and the pauses until then."""
@@ -121,7 +122,7 @@ class Tuner:
     def freeze(self) -> None:
         """What runs now runs from now on."""
         self._plan.close()
-        self._is_frozen, self.wake = True, math.inf
+        self._is_frozen, self.is_trying, self.wake = True, False, math.inf
 
     def refuse(self, why: Finding) -> None:
         """Only what was asked for may run from now on, for good; the first reason counts."""
@@ -167,6 +168,7 @@ class Tuner:
 
     def epoch(self, seconds: float, batches: int) -> None:
         """An epoch is over, `iter()` and end included: it counts if the configuration in question has made it."""
+        self._epoch_batches = self._epoch_batches or batches
         if self._meter.request.whole:
             self._meter.epoch(seconds, batches)
             self.wake = 0.0
@@ -194,7 +196,7 @@ class Tuner:
                 seen = yield Measure(self.asked, GATE_S / 2, GATE_BATCHES // 2)
         while True:
             before, active_s, waits = self.best, self._log.totals.active_s, seen.of.wait_share
-            self._are_short = seen.batch_s * (self._epoch_batches or math.inf) < SHORT_EPOCH_S
+            self._are_short, self.is_trying = seen.batch_s * (self._epoch_batches or math.inf) < SHORT_EPOCH_S, True
             if before != self.asked and waits < IDLE and active_s >= self._park_at:
                 yield from self._park(seen)
             elif before != self.asked and active_s >= self._proof_at:
@@ -206,6 +208,7 @@ class Tuner:
                 logger.info("settled on %s after %.0f s of training", self.best, active_s)
                 self._up_s, self._up_at, self._known_wait = LOOK_S, active_s, 0.0
                 self._proof_at = active_s + PAIR_EVERY_S
+            self.is_trying = False
             seen = yield Measure(self.best, LOOK_S, GATE_BATCHES)
 
     def _ramp(self, seen: Reached) -> Plan:

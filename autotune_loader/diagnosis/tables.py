@@ -94,6 +94,7 @@ class Advice(Table):
     MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or make batches smaller."
     SMALLER_WORKERS = "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of objects."
     KEEP_WORKERS = "Keep workers (persistent_workers=True), unless they have to see what training changes."
+    WITHOUT_WORKERS = "Try num_workers=0: receiving a batch from a worker takes longer than fetching it."
     KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
     BATCHED_FETCH = "Fetch a whole batch at once, by __getitems__(indices): a sample takes only {sample:seconds}."
     RUN = "`autotune-loader run {script}` tries other settings."
@@ -113,6 +114,8 @@ class Choice(Table):
     IF_MEMORY = "Keep your settings if memory matters."
     NOT_COMPARED = "It was not timed in turns with {baseline}."
     SO_FAR = "This is the best so far."
+    NOT_SETTLED = "{best} so far, {factor:.1f}x the rate of {baseline}; not settled yet."
+    NOTHING_YET = "{baseline} so far; nothing else has been measured yet."
     REPORT = "{name}.report() has the table."
 
 

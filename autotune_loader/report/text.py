@@ -73,6 +73,8 @@ def _choice(result: TuningResult) -> list[Finding]:
     best, ratio, rate = result.best, result.speedup, _rate_words(result.rate, result.rate_unit)
     if result.status == "fallback":
         return [Ended.FALLBACK()]
+    if result.status == "partial" and result.found_by == "autoloader" and best == result.baseline:
+        return [_so_far(result)]
     said = [result.undecided or Undecided.NO_ROUNDS()] if result.status == "undecided" else []
     if best == result.baseline:
         said.append(Choice.KEEP(best=best, rate=rate))
@@ -84,6 +86,17 @@ def _choice(result: TuningResult) -> list[Finding]:
         if ratio is not None and not is_claimed(ratio):
             said.append(Choice.IF_MEMORY() if ratio.value > 1 else Choice.COSTS_LESS())
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
+
+
+def _so_far(result: TuningResult) -> Finding:
+    """What an AutoLoader has while it tries."""
+    rates = {
+        each.config: each.measurement.samples_per_s.value for each in result.trials if each.measurement is not None
+    }
+    fastest = max(rates, key=lambda each: rates[each], default=result.baseline)
+    if fastest == result.baseline or result.baseline not in rates:
+        return Choice.NOTHING_YET(baseline=result.baseline)
+    return Choice.NOT_SETTLED(best=fastest, factor=rates[fastest] / rates[result.baseline], baseline=result.baseline)
 
 
 def _rate_words(rate: Interval | None, unit: str = "samples/s") -> str:
