@@ -52,7 +52,7 @@ MISSING: Any = object()
 
 
 class Parts:
-    """What dataset and collate function are made of, as far as it matters to workers; it holds the loader's generators out.
+    """What dataset and collate function are made of, as far as it matters to workers.
 
     Attributes:
         generators: of random numbers, without those that the loader or its sampler draws from.
@@ -64,14 +64,14 @@ class Parts:
         self._roots = loader.dataset, loader.collate_fn
         orders = (loader, loader._index_sampler, getattr(loader._index_sampler, "sampler", None))
         self._orders = {id(getattr(each, "generator", None)) for each in orders}
+        self.generators, self.made = list[Any](), list[tuple[dict[str, Any], str, Any]]()
         self.starter: int | None = None
-        self.made = list[tuple[dict[str, Any], str, Any]]()
         self._sizes: dict[str, Any] | None = None
-        self._kinds = dict[int, type]()
-        self._members = [(own, dict(own)) for own in self._walk()]
+        self._members = [(own, dict(own)) for _, own in self._walk()]
 
-    def _walk(self) -> list[dict[str, Any]]:
-        left, seen, members, self.generators = deque[Any](self._roots), set[int](), list[dict[str, Any]](), list[Any]()
+    def _walk(self) -> list[tuple[type, dict[str, Any]]]:
+        """Objects with attributes: their classes, and the attributes."""
+        left, seen, found, self.generators = deque[Any](self._roots), set[int](), list[tuple[type, Any]](), []
         while left and len(seen) < MOST_FOUND:
             value = left.popleft()
             if isinstance(value, PLAIN) or id(value) in seen:
@@ -82,22 +82,19 @@ class Parts:
                     self.generators += [value] if id(value) not in self._orders else []
                     continue
                 left.extend(_inside(value))
-                if isinstance(own := getattr(value, "__dict__", None), dict):
-                    members.append(own)
-                    self._kinds[id(own)] = type(value)
-        return members
+                found += [(type(value), vars(value))] if isinstance(getattr(value, "__dict__", None), dict) else []
+        return found
 
     def after_fetch(self) -> str | None:
         """After one of the loop's first fetches: an attribute that they change, which from a worker the loop would not see."""
         for own, then in self._members:
             new = ((name, value, then.get(name, MISSING)) for name, value in own.items())
             self.made += [(own, name, was) for name, value, was in new if value is not was and was in (MISSING, None)]
-        before, self._members, self._sizes = self._sizes, [], {}
-        for own in self._walk():
-            kind = self._kinds[id(own)]
+        before, self._members, self._sizes = self._sizes or {}, [], {}
+        for kind, own in self._walk():
             if is_users(kind.__module__) and not any(isinstance(each, GENERATORS) for each in own.values()):
                 self._sizes |= {f"{kind.__name__}.{name}": _size(value) for name, value in own.items()}
-        return next((name for name, size in (before or {}).items() if self._sizes.get(name) != size), None)
+        return next((name for name, size in before.items() if self._sizes.get(name) != size), None)
 
     def base(self) -> int:
         """64 bits of the state of the generators, which are moved on from it."""
@@ -169,9 +166,6 @@ class Indices:
         self._watched = 0 if type(inner).__module__.startswith("torch.") else PROOF
         self.error: Exception | None = None
 
-    def __iter__(self) -> Indices:
-        return self
-
     def __next__(self) -> Any:
         if self.again:
             return self.again.popleft()
@@ -187,23 +181,17 @@ class Indices:
         return drawn
 
 
-class Ahead:
-    """What the workers' iterator takes for its sampler."""
-
-    def __init__(self, indices: Indices) -> None:
-        self.indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
+def ahead(indices: Indices) -> Iterator[Any]:
+    """What workers draw."""
+    while True:
         try:
-            return next(self.indices)
+            drawn = next(indices)
         except StopIteration:
-            raise
+            return
         except Exception as error:
-            self.indices.error = error
-            raise StopIteration from None
+            indices.error = error
+            return
+        yield drawn
 
 
 class BesideIter(ElasticIter):
@@ -216,7 +204,7 @@ class BesideIter(ElasticIter):
     """
 
     def __init__(
-        self, loader: Any, workers: int, depth: int, live: Any, base: Seed, offset: int, sampler: Ahead
+        self, loader: Any, workers: int, depth: int, live: Any, base: Seed, offset: int, sampler: Iterator[Any]
     ) -> None:
         how = live.how
         context = torch.multiprocessing.get_context(how.get("multiprocessing_context") or "fork")
@@ -249,7 +237,7 @@ class BesideIter(ElasticIter):
             what = f"it cannot be compared: {error}"
         self.compared.append(None if what is None else Kept.SAMPLES_DIFFER(batch=number, what=what))
 
-    def again(self, loader: Any, base: Seed, offset: int, sampler: Ahead) -> None:
+    def again(self, loader: Any, base: Seed, offset: int, sampler: Iterator[Any]) -> None:
         """Another epoch, with the workers of the one before."""
         self._index_sampler, self._base, self.offset = sampler, base, offset
         self._reset(loader)
@@ -405,7 +393,7 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         tuner.applied(time.monotonic(), in_flight)
 
     def _begun_beside(self, workers: int, depth: int) -> BesideIter:
-        live, now = self._live, (self._base, self._number, Ahead(self._indices))
+        live, now = self._live, (self._base, self._number, ahead(self._indices))
         beside: BesideIter | None
         beside, live.beside = live.beside, None
         if beside is None:

@@ -67,5 +67,8 @@ def test_loaders_of_frameworks_are_found_and_nothing_else_changes(preloaded_fram
         printed, told = bench.told(verb, "train.py")
         assert re.findall("^SAID.*", printed, re.MULTILINE) == re.findall("^SAID.*", plain, re.MULTILINE) != []
         found = {(each["contents"].split(",")[0], each["name"].split(" ")[0]) for each in told["loaders"]}
-        assert found == wanted
+        # How many samples there are is known where an epoch has ended: nobody asks the dataset.
+        of_any_size = {(contents.split("[")[0], line) for contents, line in wanted}
+        assert {(contents.split("[")[0], line) for contents, line in found} == of_any_size
+        assert {each for each in found if "[" in each[0]} <= wanted
         assert all(each["batches"] for each in told["loaders"])

@@ -115,7 +115,7 @@ def test_the_reference_has_every_key_every_option_and_every_public_name():
 def test_pages_are_few_and_short():
     words = [len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")]
     assert len(words) <= 13
-    assert sum(words) <= 6000
+    assert sum(words) <= 6500  # what the owner allows
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ def test_the_terminal_and_both_files_say_the_same(bench, verb):
     assert code == 0
     assert result.bottleneck.sentence == loader["bottleneck"]["sentence"] in block
     assert [each.sentence for each in result.advice] == [each["sentence"] for each in loader["advice"]]
-    assert result.best.to_kwargs() == loader["settings_now"] == result.loaders[loader["name"]]
+    assert result.best.arguments() == loader["settings_now"] == result.loaders[loader["name"]]
     assert result.wait_share == pytest.approx(loader["wait_share"])
     assert f"the loop waits {loader['wait_share'] * 100:.0f} % of its time" in block
     ratios = [each for each in (result.speedup, result.rate) if each is not None]
@@ -283,7 +283,7 @@ def test_start_with_begins_with_what_a_file_says(bench):
     TuningResult(best=found, status="complete").save(bench.folder / "loader.json")
     _, told = bench.told("run", "--start-with", "loader.json", "train.py", "1", FETCH_S="0")
     (loader,) = told["loaders"]
-    assert (loader["settings"]["num_workers"], loader["settings_now"]) == (0, found.to_kwargs())
+    assert (loader["settings"]["num_workers"], loader["settings_now"]) == (0, found.arguments())
 
 
 def test_what_cannot_be_an_autoloader_is_watched_with_the_reason(bench):
