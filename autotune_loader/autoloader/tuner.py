@@ -285,7 +285,8 @@ class Tuner:
             self.rounds = [*self.rounds[-MOST_ROUNDS:], rounds[-1]]
             gain, speed = (Effects(each).ratio(config, best) for each in (rounds, speeds))
             verdict = _verdict(gain, speed, is_parking=is_parking)
-            if verdict is None and gain.value < 1 and not self.may(RISK * BLOCK_S):
+            is_long = found[best].batch_s > SLOW_BATCH_S and gain.count > 1 and gain.value < 1 + 2 * TOLERANCE
+            if verdict is None and (is_long or (gain.value < 1 and not self.may(RISK * BLOCK_S))):
                 verdict = False
         if config == self.asked:
             self.gain = Interval(value=1 / gain.value, low=1 / gain.high, high=1 / gain.low, count=gain.count)
