@@ -29,7 +29,7 @@ LIVE = "_autotune_loader_live"
 """Attribute of a loader."""
 WORKER_BYTES = 1 << 27
 """Memory that a worker is counted with before one has run."""
-MEMORY_SHARE, MEMORY_EVERY_S = 0.5, 10.0
+MEMORY_SHARE, MEMORY_EVERY_S = 0.5, 30.0
 """Of the memory that is left, the share that further workers may take; how often it is looked at."""
 
 
@@ -110,10 +110,9 @@ class Live:
             return
         self._looked_s, free = now, memory_budget().available_bytes
         if free is not None:
-            pids = [each.pid for each in workers if each.pid is not None]
-            each = (tree_pss(pids) or 0) / len(pids) if pids else WORKER_BYTES
+            each = tree_pss([workers[0].pid]) if workers else None  # of one: it takes milliseconds
             ahead = (self.tuner.wanted.prefetch_factor or 2) * self.batch_bytes
-            fit = len(pids) + int(MEMORY_SHARE * free / local_world_size() / (each + ahead))
+            fit = len(workers) + int(MEMORY_SHARE * free / local_world_size() / ((each or WORKER_BYTES) + ahead))
             self.tuner.most = max(1, min(self._most, fit))
 
 

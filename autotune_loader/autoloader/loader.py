@@ -136,6 +136,10 @@ class AutoLoader(DataLoader[T_co]):
             raise ValueError(
                 f"workers=False and num_workers={arguments['num_workers']} contradict; num_workers=0 would work"
             )
+        if fetch_threads is not None and not (arguments.get("num_workers") or may):
+            raise ValueError(
+                f"fetch_threads={fetch_threads} are threads of workers, and there are none; num_workers=2 would work"
+            )
         super().__init__(**arguments)
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
         self.tune, self.on_change, self.max_workers, self.fetch_threads = tune, on_change, max_workers, fetch_threads

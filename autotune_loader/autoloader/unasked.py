@@ -301,6 +301,10 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
             time.monotonic()
         )  # workers begin with the first batch: sampler and seeds are drawn as without
 
+    @property
+    def _workers(self) -> list[Any]:
+        return [] if self._beside is None else list(self._beside._workers)
+
     def _next_data(self) -> Any:
         beside = self._beside
         if beside is not None and beside.outstanding:

@@ -79,7 +79,7 @@ def watch_command(script: str, arguments: tuple[str, ...], is_module: bool, **op
     "--workers", is_flag=True, help="Loaders with num_workers=0 may have workers: their data may be read from there."
 )
 @click.option("--start-with", type=_FILE, help="Start with the settings of this loader.json.")
-@click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers of each loader.")
+@click.option("--max-workers", type=click.IntRange(min=1), help="At most this many workers of each loader.")
 def run_command(script: str, arguments: tuple[str, ...], is_module: bool, **options: Any) -> _Launch:
     """Run a script unchanged and tune its DataLoaders while it runs.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -14,6 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
+from autotune_loader.autoloader.tuner import measured
+from autotune_loader.values import BatchTrace
 from tests.support.schedules import Noise, Numbers, Stream, states
 
 TWO = LoaderConfig(num_workers=2)
@@ -39,6 +42,10 @@ def test_takes_over_an_existing_loader_beside_which_arguments_win_and_a_configur
         ({"num_worker": 2}, "num_worker=2 is an argument of neither .*; num_workers would work"),
         ({"stages": True}, "stages=True is an argument of neither"),
         ({"tune": "yes"}, "tune='yes' is not a bool"),
+        ({"fetch_threads": 4, "num_workers": 0}, "fetch_threads=4 .* num_workers=2 would work"),
+        ({"fetch_threads": 0}, "fetch_threads=0"),
+        ({"max_workers": 0}, "max_workers=0"),
+        ({"workers": False, "num_workers": 2}, "num_workers=0 would work"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_would_work(arguments: dict[str, Any], message: str) -> None:
@@ -145,3 +152,44 @@ def test_where_another_thread_fetches_nothing_is_seeded() -> None:
     assert len(seen) == 8
     assert states()[1:3] != before  # the thread draws from what there is, as with DataLoader
     assert torch.initial_seed() == seed
+
+
+def test_metrics_are_those_since_the_last_call_and_only_what_was_measured() -> None:
+    loader = AutoLoader(Numbers(40), batch_size=4)
+    assert loader.metrics() == {"num_workers": 0.0}
+    list(loader)
+    seen = loader.metrics()
+    assert set(seen) == {"num_workers", "data_time", "data_wait_share", "samples_per_sec"}
+    assert 0 < seen["data_wait_share"] <= 1
+    assert seen["samples_per_sec"] > 0
+    assert loader.metrics() == {"num_workers": 0.0}
+    # WHERE torch's own iterator runs THEN nothing is measured
+    plain = AutoLoader(Numbers(40), num_workers=0)
+    assert len(list(plain)) == 40
+    assert plain.metrics() == {"num_workers": 0.0}
+
+
+def test_what_it_has_so_far_is_told_while_it_tries_and_never_to_keep_no_workers(tmp_path: Path) -> None:
+    loader = AutoLoader(Numbers(400), batch_size=4)
+    list(loader)
+    tuner = loader.found.tuner
+    own, other = (measured_at(rate) for rate in (100.0, 1280.0))
+    tuner.measured = {LoaderConfig(): [own], LoaderConfig(num_workers=8): [other]}
+    tuner.is_trying = True
+    assert "8 workers, prefetch 2 so far, 12.8x the rate of 0 workers; not settled yet." in loader.report()
+    assert "Keep" not in loader.report()
+    assert loader.kept.kind == "not_settled"
+    # AND its file is for AutoLoader, which says so
+    loader.save(tmp_path / "loader.json")
+    config = load_config(tmp_path / "loader.json")
+    with pytest.warns(UserWarning, match="found by AutoLoader"):
+        config.to_kwargs()
+    assert AutoLoader(Numbers(4), config=tmp_path / "loader.json").config == config
+
+
+def measured_at(samples_per_s: float) -> Any:
+    rows = [BatchTrace(-1, n, n + 0.5, n + 0.5, 0.1, 4, n, n + 0.5, n + 4 / samples_per_s) for n in range(20)]
+    seen = measured(rows)
+    assert seen is not None
+    rate = dataclasses.replace(seen.samples_per_s, value=samples_per_s)
+    return dataclasses.replace(seen, samples_per_s=rate)

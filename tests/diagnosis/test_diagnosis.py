@@ -141,7 +141,16 @@ def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
 
 
 RATIO = Interval(value=2.31, low=2.2, high=2.42, count=4)
-FIGURES = {"share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "rate": 1234.5, "ratio": RATIO, "": "words", ".2f": 2.25, ".1f": 12.8}
+FIGURES = {
+    "share": 0.25,
+    "bytes": 1 << 20,
+    "seconds": 0.02,
+    "rate": 1234.5,
+    "ratio": RATIO,
+    "": "words",
+    ".2f": 2.25,
+    ".1f": 12.8,
+}
 
 
 def test_every_row_can_be_said_in_one_line_that_ends_and_only_with_all_its_figures():
