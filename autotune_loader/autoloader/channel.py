@@ -267,10 +267,6 @@ class Results(NoQueue):
         self._channels[channel.socket.fileno()] = channel
         self._poll.register(channel.socket.fileno(), select.EPOLLIN)
 
-    def remove(self, channel: Channel) -> None:
-        if self._channels.pop(channel.socket.fileno(), None) is not None:
-            self._poll.unregister(channel.socket.fileno())
-
     def get(self, timeout: float | None = None) -> tuple[Any, Any]:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -285,7 +281,8 @@ class Results(NoQueue):
             try:
                 received = channel.receive()
             except (EOFError, ConnectionError):
-                self.remove(channel)
+                self._poll.unregister(channel.socket.fileno())
+                del self._channels[ready[0][0]]
                 return None, WorkerGone(channel)
             if received is not None:
                 if channel.times is not None:

@@ -234,10 +234,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             return True
         if isinstance(number, torchs.ResumeIteration):
             return not self._is_resetting
-        if number not in self._task_info:  # of the epoch before, which was left early
-            return False
+        info = self._task_info.get(number, ())
+        if len(info) != 1:  # of the epoch before, which was left early, or given out twice
+            return True
         self._losses = 0
-        self.answered.add(self._task_info[number][0])
+        self.answered.add(info[0])
         if number < self._rcvd_idx:  # it was passed over
             del self._task_info[number]
             self._tasks_outstanding -= 1
@@ -255,8 +256,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self.failed()
         for channel in self._index_queues[self.asked :]:
             channel.hang_up()
-            self._worker_result_queue.remove(channel)
-            channel.close()
         self._retired += self._workers[self.asked :]
         for each in (self._index_queues, self._workers, self._workers_status, getattr(self, "_workers_num_tasks", [])):
             del each[self.asked :]
@@ -271,13 +270,13 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _lost(self, channel: Channel) -> None:
         number = channel.number
-        if number >= self._num_workers or self._index_queues[number] is not channel or not self._workers_status[number]:
-            return  # it has ended as it should
+        if number >= self._num_workers or self._index_queues[number] is not channel:
+            channel.close()
+            return
+        if not self._workers_status[number]:  # a stream has ended
+            return
         process = self._workers[number]
-        process.join(END_S)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        _end(process)
         self._losses += 1
         is_last = self._losses >= MOST_LOSSES or not any(each.is_alive() for each in self._workers)
         if is_last or self._has_init_fn or self._dataset_kind == torchs.ITERABLE:
@@ -318,7 +317,14 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             channel.hang_up()  # who waits for room to send would never end
         super()._shutdown_workers()
         for process in self._retired:
-            process.join()
+            _end(process)
+
+
+def _end(process: Any) -> None:
+    process.join(END_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
 
 
 def _words(process: Any) -> str:
