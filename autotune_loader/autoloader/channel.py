@@ -78,7 +78,10 @@ class WorkerEnd(NoQueue):
             first()
         if not self._poll.poll(None if timeout is None else 1000 * timeout):
             raise queue.Empty
-        data, files, _, _ = socket.recv_fds(self.socket, 2 * PACKET_BYTES, 1)
+        try:
+            data, files, _, _ = socket.recv_fds(self.socket, 2 * PACKET_BYTES, 1)
+        except ConnectionError:
+            data, files = b"", []
         if not data:  # the loop is gone, or wants no more
             raise SystemExit(0)
         if files:
@@ -259,9 +262,9 @@ class Results(NoQueue):
         self.fetches, self.batch_bytes = dict[int, Fetch](), 0
         self.note: str | None = None
 
-    def __del__(self) -> None:
-        if getattr(self, "_process", None) == os.getpid():
-            os.close(self._bell)
+    def __del__(self, getpid: Any = os.getpid, close: Any = os.close) -> None:  # modules may be gone
+        if getattr(self, "_process", None) == getpid():
+            close(self._bell)
 
     def add(self, channel: Channel) -> None:
         self._channels[channel.socket.fileno()] = channel

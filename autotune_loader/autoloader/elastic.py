@@ -48,11 +48,11 @@ class View:
 class ChannelContext:
     """A multiprocessing context whose queues are channels: torch asks for its result queue first, then for one a worker.
 
-    `also` is what workers are given beside the arguments of torch's worker loop.
+    `also` is what workers are given beside the arguments of torch's worker loop, `told` how many they are told that there are.
     """
 
-    def __init__(self, real: Any, also: tuple[Any, ...]) -> None:
-        self._real, self._also, self.results = real, also, Results()
+    def __init__(self, real: Any, also: tuple[Any, ...], told: int | None) -> None:
+        self._real, self._also, self._told, self.results = real, also, told, Results()
         self._has_given_results = False
         self._given: Given | None = None
         self._made: Channel | None = None
@@ -82,6 +82,8 @@ class ChannelContext:
         channel = self._made
         assert channel is not None
         channel.number = number
+        if self._told:  # who asks is told of as many workers as were asked for, and the number returns to that
+            number, count = number % self._told, self._told
         self.results.add(channel)
         return self._real.Process(target=work, args=(self._given, channel.end, number, count), daemon=True)
 
@@ -100,6 +102,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         depth: batches that each worker has ahead.
         is_seeded: whether each batch's random numbers are its own, whoever makes it.
         fetch_threads: threads that fetch the items of a batch in each worker.
+        told: how many workers they are told that there are; None for as many as there are.
         special: `initial_seed`, `prepare` and `held` of `work`.
 
     Attributes:
@@ -120,6 +123,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def __init__(
         self, loader: Any, workers: int, depth: int, *, is_seeded: bool, fetch_threads: int | None = None,
+        told: int | None = None,
         special: tuple[Any, ...] = (None, None, ()),
     ) -> None:  # fmt: skip
         begun, self._process, self._is_seeded = time.monotonic(), os.getpid(), is_seeded
@@ -127,7 +131,9 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self.answered = set[int]()
         self._depth, self._turn, self._losses, self._epochs, self._is_resetting = depth, 0, 0, -1, False
         self._given, self._again, self._retired = dict[int, Any](), set[int](), list[Any]()
-        self._context = ChannelContext(loader.multiprocessing_context or torch.multiprocessing, (is_seeded, *special))
+        self._context = ChannelContext(
+            loader.multiprocessing_context or torch.multiprocessing, (is_seeded, *special), told
+        )
         other = {"num_workers": workers, "prefetch_factor": depth, "multiprocessing_context": self._context}
         self._has_init_fn = loader.worker_init_fn is not None
         if fetch_threads is not None and not getattr(loader.dataset, "__getitems__", None):
@@ -256,6 +262,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self.failed()
         for channel in self._index_queues[self.asked :]:
             channel.hang_up()
+        for number, info in self._task_info.items():
+            if len(info) == 2 and info[0] >= self.asked:  # has come already: torch counts it to a worker that stays
+                self._task_info[number] = (0, info[1])
+                if hasattr(self, "_workers_num_tasks"):
+                    self._workers_num_tasks[0] += 1
         self._retired += self._workers[self.asked :]
         for each in (self._index_queues, self._workers, self._workers_status, getattr(self, "_workers_num_tasks", [])):
             del each[self.asked :]
@@ -311,7 +322,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         return self._given.pop(number)
 
     def _shutdown_workers(self) -> None:
-        if os.getpid() != self._process:  # a fork of the user's
+        if torchs.is_exiting() or os.getpid() != self._process:  # or a fork of the user's
             return
         for channel in getattr(self, "_index_queues", ()):
             channel.hang_up()  # who waits for room to send would never end

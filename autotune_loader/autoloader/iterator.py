@@ -97,6 +97,7 @@ class AskedIter(TunedIter, ElasticIter):
             wanted.prefetch_factor,
             is_seeded=live.is_seeded,
             fetch_threads=live.fetch_threads,
+            told=live.tuner.asked.num_workers,
         )
         self.asked = live.tuner.asked.num_workers
         live.tell(wanted.num_workers, wanted.prefetch_factor)

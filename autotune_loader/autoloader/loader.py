@@ -20,7 +20,6 @@ from autotune_loader.lines import users_line
 from autotune_loader.machine.host import require_linux
 from autotune_loader.pipeline.build import batching_of
 from autotune_loader.results.file import load_config
-from autotune_loader.results.result import TuningResult
 from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, require_int
 
 require_linux("AutoLoader")
@@ -35,6 +34,16 @@ CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
 """Arguments that a configuration takes the place of."""
 OWN = ("config", "tune", "on_change", "max_workers", "workers", "fetch_threads")
 """What AutoLoader takes beyond the arguments of DataLoader."""
+
+
+class _Told:
+    """An attribute that is read from elsewhere; a subclass may have one of its own by that name."""
+
+    def __init__(self, path: str, doc: str) -> None:
+        self._read, self.__doc__ = attrgetter(path), doc
+
+    def __get__(self, loader: Any, kind: Any = None) -> Any:
+        return self if loader is None else self._read(loader)
 
 
 def _noting_what_is_given(init: Callable[P, None]) -> Callable[P, None]:
@@ -152,20 +161,19 @@ class AutoLoader(DataLoader[T_co]):
         options = ("tune", "on_change", "max_workers", "workers", "fetch_threads")
         return live_of(self, self._line, how=self._how, **{name: getattr(self, name) for name in options})
 
-    found = property(attrgetter("_live.found"), doc="What is known; it lives on without loader and data.")
-    config = property(attrgetter("found.config"), doc="What runs from the next batch on.")
-    best = property(attrgetter("found.best"), doc="The best configuration that is known.")
-    kept = property(attrgetter("found.kept"), doc="Why the number of workers stays; None where it does not.")
-    log = property(attrgetter("found.log"), doc="Every batch's history.")
-    result = property(attrgetter("found.result"), doc="What was tried and found, as `tune()` returns it.")
+    found = _Told("_live.found", "What is known; it lives on without loader and data.")
+    config = _Told("_live.found.config", "What runs from the next batch on.")
+    best = _Told("_live.found.best", "The best configuration that is known.")
+    kept = _Told("_live.found.kept", "Why the number of workers stays; None where it does not.")
+    log = _Told("_live.found.log", "Every batch's history.")
+    result = _Told("_live.found.result", "What was tried and found, as `tune()` returns it.")
 
     def __str__(self) -> str:
-        return str(self.result)
+        return str(self._live.found.result)
 
     def report(self) -> str:
         """What was tried, what was found and what the bottleneck is, as text; and why nothing was tried, where that is so."""
-        result: TuningResult = self.result
-        return result.report()
+        return self._live.found.result.report()
 
     def metrics(self) -> dict[str, float]:
         """Figures since the last call, for any logger; those that were not measured are left out.
@@ -174,7 +182,7 @@ class AutoLoader(DataLoader[T_co]):
             `data_time`: seconds a step in which the loop waited for its batch. `data_wait_share`: share of the time, from 0 to
             1. `samples_per_sec`. `num_workers`: those that run now.
         """
-        totals = self.found.log.totals
+        totals = self._live.found.log.totals
         now = (float(totals.batches), float(totals.samples), totals.waited_s, totals.active_s)
         batches, samples, waited_s, active_s = (each - before for each, before in zip(now, self._since, strict=True))
         self._since, figures = now, {"num_workers": float(self.num_workers)}
@@ -185,12 +193,12 @@ class AutoLoader(DataLoader[T_co]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `loader.json` with the best configuration known: `AutoLoader(..., config=path)` begins where this one ended."""
-        self.result.save(path)
+        self._live.found.result.save(path)
 
     def freeze(self) -> None:
         """Try and change nothing any more."""
         self.tune = False
-        self.found.tuner.freeze()
+        self._live.tuner.freeze()
 
     def _get_iterator(self) -> Any:
         return iterator_of(self, self._live, super()._get_iterator)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import dataloader
+from torch.utils.data import _utils, dataloader
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, pin_memory, signal_handling, worker
 
 CHECK_EVERY_S = MP_STATUS_CHECK_INTERVAL
@@ -20,6 +20,11 @@ ResumeIteration: Any = worker._ResumeIteration
 worker_loop: Any = worker._worker_loop
 pin: Any = pin_memory.pin_memory
 signals: Any = signal_handling
+
+
+def is_exiting() -> bool:
+    """Whether the interpreter ends, and modules may be gone."""
+    return _utils is None or _utils.python_exit_status is not False
 
 
 def worker_info() -> Any:
@@ -46,7 +51,7 @@ class WithoutHandler:
         self._is_set, self._handler = signals._SIGCHLD_handler_set, signal.getsignal(signal.SIGCHLD)
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self._is_set and threading.current_thread() is threading.main_thread():
+        if not self._is_set and self._handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, self._handler)
             signals._SIGCHLD_handler_set = False
 
