@@ -150,6 +150,12 @@ class Channel(NoQueue):
         self._waiting, self._buffer = deque[Any](), bytearray(2 * PACKET_BYTES)
         self._lock = threading.RLock()  # a pinning thread receives while the loop puts
         _living.add(self)
+        loop_ends.add(self.socket)
+
+    @staticmethod
+    def living() -> list[Channel]:
+        """All channels of this process."""
+        return list(_living)
 
     @property
     def received_bytes(self) -> int:
@@ -228,12 +234,13 @@ class Channel(NoQueue):
 
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()
+loop_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _in_fork() -> None:
     """A fork, whosever it is, must not hold the loop's ends: a channel would not end with the loop."""
-    for each in list(_living):
-        each.socket.close()
+    for each in list(loop_ends):
+        each.close()
 
 
 os.register_at_fork(after_in_child=_in_fork)

@@ -21,6 +21,7 @@ from torch._utils import ExceptionWrapper
 
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import Channel, Results, WorkerGone
+from autotune_loader.autoloader.nursery import CLONE, Nursery, NurseryProcess
 from autotune_loader.autoloader.seeds import Seed, mixed
 from autotune_loader.autoloader.worker import Given, Threaded, work
 from autotune_loader.pipeline.loop_log import Fetch
@@ -51,8 +52,10 @@ class ChannelContext:
     `also` is what workers are given beside the arguments of torch's worker loop, `told` how many they are told that there are.
     """
 
-    def __init__(self, real: Any, also: tuple[Any, ...], told: int | None) -> None:
+    def __init__(self, real: Any, also: tuple[Any, ...], told: int | None, *, has_nursery: bool) -> None:
         self._real, self._also, self._told, self.results = real, also, told, Results()
+        self._has_nursery = has_nursery and CLONE is not None and real.get_start_method() == "fork"
+        self.nursery: Nursery | None = None
         self._has_given_results = False
         self._given: Given | None = None
         self._made: Channel | None = None
@@ -66,6 +69,7 @@ class ChannelContext:
             return self.results
         self.started()
         self._made = Channel()
+        self.results.add(self._made)
         return self._made
 
     def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802
@@ -75,17 +79,24 @@ class ChannelContext:
             common = {name: value for name, value in arguments.items() if name not in own}
             holder = {name: arguments[name] for name in own[-1:] if name in arguments}  # since torch 2.14
             self._given = Given(common, holder, *self._also)
+            self.nursery = Nursery(self._given) if self._has_nursery else None
         return self.worker(arguments["worker_id"], arguments["num_workers"])
 
-    def worker(self, number: int, count: int) -> Any:
-        """The process of a worker, over the channel that was made last."""
+    def worker(self, number: int, count: int, *, is_later: bool = False) -> Any:
+        """The process of a worker, over the channel that was made last; a later one sees the data as the first ones did."""
         channel = self._made
         assert channel is not None
         channel.number = number
         if self._told:  # who asks is told of as many workers as were asked for, and the number returns to that
             number, count = number % self._told, self._told
-        self.results.add(channel)
+        if is_later and self.nursery is not None:
+            return NurseryProcess(self.nursery, channel.end, number, count)
         return self._real.Process(target=work, args=(self._given, channel.end, number, count), daemon=True)
+
+    def close_nursery(self) -> None:
+        if self.nursery is not None:
+            nursery, self.nursery = self.nursery, None
+            nursery.close()
 
     def started(self) -> None:
         """The latest worker has its end: as long as the loop had it, too, the channel would not end with the worker."""
@@ -102,6 +113,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         depth: batches that each worker has ahead.
         is_seeded: whether each batch's random numbers are its own, whoever makes it.
         fetch_threads: threads that fetch the items of a batch in each worker.
+        is_elastic: whether the number of workers may change.
         told: how many workers they are told that there are; None for as many as there are.
         special: `initial_seed`, `prepare` and `held` of `work`.
 
@@ -124,6 +136,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     def __init__(
         self, loader: Any, workers: int, depth: int, *, is_seeded: bool, fetch_threads: int | None = None,
         told: int | None = None,
+        is_elastic: bool = True,
         special: tuple[Any, ...] = (None, None, ()),
     ) -> None:  # fmt: skip
         begun, self._process, self._is_seeded = time.monotonic(), os.getpid(), is_seeded
@@ -131,9 +144,9 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self.answered = set[int]()
         self._depth, self._turn, self._losses, self._epochs, self._is_resetting = depth, 0, 0, -1, False
         self._given, self._again, self._retired = dict[int, Any](), set[int](), list[Any]()
-        self._context = ChannelContext(
-            loader.multiprocessing_context or torch.multiprocessing, (is_seeded, *special), told
-        )
+        has_nursery = is_elastic and loader.worker_init_fn is None and loader._dataset_kind != torchs.ITERABLE
+        real = loader.multiprocessing_context or torch.multiprocessing
+        self._context = ChannelContext(real, (is_seeded, *special), told, has_nursery=has_nursery)
         other = {"num_workers": workers, "prefetch_factor": depth, "multiprocessing_context": self._context}
         self._has_init_fn = loader.worker_init_fn is not None
         if fetch_threads is not None and not getattr(loader.dataset, "__getitems__", None):
@@ -186,9 +199,13 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._try_put_index()
 
     def _started(self, number: int, count: int) -> tuple[Channel, Any]:
-        channel, process = self._context.Queue(), self._context.worker(number, count)
+        channel, process = self._context.Queue(), self._context.worker(number, count, is_later=True)
         self.answered.discard(number)
         try:
+            process.start()
+        except ConnectionError:  # the nursery was killed, too
+            self._context.close_nursery()
+            process = self._context.worker(number, count)
             process.start()
         finally:
             self._context.started()
@@ -267,7 +284,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
                 self._task_info[number] = (0, info[1])
                 if hasattr(self, "_workers_num_tasks"):
                     self._workers_num_tasks[0] += 1
-        self._retired += self._workers[self.asked :]
+        self._retired += zip(self._index_queues[self.asked :], self._workers[self.asked :], strict=True)
         for each in (self._index_queues, self._workers, self._workers_status, getattr(self, "_workers_num_tasks", [])):
             del each[self.asked :]
         self._num_workers = self.active = self.asked
@@ -281,11 +298,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _lost(self, channel: Channel) -> None:
         number = channel.number
-        if number >= self._num_workers or self._index_queues[number] is not channel:
-            channel.close()
-            return
-        if not self._workers_status[number]:  # a stream has ended
-            return
+        if number >= self._num_workers or self._index_queues[number] is not channel or not self._workers_status[number]:
+            return  # it has ended as it should
         process = self._workers[number]
         _end(process)
         self._losses += 1
@@ -327,7 +341,9 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         for channel in getattr(self, "_index_queues", ()):
             channel.hang_up()  # who waits for room to send would never end
         super()._shutdown_workers()
-        for process in self._retired:
+        self._context.close_nursery()
+        for channel, process in self._retired:
+            channel.close()
             _end(process)
 
 

@@ -98,6 +98,7 @@ class AskedIter(TunedIter, ElasticIter):
             is_seeded=live.is_seeded,
             fetch_threads=live.fetch_threads,
             told=live.tuner.asked.num_workers,
+            is_elastic=live.tuner.refused is None,
         )
         self.asked = live.tuner.asked.num_workers
         live.tell(wanted.num_workers, wanted.prefetch_factor)

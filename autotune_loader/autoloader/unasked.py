@@ -32,7 +32,7 @@ from autotune_loader.autoloader.elastic import ElasticIter, View
 from autotune_loader.autoloader.iterator import TunedIter
 from autotune_loader.autoloader.seeds import Seed, Seeds, mixed, seed_one, state_of, states
 from autotune_loader.diagnosis import Finding, Kept
-from autotune_loader.machine.elsewhere import die_with_parent, own_files
+from autotune_loader.machine.elsewhere import cut_channels, die_with_parent, own_files
 from autotune_loader.pipeline.workload import draws_nothing, is_users
 from autotune_loader.values import MAIN_PROCESS
 
@@ -56,6 +56,7 @@ class Parts:
 
     Attributes:
         generators: of random numbers, without those that the loader or its sampler draws from.
+        channels: descriptors that the dataset holds.
         made: attributes that the loop's first fetch has made, each with its owner and what it was before.
         starter: this process, where its main thread starts workers, which the kernel ends with the thread that started them.
     """
@@ -66,6 +67,7 @@ class Parts:
         self._orders = {id(getattr(each, "generator", None)) for each in orders}
         self.generators, self.made = list[Any](), list[tuple[dict[str, Any], str, Any]]()
         self.starter: int | None = None
+        self.channels = list[int]()
         self._sizes: dict[str, Any] | None = None
         self._members = [(own, dict(own)) for _, own in self._walk()]
 
@@ -81,6 +83,8 @@ class Parts:
                 if isinstance(value, GENERATORS):
                     self.generators += [value] if id(value) not in self._orders else []
                     continue
+                if callable(getattr(type(value), "fileno", None)):
+                    self.channels.append(value.fileno())
                 left.extend(_inside(value))
                 found += [(type(value), vars(value))] if isinstance(getattr(value, "__dict__", None), dict) else []
         return found
@@ -106,11 +110,12 @@ class Parts:
             seed_one(each, mixed(base, -2 - number))
         return base
 
-    def prepare(self) -> None:
+    def prepare(self, keep: int) -> None:
         """Make a forked worker harmless to the training, and undo in it what the loop's first fetch has made."""
         if self.starter is not None:
             die_with_parent(self.starter)
         own_files(writable=True)
+        cut_channels([keep, *self.channels])
         for owner, name, was in self.made:
             owner[name] = was
             if was is MISSING:

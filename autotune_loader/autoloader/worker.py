@@ -36,6 +36,11 @@ class Given:
         self.parts: Any = parts
         self._file, self._files = -1, list[int]()
 
+    def prepare(self, keep: int) -> None:
+        """What is to be done first in a process that was forked, but for this descriptor of its own."""
+        if (prepare := self.parts[4]) is not None:
+            prepare(keep)
+
     def __reduce__(self) -> Any:
         popen: Any = get_spawning_popen()
         if self._file < 0:
@@ -70,11 +75,10 @@ def work(given: Given, end: WorkerEnd, number: int, count: int) -> None:
         number: `get_worker_info().id`.
         count: `get_worker_info().num_workers`.
     """
-    arguments, holder, is_seeded, initial_seed, prepare, held = given.parts
-    given.parts = None
     end.begin()
-    if prepare is not None:
-        prepare()
+    given.prepare(end.socket.fileno())
+    arguments, holder, is_seeded, initial_seed, _, held = given.parts
+    given.parts = None
 
     def first() -> None:
         end.seed = Seeds(torch.initial_seed() if initial_seed is None else initial_seed, list(held)).begin

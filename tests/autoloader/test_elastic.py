@@ -503,3 +503,74 @@ def _group(pid: int) -> int | None:
     with contextlib.suppress(OSError):
         return os.getpgid(pid)
     return None
+
+
+class Sized(Slow):
+    """Its size may be changed, and the loop's own look at it makes a handle."""
+
+    size, handle = 1, None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.handle is None:
+            self.handle = os.getpid()
+        return torch.tensor([int(super().__getitem__(index)[0]), self.size, self.handle == os.getpid()])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("is_nursery_killed", [False, True])
+def test_workers_that_begin_later_see_the_data_as_the_first_ones_did(kept: bool, is_nursery_killed: bool) -> None:
+    data = Sized(200)
+    loader = FixedLoader(data, batch_size=2, num_workers=2, persistent_workers=kept)
+    for epoch in range(2):
+        seen, iterator = [], iter(loader)
+        for number, batch in enumerate(iterator):
+            seen += batch.tolist()
+            if number == 4:
+                data.size = 2 + epoch
+                assert data[0][1] == 2 + epoch  # the training's own look
+                if is_nursery_killed:
+                    os.kill(iterator._context.nursery._process.pid, signal.SIGKILL)
+                    data.size = 1 + (epoch and not kept)
+                    data.handle = None
+                loader.change_to(FOUR)
+        data.size = 2 + epoch
+        data.handle = None
+        assert [index for index, *_ in seen] == list(range(200))
+        assert {size for _, size, _ in seen} == {1 if kept or not epoch else 2}
+        assert all(is_own for *_, is_own in seen)
+        loader.change_to(TWO)
+        if is_nursery_killed:
+            break
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_a_worker_that_is_killed_while_there_are_more_than_were_asked_for(
+    pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pins:
+        imitate_pinning(monkeypatch)
+    rng = random.Random(1)
+    for _ in range(5):
+        loader, seen = FixedLoader(Slow(240, 0.0005), batch_size=4, num_workers=2, pin_memory=pins), list[int]()
+        iterator = iter(loader)
+        for number, batch in enumerate(iterator):
+            seen += batch[:, 0].tolist()
+            if number == 5:
+                loader.change_to(FOUR)
+            if number == 25:
+                os.kill(rng.choice(iterator._workers).pid, signal.SIGKILL)
+        assert seen == list(range(240))
+        assert len(iterator._workers) == loader.num_workers == 2
+
+
+def test_a_subclass_may_have_attributes_of_its_own_by_our_names() -> None:
+    class Own(AutoLoader[Any]):
+        def __init__(self, *args: Any, **arguments: Any) -> None:
+            super().__init__(*args, **arguments)
+            self.config, self.log, self.best, self.result, self.found = {"lr": 1}, print, 0.9, None, []
+
+    loader = Own(Numbers(8), batch_size=2, num_workers=2)
+    assert len(list(loader)) == 4
+    assert loader.config == {"lr": 1}
+    assert "so far" in loader.report()
+    assert loader.metrics()["num_workers"] == 2
