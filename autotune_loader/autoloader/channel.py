@@ -25,7 +25,7 @@ from typing import Any
 
 from torch._utils import ExceptionWrapper
 
-from autotune_loader.autoloader.segments import SMALL_BYTES, Mapped, Pool, Segment
+from autotune_loader.autoloader.segments import SMALL_BYTES, Mapped, Pool, Segment, keep_freed_memory
 from autotune_loader.autoloader.torchs import share_by
 from autotune_loader.pipeline.loop_log import Fetch
 
@@ -71,6 +71,7 @@ class WorkerEnd(NoQueue):
         self._pool, self._poll = Pool(), select.poll()
         self._poll.register(self.socket, select.POLLIN)
         share_by(self._pool.storage, SMALL_BYTES)
+        keep_freed_memory()
 
     def get(self, timeout: float | None = None) -> Any:
         if self.first is not None:

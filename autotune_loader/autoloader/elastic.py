@@ -335,8 +335,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._try_put_index()
         return self._given.pop(number)
 
-    def _shutdown_workers(self) -> None:
-        if torchs.is_exiting() or os.getpid() != self._process:  # or a fork of the user's
+    def _shutdown_workers(self, is_exiting: Any = torchs.is_exiting) -> None:  # our own module may be gone by then
+        if is_exiting() or os.getpid() != self._process:  # or a fork of the user's
             return
         for channel in getattr(self, "_index_queues", ()):
             channel.hang_up()  # who waits for room to send would never end

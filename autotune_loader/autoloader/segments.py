@@ -30,6 +30,8 @@ GRAIN_BYTES, SLACK = 1 << 16, 1.25
 """Sizes are multiples of the first; a segment may be larger than what lies in it by the second and a grain."""
 FREE_BYTES = 1 << 26
 """Free segments beyond this, and beyond what is in use, are unmapped."""
+MALLOC = ((-3, 1 << 25), (-1, 1 << 27))
+"""M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is smaller than the first comes from a heap of which so much stays when it is free."""
 Body = bytes | tuple[int, int]
 """A pickle; or, where it is too long for a packet, number and size of a segment in which it lies."""
 
@@ -37,6 +39,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def keep_freed_memory() -> None:
+    """Let malloc of this process keep what is freed: samples of the next batch need as much (mallopt(3))."""
+    for name, value in MALLOC:
+        getattr(_libc, "mallopt", lambda *_: 0)(name, value)
 
 
 class Segment:
@@ -72,7 +80,8 @@ class Pool:
 
     def _take(self, size: int) -> Segment:
         """A free segment for so many bytes, as small as there is, or a new one."""
-        fits = (each for each in self._free if size <= each.size <= SLACK * size + GRAIN_BYTES)
+        # Of equal ones that which came back last, which caches still hold.
+        fits = (each for each in reversed(self._free) if size <= each.size <= SLACK * size + GRAIN_BYTES)
         if (best := min(fits, key=lambda each: each.size, default=None)) is not None:
             self._free.remove(best)
             return best
