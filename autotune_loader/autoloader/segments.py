@@ -31,7 +31,7 @@ GRAIN_BYTES, SLACK = 1 << 16, 1.25
 FREE_BYTES = 1 << 26
 """Free segments beyond this, and beyond what is in use, are unmapped."""
 MALLOC = ((-3, 1 << 25), (-1, 1 << 27))
-"""M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is smaller than the first comes from a heap of which so much stays when it is free."""
+"""M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is smaller than the first comes from a heap; so much of it stays when it is free."""
 Body = bytes | tuple[int, int]
 """A pickle; or, where it is too long for a packet, number and size of a segment in which it lies."""
 

@@ -266,8 +266,10 @@ class BesideIter(ElasticIter):
         self.answered.discard(worker)
         self._workers[worker].kill()
 
-    def _shutdown_workers(self) -> None:
+    def _shutdown_workers(self, is_exiting: Any = torchs.is_exiting) -> None:
         """As torch's, which waits for each worker; not for those that the loop has not waited for."""
+        if is_exiting():
+            return
         late = {info[0] for number, info in getattr(self, "_task_info", {}).items() if number < self._rcvd_idx}
         for number, process in enumerate(getattr(self, "_workers", ())):
             if (number in late or number not in self.answered) and os.getpid() == self._process:
