@@ -31,6 +31,7 @@ UNPICKLING = {
     "bursts/packing.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
     "autoloader/channel.py": {"loads"},  # between the loop and its workers
+    "autoloader/nursery.py": {"loads"},
     "autoloader/segments.py": {"loads"},
     "autoloader/worker.py": {"loads"},
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run

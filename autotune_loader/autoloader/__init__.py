@@ -2,5 +2,5 @@
 
 loader (arguments, what people read) - live (what is known of a loader, which iterator it gets) - found (as `tune()` tells it)
 iterator (a pass over an epoch: note, tune, next batch) - elastic (torch's iterator, resized) - unasked (nobody asked for any)
-channel, segments (how batches travel) - worker, seeds (what runs in a worker) - torchs (private names of torch) - tuner
+channel, segments (how batches travel) - worker, seeds, nursery (workers) - torchs (private names of torch) - tuner, meter
 """
