@@ -118,7 +118,7 @@ def test_a_report_says_what_was_changed_and_what_it_brought_and_hundreds_of_load
     [
         (run_command, "-o /nope/x.json", "--output='/nope/x.json' cannot be written.* would work"),
         (watch_command, "--json /nope/x.json", "--json='/nope/x.json' cannot be written.*--json='report.json'"),
-        (run_command, "--max-workers -1", "-1 is not in the range x>=0"),
+        (run_command, "--max-workers -1", "-1 is not in the range x>=1"),
         (run_command, "--start-with /nope/x.json", "/nope/x.json"),
         (watch_command, "--fail-if-wait ten", "'ten' must be between 0% and 100%, such as 5%"),
         (run_command, "--fail-if-wait 110%", "'110%' must be between"),
