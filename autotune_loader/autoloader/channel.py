@@ -299,6 +299,8 @@ class Results(NoQueue):
                 if channel.times is not None:
                     begun, end, cpu_s = channel.times
                     self.fetches[received[0]] = channel.number, begun, end, end, cpu_s
+                if isinstance(received[1], ExceptionWrapper):
+                    vars(received[1])["channel"] = channel  # from whom it is
                 self.note = channel.note or self.note
                 self.batch_bytes = max(self.batch_bytes, channel.received_bytes)
                 return received

@@ -257,8 +257,10 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             return True
         if isinstance(number, torchs.ResumeIteration):
             return not self._is_resetting
-        info = self._task_info.get(number, ())
-        if len(info) != 1:  # of the epoch before, which was left early, or given out twice
+        info, is_failed = self._task_info.get(number, ()), isinstance(data, ExceptionWrapper)
+        sender = getattr(data, "channel", None) if is_failed else None
+        # Of the epoch before, which was left early; or given out twice; or of a worker that was let go, whose batches were.
+        if len(info) != 1 or (sender is not None and sender not in self._index_queues):
             return True
         self._losses = 0
         self.answered.add(info[0])
@@ -267,7 +269,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._tasks_outstanding -= 1
             self.came_late(number, data)
             return True
-        if isinstance(data, ExceptionWrapper) and self.active > self.asked > 0 and number not in self._again:
+        if is_failed and self.active > self.asked > 0 and number not in self._again:
             self._again.add(number)  # it may fail because there are more workers than were asked for
             self._task_info[number] = (self._num_workers,)  # of none that stays
             self._shrink()
