@@ -65,9 +65,7 @@ class WorkerEnd(NoQueue):
 
     def begin(self) -> None:
         """From now on this process is a worker: it holds no other channel, and collates into segments."""
-        for each in list(_living):
-            if each.end is not self:
-                each.close()
+        close_channels(but=self)
         self._pool, self._poll = Pool(), select.poll()
         self._poll.register(self.socket, select.POLLIN)
         share_by(self._pool.storage, SMALL_BYTES)
@@ -144,19 +142,11 @@ class Channel(NoQueue):
     note: str | None = None
 
     def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for each in (self.socket, theirs):
-            each.setblocking(True)  # whatever `socket.setdefaulttimeout()` says
+        self.socket, theirs = pair()
         self.end, self.number, self._mapped = WorkerEnd(theirs), -1, Mapped()
         self._waiting, self._buffer = deque[Any](), bytearray(2 * PACKET_BYTES)
         self._lock = threading.RLock()  # a pinning thread receives while the loop puts
         _living.add(self)
-        loop_ends.add(self.socket)
-
-    @staticmethod
-    def living() -> list[Channel]:
-        """All channels of this process."""
-        return list(_living)
 
     @property
     def received_bytes(self) -> int:
@@ -235,12 +225,28 @@ class Channel(NoQueue):
 
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()
-loop_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_loop_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """The loop's end, which no fork keeps, and the other one; they keep the bounds of messages."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for each in (ours, theirs):
+        each.setblocking(True)  # whatever `socket.setdefaulttimeout()` says
+    _loop_ends.add(ours)
+    return ours, theirs
+
+
+def close_channels(*, but: WorkerEnd | None = None) -> None:
+    """In a fork: it holds none of the channels that it has inherited, but perhaps its own."""
+    for each in list(_living):
+        if each.end is not but:
+            each.close()
 
 
 def _in_fork() -> None:
     """A fork, whosever it is, must not hold the loop's ends: a channel would not end with the loop."""
-    for each in list(loop_ends):
+    for each in list(_loop_ends):
         each.close()
 
 

@@ -21,14 +21,12 @@ from torch._utils import ExceptionWrapper
 
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import Channel, Results, WorkerGone
-from autotune_loader.autoloader.nursery import CLONE, Nursery, NurseryProcess
+from autotune_loader.autoloader.nursery import CLONE, Nursery, NurseryProcess, end_process
 from autotune_loader.autoloader.seeds import Seed, mixed
 from autotune_loader.autoloader.worker import Given, Threaded, work
 from autotune_loader.pipeline.loop_log import Fetch
 
 MOST_LOSSES = 3
-END_S = 1.0
-"""A worker whose channel has ended is dead a moment later; after this it is killed."""
 
 logger = logging.getLogger("autotune_loader.autoloader")
 
@@ -49,11 +47,11 @@ class View:
 class ChannelContext:
     """A multiprocessing context whose queues are channels: torch asks for its result queue first, then for one a worker.
 
-    `also` is what workers are given beside the arguments of torch's worker loop, `told` how many they are told that there are.
+    `also` is what workers are given beside the arguments of torch's worker loop, `asked` how many they are told that there are.
     """
 
-    def __init__(self, real: Any, also: tuple[Any, ...], told: int | None, *, has_nursery: bool) -> None:
-        self._real, self._also, self._told, self.results = real, also, told, Results()
+    def __init__(self, real: Any, also: tuple[Any, ...], asked: int, *, has_nursery: bool) -> None:
+        self._real, self._also, self._asked, self.results = real, also, asked, Results()
         self._has_nursery = has_nursery and CLONE is not None and real.get_start_method() == "fork"
         self.nursery: Nursery | None = None
         self._has_given_results = False
@@ -87,8 +85,8 @@ class ChannelContext:
         channel = self._made
         assert channel is not None
         channel.number = number
-        if self._told:  # who asks is told of as many workers as were asked for, and the number returns to that
-            number, count = number % self._told, self._told
+        if self._asked:  # who asks is told of as many workers as were asked for, and the number returns to that
+            number, count = number % self._asked, self._asked
         if is_later and self.nursery is not None:
             return NurseryProcess(self.nursery, channel.end, number, count)
         return self._real.Process(target=work, args=(self._given, channel.end, number, count), daemon=True)
@@ -114,11 +112,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         is_seeded: whether each batch's random numbers are its own, whoever makes it.
         fetch_threads: threads that fetch the items of a batch in each worker.
         is_elastic: whether the number of workers may change.
-        told: how many workers they are told that there are; None for as many as there are.
+        asked: workers that were asked for, which workers are told that there are; 0 where nobody asked.
         special: `initial_seed`, `prepare` and `held` of `work`.
 
     Attributes:
-        active, asked: workers that are given batches; those that are left where one is lost, or fails, while there are more.
+        active: workers that are given batches; where one is lost, or fails, while there are more than `asked`, these are left.
         answered: workers that have delivered a batch.
         indices, fetch: of the batch that was delivered last, and the history of its making.
         start_s: seconds that starting a worker took.
@@ -134,21 +132,20 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     fetch: Fetch | None = None
 
     def __init__(
-        self, loader: Any, workers: int, depth: int, *, is_seeded: bool, fetch_threads: int | None = None,
-        told: int | None = None,
+        self, loader: Any, workers: int, depth: int, *, asked: int, is_seeded: bool, fetch_threads: int | None = None,
         is_elastic: bool = True,
         special: tuple[Any, ...] = (None, None, ()),
     ) -> None:  # fmt: skip
         begun, self._process, self._is_seeded = time.monotonic(), os.getpid(), is_seeded
-        self.active = self.asked = workers
+        self.active, self.asked = workers, asked
         self.answered = set[int]()
         self._depth, self._turn, self._losses, self._epochs, self._is_resetting = depth, 0, 0, -1, False
         self._given, self._again, self._retired = dict[int, Any](), set[int](), list[Any]()
-        has_nursery = is_elastic and loader.worker_init_fn is None and loader._dataset_kind != torchs.ITERABLE
-        real = loader.multiprocessing_context or torch.multiprocessing
-        self._context = ChannelContext(real, (is_seeded, *special), told, has_nursery=has_nursery)
-        other = {"num_workers": workers, "prefetch_factor": depth, "multiprocessing_context": self._context}
         self._has_init_fn = loader.worker_init_fn is not None
+        has_nursery = is_elastic and not self._has_init_fn and loader._dataset_kind != torchs.ITERABLE
+        real = loader.multiprocessing_context or torch.multiprocessing
+        self._context = ChannelContext(real, (is_seeded, *special), asked, has_nursery=has_nursery)
+        other = {"num_workers": workers, "prefetch_factor": depth, "multiprocessing_context": self._context}
         if fetch_threads is not None and not getattr(loader.dataset, "__getitems__", None):
             other["dataset"] = other["worker_init_fn"] = Threaded(loader.dataset, fetch_threads, loader.worker_init_fn)
         with torchs.WithoutHandler():
@@ -303,7 +300,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if number >= self._num_workers or self._index_queues[number] is not channel or not self._workers_status[number]:
             return  # it has ended as it should
         process = self._workers[number]
-        _end(process)
+        end_process(process)
         self._losses += 1
         is_last = self._losses >= MOST_LOSSES or not any(each.is_alive() for each in self._workers)
         if is_last or self._has_init_fn or self._dataset_kind == torchs.ITERABLE:
@@ -346,14 +343,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._context.close_nursery()
         for channel, process in self._retired:
             channel.close()
-            _end(process)
-
-
-def _end(process: Any) -> None:
-    process.join(END_S)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
+            end_process(process)
 
 
 def _words(process: Any) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner, measured
+from autotune_loader.autoloader.meter import measured
+from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner
 from autotune_loader.diagnosis import Advice, Finding, Kept, judged
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.loop_log import Log

@@ -63,7 +63,7 @@ class TunedIter(torchs.BaseIter):  # type: ignore[misc]
         live, tuner, best = self._live, self._tuner, self._tuner.best
         try:
             if now >= tuner.wake:
-                live.look_at_memory(getattr(self, "_workers", ()), now)
+                live.look_at_memory(self._workers, now)
                 tuner.look(now)
             if tuner.wanted is not self._config:
                 self._apply()
@@ -97,10 +97,9 @@ class AskedIter(TunedIter, ElasticIter):
             wanted.prefetch_factor,
             is_seeded=live.is_seeded,
             fetch_threads=live.fetch_threads,
-            told=live.tuner.asked.num_workers,
+            asked=live.tuner.asked.num_workers,
             is_elastic=live.tuner.refused is None,
         )
-        self.asked = live.tuner.asked.num_workers
         live.tell(wanted.num_workers, wanted.prefetch_factor)
         live.tuner.start_s = self.start_s
         self._loop.started(time.monotonic())

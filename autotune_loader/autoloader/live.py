@@ -116,18 +116,17 @@ class Live:
             self.tuner.most = max(1, min(self._most, fit))
 
 
-def live_of(loader: Any, line: Line | None, *, default: LoaderConfig | None = None, **options: Any) -> Live:
+def live_of(loader: Any, line: Line | None, **options: Any) -> Live:
     """What is known of a loader; made anew where its parts or numbers were set to other ones.
 
     Args:
         loader: a DataLoader, or of a class made from it.
         line: where it was made.
-        default: what was asked for, where that is not what the loader's attributes say.
         **options: the fields of `Options`.
     """
     live: Live | None = vars(loader).get(LIVE)
     if live is None or not live.is_of(loader):
-        asked, chosen = default or LoaderConfig.from_loader(loader), Options(**options)
+        asked, chosen = LoaderConfig.from_loader(loader), Options(**options)
         if live is not None and live.is_as_told(loader):
             asked = live.tuner.asked
         elif chosen.config is not None and (chosen.config.num_workers or not asked.num_workers):

@@ -18,23 +18,21 @@ from multiprocessing import get_context, popen_fork, process, util
 from multiprocessing.context import ForkProcess
 from typing import Any
 
-from autotune_loader.autoloader.channel import Channel, WorkerEnd, loop_ends
+from autotune_loader.autoloader.channel import WorkerEnd, close_channels, pair
 from autotune_loader.autoloader.worker import Given, work
 
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 """Number of the system call, whose arguments but the first are 0 here; None where it is not known."""
 CLONE_PARENT = 0x8000
 END_S = 1.0
+"""A process whose channel has ended is dead a moment later; after this it is killed."""
 
 
 class Nursery:
     """A process that forks workers, for whoever gives them the same."""
 
     def __init__(self, given: Given) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for each in (self._ours, theirs):
-            each.setblocking(True)
-        loop_ends.add(self._ours)
+        self._ours, theirs = pair()
         self._process = get_context("fork").Process(target=_nurse, args=(theirs, given), daemon=True)
         self._process.start()
         process._children.discard(self._process)  # type: ignore[attr-defined]  # the script's own count
@@ -53,10 +51,15 @@ class Nursery:
 
     def close(self) -> None:
         self._ours.close()
-        self._process.join(END_S)
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
+        end_process(self._process)
+
+
+def end_process(process: Any) -> None:
+    """See a process end that has been told so."""
+    process.join(END_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
 
 
 class NurseryProcess(ForkProcess):
@@ -81,8 +84,7 @@ class _Cloned(popen_fork.Popen):
 
 def _nurse(theirs: socket.socket, given: Given) -> None:
     """The life of the nursery: until the loop hangs up."""
-    for each in Channel.living():
-        each.close()
+    close_channels()
     given.prepare(theirs.fileno())
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the loop
     while True:

@@ -27,7 +27,6 @@ from autotune_loader.autoloader.meter import (
     Meter,
     Reached,
 )
-from autotune_loader.autoloader.meter import measured as measured
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.results.record import Finding
 from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, Round

@@ -220,8 +220,9 @@ class BesideIter(ElasticIter):
             persistent_workers=bool(how.get("persistent_workers")),
         )  # fmt: skip
         special = torch.initial_seed(), prepare, live.parts.generators
-        super().__init__(view, workers, depth, is_seeded=True, fetch_threads=live.fetch_threads, special=special)
-        self.asked = 0
+        super().__init__(
+            view, workers, depth, asked=0, is_seeded=True, fetch_threads=live.fetch_threads, special=special
+        )
 
     def seed_of(self, number: int) -> Seed:
         return batch_seed(self._base, number + self.offset)
@@ -304,9 +305,8 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         draws = not draws_nothing(loader.dataset, loader.collate_fn)
         self._seeds = Seeds(torch.initial_seed(), live.parts.generators) if draws else None
         live.tell(0, None)
-        self._loop.started(
-            time.monotonic()
-        )  # workers begin with the first batch: sampler and seeds are drawn as without
+        # Workers begin with the first batch: sampler and seeds are drawn as without.
+        self._loop.started(time.monotonic())
 
     @property
     def _workers(self) -> list[Any]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from autotune_loader.autoloader.tuner import Tuner, measured
+from autotune_loader.autoloader.meter import measured
+from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.loop_log import MOST_ROWS, Log
 from autotune_loader.values import LoaderConfig

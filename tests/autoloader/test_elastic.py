@@ -461,7 +461,7 @@ def test_the_profiler_sees_what_it_sees_of_dataloader() -> None:
 
 def test_no_worker_is_left_to_torchs_handler_of_children_nor_is_that_left_behind() -> None:
     before = signal.getsignal(signal.SIGCHLD)
-    batches = ElasticIter(DataLoader(Slow(40), batch_size=2, num_workers=2), 2, 2, is_seeded=True)
+    batches = ElasticIter(DataLoader(Slow(40), batch_size=2, num_workers=2), 2, 2, asked=2, is_seeded=True)
     next(batches)
     assert not batches._worker_pids_set
     assert signal.getsignal(signal.SIGCHLD) is before

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
-from autotune_loader.autoloader.tuner import measured
+from autotune_loader.autoloader.meter import measured
 from autotune_loader.values import BatchTrace
 from tests.support.schedules import Noise, Numbers, Stream, states
 
