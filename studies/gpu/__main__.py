@@ -1,6 +1,6 @@
 """`python -m studies.gpu`: does tuning reach what the GPU and the loader allow? A job from end to end, a row of one table.
 
-    python -m studies.gpu                              # a GPU, about four minutes a job
+    python -m studies.gpu                              # a GPU, about two minutes a job
     python -m studies.gpu --only transformer --budget 20
     python -m studies.gpu --device cpu --quick         # the same code in small, where there is no GPU: a smoke test
 
@@ -11,14 +11,14 @@ Each thing that was measured is printed at once, a line that begins with RECORD;
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,17 +30,18 @@ from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.bursting import CEILING_BURST, SEARCH_BURST
 from autotune_loader.values import Failure, Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
-from studies.gpu.training import Loop, Rate
+from studies.gpu.training import Loop, Rate, record
 from studies.regret.oracle import paired_ratio
 
-DEFAULT, TUNED = "default", "tuned"
+DEFAULT, TUNED, LIVE = "default", "tuned", "AutoLoader"
 # A burst lasts three rounds of its workers: few of them feed a job whose step binds, and are soon through.
 VERDICT_WORKERS = 4
 # The step binds where a burst reaches this share of the rate of the step alone.
 BINDS_SHARE = 0.95
 COLUMNS = (
     "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95 %)",
-    "regret against the grid (p90 goal 2 %)", "NVML default, tuned", "working share of a tuned burst by events",
+    "regret against the best other of the grid (p90 goal 2 %)", "AutoLoader with as many workers, over tuned",
+    "NVML default, tuned", "working share of a tuned burst by events",
     "twin's error: median (goal 3 %), worst", "known after (goal 3 s where the step binds)",
     "tuned with",
 )  # fmt: skip
@@ -51,8 +52,8 @@ class Effort:
     """How long the study of one job takes: seconds of `tune()`, of one run, and rounds in which the last few take turns."""
 
     budget_s: float = 30.0
-    run_s: float = 2.0
-    rounds: int = 5
+    run_s: float = 1.5
+    rounds: int = 4
     workers: tuple[int, ...] = ()
     """Of the grid; from the cores where it is empty."""
 
@@ -67,17 +68,24 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         loop.job.loader(), loop.model, train_step=loop.job.train_step, device=loop.device, budget=effort.budget_s,
         progress=False,
     )  # fmt: skip
-    record(name, "tuned", best=str(result.best), summary=str(result), seconds=result.seconds)
+    for line in result.report().splitlines():
+        print(line, flush=True)
+    record(name, TUNED, best=str(result.best), seconds=result.seconds, trials=len(result.trials))
     grid = {
         config: _recorded(name, f"grid: {config}", loop.train(config)).samples_per_s for config in _grid(device, effort)
     }
-    best = max(grid, key=lambda config: grid[config])
-    turns = {DEFAULT: LoaderConfig(), TUNED: result.best, str(best): best}
-    rates = _in_turns(loop, turns, effort.rounds)
+    best = max((config for config in grid if config != result.best), key=lambda config: grid[config])
+    turns: dict[str, Callable[[], Rate]] = {
+        DEFAULT: partial(loop.train, LoaderConfig()),
+        TUNED: partial(loop.train, result.best),
+        str(best): partial(loop.train, best),
+        LIVE: partial(loop.live, result.best),
+    }
+    rates = _in_turns(name, turns, effort.rounds)
     loads = [_recorded(name, f"only load: {each}", loop.train(each, with_step=False)) for each in {result.best, best}]
     limit = min(step_limit, max(each.samples_per_s for each in loads))
     rounds = [Round(rates={key: runs[i].samples_per_s for key, runs in rates.items()}) for i in range(effort.rounds)]
-    regret = paired_ratio(rounds, TUNED, str(best))
+    regret, live = paired_ratio(rounds, TUNED, str(best)), paired_ratio(rounds, LIVE, TUNED)
     default, tuned = (statistics.median(rate.samples_per_s for rate in rates[key]) for key in (DEFAULT, TUNED))
     errors = _twin_errors(result, grid)
     return [
@@ -87,16 +95,13 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         f"{tuned:,.1f} ({tuned / default:.2f}x)",
         f"{tuned / limit:.1%} of {limit:,.1f}",
         f"{1 - regret.value:.1%} ({1 - regret.high:.1%} to {1 - regret.low:.1%})",
+        f"{live.value:.2f}x ({live.low:.2f} to {live.high:.2f})",
         f"{_share(_util(rates[DEFAULT]))}, {_share(_util(rates[TUNED]))}",
         _share(_busy_share(result)),
         f"{_share(statistics.median(errors))}, {_share(max(errors))}" if errors else "-",
         f"{known_s:.1f} s + {startup_s:.1f} s of start-up: step {'binds' if step_binds else 'does not bind'}",
         f"{result.best}, in {result.seconds:.0f} s and {len(result.trials)} trials",
     ]
-
-
-def record(job: str, what: str, **values: Any) -> None:
-    print("RECORD", json.dumps({"job": job, "what": what, **values}), flush=True)
 
 
 def _recorded(job: str, what: str, rate: Rate) -> Rate:
@@ -122,22 +127,19 @@ def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
 
 
 def _grid(device: str, effort: Effort) -> list[LoaderConfig]:
-    """Every number of workers, pageable, pinned, and pinned and copied ahead."""
+    """Every number of workers, pageable and pinned."""
     cores = os.cpu_count() or 1
-    workers = effort.workers or tuple(sorted({0, 1, 2, *(n for n in (4, 8) if n < cores), cores}))
-    roads = [(False, 0)] if device == "cpu" else [(False, 0), (True, 0), (True, 2)]
+    workers = effort.workers or tuple(sorted({0, 1, 2, *(n for n in (4, 8, 12) if n < cores), cores}))
     return [
-        LoaderConfig(num_workers=n, pin_memory=pinned, device_prefetch=ahead)
-        for n in workers
-        for pinned, ahead in roads
+        LoaderConfig(num_workers=n, pin_memory=pinned) for n in workers for pinned in sorted({False, device != "cpu"})
     ]
 
 
-def _in_turns(loop: Loop, configs: dict[str, LoaderConfig], rounds: int) -> dict[str, list[Rate]]:
-    rates: dict[str, list[Rate]] = {key: [] for key in configs}
+def _in_turns(job: str, sides: Mapping[str, Callable[[], Rate]], rounds: int) -> dict[str, list[Rate]]:
+    rates: dict[str, list[Rate]] = {key: [] for key in sides}
     for number in range(rounds):
-        for key in random.Random(number).sample(list(configs), len(configs)):
-            rates[key].append(_recorded(loop.job.name, f"turn: {key}", loop.train(configs[key])))
+        for key in random.Random(number).sample(list(sides), len(sides)):
+            rates[key].append(_recorded(job, f"turn: {key}", sides[key]()))
     return rates
 
 

@@ -1,6 +1,7 @@
-"""Three training jobs on a GPU, each with a bottleneck that is known by construction; pure torch, and small copies for a CPU.
+"""Training jobs on a GPU, each with a bottleneck that is known by construction; pure torch, and small copies for a CPU.
 
     resnet_jpeg       loader     JPEG files decoded and augmented, a ResNet-18 in bfloat16: faster than cores decode
+    images            transfer   decoded pictures normalised to float32, the same model: 38.5 MB for each batch of 64
     transformer       step       token sequences that cost nothing to make, 8 layers of 512
     large_batches     copy       batches of 64 MiB that lie in memory, a step that reads them once
 
@@ -16,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from autotune_loader.demo import CLASSES, JpegFolder, make_jpegs
+from autotune_loader.demo import CLASSES, MEAN, STD, JpegFolder, make_jpegs
+from autotune_loader.pipeline.prefetch import move
 
 VOCABULARY = 1024
 
@@ -56,7 +59,7 @@ class Job:
 
     name: str
     binds: str
-    """What binds by construction once the loader is tuned: "loader", "step" or "copy"."""
+    """What binds by construction once the loader is tuned: "loader", "transfer", "step" or "copy"."""
     dataset: Dataset[Any]
     model: nn.Module
     train_step: Callable[[Any, Any], torch.Tensor]
@@ -99,7 +102,8 @@ def resnet(width: int) -> nn.Module:
     for stage, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
         blocks += [Block(inputs, outputs, 2 if stage else 1), Block(outputs, outputs, 1)]
     stem = [convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, CLASSES))
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, CLASSES))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 class Transformer(nn.Module):
@@ -132,7 +136,7 @@ class Sums(nn.Module):
 
 def picture_step(model: Any, batch: Any) -> torch.Tensor:
     """Classify pictures, in bfloat16 on CUDA."""
-    pictures, labels = batch
+    pictures, labels = to_model(model, batch)
     with bfloat16_on(pictures.device):
         scores = model(pictures)
     return nn.functional.cross_entropy(scores.float(), labels)
@@ -140,13 +144,19 @@ def picture_step(model: Any, batch: Any) -> torch.Tensor:
 
 def token_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
     """Predict the next token, in bfloat16 on CUDA."""
+    batch = to_model(model, batch)
     with bfloat16_on(batch.device):
         scores = model(batch)
     return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def sum_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch)  # type: ignore[no-any-return]
+    return model(to_model(model, batch))  # type: ignore[no-any-return]
+
+
+def to_model(model: Any, batch: Any) -> Any:
+    """The batch where the model is: an own step gets it as the loader gives it. From pinned memory the host does not wait."""
+    return move(batch, next(model.parameters()).device)
 
 
 def bfloat16_on(device: torch.device) -> torch.autocast:
@@ -167,12 +177,36 @@ class InMemory(Dataset[Any]):
         return self.tensors[index % len(self.tensors)]
 
 
+class Pictures(Dataset[Any]):
+    """Decoded pictures in memory: a random crop of one, normalised, as (float32 of shape (3, crop, crop), label)."""
+
+    def __init__(self, crop: int, length: int) -> None:
+        self.crop, self.length = crop, length
+        self.raw = np.random.default_rng(0).integers(0, 256, (64, crop + 32, crop + 32, 3), np.uint8)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        top, left = torch.randint(0, 32, (2,)).tolist()
+        crop = self.raw[index % len(self.raw), top : top + self.crop, left : left + self.crop]
+        pixels = (crop.astype(np.float32) / 255 - MEAN) / STD
+        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))), index % CLASSES
+
+
 def resnet_jpeg(size: Size) -> Job:
     folder = Path(tempfile.gettempdir()) / f"autotune-loader-gpu-study-{size.picture[0]}"
     make_jpegs(folder, size.pictures, size.picture)
     return Job(
         name="resnet_jpeg", binds="loader", dataset=ConcatDataset([JpegFolder(folder, size.crop)] * size.times),
         model=resnet(size.width), train_step=picture_step, batch_size=size.batch,
+    )  # fmt: skip
+
+
+def images(size: Size) -> Job:
+    return Job(
+        name="images", binds="transfer", dataset=Pictures(size.crop, size.pictures * size.times), model=resnet(size.width),
+        train_step=picture_step, batch_size=size.batch,
     )  # fmt: skip
 
 
@@ -191,5 +225,7 @@ def large_batches(size: Size) -> Job:
     )  # fmt: skip
 
 
-JOBS: dict[str, Callable[[Size], Job]] = {make.__name__: make for make in (resnet_jpeg, transformer, large_batches)}
+JOBS: dict[str, Callable[[Size], Job]] = {
+    make.__name__: make for make in (resnet_jpeg, images, transformer, large_batches)
+}
 """Most valuable first."""

@@ -1,20 +1,21 @@
 #!/bin/sh
-# Everything that needs a GPU, in parts of less than 8 minutes, most valuable first. From the repository's root:
+# Everything that needs a GPU, in parts of at most five minutes. From the repository's root:
 #
-#     sh studies/gpu/run.sh              # all of them, about 20 minutes
-#     sh studies/gpu/run.sh first        # resnet_jpeg: tune() and the grid; then the tests marked gpu
-#     sh studies/gpu/run.sh second       # AutoLoader, watch, compare()
-#     sh studies/gpu/run.sh third        # transformer, large_batches
-#     sh studies/gpu/run.sh check        # on a CPU: the same code in small, as far as it goes without CUDA
+#     sh studies/gpu/run.sh              # all of them, about twelve minutes
+#     sh studies/gpu/run.sh quick        # the tests marked gpu, then the whole code in small: shows what does not run
+#     sh studies/gpu/run.sh first        # resnet_jpeg and images: tune(), the grid, AutoLoader, in turns; pinned memory
+#     sh studies/gpu/run.sh second       # Hugging Face, Lightning, compare(), AutoLoader from nothing; transformer, large_batches
+#     sh studies/gpu/run.sh check        # on a CPU, before a GPU is asked for: the same code in small
 #
 # What is measured is printed as it comes, a line that begins with RECORD each, and kept in $OUT, or in studies/gpu/results
 # without it. Needs python3 with torch for CUDA, numpy, Pillow, pandas, psutil and pytest; of the rest, what is missing is taken
-# from .whl (see wheels.sh), without a network. Nothing is installed outside a folder in /tmp.
+# from .whl (see wheels.sh), without a network. Nothing is installed outside a folder in /tmp. LIMIT_S: seconds of a part.
 set -u
 cd "$(dirname "$0")/../.."
 begun=$(date +%s)
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-$PWD/studies/gpu/results}
+LIMIT_S=${LIMIT_S:-300}
 export OUT PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 if [ -d .whl ]; then
@@ -27,40 +28,47 @@ status=0
 
 TESTS="tests/pipeline/test_prefetch.py tests/bursts/test_cuda.py"
 
-# left: seconds of this part that are left; what is ended has 10 more
-left() { echo $((450 - $(date +%s) + begun)); }
-
-# limited SECONDS LOG COMMAND...: what the command prints is shown and kept; what takes longer is ended
+# limited SECONDS LOG COMMAND...: what the command prints is shown and kept; it is ended then, or at the end of its part
 limited() {
-    seconds=$1 log=$2
+    left=$((LIMIT_S - $(date +%s) + begun))
+    seconds=$(($1 < left ? $1 : left)) log=$2
     shift 2
+    if [ "$seconds" -lt 5 ]; then echo "NO TIME LEFT: $*" && return; fi
     { timeout -k 10 "$seconds" "$PYTHON" -W ignore "$@" 2>&1 || echo "FAILED with $?: $*"; } | tee "$OUT/$log"
     ! grep -q "^FAILED" "$OUT/$log" || status=1
+    echo "TOOK $(($(date +%s) - begun)) s so far"
 }
 # Each by name as it ends, should time be up; a warning of another torch is no failure.
 tests() {
-    limited 200 tests.txt -m pytest -o addopts=-v -o filterwarnings=default -m gpu -p no:cacheprovider -rs --durations=10 \
+    limited 130 tests.txt -m pytest -o addopts=-v -o filterwarnings=default -m gpu -p no:cacheprovider -rs --durations=10 \
         $TESTS "$@"
 }
-study() { limited "${2:-$(left)}" "$1.txt" -m studies.gpu --only "$1"; }
-uses() { limited "$(left)" uses.txt -m studies.gpu.uses "$@"; }
-first() { study resnet_jpeg 250; tests; }
-second() { uses; }
-third() { study transformer 225; study large_batches; }
-check() {
-    limited 300 check.txt -m studies.gpu --device cpu --quick
-    begun=$(date +%s)
-    uses --device cpu --quick
-    tests --collect-only
+study() { limited 170 "$1.txt" -m studies.gpu --only "$1"; }
+uses() { name=$1 seconds=$2; shift 2; limited "$seconds" "$name.txt" -m studies.gpu.uses "$name" "$@"; }
+small() {
+    limited 20 registered.txt -m studies.gpu.registered --device "$1"
+    limited 150 small.txt -m studies.gpu --device "$1" --quick
+    for each in hugging_face lightning live watch compare; do uses "$each" 60 --device "$1" --quick; done
 }
+quick() { tests; small cuda; }
+first() { limited 20 registered.txt -m studies.gpu.registered; study resnet_jpeg; study images; }
+second() {
+    uses hugging_face 90
+    uses lightning 80
+    uses compare 80
+    study transformer
+    uses live 70
+    study large_batches
+}
+check() { LIMIT_S=900; small cpu; tests --collect-only; }
 
 part=${1:-all}
 if [ "$part" != check ]; then
     "$PYTHON" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())' || exit 1
 fi
 case $part in
-first | second | third | check) "$part" ;;
-all) for each in first second third; do "$each"; begun=$(date +%s); done ;;
-*) echo "$part is no part; first, second, third, check or all would work" >&2 && exit 2 ;;
+quick | first | second | check) "$part" ;;
+all) for each in quick first second; do "$each"; begun=$(date +%s); done ;;
+*) echo "$part is no part; quick, first, second, check or all would work" >&2 && exit 2 ;;
 esac
 exit $status

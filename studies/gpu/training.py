@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import threading
 import time
@@ -11,13 +12,18 @@ from typing import Any
 
 import torch
 
-from autotune_loader import LoaderConfig
-from autotune_loader.pipeline.prefetch import move, prefetched_as_tuned
+from autotune_loader import AutoLoader, LoaderConfig
+from autotune_loader.pipeline.prefetch import move
 from studies.gpu.jobs import Job
 
 # Batches before the clock starts: workers are up, and queues filled at the start no longer flatter.
 FILLED_ROUNDS = 2
 SAMPLE_S = 0.1
+
+
+def record(job: str, what: str, **values: Any) -> None:
+    """Print what was measured, at once: a run that is cut off keeps it."""
+    print("RECORD", json.dumps({"job": job, "what": what, **values}), flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +52,20 @@ class Loop:
     def train(self, config: LoaderConfig, *, with_step: bool = True) -> Rate:
         """Train with the loader that `config` makes; without a step, only load and copy: what the loader allows."""
         loader = self.job.loader(**config.to_kwargs())
-        depth = max(1, config.num_workers) * (config.prefetch_factor or 1)
-        return self.timed(prefetched_as_tuned(loader, config, self.device), depth, with_step=with_step)
+        return self.timed(loader, config, with_step=with_step)
+
+    def live(self, config: LoaderConfig) -> Rate:
+        """Train with AutoLoader and as many workers, which stay as many."""
+        return self.timed(AutoLoader(self.job.dataset, config=config, tune=False, **self.job.parts()), config)
 
     def step(self) -> Rate:
         """Only step, on one batch that lies on the device: what the step allows."""
         batch = move(next(iter(self.job.loader())), self.device)
-        return self.timed([batch], depth=4)
+        return self.timed([batch], LoaderConfig(num_workers=2))
 
-    def timed(self, batches: Iterable[Any], depth: int, *, with_step: bool = True) -> Rate:
-        endless = _again(batches)
+    def timed(self, batches: Iterable[Any], config: LoaderConfig, *, with_step: bool = True) -> Rate:
+        """Train on batches, again and again; the clock starts when the queues of such a configuration have been emptied."""
+        endless, depth = _again(batches), max(1, config.num_workers) * (config.prefetch_factor or 1)
         for _ in range(FILLED_ROUNDS * depth + 1):
             self._take(next(endless), with_step)
         self._synchronize()

@@ -1,8 +1,9 @@
-"""What people do with a GPU: `python -m studies.gpu.uses live|watch|compare ... [--device cpu --quick]`
+"""What people do with a GPU: `python -m studies.gpu.uses [NAME ...] [--device cpu --quick]`
 
-live        AutoLoader on resnet_jpeg: rate of each ten seconds, and of the best fixed configuration beside it
-watch       `autotune-loader watch` on a plain script that trains on the device
-compare     `compare()` of a plain and of a compiled model
+live            AutoLoader on resnet_jpeg: rate of each eight seconds, and of the best fixed configuration beside it
+hugging_face, lightning     see `studies.gpu.trainers`
+compare         `compare()` of a plain and of a compiled model
+watch           `autotune-loader watch` on a plain script that trains on the device
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from pathlib import Path
 import torch
 
 from autotune_loader import AutoLoader, LoaderConfig
-from studies.gpu.__main__ import check_device, record
+from studies.gpu.__main__ import check_device
 from studies.gpu.jobs import FULL, JOBS, QUICK, Size
-from studies.gpu.training import Loop
+from studies.gpu.trainers import hugging_face, lightning
+from studies.gpu.training import Loop, record
 
 SCRIPT = """
 import sys
@@ -40,8 +42,8 @@ model = job.model.to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 begun = time.monotonic()
 while time.monotonic() - begun < seconds:
-    for pictures, labels in loader:
-        loss = job.train_step(model, (pictures.to(device), labels.to(device)))
+    for batch in loader:
+        loss = job.train_step(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -56,7 +58,10 @@ def live(device: str, size: Size, seconds: float) -> None:
     fixed = [LoaderConfig(num_workers=n, pin_memory=device != "cpu") for n in (max(1, cores // 2), cores)]
     loader = AutoLoader(loop.job.dataset, pin_memory=device != "cpu", **loop.job.parts())
     before = [loop.train(config).samples_per_s for config in fixed]
-    rates = [loop.timed(loader, depth=1).samples_per_s for _ in range(7)]
+    nothing_ahead, rates = LoaderConfig(), list[float]()
+    for _ in range(5):
+        rates.append(loop.timed(loader, nothing_ahead).samples_per_s)
+        record("resnet_jpeg", "live", samples_per_s=rates[-1], num_workers=loader.num_workers)
     after = [loop.train(config).samples_per_s for config in fixed]
     best = max((first + second) / 2 for first, second in zip(before, after, strict=True))
     record("resnet_jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report())
@@ -90,7 +95,7 @@ def compare(device: str, size: Size, seconds: float) -> None:
     record("transformer", "compare", says=str(found))
 
 
-USES = {each.__name__: each for each in (live, watch, compare)}
+USES = {each.__name__: each for each in (live, hugging_face, lightning, compare, watch)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = 0
     for name in chosen.uses or USES:
         try:
-            USES[name](chosen.device, QUICK if chosen.quick else FULL, 0.5 if chosen.quick else 10.0)
+            USES[name](chosen.device, QUICK if chosen.quick else FULL, 0.5 if chosen.quick else 8.0)
         except Exception:  # what follows is worth its time on a machine that is lent for minutes
             traceback.print_exc()
             print(f"FAILED: {name}", flush=True)
