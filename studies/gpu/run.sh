@@ -26,7 +26,7 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 status=0
 
-TESTS="tests/pipeline/test_prefetch.py tests/bursts/test_cuda.py"
+TESTS="tests/pipeline/test_prefetch.py tests/bursts/test_cuda.py tests/autoloader/test_elastic.py"
 
 # limited SECONDS LOG COMMAND...: what the command prints is shown and kept; it is ended then, or at the end of its part
 limited() {

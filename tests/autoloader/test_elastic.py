@@ -188,6 +188,24 @@ def test_two_loaders_with_a_pinning_thread_each_are_resized_beside_each_other(mo
         rng.choice(loaders).change_to(rng.choice([TWO, THREE, FOUR]))
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("pins", [False, True])
+def test_batches_are_whole_on_the_gpu_although_their_memory_goes_back_before_they_are_read(pins: bool) -> None:
+    # GIVEN batches of 8 MiB, larger than what the driver stages at once, from workers that write into the same memory again
+    data = Made(lambda index: torch.full((1 << 18,), float(index)), 800)
+    loader, rng, seen = FixedLoader(data, batch_size=8, num_workers=4, pin_memory=pins), random.Random(0), list[Any]()
+    for number, batch in enumerate(loader):
+        assert batch.is_pinned() is pins
+        on_device = batch.to("cuda", non_blocking=True)
+        del batch
+        torch.cuda._sleep(1_000_000)
+        seen.append(torch.stack(on_device.aminmax(dim=1), dim=1))
+        if number % 11 == 10:
+            loader.change_to(rng.choice([TWO, THREE, FOUR]))
+    assert torch.cat(seen).tolist() == [[float(index)] * 2 for index in range(800)]
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_dataset_is_pickled_once_for_all_workers_whatever_shares_memory_in_it(method: str) -> None:
     data = Counted()
