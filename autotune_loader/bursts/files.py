@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from autotune_loader.machine.elsewhere import changed_file, write_only_in
@@ -28,12 +28,19 @@ CACHES = {
     "TORCH_HOME": "~/.cache/torch",
     "TRITON_CACHE_DIR": "~/.triton",
     "CUDA_CACHE_PATH": "~/.nv",
+    "CUPY_CACHE_DIR": "~/.cupy",
+    "TORCH_EXTENSIONS_DIR": "~/.cache/torch_extensions",
+    "HF_HUB_CACHE": "~/.cache/huggingface/hub",
+    "HF_DATASETS_CACHE": "~/.cache/huggingface/datasets",
     "NUMBA_CACHE_DIR": "~/.cache/numba",
     "MPLCONFIGDIR": "~/.config/matplotlib",
+}
+"""Folders of caches: the variable that names one, and where it is otherwise."""
+OTHERS = {
     "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps",  # noqa: S108 - where NVIDIA's service has its pipes
     "TORCHINDUCTOR_CACHE_DIR": "",  # always set
 }
-"""Folders of caches: the variable that names one, and where it is otherwise."""
+"""Folders that may be changed, too, where they are there."""
 DEVICES = ("/dev", "/proc")
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled", "SWANLAB_MODE": "disabled", "NEPTUNE_MODE": "debug",
@@ -58,14 +65,20 @@ SAMPLE_WRITES = "{sample} writes {path}, and bursts change no file of yours: fil
 
 
 def environment(scratch: str) -> dict[str, str]:
-    """The variables of a process whose temporary folder is `scratch`: caches stay where they are, trackers are off."""
+    """The variables of a process whose temporary folder is `scratch`: caches stay where they are, trackers are off.
+
+    A cache that is not there yet, and that may not be made there, is made in `scratch`.
+    """
     compiled = f"{scratch}/torchinductor"  # which follows TMPDIR, so that every process would compile anew
     with contextlib.suppress(KeyError, OSError):  # a container without a name for this user
         folder = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
         compiled = folder if os.path.isdir(folder) else compiled  # noqa: PTH112
+    present = tuple(folder + os.sep for folder in _folders(CACHES) if os.path.isdir(folder))  # noqa: PTH112
+    missing = [name for name in CACHES if not f"{_folders([name])[0]}{os.sep}".startswith(present)]
     return {
         "TORCHINDUCTOR_CACHE_DIR": compiled,
         **os.environ,
+        **{name: f"{scratch}/{name.lower()}" for name in missing},
         **TRACKERS_OFF,
         "AUTOTUNE_LOADER_BURST": "1",  # `watch` leaves its loaders alone
         "MLFLOW_TRACKING_URI": f"file://{scratch}/mlflow",
@@ -75,8 +88,13 @@ def environment(scratch: str) -> dict[str, str]:
 
 def places() -> list[str]:
     """Where files may be changed: scratch, caches, devices."""
-    caches = (os.environ.get(name) or os.path.expanduser(folder) for name, folder in CACHES.items())  # noqa: PTH111
-    return [os.environ["TMPDIR"], *DEVICES, *(each for each in caches if each)]
+    return [os.environ["TMPDIR"], *DEVICES, *filter(None, _folders([*CACHES, *OTHERS]))]
+
+
+def _folders(names: Iterable[str]) -> list[str]:
+    """Where each of these caches is; empty where a variable that has no default is not set."""
+    defaults = {**CACHES, **OTHERS}
+    return [os.environ.get(name) or os.path.expanduser(defaults[name]) for name in names]  # noqa: PTH111
 
 
 def confine() -> list[str]:

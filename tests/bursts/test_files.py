@@ -149,6 +149,22 @@ def test_scratch_caches_and_a_tracker_that_is_off_are_no_trouble(runs, monkeypat
     assert not Path(tempfile.gettempdir(), "mine.pt").exists()
 
 
+@pytest.mark.process
+def test_a_cache_that_is_not_there_yet_is_made_in_scratch(runs, monkeypatch):
+    home = runs / "home"
+    (home / ".nv").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def step():
+        assert "CUDA_CACHE_PATH" not in os.environ
+        for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME"):
+            Path(os.environ[name], "kernels").mkdir(parents=True, exist_ok=True)
+
+    run(stepping(step)(runs), ALONE)
+    assert [each.name for each in home.iterdir()] == [".nv"]
+
+
 WITHOUT_LANDLOCK = """
 import os
 from autotune_loader.machine import elsewhere
