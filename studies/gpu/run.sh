@@ -40,17 +40,17 @@ limited() {
 }
 # Each by name as it ends, should time be up; a warning of another torch is no failure.
 tests() {
-    limited 130 tests.txt -m pytest -o addopts=-v -o filterwarnings=default -m gpu -p no:cacheprovider -rs --durations=10 \
+    limited 170 tests.txt -m pytest -o addopts=-v -o filterwarnings=default -m gpu -p no:cacheprovider -rs --durations=10 \
         $TESTS "$@"
 }
 study() { limited 170 "$1.txt" -m studies.gpu --only "$1"; }
 uses() { name=$1 seconds=$2; shift 2; limited "$seconds" "$name.txt" -m studies.gpu.uses "$name" "$@"; }
 small() {
     limited 20 registered.txt -m studies.gpu.registered --device "$1"
-    limited 150 small.txt -m studies.gpu --device "$1" --quick
-    for each in hugging_face lightning live watch compare; do uses "$each" 60 --device "$1" --quick; done
+    limited 150 small.txt -m studies.gpu --device "$1" --quick --only "$2"
+    for each in hugging_face lightning compare live watch; do uses "$each" 60 --device "$1" --quick; done
 }
-quick() { tests; small cuda; }
+quick() { tests; small cuda resnet_jpeg,images; }
 first() { limited 20 registered.txt -m studies.gpu.registered; study resnet_jpeg; study images; }
 second() {
     uses hugging_face 90
@@ -60,11 +60,12 @@ second() {
     uses live 70
     study large_batches
 }
-check() { LIMIT_S=900; small cpu; tests --collect-only; }
+check() { LIMIT_S=900; small cpu resnet_jpeg,images,transformer,large_batches; tests --collect-only; }
 
 part=${1:-all}
 if [ "$part" != check ]; then
     "$PYTHON" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())' || exit 1
+    uname -r && nproc && free -m && df -h /dev/shm /tmp
 fi
 case $part in
 quick | first | second | check) "$part" ;;
