@@ -234,12 +234,20 @@ class OpenLoader:
         return self._iterator
 
     def close(self) -> None:
-        """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone."""
+        """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone.
+
+        Before that the pinning thread ends, as in torch's own shutdown: a worker that is killed while it sends leaves the queue
+        locked, and nothing would wake the thread for 5 s.
+        """
         # Otherwise torch's handler of SIGCHLD raises for what is killed here.
         if getattr(self._iterator, "_worker_pids_set", False):
             with contextlib.suppress(Exception):
                 torch._C._remove_worker_pids(id(self._iterator))
                 self._iterator._worker_pids_set = False
+        if (pinning := getattr(self._iterator, "_pin_memory_thread", None)) is not None:
+            self._iterator._pin_memory_thread_done_event.set()
+            self._iterator._worker_result_queue.put((None, None))
+            pinning.join()
         for worker in self.workers:
             with contextlib.suppress(Exception):  # it has not begun, or has ended
                 worker.kill()

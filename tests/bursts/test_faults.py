@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler, get_worker_info
 
 from autotune_loader.bursts.failures import deaths_of, failure_of, needs_new_process
@@ -32,6 +33,35 @@ FORKED = replace(TWO_WORKERS, multiprocessing_context="fork")  # the others star
 SHM = "raise /dev/shm"
 
 
+TYPES = "Input type ({}) and weight type (torch.cuda.FloatTensor) should be the same"
+ASSERT = """CUDA error: device-side assert triggered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+
+
+def of_pinning_thread(error):
+    """An error as torch raises it in the main thread."""
+    try:
+        raise error
+    except Exception:
+        wrapped = ExceptionWrapper(where="in pin memory thread for device 0")
+    with pytest.raises(type(error)) as caught:
+        wrapped.reraise()
+    return caught.value
+
+
+LOST_DEVICE = [
+    RuntimeError(ASSERT),
+    of_pinning_thread(RuntimeError(ASSERT)),
+    of_pinning_thread(getattr(torch, "AcceleratorError", RuntimeError)(ASSERT)),  # torch 2.8
+    RuntimeError("HIP error: an illegal memory access was encountered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("CUDA driver error: unspecified launch failure"),
+]
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
@@ -40,7 +70,10 @@ SHM = "raise /dev/shm"
         # a second process does not fit the GPU
         (torch.OutOfMemoryError("Allocation on device 0 would exceed ..."), "device_memory", "train_step=0.05"),
         (RuntimeError("CUDA error: all CUDA devices are busy or unavailable"), "user_exception", "train_step=0.05"),
-        (RuntimeError("CUDA error: device-side assert triggered"), "user_exception", "device-side assert"),
+        *((each, "user_exception", "") for each in LOST_DEVICE),
+        # of a convolution: a batch that was not moved, and one in another precision
+        (RuntimeError(TYPES.format("torch.FloatTensor")), "user_exception", "moves it to the device"),
+        (RuntimeError(TYPES.format("torch.cuda.HalfTensor")), "user_exception", "should be the same"),
         # the exit codes of workers tell what torch does not hear below a fork server
         (3, "crashed", "a worker died"),
         (-signal.SIGBUS, "shared_memory", SHM),
@@ -55,7 +88,8 @@ def test_an_error_is_taken_for_what_it_is_and_says_what_helps(error, kind, says)
     assert failure.kind == kind
     assert says in failure.message
     assert kind == "shared_memory" or SHM not in failure.message
-    assert needs_new_process(failure) is ("CUDA error" in str(error) or kind == "device_memory")
+    assert ("moves it" in failure.message) is (says == "moves it to the device")
+    assert needs_new_process(failure) is (error in LOST_DEVICE or "CUDA error" in str(error) or kind == "device_memory")
 
 
 HOARD = []
