@@ -324,3 +324,34 @@ def test_what_is_known_after_the_first_batch_is_noted(dataset, parts, says, most
     assert re.search(says, " ".join(probe.notes))
     assert probe.warmup.most_workers == most_workers
     assert (probe.warmup.first_fetch_s > 2.0) is ("raise the budget" in says)
+
+
+class OfLostDevice:
+    """As memory of a device, or pinned memory, after a kernel has failed."""
+
+    def __del__(self):
+        os.abort()
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_lost_device_is_answered_before_anything_is_dropped_and_costs_one_process(tmp_path):
+    demand = tmp_path / "demand"
+
+    def step(model, batch):
+        held = OfLostDevice() if demand.exists() else None
+        if held is not None:
+            raise RuntimeError(ASSERT)
+
+    job = workload([1.0] * 64, training=TrainingSide(train_step=step))
+    says = "device-side assert triggered"
+    with opened(job) as found:
+        demand.touch()
+        with pytest.raises(WorkloadError, match=says):
+            found.probe.burst(ONE_WORKER, PLAN)
+        demand.unlink()
+        measured(found.probe, ONE_WORKER, PLAN)
+    # AND in the warm-up, too
+    demand.touch()
+    with pytest.raises(WorkloadError, match=says), opened(job):
+        pass
