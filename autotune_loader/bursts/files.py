@@ -34,6 +34,9 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "",  # always set
 }
 """Folders of caches: the variable that names one, and where it is otherwise."""
+MADE_ON_FIRST_USE = {"TRITON_HOME": "~/.triton", "XDG_CACHE_HOME": "~/.cache"}
+"""Folders that lie in scratch where there are none: they could not be made where a library makes them. The variables name the
+place of the first, and the second itself."""
 DEVICES = ("/dev", "/proc")
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled", "SWANLAB_MODE": "disabled", "NEPTUNE_MODE": "debug",
@@ -63,7 +66,9 @@ def environment(scratch: str) -> dict[str, str]:
     with contextlib.suppress(KeyError, OSError):  # a container without a name for this user
         folder = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
         compiled = folder if os.path.isdir(folder) else compiled  # noqa: PTH112
+    missing = (name for name, folder in MADE_ON_FIRST_USE.items() if not os.path.isdir(os.path.expanduser(folder)))  # noqa: PTH111, PTH112
     return {
+        **dict.fromkeys(missing, scratch),
         "TORCHINDUCTOR_CACHE_DIR": compiled,
         **os.environ,
         **TRACKERS_OFF,

@@ -149,6 +149,21 @@ def test_scratch_caches_and_a_tracker_that_is_off_are_no_trouble(runs, monkeypat
     assert not Path(tempfile.gettempdir(), "mine.pt").exists()
 
 
+@pytest.mark.process
+def test_caches_that_are_made_on_first_use_lie_in_scratch(runs, monkeypatch):
+    before = contents(runs)
+    monkeypatch.setenv("HOME", str(runs))
+    for name in ("TRITON_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def step():
+        Path(os.getenv("TRITON_HOME", str(runs)), ".triton", "cache").mkdir(parents=True, exist_ok=True)
+        Path(os.getenv("XDG_CACHE_HOME", str(runs / ".cache")), "torch", "kernels").mkdir(parents=True, exist_ok=True)
+
+    run(stepping(step)(runs), ALONE)
+    assert contents(runs) == before
+
+
 WITHOUT_LANDLOCK = """
 import os
 from autotune_loader.machine import elsewhere
