@@ -16,10 +16,17 @@ from typing import Any
 import torch
 
 from autotune_loader.bursts.device import Timeline
-from autotune_loader.bursts.failures import ENDS_TRAINING, Raised, checked, failure_of, user_traceback
+from autotune_loader.bursts.failures import (
+    ENDS_TRAINING,
+    Raised,
+    checked,
+    failure_of,
+    has_lost_device,
+    user_traceback,
+)
 from autotune_loader.bursts.files import STEP_WRITES, refused_path
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
-from autotune_loader.bursts.protocol import Announce, Message, Request, WarmupReport
+from autotune_loader.bursts.protocol import Message, Request, WarmupReport
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, die_with_owner
 from autotune_loader.machine.facts import start_method
@@ -86,9 +93,17 @@ class Bench:
         self._training, self._read_private = workload.training, read_private
         self._seed, self._reading = seed, Reading(self._data, seed)
 
-    def prepare(self, announce: Announce) -> Message:
-        """Fetch one batch in this process, build the step from it and warm the step up; that it is warm, or why not."""
-        self._announce = announce
+    def prepare(self, say: Callable[[Message], None]) -> Message:
+        """Fetch one batch in this process, build the step from it and warm the step up; that it is warm, or why not.
+
+        Args:
+            say: sends a message to the parent.
+        """
+
+        def announce(phase: FailurePhase) -> None:
+            say(Message(phase=phase))
+
+        self._announce, self._say = announce, say
         phase: FailurePhase = "first_batch"
         try:
             announce(phase)
@@ -103,12 +118,13 @@ class Bench:
         except StopIteration:
             return Message(failure=Failure(kind="no_data", phase=phase, message="the dataset delivered no batch"))
         except (Raised, StepError) as error:
-            return Message(failure=self._at_fault(error))
+            return self._last_word(Message(failure=self._at_fault(error)))
         except StepInferenceError as error:
             told = user_traceback(error.__cause__ or error)
-            return Message(failure=Failure(kind="user_exception", phase=phase, message=str(error), traceback=told))
+            failure = Failure(kind="user_exception", phase=phase, message=str(error), traceback=told)
+            return self._last_word(Message(failure=failure))
         except Exception as error:
-            return Message(failure=failure_of(error, phase))
+            return self._last_word(Message(failure=failure_of(error, phase)))
         finally:
             forget_open_batch()
         return Message(ready=self._report(took, why_none))
@@ -123,8 +139,14 @@ class Bench:
             data = self._data if has_workers else self._read_private()
             return make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
 
+        def on_error(error: Exception, phase: FailurePhase) -> None:
+            if isinstance(error, StepError):
+                self._last_word(self._of_step(error, config))
+            elif not isinstance(error, Raised):
+                self._last_word(Message(failure=failure_of(error, phase)))
+
         try:
-            outcome = LoopRun(request, self._step, self._timeline, self._announce).measured(make_loader)
+            outcome = LoopRun(request, self._step, self._timeline, self._announce, on_error).measured(make_loader)
             return Message(failure=outcome) if isinstance(outcome, Failure) else Message(measurement=outcome)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
@@ -132,9 +154,23 @@ class Bench:
                 return Message(failure=replace(error.failure, message=alone))
             return Message(failure=self._at_fault(error), ends_run=True)
         except StepError as error:
-            if config.batch_size is not None and error.__cause__ is not None:
-                return Message(failure=failure_of(error.__cause__, "step"))  # a size that was not the user's own
-            return Message(failure=self._at_fault(error), ends_run=True)
+            return self._of_step(error, config)
+
+    def _of_step(self, error: StepError, config: LoaderConfig) -> Message:
+        if config.batch_size is not None and error.__cause__ is not None:
+            return Message(failure=failure_of(error.__cause__, "step"))  # a size that was not the user's own
+        return Message(failure=self._at_fault(error), ends_run=True)
+
+    def _last_word(self, message: Message) -> Message:
+        """The message; where the device is lost it is sent at once, and this process ends.
+
+        To be called while the error is handled, and its frames hold what they held: after a kernel has failed, dropping a
+        tensor or pinned memory may abort the process.
+        """
+        if message.failure is not None and has_lost_device(message.failure):
+            self._say(message)
+            os._exit(0)
+        return message
 
     def begin_elsewhere(self) -> None:
         """Let the next burst read other samples, where nothing is heard of how far the last one came."""

@@ -5,7 +5,7 @@
 
 It is a fresh interpreter where the workload can travel: a fork of a process that has run a multi-threaded torch step hangs at
 its first parallel region. What cannot be pickled runs in a fork, and there by one thread; each of its bursts is a fork once
-more, so that caches that one fills are empty for the next.
+more, so that caches that one fills are empty for the next, unless the step runs on a GPU.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ from typing import Any, NoReturn
 import torch
 
 from autotune_loader.bursts.bench import Bench, leave_segments
-from autotune_loader.bursts.failures import failure_of
+from autotune_loader.bursts.failures import AGAINST_SECONDS, failure_of
 from autotune_loader.bursts.files import confine, environment, refused_path
 from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import cut_channels, die_with_parent, own_files, own_shared_memory
 from autotune_loader.pipeline.workload import Workload
+from autotune_loader.values import Failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 """Of the caller's handlers none is to run in a fork."""
+USES_CUDA = f"this process uses CUDA, which no fork of it can; {AGAINST_SECONDS}"
+"""Or has asked `torch.cuda.is_available()`."""
 
 
 def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[str]) -> NoReturn:
@@ -82,8 +85,17 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
 
     def live() -> None:
         _become_own_process(caller, connection, output, scratch)
+        steps_on_gpu = torch.device(workload.training.device).type == "cuda"
+        if steps_on_gpu and torch.cuda._is_in_bad_fork():
+            send(
+                Connection(connection),
+                Message(failure=Failure(kind="user_exception", phase="start", message=USES_CUDA)),
+            )
+            return
         notes = confine()
-        serve(Connection(connection), lambda: Bench(workload, lambda: workload.data, seed), notes, in_forks=True)
+        # This one will use CUDA, so no fork of it can.
+        in_forks = not steps_on_gpu
+        serve(Connection(connection), lambda: Bench(workload, lambda: workload.data, seed), notes, in_forks=in_forks)
 
     caller = os.getpid()
     with warnings.catch_warnings():
@@ -159,7 +171,7 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
         send(connection, Message(failure=failure_of(error, "start")))
         return
     threading.excepthook = functools.partial(_of_thread, bench, connection)
-    message = bench.prepare(lambda phase: send(connection, Message(phase=phase)))
+    message = bench.prepare(functools.partial(send, connection))
     if message.ready is not None:
         message = Message(ready=replace(message.ready, notes=(*notes, *message.ready.notes)))
     send(connection, message)

@@ -45,10 +45,13 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     (r"can(not|'t) pickle", "pickling", "make the named object picklable or use the 'fork' start method"),
     (r"can't get attribute", "pickling", "define the class in a module instead of a notebook cell or __main__"),
     (r"expected all tensors to be on the same device", "user_exception", NOT_MOVED_ADVICE),
+    (r"input type \((?!torch\.cuda)\S+\) and weight type \(torch\.cuda", "user_exception", NOT_MOVED_ADVICE),
     (r"default_collate: batch must|stack expects each tensor|each element in list", "user_exception", COLLATE_ADVICE),
     (r"exited unexpectedly|killed by signal", "crashed", "a worker died; run with 0 workers to see where"),
 )
 """What torch, Python and the kernel print, most specific first. The first text that is found decides."""
+LOST_DEVICE = re.compile(r"(CUDA|CUDA driver|HIP|cuDNN) error|Triton Error \[|AcceleratorError")
+"""How torch, its libraries and Triton begin to say that a kernel failed."""
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 OUR_FRAMES = re.compile(rf'^ *File "{re.escape(PACKAGE)}(?!demo)[^\n]*\n(?: {{4,}}[^\n]*\n)*', re.MULTILINE)
 """Frames of this package, but for those of the demo's own job; a worker's traceback comes as a text, too."""
@@ -123,8 +126,13 @@ def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] 
 
 
 def needs_new_process(failure: Failure) -> bool:
-    """Whether a kernel failed, after which every CUDA call of that process fails, or its device is full."""
-    return failure.kind == "device_memory" or "CUDA error" in failure.message
+    """Whether the device is lost to the process, or full."""
+    return failure.kind == "device_memory" or has_lost_device(failure)
+
+
+def has_lost_device(failure: Failure) -> bool:
+    """Whether a kernel failed, after which every call of that process to the device fails."""
+    return LOST_DEVICE.search(failure.message) is not None
 
 
 def deaths_of(workers: Iterable[BaseProcess]) -> list[str]:
@@ -156,10 +164,12 @@ def _diagnosis(error: BaseException, deaths: Iterable[str] = ()) -> tuple[Failur
 
 
 def first_sentence(text: str, limit: int = 600) -> str:
-    """The line that says what happened: torch wraps a worker's exception in its whole traceback, whose last line it is."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["unknown error"]
-    wrapped = "Caught " in lines[0] and "Original Traceback" in text
-    line = next((line for line in reversed(lines) if not line.startswith("^")), lines[0]) if wrapped else lines[0]
+    """The line that says what happened: torch wraps a worker's exception in its traceback, whose frames come before it."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["unknown error"]
+    if "Caught " in lines[0] and "Original Traceback" in text:
+        last_frame = max((at for at, line in enumerate(lines) if line.startswith("  File ")), default=0)
+        lines = [line for line in lines[last_frame + 1 :] if not line.startswith(" ")] or lines
+    line = lines[0].strip()
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

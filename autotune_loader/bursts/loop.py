@@ -62,10 +62,19 @@ class LoopRun:
         step: what is done with a batch.
         timeline: of the device that the step runs on; None for a CPU.
         announce: told which phase begins.
+        on_error: told what was raised, and in which phase, before anything is dropped or ended.
     """
 
-    def __init__(self, request: Request, step: TrainingStep, timeline: Timeline | None, announce: Announce) -> None:
+    def __init__(
+        self,
+        request: Request,
+        step: TrainingStep,
+        timeline: Timeline | None,
+        announce: Announce,
+        on_error: Callable[[Exception, FailurePhase], None] = lambda error, phase: None,
+    ) -> None:
         self.request, self.step, self.timeline, self._announce = request, step, timeline, announce
+        self._on_error = on_error
         self.phase: FailurePhase = "start"
         self._workers = request.config.num_workers
         self._passages = None if timeline is None else Passages(timeline)
@@ -95,9 +104,10 @@ class LoopRun:
             with OpenLoader() as open_loader:
                 try:
                     return self._window(make_loader, open_loader)
-                except (Raised, StepError):
-                    raise
                 except Exception as error:
+                    self._on_error(error, self.phase)
+                    if isinstance(error, (Raised, StepError)):
+                        raise
                     traceback.clear_frames(error.__traceback__)  # its frames hold the iterator, and so the workers
                     if self._workers and isinstance(error, (OSError, EOFError)):
                         time.sleep(NEWS_OF_DEATH_S)
@@ -234,12 +244,20 @@ class OpenLoader:
         return self._iterator
 
     def close(self) -> None:
-        """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone."""
+        """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone.
+
+        Before that the pinning thread ends, as in torch's own shutdown: a worker that is killed while it sends leaves the queue
+        locked, and nothing would wake the thread for 5 s.
+        """
         # Otherwise torch's handler of SIGCHLD raises for what is killed here.
         if getattr(self._iterator, "_worker_pids_set", False):
             with contextlib.suppress(Exception):
                 torch._C._remove_worker_pids(id(self._iterator))
                 self._iterator._worker_pids_set = False
+        if (pinning := getattr(self._iterator, "_pin_memory_thread", None)) is not None:
+            self._iterator._pin_memory_thread_done_event.set()
+            self._iterator._worker_result_queue.put((None, None))
+            pinning.join()
         for worker in self.workers:
             with contextlib.suppress(Exception):  # it has not begun, or has ended
                 worker.kill()

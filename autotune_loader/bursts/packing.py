@@ -162,7 +162,8 @@ class _ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and _is_plain(value):
-            # As torch does it, but with less for pickle to remember: a dataset may be a list of a million tensors.
+            # As torch does it, but with less for pickle to remember: a dataset may be a list of a million tensors. On a GPU
+            # torch would send each view with a storage of its own.
             layout = (value.dtype, tuple(value.shape), value.stride(), value.requires_grad)
             layout = self._layouts.setdefault(layout, layout)
             return _tensor, (value.untyped_storage(), value.storage_offset(), layout)
@@ -177,14 +178,15 @@ class _ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    is_dense = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
     has_more = tensor.__dict__ or tensor._backward_hooks or tensor.grad_fn is not None
     return is_dense and not has_more and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _tensor(storage: torch.UntypedStorage, offset: int, layout: tuple[Any, ...]) -> torch.Tensor:
     dtype, shape, strides, requires_grad = layout
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides).requires_grad_(requires_grad)
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset, shape, strides).requires_grad_(requires_grad)
 
 
 def _storage(buffer: Any, size: int, device: str) -> torch.UntypedStorage:

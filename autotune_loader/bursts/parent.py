@@ -121,8 +121,6 @@ def open_probe(
         except (NotSentError, WorkloadError) as fresh:
             reason = str(fresh).splitlines()[0].removesuffix(ENDS_TRAINING)
             try:
-                if torch.cuda.is_initialized():
-                    raise WorkloadError("this process uses CUDA, which no fork of it can")
                 opened = started(workload, FORK_DEADLINE_S, FORKED.format(reason=reason))
             except WorkloadError as fork:
                 if isinstance(fresh, WorkloadError):

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from autotune_loader.bursts.step import AUTOCAST
 from autotune_loader.pipeline.workload import is_users
 
 MOST_ITEMS, DEEPEST = 10_000, 4
@@ -38,9 +39,13 @@ BACKENDS = (
     "cudnn.enabled",
     "cudnn.allow_tf32",
     "cuda.matmul.allow_tf32",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
     "cuda.matmul.fp32_precision",
 )
 """Attributes of `torch.backends`. The last exists since torch 2.9: what was given by it cannot be read by its older name."""
+ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+"""Kernels that attention may take: `torch.backends.cuda.enable_flash_sdp(False)`."""
 _Setting: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], Any]]"
 """How it is read and how it is written."""
 
@@ -161,7 +166,14 @@ def _table() -> dict[str, _Setting]:
         "default_device": (torch.get_default_device, torch.set_default_device),
         "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "sharing_strategy": (sharing.get_sharing_strategy, sharing.set_sharing_strategy),
+        "detect_anomaly": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+        "autocast_cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     }
+    for kind in AUTOCAST:
+        table[f"autocast.{kind}"] = functools.partial(_autocast, kind), functools.partial(_set_autocast, kind)
+    for name in ATTENTION:
+        cuda = torch.backends.cuda
+        table[f"cuda.{name}_enabled"] = getattr(cuda, f"{name}_enabled"), getattr(cuda, f"enable_{name}")
     for name in BACKENDS:
         place, _, last = name.rpartition(".")
         owner = operator.attrgetter(place)(torch.backends)
@@ -170,3 +182,14 @@ def _table() -> dict[str, _Setting]:
     if cv2 is not None and hasattr(cv2, "setNumThreads"):
         table["cv2.threads"] = cv2.getNumThreads, cv2.setNumThreads
     return table
+
+
+def _autocast(kind: str) -> Any:
+    """The type that autocast computes in; False where it is off."""
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+
+def _set_autocast(kind: str, dtype: Any) -> None:
+    torch.set_autocast_enabled(kind, bool(dtype))
+    if dtype:
+        torch.set_autocast_dtype(kind, dtype)

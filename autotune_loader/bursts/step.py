@@ -31,6 +31,8 @@ TARGETS = ("labels", "label", "targets", "target", "y", "masks", "mask")
 """What a model calls the target that it may be given."""
 ANSWERS = ("logits", "out", "output", "pred", "prediction", "last_hidden_state")
 """Where a model keeps its answer, in an output with several parts."""
+AUTOCAST = ("cuda", "cpu")
+"""Types of devices that this process may have autocast for."""
 PLACED = ("hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit")
 """What a model has that a library has quantised or spread over devices: `.to()` would fail or do harm."""
 ASKS = "pass train_step=lambda model, batch: ..., which returns the loss"
@@ -105,6 +107,8 @@ class TrainingStep:
             cause = first_sentence(f"{type(error).__name__}: {error}")
             said = f"`{self.name}`, as {described(batch)} was read, failed with {cause}; {ASKS}"
             raise StepInferenceError(said) from error
+        finally:
+            torch.clear_autocast_cache()  # weights are cast anew in each step, as where each step enters autocast
 
     def _learn(self, loss: Any) -> None:
         """See at the first batch what is left to do, and do it."""
@@ -124,11 +128,14 @@ class TrainingStep:
         self.description = f"{self.name}{left}"
 
     def _complete(self, loss: Any) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
+        with contextlib.ExitStack() as autocast_off:  # which loops leave before backward
+            for kind in filter(torch.is_autocast_enabled, AUTOCAST):
+                autocast_off.enter_context(torch.autocast(kind, enabled=False))
+            if self.optimizer is not None:
+                self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            if self.optimizer is not None:
+                self.optimizer.step()
 
 
 def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:

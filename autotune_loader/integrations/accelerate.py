@@ -31,7 +31,8 @@ def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **opti
             f"dispatch_batches: rank 0 loads for all {accelerator.num_processes} ranks; "
             "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset would work"
         )
-    result = tune(loader, model, **{"device": str(accelerator.device), **options})
+    with accelerator.autocast():  # of its mixed precision
+        result = tune(loader, model, **{"device": str(accelerator.device), **options})
     return result.apply_to(loader), result
 
 

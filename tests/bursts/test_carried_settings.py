@@ -25,7 +25,9 @@ def as_it_was():
 SETTINGS = {
     "float32_matmul_precision": "high", "deterministic_debug_mode": 1, "default_dtype": torch.float64,
     "default_device": torch.device("meta"), "sharing_strategy": "file_system", "cudnn.benchmark": True,
-    "cudnn.allow_tf32": False, "grad_mode": False, "cv2.threads": 0,
+    "cudnn.allow_tf32": False, "grad_mode": False, "cv2.threads": 0, "detect_anomaly": True, "autocast_cache": False,
+    "autocast.cpu": torch.float16, "autocast.cuda": torch.bfloat16, "cuda.flash_sdp_enabled": False,
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": False,
 }  # fmt: skip
 
 
@@ -37,6 +39,10 @@ def test_each_setting_of_torch_and_opencv_is_read_set_and_listed(name, value, mo
     before = read_torch()
     assert [set_torch(each) for each in (before, {name: value})] == [[], [f"{name}={value}"]]
     assert read_torch()[name] == value
+
+
+class Held(list):
+    """Rows, and what cannot be pickled."""
 
 
 MODULE = """
@@ -73,6 +79,22 @@ def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result
     seen = f"seen: /data 3 ['a', 'b'] [('x', 1), ('y', 2)] 7 ['--patch', '32'] {torch.get_num_threads()} high"
     with pytest.raises(WorkloadError, match=re.escape(seen)):
         run(workload(module.Rows()))
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_steps_run_in_the_autocast_of_this_process(is_forked):
+    def step(model, batch):
+        assert model(batch).dtype is torch.bfloat16
+        return model(batch).sum()
+
+    rows = Held([torch.ones(4)] * 64)
+    rows.lock = threading.Lock() if is_forked else None
+    own = TrainingSide(model=torch.nn.Linear(4, 4), train_step=step)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        probe, _ = run(workload(rows, training=own), ALONE)
+    assert ("autocast.cpu=torch.bfloat16" in " ".join(probe.notes)) is not is_forked
 
 
 def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(module, monkeypatch):

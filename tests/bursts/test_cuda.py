@@ -3,15 +3,16 @@
 The logic is tested on any machine with a fake device (tests/bursts/test_device.py); here is what only a device can say.
 """
 
-import contextlib
 import gc
+import os
 
 import pytest
 import torch
 
 from autotune_loader import tune
+from autotune_loader.bursts.packing import read_archive, write_archive
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values import BurstPlan, Failure, LoaderConfig, WorkloadError
+from autotune_loader.values import BurstPlan, LoaderConfig, WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
@@ -52,6 +53,19 @@ def test_a_burst_is_timed_by_the_device_and_knows_its_memory():
     # THEN the device was at work for the share of its step in its cycle
     assert burst.gpu_busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
     assert all(t.requested <= t.received <= t.step_end for t in burst.traces)
+
+
+def test_views_of_one_storage_on_the_gpu_travel_once():
+    base = torch.rand(1 << 20, device="cuda")
+    layer = torch.nn.Linear(4, 4).cuda()
+    held = ([base[at::16] for at in range(16)], layer, base.bfloat16().requires_grad_())
+    with os.fdopen(os.memfd_create("test"), "rb") as file:
+        write_archive(file.fileno(), held, 8 << 20)  # 6 MiB
+        views, linear, half = read_archive(file.fileno())
+    assert {view.untyped_storage().data_ptr() for view in views} == {views[0].data_ptr()} != {base.data_ptr()}
+    for own, travelled in (*zip(held[0], views, strict=True), (layer.weight, linear.weight), (held[2], half)):
+        assert torch.equal(own, travelled)
+        assert (own.device, own.requires_grad) == (travelled.device, travelled.requires_grad)
 
 
 def allocated_bytes():
@@ -95,10 +109,11 @@ def test_trouble_on_the_device_costs_one_burst_and_its_process(trouble, says, tm
 
     with on_gpu(model=torch.nn.Linear(16, 4), train_step=step) as probe:
         demand.touch()
-        with contextlib.suppress(WorkloadError):  # a kernel that fails is the step's own error
-            failure = probe.probe.burst(PINNED, PLAN)
-            assert isinstance(failure, Failure)
-            assert says in failure.message
+        try:
+            failed = probe.probe.burst(PINNED, PLAN)
+        except WorkloadError as error:  # a kernel that fails is the step's own error
+            failed = error
+        assert says in failed.message
         demand.unlink()
         measured(probe.probe, PINNED, PLAN)
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler, get_worker_info
 
 from autotune_loader.bursts.failures import deaths_of, failure_of, needs_new_process
@@ -32,6 +33,35 @@ FORKED = replace(TWO_WORKERS, multiprocessing_context="fork")  # the others star
 SHM = "raise /dev/shm"
 
 
+TYPES = "Input type ({}) and weight type (torch.cuda.FloatTensor) should be the same"
+ASSERT = """CUDA error: device-side assert triggered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+
+
+def of_pinning_thread(error):
+    """An error as torch raises it in the main thread."""
+    try:
+        raise error
+    except Exception:
+        wrapped = ExceptionWrapper(where="in pin memory thread for device 0")
+    with pytest.raises(type(error)) as caught:
+        wrapped.reraise()
+    return caught.value
+
+
+LOST_DEVICE = [
+    RuntimeError(ASSERT),
+    of_pinning_thread(RuntimeError(ASSERT)),
+    of_pinning_thread(getattr(torch, "AcceleratorError", RuntimeError)(ASSERT)),  # torch 2.8
+    RuntimeError("HIP error: an illegal memory access was encountered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("CUDA driver error: unspecified launch failure"),
+]
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
@@ -40,7 +70,10 @@ SHM = "raise /dev/shm"
         # a second process does not fit the GPU
         (torch.OutOfMemoryError("Allocation on device 0 would exceed ..."), "device_memory", "train_step=0.05"),
         (RuntimeError("CUDA error: all CUDA devices are busy or unavailable"), "user_exception", "train_step=0.05"),
-        (RuntimeError("CUDA error: device-side assert triggered"), "user_exception", "device-side assert"),
+        *((each, "user_exception", "") for each in LOST_DEVICE),
+        # of a convolution: a batch that was not moved, and one in another precision
+        (RuntimeError(TYPES.format("torch.FloatTensor")), "user_exception", "moves it to the device"),
+        (RuntimeError(TYPES.format("torch.cuda.HalfTensor")), "user_exception", "should be the same"),
         # the exit codes of workers tell what torch does not hear below a fork server
         (3, "crashed", "a worker died"),
         (-signal.SIGBUS, "shared_memory", SHM),
@@ -55,7 +88,8 @@ def test_an_error_is_taken_for_what_it_is_and_says_what_helps(error, kind, says)
     assert failure.kind == kind
     assert says in failure.message
     assert kind == "shared_memory" or SHM not in failure.message
-    assert needs_new_process(failure) is ("CUDA error" in str(error) or kind == "device_memory")
+    assert ("moves it" in failure.message) is (says == "moves it to the device")
+    assert needs_new_process(failure) is (error in LOST_DEVICE or "CUDA error" in str(error) or kind == "device_memory")
 
 
 HOARD = []
@@ -290,3 +324,34 @@ def test_what_is_known_after_the_first_batch_is_noted(dataset, parts, says, most
     assert re.search(says, " ".join(probe.notes))
     assert probe.warmup.most_workers == most_workers
     assert (probe.warmup.first_fetch_s > 2.0) is ("raise the budget" in says)
+
+
+class OfLostDevice:
+    """As memory of a device, or pinned memory, after a kernel has failed."""
+
+    def __del__(self):
+        os.abort()
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_lost_device_is_answered_before_anything_is_dropped_and_costs_one_process(tmp_path):
+    demand = tmp_path / "demand"
+
+    def step(model, batch):
+        held = OfLostDevice() if demand.exists() else None
+        if held is not None:
+            raise RuntimeError(ASSERT)
+
+    job = workload([1.0] * 64, training=TrainingSide(train_step=step))
+    says = "device-side assert triggered"
+    with opened(job) as found:
+        demand.touch()
+        with pytest.raises(WorkloadError, match=says):
+            found.probe.burst(ONE_WORKER, PLAN)
+        demand.unlink()
+        measured(found.probe, ONE_WORKER, PLAN)
+    # AND in the warm-up, too
+    demand.touch()
+    with pytest.raises(WorkloadError, match=says), opened(job):
+        pass

@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
+from autotune_loader.bursts.loop import OpenLoader
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, Made, measured, opened, workload
@@ -135,3 +138,19 @@ def test_workers_end_at_once_at_the_end_of_a_burst():
         begun = time.monotonic()
         measured(probe.probe, TWO_WORKERS, plan)
         assert time.monotonic() - begun < 10.0
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_the_pinning_thread_has_ended_when_workers_are_killed(monkeypatch):
+    killed = []
+    with OpenLoader() as open_loader:
+        iterator = open_loader.open(DataLoader(range(1 << 20), num_workers=2))
+        # GIVEN a thread on the workers' queue, as torch has it where there is a GPU
+        results, ended = iterator._worker_result_queue, threading.Event()
+        pinning = threading.Thread(
+            target=lambda: list(iter(lambda: ended.is_set() or results.get(), True)), daemon=True
+        )
+        iterator._pin_memory_thread, iterator._pin_memory_thread_done_event = pinning, ended
+        pinning.start()
+        monkeypatch.setattr(BaseProcess, "kill", lambda each: killed.append(pinning.is_alive()) or each.terminate())
+    assert killed == [False, False]

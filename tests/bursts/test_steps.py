@@ -66,6 +66,25 @@ def test_a_train_step_is_done_once_and_completed_by_what_it_returns(body, is_giv
     assert (len(calls), len(stepped), step.description) == (3, steps, f"train_step(model, batch){says}")
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_each_step_casts_its_weights_anew_and_goes_backward_outside_of_autocast(is_own):
+    model, outputs, off = nn.Linear(IN, CLASSES), [], []
+
+    def keep(model, args, output):
+        outputs.append(output)
+        output.register_hook(lambda grad: off.append(not torch.is_autocast_enabled("cpu")))
+
+    model.register_forward_hook(keep)
+    optimizer = functools.partial(torch.optim.SGD, lr=1.0)
+    own = {"train_step": lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])} if is_own else {}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trained((X, Y), model=model, optimizer=optimizer, **own)
+    # THEN the weights of the second step are not those that were cast in the first
+    assert not torch.equal(outputs[0], outputs[1])
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+    assert off == [True] * 3
+
+
 class Model(nn.Module):
     """A layer, and what a function makes of its output and of targets."""
 

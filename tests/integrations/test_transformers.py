@@ -1,9 +1,11 @@
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from report.example import synthetic_result
 
 from autotune_loader.integrations import transformers as integration
-from autotune_loader.integrations.accelerate import tune_live
+from autotune_loader.integrations.accelerate import tune_before_prepare, tune_live
 from autotune_loader.integrations.transformers import plain_loader, training_arguments, tune_trainer
 from autotune_loader.values import LoaderConfig
 from tests.integrations.job import BATCH, EPOCHS, FEW, QUICK, Classifier, Waiting, assert_changed, collate
@@ -77,3 +79,12 @@ def test_what_accelerate_has_prepared_changes_in_the_midst_of_training(trainer_o
     trainer = trainer_of(Waiting(), Live, size=BATCH, epochs=EPOCHS)
     trainer.train()
     assert_changed(trainer.callback_handler.train_dataloader.base_dataloader, trainer.model.seen)
+
+
+def test_the_bursts_train_in_the_precision_of_the_accelerator():
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    loader = torch.utils.data.DataLoader(FEW, batch_size=BATCH, collate_fn=collate)
+    _, result = tune_before_prepare(accelerator, loader, Classifier(), **QUICK)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert "autocast.cpu=torch.bfloat16" in str(result.warnings)
