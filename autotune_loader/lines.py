@@ -70,7 +70,18 @@ def is_library(file: str) -> bool:
     """Whether a file belongs to Python, to an installed package or to this one."""
     if file.startswith("<"):
         return not re.match(r"<(stdin|string|ipython)", file)
-    return "site-packages" in file or "dist-packages" in file or is_ours(file) or file.startswith(_library_folders())
+    if "site-packages" in file or "dist-packages" in file or is_ours(file) or file.startswith(_library_folders()):
+        return True
+    return any(_has_packages(folder) for folder in sys.path if folder and file.startswith(folder + os.sep))
+
+
+@functools.lru_cache(maxsize=256)
+def _has_packages(folder: str) -> bool:
+    """Whether packages were installed there, as by `pip install --target`."""
+    try:
+        return any(name.endswith(".dist-info") for name in os.listdir(folder))  # noqa: PTH208
+    except OSError:
+        return False
 
 
 @functools.lru_cache(maxsize=1)

@@ -180,7 +180,7 @@ def _facts(result: TuningResult) -> Iterator[str]:
     if result.ceiling is not None:
         yield f"Ceiling: {rate_text(result.ceiling.value)}, the step alone, data already in memory."
     if result.gpu_busy_share is not None:
-        yield f"GPU: at work on a step for {share_text(result.gpu_busy_share)} of the time."
+        yield f"GPU: in a step for {share_text(result.gpu_busy_share)} of the time, gaps between its kernels included."
     if result.source is not None:
         yield result.source.sentence
 

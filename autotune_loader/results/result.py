@@ -83,7 +83,7 @@ class TuningResult:
     memory_bytes: int | None = None
     """Of all processes together."""
     gpu_busy_share: float | None = None
-    """Share of the time in which the GPU was at work on a step, by its own clock."""
+    """Share of the time in which the GPU was in a step, by its own clock; gaps between kernels are included."""
     as_fast: tuple[LoaderConfig, ...] = ()
     """Others that count as equally fast, by the rule that made the choice."""
     undecided: Finding | None = None

@@ -99,7 +99,8 @@ class Measurement:
     """Bytes of the tensors in one batch."""
     memory: MemoryUse | None = None
     gpu_busy_share: float | None = None
-    """Share of the window in which the device was at work on a step, by its own events, copies left out; None off a GPU."""
+    """Share of the window in which the device was in a step, by its own events: gaps between kernels count, copies do not.
+    None off a GPU."""
     gpu_memory_bytes: int | None = None
     """Peak memory of the job on the device, as torch allocated it; None off a device."""
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)

@@ -15,7 +15,6 @@ import os
 import platform
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,26 +23,18 @@ from typing import Any
 import torch
 
 from autotune_loader import LoaderConfig, TuningResult, tune
-from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.bursting import CEILING_BURST, SEARCH_BURST
-from autotune_loader.values import Failure, Round
+from autotune_loader.values import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
 from studies.gpu.training import Loop, Rate, record
 from studies.regret.oracle import paired_ratio
 
 DEFAULT, TUNED, LIVE = "default", "tuned", "AutoLoader"
-# A burst lasts three rounds of its workers: few of them feed a job whose step binds, and are soon through.
-VERDICT_WORKERS = 4
-# The step binds where a burst reaches this share of the rate of the step alone.
-BINDS_SHARE = 0.95
 COLUMNS = (
     "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95 %)",
     "regret against the best other of the grid (p90 goal 2 %)", "AutoLoader with as many workers, over tuned",
     "NVML default, tuned", "working share of a tuned burst by events",
-    "twin's error: median (goal 3 %), worst", "known after (goal 3 s where the step binds)",
-    "tuned with",
+    "twin's error: median (goal 3 %), worst", "tuned with",
 )  # fmt: skip
 
 
@@ -62,8 +53,6 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     """One job from end to end, as a row. The parent's model is on the device before `tune()` is called, as it often is."""
     loop = Loop(JOBS[name](QUICK if quick else FULL), device, effort.run_s)
     step_limit = _recorded(name, "the step alone", loop.step()).samples_per_s
-    startup_s, known_s, step_binds = _time_of_verdict(loop)
-    record(name, "verdict", startup_s=startup_s, known_s=known_s, step_binds=step_binds)
     result = tune(
         loop.job.loader(), loop.model, train_step=loop.job.train_step, device=loop.device, budget=effort.budget_s,
         progress=False,
@@ -99,7 +88,6 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         f"{_share(_util(rates[DEFAULT]))}, {_share(_util(rates[TUNED]))}",
         _share(_busy_share(result)),
         f"{_share(statistics.median(errors))}, {_share(max(errors))}" if errors else "-",
-        f"{known_s:.1f} s + {startup_s:.1f} s of start-up: step {'binds' if step_binds else 'does not bind'}",
         f"{result.best}, in {result.seconds:.0f} s and {len(result.trials)} trials",
     ]
 
@@ -109,27 +97,10 @@ def _recorded(job: str, what: str, rate: Rate) -> Rate:
     return rate
 
 
-def _time_of_verdict(loop: Loop) -> tuple[float, float, bool]:
-    """Seconds until the probe is warm, seconds from then until it is known whether the step binds, and the answer."""
-    workload = make_workload(loop.job.loader(), loop.model, train_step=loop.job.train_step, device=loop.device)
-    machine = inspect_machine()
-    begun = time.monotonic()
-    with open_probe(workload, machine, None) as opened:
-        warm = time.monotonic()
-        alone = opened.probe.step_ceiling(CEILING_BURST)
-        workers = min(VERDICT_WORKERS, machine.usable_cores)
-        pinned = loop.device.type == "cuda"
-        burst = opened.probe.burst(LoaderConfig(num_workers=workers, pin_memory=pinned), SEARCH_BURST)
-        known_s = time.monotonic() - warm
-    if isinstance(alone, Failure) or isinstance(burst, Failure):
-        raise SystemExit(f"{loop.job.name}: {alone if isinstance(alone, Failure) else burst}")
-    return warm - begun, known_s, burst.samples_per_s.value >= BINDS_SHARE * alone.samples_per_s.value
-
-
 def _grid(device: str, effort: Effort) -> list[LoaderConfig]:
     """Every number of workers, pageable and pinned."""
     cores = os.cpu_count() or 1
-    workers = effort.workers or tuple(sorted({0, 1, 2, *(n for n in (4, 8, 12) if n < cores), cores}))
+    workers = effort.workers or tuple(sorted({0, 2, *(n for n in (4, 8) if n < cores), cores}))
     return [
         LoaderConfig(num_workers=n, pin_memory=pinned) for n in workers for pinned in sorted({False, device != "cpu"})
     ]

@@ -4,7 +4,7 @@ A batch of 64 x 3 x 224 x 224 float32 goes to the device in four ways, as AutoLo
 and that a worker has written again each time.
 
 pageable      `batch.to(device, non_blocking=True)` from the mapped memory
-pinned        `batch.pin_memory()`, as torch's pinning thread does it, then the copy
+pinned        `batch.pin_memory()` by one thread, as torch's pinning thread does it, then the copy
 registered    the memory is given to `cudaHostRegister` once; the copy is asynchronous
 
 Milliseconds are the host's until the call returns, and until the device has the batch; medians of 50.
@@ -64,6 +64,7 @@ def main() -> None:
     if has_cuda:
         ways["pinned"] = lambda batch: batch.pin_memory().to(device, non_blocking=True)
         ways["only pinned"] = lambda batch: batch.pin_memory()
+    torch.set_num_threads(1)
     for name, send in ways.items():
         record("registered", name, **milliseconds(batches, send, wait))
     if not has_cuda:
@@ -76,8 +77,10 @@ def main() -> None:
         took.append(1e3 * (time.perf_counter() - begun))
     record("registered", "cudaHostRegister", status=str(status), ms=took, is_pinned=batches[0].is_pinned())
     record("registered", "registered", **milliseconds(batches, ways["pageable"], wait))
+    begun = time.perf_counter()
     for segment, _ in held:
         runtime.cudaHostUnregister(segment.address)
+    record("registered", "cudaHostUnregister", ms=1e3 * (time.perf_counter() - begun) / SEGMENTS)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         ({"trials": TRIED[:6]}, "= 3 2 pinned 1,210 1,200–1,220 search"),
         (DOUBT, "No paired round fitted into the budget; a larger budget would decide it. Keep 0 workers"),
         (DOUBT, "> not decided ="),
-        ({"gpu_busy_share": 0.931}, "GPU: at work on a step for 93 % of the time."),
+        ({"gpu_busy_share": 0.931}, "GPU: in a step for 93 % of the time, gaps between its kernels included."),
         ({"ceiling": exactly(1300.0)}, "Ceiling: 1,300/s, the step alone, data already in memory."),
         ({"trials": ()}, "No configuration was tried."),
         ({"status": "fallback"}, "No configuration worked; torch's defaults are given as a fallback."),
