@@ -24,7 +24,7 @@ _EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
 @click.command("tune")
 @click.argument("factory", metavar="MODULE:FUNCTION")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write it here.  [default: loader.json]")
-@click.option("--budget", help="Wall time for everything, such as 60s or 3m.  [default: 60s]")
+@click.option("--budget", help="Most wall time for bursts, such as 60s or 3m.  [default: 60s]")
 @click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers.")
 @click.option(
     "--allow",

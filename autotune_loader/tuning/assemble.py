@@ -173,7 +173,8 @@ def why_undecided(search: Search) -> Finding | None:
 def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
     """What to use: the winner of the rounds; undecided the user's own, unless two rounds agree that the winner is faster.
 
-    One round is enough where it is much faster, and the search did not show otherwise.
+    One round is enough where it is much faster, and the search did not show otherwise. Where no round could run, what is much
+    faster in the bursts of the search is proposed.
     """
     outcome, baseline, fastest = search.outcome, search.run.baseline, search.fastest()
     if fastest is None:
@@ -189,6 +190,8 @@ def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
     own = max((rate for config, rate in searched if config == baseline), default=0.0)
     other = max((rate for config, rate in searched if config != baseline), default=0.0)
     was_so = not own or not other or other > MUCH_FASTER * own
+    if not rounds:
+        return best if own and other > MUCH_FASTER * own else baseline
     enough = 0.0 if len(gains) >= FEW_ROUNDS else math.log(MUCH_FASTER) if was_so else math.inf
     return best if min(gains, default=0.0) > enough else baseline
 

@@ -73,7 +73,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
         loss_fn: `loss_fn(model(x), y)`, or its class; inferred from output and y where it is not given.
         optimizer: an optimizer over the model's parameters, or a callable (such as its class) that makes one from them.
         device: where the step runs; "auto" is where the model is, else CUDA where there is one, else the CPU.
-        budget: wall seconds from call to result, such as 60, "60s" or "5m".
+        budget: most wall seconds for bursts, such as 60, "60s" or "5m", beside those in which the process of the bursts starts
+            and the model is compiled.
         max_workers: most workers to try.
         allow: what may be searched although it changes training or takes memory of the device: "in_order", "batch_size",
             "device_prefetch" (CUDA), "persistent_workers" (where the dataset knows its epoch).
@@ -87,14 +88,14 @@ def tune(  # noqa: PLR0913 - all that a user may say
 
     Returns:
         The result. Its `status` is "undecided" when too little, or too disturbed, was measured to choose; then `best` is the
-        caller's own configuration, unless two rounds agree that another one is faster. It is "fallback" when no configuration
-        worked, and `best` is torch's default.
+        caller's own configuration, unless two rounds agree that another one is faster, or it is much faster. It is "fallback"
+        when no configuration worked, and `best` is torch's default.
 
     Raises:
         TypeError, ValueError: a wrong argument, named with a value that would work.
         WorkloadError: dataset, model or step raised, in whichever burst; carries the user's own traceback.
     """
-    started = time.monotonic()
+    called = time.monotonic()
     check_study(study, sampler)
     options = parse_options(
         budget=budget, max_workers=max_workers, allow=allow, tolerance=tolerance, output=output, progress=progress
@@ -131,12 +132,12 @@ def tune(  # noqa: PLR0913 - all that a user may say
                     probe,
                     study,
                     sampler,
-                    budget=Budget(seconds=options.budget_s, started=started, clock=time.monotonic),
+                    budget=Budget(seconds=options.budget_s, started=time.monotonic(), clock=time.monotonic),
                     progress=shown,
                     suggestions=earlier_best(options.output, run),
                 )
                 search.decide()
-                result = assembled(search, time.monotonic() - started)
+                result = assembled(search, time.monotonic() - called)
                 search.tell(result.best)
                 return saved(result, options.output)
 

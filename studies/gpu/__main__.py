@@ -42,7 +42,7 @@ COLUMNS = (
 class Effort:
     """How long the study of one job takes: seconds of `tune()`, of one run, and rounds in which the last few take turns."""
 
-    budget_s: float = 30.0
+    budget_s: float = 60.0
     run_s: float = 1.5
     rounds: int = 4
     workers: tuple[int, ...] = ()
@@ -59,7 +59,8 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     )  # fmt: skip
     for line in result.report().splitlines():
         print(line, flush=True)
-    record(name, TUNED, best=str(result.best), seconds=result.seconds, trials=len(result.trials))
+    bursts = [(str(each.config), each.round, round(each.seconds, 2), each.samples_per_s) for each in result.trials]
+    record(name, TUNED, best=str(result.best), seconds=result.seconds, bursts=bursts)
     grid = {
         config: _recorded(name, f"grid: {config}", loop.train(config)).samples_per_s for config in _grid(device, effort)
     }

@@ -78,7 +78,7 @@ def simulated_result(machine, *, seed=0, budget_s=60.0, epoch_batches=10_000, **
     probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
     clock.advance(START_S)
     run = simulated_run(machine, epoch_batches=epoch_batches, **given)
-    return assembled(simulated_search(probe, run, clock, budget_s=budget_s, started=0.0), clock())
+    return assembled(simulated_search(probe, run, clock, budget_s=budget_s), clock())
 
 
 def on_simulated_machines(monkeypatch, machine_of, probe_on=SimulatedProbe):

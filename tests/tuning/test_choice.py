@@ -51,7 +51,8 @@ def a_search(rates, ended=NO_TIME, *, loss=0, foreign=0, capped=False, searched=
         (a_search([(1.0, 0.9)], searched=(1.0, 4.0)), Undecided.FEW_ROUNDS, OWN),
         (a_search(ONE, own_ran=0), Undecided.FEW_ROUNDS, TWO),
         (a_search([(1.0, 1.1)], own_ran=0), Undecided.FEW_ROUNDS, OWN),
-        (a_search([], searched=(1.0, 4.0)), Undecided.NO_ROUNDS, OWN),
+        (a_search([], searched=(1.0, 4.0)), Undecided.NO_ROUNDS, TWO),
+        (a_search([], searched=(1.0, 1.4)), Undecided.NO_ROUNDS, OWN),
         (a_search([], searched=(1.0,)), Undecided.ONE_TRIED, OWN),
         (a_search([(None, 9.0), *ONE], loss=0.05), Undecided.CLOSE, OWN),
         # interrupted: the best so far
