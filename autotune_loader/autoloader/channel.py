@@ -25,8 +25,9 @@ from typing import Any
 
 from torch._utils import ExceptionWrapper
 
+from autotune_loader.autoloader.pinning import Pinner
 from autotune_loader.autoloader.segments import SMALL_BYTES, Mapped, Pool, Segment, keep_freed_memory
-from autotune_loader.autoloader.torchs import share_by
+from autotune_loader.autoloader.torchs import pin, share_by
 from autotune_loader.pipeline.loop_log import Fetch
 
 MOST_FILES, PACKET_BYTES = 16, SMALL_BYTES
@@ -133,6 +134,9 @@ def _worker_end(file: Any) -> WorkerEnd:
 class Channel(NoQueue):
     """The loop's end, which torch takes for the index queue of a worker.
 
+    Args:
+        pinner: pins its batches where they lie; None leaves them as they are.
+
     Attributes:
         end, number: of the worker.
         times, note, received_bytes: of the latest batch.
@@ -141,9 +145,9 @@ class Channel(NoQueue):
     times: Any = None
     note: str | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, pinner: Pinner | None) -> None:
         self.socket, theirs = pair()
-        self.end, self.number, self._mapped = WorkerEnd(theirs), -1, Mapped()
+        self.end, self.number, self._mapped = WorkerEnd(theirs), -1, Mapped(pinner)
         self._waiting, self._buffer = deque[Any](), bytearray(2 * PACKET_BYTES)
         self._lock = threading.RLock()  # a pinning thread receives while the loop puts
         _living.add(self)
@@ -159,9 +163,8 @@ class Channel(NoQueue):
             self._flush()
 
     def _flush(self) -> None:
-        returned = self._mapped.returned
         while self._waiting:
-            back, files = [returned.popleft() for _ in range(len(returned))], list[int]()
+            back, files = self._mapped.back(), list[int]()
             data = pickle.dumps((back, self._waiting[0]), pickle.HIGHEST_PROTOCOL)
             if len(data) > PACKET_BYTES:  # many indices
                 files.append(os.memfd_create("job"))
@@ -170,7 +173,7 @@ class Channel(NoQueue):
             try:
                 socket.send_fds(self.socket, [data], files, DONT_WAIT) if files else self.socket.send(data, DONT_WAIT)
             except BlockingIOError:
-                returned.extend(back)
+                self._mapped.returned.extend(back)
                 return
             except OSError:  # the worker is gone, which is found out where a batch is waited for
                 self._waiting.clear()
@@ -204,7 +207,7 @@ class Channel(NoQueue):
             return None
         number, dropped, self.times, self.note, body = rest
         for each in dropped:
-            del self._mapped.all[each]
+            self._mapped.drop(each)
         if self._waiting:
             with self._lock:
                 self._flush()
@@ -263,13 +266,17 @@ class WorkerGone:
 class Results(NoQueue):
     """What torch takes for its result queue: all channels, and a bell that torch's loop rings to end its pinning thread.
 
+    Args:
+        pins: whether batches are pinned here, and by no thread.
+
     Attributes:
         fetches: by number of a batch that has come, the history of its making.
         note: the latest that a worker has told.
         batch_bytes: of the largest batch so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pins: bool = False) -> None:
+        self._pins = pins
         self._poll, self._channels, self._own = select.epoll(), dict[int, Channel](), deque[Any]()
         self._bell, self._process = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC), os.getpid()
         self._poll.register(self._bell, select.EPOLLIN)
@@ -309,8 +316,18 @@ class Results(NoQueue):
                     vars(received[1])["channel"] = channel  # from whom it is
                 self.note = channel.note or self.note
                 self.batch_bytes = max(self.batch_bytes, channel.received_bytes)
-                return received
+                return (received[0], _pinned(received[1])) if self._pins else received
 
     def put(self, message: tuple[Any, Any]) -> None:
         self._own.append(message)
         os.eventfd_write(self._bell, 1)
+
+
+def _pinned(data: Any) -> Any:
+    """As torch's pinning thread leaves it; what is pinned already stays where it lies."""
+    if isinstance(data, ExceptionWrapper):
+        return data
+    try:
+        return pin(data)
+    except Exception:
+        return ExceptionWrapper(where="in the training process, as it pinned a batch")

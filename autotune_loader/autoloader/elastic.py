@@ -22,6 +22,7 @@ from torch._utils import ExceptionWrapper
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import Channel, Results, WorkerGone
 from autotune_loader.autoloader.nursery import CLONE, Nursery, NurseryProcess, end_process
+from autotune_loader.autoloader.pinning import Pinner, pinner_for
 from autotune_loader.autoloader.seeds import Seed, mixed
 from autotune_loader.autoloader.worker import Given, Threaded, work
 from autotune_loader.pipeline.loop_log import Fetch
@@ -47,11 +48,15 @@ class View:
 class ChannelContext:
     """A multiprocessing context whose queues are channels: torch asks for its result queue first, then for one a worker.
 
-    `also` is what workers are given beside the arguments of torch's worker loop, `asked` how many they are told that there are.
+    `also` is what workers are given beside the arguments of torch's worker loop, `asked` how many they are told that there are,
+    `pinner` what pins their batches where they lie.
     """
 
-    def __init__(self, real: Any, also: tuple[Any, ...], asked: int, *, has_nursery: bool) -> None:
-        self._real, self._also, self._asked, self.results = real, also, asked, Results()
+    def __init__(
+        self, real: Any, also: tuple[Any, ...], asked: int, pinner: Pinner | None, *, has_nursery: bool
+    ) -> None:
+        self._real, self._also, self._asked, self._pinner = real, also, asked, pinner
+        self.results = Results(pins=pinner is not None)
         self._has_nursery = has_nursery and CLONE is not None and real.get_start_method() == "fork"
         self.nursery: Nursery | None = None
         self._has_given_results = False
@@ -66,7 +71,7 @@ class ChannelContext:
             self._has_given_results = True
             return self.results
         self.started()
-        self._made = Channel()
+        self._made = Channel(self._pinner)
         self.results.add(self._made)
         return self._made
 
@@ -144,8 +149,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._has_init_fn = loader.worker_init_fn is not None
         has_nursery = is_elastic and not self._has_init_fn and loader._dataset_kind != torchs.ITERABLE
         real = loader.multiprocessing_context or torch.multiprocessing
-        self._context = ChannelContext(real, (is_seeded, *special), asked, has_nursery=has_nursery)
+        pinner = pinner_for(loader)
+        self._context = ChannelContext(real, (is_seeded, *special), asked, pinner, has_nursery=has_nursery)
         other = {"num_workers": workers, "prefetch_factor": depth, "multiprocessing_context": self._context}
+        if pinner is not None:
+            other["pin_memory"] = False  # torch's thread has nothing to do
         if fetch_threads is not None and not getattr(loader.dataset, "__getitems__", None):
             other["dataset"] = other["worker_init_fn"] = Threaded(loader.dataset, fetch_threads, loader.worker_init_fn)
         with torchs.WithoutHandler():

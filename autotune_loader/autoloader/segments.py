@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune_loader.autoloader.pinning import LEAST_BYTES, Fence, Pinner
+
 SMALL_BYTES = 1 << 16
 """Tensors and arrays up to this size are part of the pickle: copying them is cheaper than a segment."""
 GRAIN_BYTES, SLACK = 1 << 16, 1.25
@@ -50,10 +52,11 @@ def keep_freed_memory() -> None:
 class Segment:
     """A mapped memfd. Python's own `mmap` would hold a descriptor for each."""
 
-    __slots__ = ("__weakref__", "address", "is_held", "is_lent", "number", "size")
+    __slots__ = ("__weakref__", "address", "is_held", "is_lent", "number", "pinner", "size")
 
     def __init__(self, number: int, file: int, size: int) -> None:
         self.number, self.size = number, size
+        self.pinner: Pinner | None = None
         self.is_lent = self.is_held = False  # whether the loop has it; whether the worker has a tensor over it
         kind = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self.address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, file, 0) or 0
@@ -63,6 +66,8 @@ class Segment:
 
     def __del__(self) -> None:
         if self.address:
+            if self.pinner is not None:
+                self.pinner.fence_and_unpin(self.address)
             _libc.munmap(self.address, self.size)
 
     def memory(self, size: int) -> Any:
@@ -215,22 +220,53 @@ class _Pickler(ForkingPickler):
 class Mapped:
     """The segments of one worker, as the loop has them.
 
+    Args:
+        pinner: pins tensors where they lie; None leaves them as they are.
+
     Attributes:
         returned: numbers of those that nobody has a tensor over any more.
         leased_bytes: of the latest message.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pinner: Pinner | None = None) -> None:
         self.returned, self.leased_bytes = deque[int](), 0
         self.all = dict[int, Segment]()
+        self._pinner, self._behind = pinner, deque[tuple[Fence, list[int]]]()
 
-    def lease(self, number: int, size: int) -> Any:
+    def lease(self, number: int, size: int, *, is_pinned: bool = False) -> Any:
         """The bytes of a batch; when they are gone, the segment goes back, if anybody still wants it."""
         segment = self.all[number]
+        if is_pinned and self._pinner is not None and segment.pinner is None and size >= LEAST_BYTES:
+            if self._pinner.pin(segment.address, segment.size):
+                segment.pinner = self._pinner
+            else:
+                self._pinner = None  # what comes is pinned by a copy
         memory = segment.memory(size)
         self.leased_bytes += size
         weakref.finalize(memory, _return, weakref.ref(self), segment).atexit = False
         return memory
+
+    def back(self) -> list[int]:
+        """Numbers of the segments that the worker may write to again: no device copies from them any more."""
+        free, pinned = list[int](), list[int]()
+        for _ in range(len(self.returned)):
+            number = self.returned.popleft()
+            (free if self.all[number].pinner is None else pinned).append(number)
+        if pinned and (pinner := self.all[pinned[0]].pinner) is not None:
+            if (fence := pinner.fence()) is None:
+                self.returned.extend(pinned)  # asked again with the next job
+            else:
+                self._behind.append((fence, pinned))
+        while self._behind and self._behind[0][0].is_passed():
+            free += self._behind.popleft()[1]
+        return free
+
+    def drop(self, number: int) -> None:
+        """Forget a segment that had gone back; the worker does not want it any more."""
+        segment = self.all.pop(number)
+        if segment.pinner is not None:
+            segment.pinner.unpin(segment.address)
+            segment.pinner = None
 
     def unpickled(self, body: Body) -> Any:
         """The message that a worker has pickled."""
@@ -257,7 +293,8 @@ def small_tensor(data: bytes, dtype: torch.dtype, shape: Any, stride: Any) -> to
 
 
 def large_tensor(number: int, size: int, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:
-    return _shaped(torch.frombuffer(_reading.mapped.lease(number, size), dtype=dtype), shape, stride)
+    memory = _reading.mapped.lease(number, size, is_pinned=True)
+    return _shaped(torch.frombuffer(memory, dtype=dtype), shape, stride)
 
 
 def _shaped(flat: torch.Tensor, shape: Any, stride: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.values import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
-from studies.gpu.training import Loop, Rate, record
+from studies.gpu.training import Loop, Rate, bursts_of, record
 from studies.regret.oracle import paired_ratio
 
 DEFAULT, TUNED, LIVE = "default", "tuned", "AutoLoader"
@@ -59,8 +59,7 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     )  # fmt: skip
     for line in result.report().splitlines():
         print(line, flush=True)
-    bursts = [(str(each.config), each.round, round(each.seconds, 2), each.samples_per_s) for each in result.trials]
-    record(name, TUNED, best=str(result.best), seconds=result.seconds, bursts=bursts)
+    record(name, TUNED, best=str(result.best), seconds=result.seconds, bursts=bursts_of(result))
     grid = {
         config: _recorded(name, f"grid: {config}", loop.train(config)).samples_per_s for config in _grid(device, effort)
     }

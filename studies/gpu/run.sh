@@ -1,10 +1,11 @@
 #!/bin/sh
 # Everything that needs a GPU, in parts of at most five minutes. From the repository's root:
 #
-#     sh studies/gpu/run.sh              # all of them, about twelve minutes
+#     sh studies/gpu/run.sh              # all of them, about sixteen minutes
 #     sh studies/gpu/run.sh quick        # the tests marked gpu, then the whole code in small: shows what does not run
 #     sh studies/gpu/run.sh first        # resnet_jpeg and images: tune(), the grid, AutoLoader, in turns; pinned memory
-#     sh studies/gpu/run.sh second       # Hugging Face, Lightning, compare(), AutoLoader from nothing; transformer, large_batches
+#     sh studies/gpu/run.sh second       # AutoLoader on images, Lightning, Hugging Face, compare()
+#     sh studies/gpu/run.sh third        # transformer, large_batches; AutoLoader from nothing
 #     sh studies/gpu/run.sh check        # on a CPU, before a GPU is asked for: the same code in small
 #
 # What is measured is printed as it comes, a line that begins with RECORD each, and kept in $OUT, or in studies/gpu/results
@@ -48,18 +49,17 @@ uses() { name=$1 seconds=$2; shift 2; limited "$seconds" "$name.txt" -m studies.
 small() {
     limited 20 registered.txt -m studies.gpu.registered --device "$1"
     limited 150 small.txt -m studies.gpu --device "$1" --quick --only "$2"
-    for each in hugging_face lightning compare live watch; do uses "$each" 60 --device "$1" --quick; done
+    for each in images hugging_face lightning compare live watch; do uses "$each" 60 --device "$1" --quick; done
 }
 quick() { tests; small cuda resnet_jpeg,images; }
 first() { limited 20 registered.txt -m studies.gpu.registered; study resnet_jpeg; study images; }
 second() {
-    uses hugging_face 90
+    uses images 60
     uses lightning 80
-    uses compare 80
-    study transformer
-    uses live 70
-    study large_batches
+    uses compare 70
+    uses hugging_face 90
 }
+third() { study transformer; study large_batches; uses live 70; }
 check() { LIMIT_S=900; small cpu resnet_jpeg,images,transformer,large_batches; tests --collect-only; }
 
 part=${1:-all}
@@ -68,8 +68,8 @@ if [ "$part" != check ]; then
     uname -r && nproc && free -m && df -h /dev/shm /tmp
 fi
 case $part in
-quick | first | second | check) "$part" ;;
-all) for each in quick first second; do "$each"; begun=$(date +%s); done ;;
-*) echo "$part is no part; quick, first, second, check or all would work" >&2 && exit 2 ;;
+quick | first | second | third | check) "$part" ;;
+all) for each in quick first second third; do "$each"; begun=$(date +%s); done ;;
+*) echo "$part is no part; quick, first, second, third, check or all would work" >&2 && exit 2 ;;
 esac
 exit $status

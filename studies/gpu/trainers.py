@@ -1,6 +1,6 @@
 """Trainers of libraries on JPEG files, in bfloat16: tuned from within; then the tuned one and fixed numbers take turns.
 
-hugging_face    `tune_trainer(trainer)`, a ViT-Small made from its configuration (nothing is downloaded)
+hugging_face    `tune_trainer(trainer)`, a ViT-Large made from its configuration (nothing is downloaded)
 lightning       `trainer.fit(tuned(module))`, the ResNet-18 of the study
 """
 
@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import LoaderConfig
 from studies.gpu.jobs import JOBS, Size, resnet
-from studies.gpu.training import FILLED_ROUNDS, record
+from studies.gpu.training import FILLED_ROUNDS, Utilisation, bursts_of, record
 
-FIRST_STEPS = 5
+FIRST_STEPS, ROUNDS = 5, 2
 TUNED = "tuned"
 
 
@@ -49,15 +49,16 @@ class Clock:
             torch.cuda.synchronize()
 
 
-def in_turns(name: str, best: LoaderConfig, train: Callable[[LoaderConfig], float], rounds: int) -> None:
-    """Rates of the tuned configuration, and of each of some others over it."""
-    cores = os.cpu_count() or 1
-    fixed = {f"{n} workers": LoaderConfig(num_workers=n, pin_memory=best.pin_memory) for n in (cores // 2, cores)}
-    sides = {"0 workers": LoaderConfig(), TUNED: best, **fixed}
+def in_turns(name: str, best: LoaderConfig, train: Callable[[LoaderConfig], float], workers: int) -> None:
+    """Rates of the tuned configuration, of none and of so many workers, and the tuned one's over theirs."""
+    some = LoaderConfig(num_workers=workers, pin_memory=True)
+    sides = {"0 workers": LoaderConfig(), TUNED: best, f"{workers} workers": some}
     rates: Mapping[str, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for side, config in sides.items():
-            rates[side].append(train(config))
+            with Utilisation(torch.device("cuda" if torch.cuda.is_available() else "cpu")) as used:
+                rates[side].append(train(config))
+            record(name, side, samples_per_s=rates[side][-1], gpu_util=used.mean())
     medians = {side: statistics.median(each) for side, each in rates.items()}
     shares = {side: medians[TUNED] / each for side, each in medians.items()}
     record(name, "turns", best=str(best), rates=rates, tuned_over=shares)
@@ -84,7 +85,7 @@ def hugging_face(device: str, size: Size, seconds: float) -> None:
 
     transformers.logging.set_verbosity_error()
     job = JOBS["resnet_jpeg"](size)
-    vit = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+    vit = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
     tiny = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     shape = tiny if size.crop < 64 else vit
     model = transformers.ViTForImageClassification(
@@ -101,8 +102,8 @@ def hugging_face(device: str, size: Size, seconds: float) -> None:
             save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no",
         )  # fmt: skip
         trainer = transformers.Trainer(model, arguments, train_dataset=Dicts(job.dataset), callbacks=[Stop()])
-        result = tune_trainer(trainer, budget=20.0 if seconds > 1 else 4.0, progress=False)
-        record("hugging_face", TUNED, says=list(result.summary), seconds=result.seconds)
+        result = tune_trainer(trainer, budget=15.0 if seconds > 1 else 4.0, progress=False)
+        record("hugging_face", TUNED, says=list(result.summary), seconds=result.seconds, bursts=bursts_of(result))
 
         def train(config: LoaderConfig) -> float:
             nonlocal clock
@@ -114,7 +115,7 @@ def hugging_face(device: str, size: Size, seconds: float) -> None:
             return clock.rate()
 
         clock = Clock(LoaderConfig(), size.batch, seconds)
-        in_turns("hugging_face", result.best, train, 2)
+        in_turns("hugging_face", result.best, train, max(1, (os.cpu_count() or 1) // 2))
 
 
 def lightning(device: str, size: Size, seconds: float) -> None:
@@ -162,8 +163,8 @@ def lightning(device: str, size: Size, seconds: float) -> None:
         return fit(module)
 
     clock = Clock(LoaderConfig(), size.batch, seconds)
-    module = tuned(Module(), budget=20.0 if seconds > 1 else 4.0, progress=False)
+    module = tuned(Module(), budget=15.0 if seconds > 1 else 4.0, progress=False)
     fit(module)
     result = module.tuning_result
-    record("lightning", TUNED, says=list(result.summary), seconds=result.seconds)
-    in_turns("lightning", result.best, train, 2)
+    record("lightning", TUNED, says=list(result.summary), seconds=result.seconds, bursts=bursts_of(result))
+    in_turns("lightning", result.best, train, os.cpu_count() or 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autotune_loader import AutoLoader, LoaderConfig
+from autotune_loader import AutoLoader, LoaderConfig, TuningResult
 from autotune_loader.pipeline.prefetch import move
 from studies.gpu.jobs import Job
 
@@ -24,6 +24,11 @@ SAMPLE_S = 0.1
 def record(job: str, what: str, **values: Any) -> None:
     """Print what was measured, at once: a run that is cut off keeps it."""
     print("RECORD", json.dumps({"job": job, "what": what, **values}), flush=True)
+
+
+def bursts_of(result: TuningResult) -> list[Any]:
+    """Each burst of a tuning run: configuration, number of the round, seconds, samples/s."""
+    return [(str(each.config), each.round, round(each.seconds, 2), each.samples_per_s) for each in result.trials]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """What people do with a GPU: `python -m studies.gpu.uses [NAME ...] [--device cpu --quick]`
 
+images          AutoLoader and DataLoader with as many workers on image batches; pinned where they lie, and by torch's thread
 live            AutoLoader on resnet_jpeg: rate of each eight seconds, and of the best fixed configuration beside it
 hugging_face, lightning     see `studies.gpu.trainers`
 compare         `compare()` of a plain and of a compiled model
@@ -10,21 +11,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from autotune_loader import AutoLoader, LoaderConfig
+from autotune_loader.autoloader import elastic
 from studies.gpu.__main__ import check_device
 from studies.gpu.jobs import FULL, JOBS, QUICK, Size
 from studies.gpu.trainers import hugging_face, lightning
-from studies.gpu.training import Loop, record
+from studies.gpu.training import Loop, Rate, record
 
 SCRIPT = """
 import sys
@@ -50,6 +54,32 @@ while time.monotonic() - begun < seconds:
         if time.monotonic() - begun > seconds:
             break
 """
+
+
+def images(device: str, size: Size, seconds: float) -> None:
+    """Rates in turns, with the settings that people write."""
+    loop, cores = Loop(JOBS["images"](size), device, seconds / 6), os.cpu_count() or 1
+    few, many = (LoaderConfig(num_workers=n, pin_memory=device != "cpu") for n in (max(1, cores // 2), cores))
+
+    def by_thread() -> Rate:
+        own, elastic.pinner_for = elastic.pinner_for, lambda loader: None
+        try:
+            return loop.live(few)
+        finally:
+            elastic.pinner_for = own
+
+    sides = {f"DataLoader, {each}": partial(loop.train, each) for each in (few, many)}
+    sides |= {f"AutoLoader, {each}": partial(loop.live, each) for each in (few, many)}
+    sides[f"AutoLoader, {few}, by torch's thread"] = by_thread
+    record("images", "the step alone", **asdict(loop.step()))
+    rates: dict[str, list[Rate]] = {side: [] for side in sides}
+    for _ in range(3):
+        for side, run in sides.items():
+            rates[side].append(run())
+            record("images", side, **asdict(rates[side][-1]))
+    medians = {side: statistics.median(each.samples_per_s for each in found) for side, found in rates.items()}
+    best = max(rate for side, rate in medians.items() if side.startswith("DataLoader"))
+    record("images", "over the faster DataLoader", **{side: rate / best for side, rate in medians.items()})
 
 
 def live(device: str, size: Size, seconds: float) -> None:
@@ -90,12 +120,12 @@ def compare(device: str, size: Size, seconds: float) -> None:
     loader, model = job.loader(), job.model.to(device)
     models = {"plain": model, "compiled": torch.compile(model)}
     sides = {name: (loader, each, job.train_step) for name, each in models.items()}
-    found = compare_sides(sides, device=device)
-    print(found, flush=True)
+    found = compare_sides(sides, device=device, budget=15.0 if seconds > 1 else 4.0)
+    print(found.report(), flush=True)
     record("transformer", "compare", says=str(found))
 
 
-USES = {each.__name__: each for each in (live, hugging_face, lightning, compare, watch)}
+USES = {each.__name__: each for each in (images, live, hugging_face, lightning, compare, watch)}
 
 
 def main(arguments: list[str] | None = None) -> int:

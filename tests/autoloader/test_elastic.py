@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import multiprocessing
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autotune_loader import AutoLoader
+from autotune_loader.autoloader import channel, elastic
 from autotune_loader.autoloader.elastic import ElasticIter
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.values import LoaderConfig
@@ -178,6 +181,56 @@ def imitate_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self.clone())
 
 
+class Device:
+    """What the CUDA driver is to a loop: it copies from pinned memory later, and passes a fence when the test says so."""
+
+    def __init__(self) -> None:
+        self.pinned, self.fences, self.is_capturing = set[int](), list[Any](), False
+
+    def pin(self, address: int, size: int) -> bool:
+        self.pinned.add(address)
+        return True
+
+    def unpin(self, address: int) -> None:
+        self.pinned.remove(address)
+
+    fence_and_unpin = unpin
+
+    def fence(self) -> Any:
+        if self.is_capturing:
+            return None
+        passed = [False]
+        self.fences.append(passed)
+        return SimpleNamespace(is_passed=lambda: passed[0])
+
+
+def test_a_segment_that_a_device_may_copy_from_is_not_written_again_before_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, rng = Device(), random.Random(0)
+    monkeypatch.setattr(elastic, "pinner_for", lambda loader: device)
+    monkeypatch.setattr(channel, "pin", lambda data: data)
+    data = Made(lambda index: (torch.full((1 << 17,), float(index)), index), 400)  # batches of 2 MiB
+    copying, most = list[Any](), 0
+    for number, (x, y) in enumerate(AutoLoader(data, batch_size=4, num_workers=3, tune=False, pin_memory=True)):
+        assert x.data_ptr() in device.pinned
+        assert y.tolist() == [4 * number + each for each in range(4)]
+        # WHEN the loop drops each batch at once, and the device reads it up to ten batches later
+        copying.append((number + rng.randrange(10), x.data_ptr(), float(x[0, 0]), len(device.fences)))
+        del x, y
+        device.is_capturing = number % 7 == 0  # then the driver gives no fence
+        for _, address, value, _ in copying:
+            assert ctypes.c_float.from_address(address).value == value
+        copying = [each for each in copying if each[0] > number]
+        for passed in device.fences[: min((each[3] for each in copying), default=len(device.fences))]:
+            passed[0] = True
+        most = max(most, len(device.pinned))
+    # THEN memory is used again all the same, and none stays pinned
+    assert most < 60
+    gc.collect()
+    assert device.pinned == set()
+
+
 def test_two_loaders_with_a_pinning_thread_each_are_resized_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     imitate_pinning(monkeypatch)
     loaders = [FixedLoader(Numbers(400), batch_size=4, num_workers=2, pin_memory=True) for _ in range(2)]
@@ -190,17 +243,24 @@ def test_two_loaders_with_a_pinning_thread_each_are_resized_beside_each_other(mo
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("is_beside", [False, True])
 @pytest.mark.parametrize("pins", [False, True])
-def test_batches_are_whole_on_the_gpu_although_their_memory_goes_back_before_they_are_read(pins: bool) -> None:
+def test_batches_are_whole_on_the_gpu_although_their_memory_goes_back_before_they_are_read(
+    pins: bool, is_beside: bool
+) -> None:
     # GIVEN batches of 8 MiB, larger than what the driver stages at once, from workers that write into the same memory again
-    data = Made(lambda index: torch.full((1 << 18,), float(index)), 800)
+    data, beside = Made(lambda index: torch.full((1 << 18,), float(index)), 800), torch.cuda.Stream()
     loader, rng, seen = FixedLoader(data, batch_size=8, num_workers=4, pin_memory=pins), random.Random(0), list[Any]()
     for number, batch in enumerate(loader):
         assert batch.is_pinned() is pins
-        on_device = batch.to("cuda", non_blocking=True)
+        # WHEN each copy waits behind a kernel, on the stream of the steps or on one beside it, and the batch is dropped at once
+        with torch.cuda.stream(beside if is_beside else torch.cuda.current_stream()):
+            torch.cuda._sleep(4_000_000)
+            on_device = batch.to("cuda", non_blocking=True)
         del batch
-        torch.cuda._sleep(1_000_000)
+        torch.cuda.current_stream().wait_stream(beside)
         seen.append(torch.stack(on_device.aminmax(dim=1), dim=1))
+        on_device.record_stream(torch.cuda.current_stream())
         if number % 11 == 10:
             loader.change_to(rng.choice([TWO, THREE, FOUR]))
     assert torch.cat(seen).tolist() == [[float(index)] * 2 for index in range(800)]
