@@ -14,6 +14,7 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,21 +76,24 @@ class Pinner:
             status = self.driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), PORTABLE)
         return not status
 
-    def unpin(self, address: int) -> None:
-        """Undo `pin` where no copy is on its way; nothing in a fork, and when the process ends."""
-        if self._is_ours():
-            with self.current(self._active()[0]):
-                self.driver.cuMemHostUnregister(ctypes.c_void_p(address))
+    def unpin(self, address: int, *, is_copied: bool) -> bool:
+        """Undo `pin`. Where it returns False the memory must stay mapped: the driver still takes the address for pinned.
 
-    def fence_and_unpin(self, address: int) -> None:
-        """The same where a copy may be on its way, which is waited for."""
-        if self._is_ours() and (fence := self.fence()) is not None:
+        Args:
+            address: that was pinned.
+            is_copied: whether it is known that no copy is on its way, which is waited for otherwise.
+        """
+        if os.getpid() != self._process:  # a fork, to which the driver means nothing
+            return True
+        if sys.is_finalizing():
+            return False
+        if not is_copied:
+            if (fence := self.fence()) is None:
+                return False
             fence.wait()
             fence.is_passed()
-        self.unpin(address)
-
-    def _is_ours(self) -> bool:
-        return os.getpid() == self._process and not sys.is_finalizing()
+        with self.current(self._active()[0]):
+            return not self.driver.cuMemHostUnregister(ctypes.c_void_p(address))
 
     def fence(self) -> Fence | None:
         """A fence behind all work that devices were given; None where the driver does not give one now."""
@@ -135,6 +139,8 @@ def pinner_for(loader: Any) -> Pinner | None:
     device = torch.device(getattr(loader, "pin_memory_device", "") or "cuda").type
     if not loader.pin_memory or device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
+    if threading.current_thread() is not threading.main_thread():
+        return None  # the main thread may capture a graph meanwhile, which recording a fence would end
     return _pinner(os.getpid())
 
 

@@ -65,10 +65,13 @@ class Segment:
             raise OSError(error, f"mmap of a batch: {os.strerror(error)}")
 
     def __del__(self) -> None:
-        if self.address:
-            if self.pinner is not None:
-                self.pinner.fence_and_unpin(self.address)
+        if self.address and self.is_unpinned(is_copied=False):
             _libc.munmap(self.address, self.size)
+
+    def is_unpinned(self, *, is_copied: bool) -> bool:
+        """Whether it is not pinned any more, or never was; else it stays mapped. For `is_copied` see `Pinner.unpin`."""
+        pinner, self.pinner = self.pinner, None
+        return pinner is None or pinner.unpin(self.address, is_copied=is_copied)
 
     def memory(self, size: int) -> Any:
         """Its first bytes; whoever has them must hold the segment, too."""
@@ -264,9 +267,8 @@ class Mapped:
     def drop(self, number: int) -> None:
         """Forget a segment that had gone back; the worker does not want it any more."""
         segment = self.all.pop(number)
-        if segment.pinner is not None:
-            segment.pinner.unpin(segment.address)
-            segment.pinner = None
+        if not segment.is_unpinned(is_copied=True):
+            segment.address = 0
 
     def unpickled(self, body: Body) -> Any:
         """The message that a worker has pickled."""

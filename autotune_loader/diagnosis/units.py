@@ -46,6 +46,10 @@ def ratio_text(interval: Interval | None) -> str:
     return f"{interval.value:.2f}x{limits}"
 
 
+MUCH_FASTER = 1.5
+"""The luck of single bursts is far below it."""
+
+
 def is_claimed(ratio: Interval) -> bool:
     """Whether words say that something is faster: its interval lies above one, and it is by more than a breath."""
     return ratio.is_telling and ratio.low > 1 and ratio.value > WORTH_CLAIMING

@@ -13,6 +13,7 @@ from typing import Any
 from autotune_loader.diagnosis.ranking import Standing, ranking
 from autotune_loader.diagnosis.tables import Answer, Choice, Ended, Undecided, answer
 from autotune_loader.diagnosis.units import (
+    MUCH_FASTER,
     UNKNOWN,
     bytes_text,
     counted,
@@ -83,7 +84,7 @@ def _choice(result: TuningResult) -> list[Finding]:
         said.append(Choice.USE(best=best, rate=rate))
         before = f"{result.baseline} (before tuning)"
         said.append(Choice.NOT_COMPARED(baseline=before) if ratio is None else answer("It", ratio, before))
-        if ratio is not None and not is_claimed(ratio):
+        if ratio is not None and not is_claimed(ratio) and ratio.value < MUCH_FASTER:
             said.append(Choice.IF_MEMORY() if ratio.value > 1 else Choice.COSTS_LESS())
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from autotune_loader.diagnosis import Caution, Ended, Source, Undecided, judged
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT
+from autotune_loader.diagnosis.units import MUCH_FASTER
 from autotune_loader.machine.facts import Machine
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.results.record import Finding, Status
@@ -38,8 +39,6 @@ log = logging.getLogger(__name__)
 
 FEW_ROUNDS = 2
 """An interval of fewer rounds says nothing, and two that agree on who is faster are believed."""
-MUCH_FASTER = 1.5
-"""The luck of single bursts is far below it."""
 FROM_MEMORY_BYTES = 64
 """Less than this for each sample is what reading the code of the first batch takes."""
 MUCH_DISTURBED = 1 / 3

@@ -191,10 +191,9 @@ class Device:
         self.pinned.add(address)
         return True
 
-    def unpin(self, address: int) -> None:
+    def unpin(self, address: int, *, is_copied: bool) -> bool:
         self.pinned.remove(address)
-
-    fence_and_unpin = unpin
+        return True
 
     def fence(self) -> Any:
         if self.is_capturing:

@@ -85,6 +85,12 @@ def test_a_report_tells_what_is_special(changes, line):
     assert line not in " ".join(report_of(SMALL, width=400).split())
 
 
+def test_nobody_is_told_to_keep_settings_that_were_many_times_slower_in_one_round():
+    text = report_of(replace(SMALL, speedup=ratio(15.6, 1.0, 240.0, count=1)))
+    assert "15.60x as fast" in text
+    assert "Keep your settings" not in text
+
+
 @pytest.mark.parametrize("width", [80, 140])
 def test_a_report_says_what_was_found_within_the_width(width, result):
     text = report_of(result, width)
