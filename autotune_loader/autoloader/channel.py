@@ -207,7 +207,7 @@ class Channel(NoQueue):
             return None
         number, dropped, self.times, self.note, body = rest
         for each in dropped:
-            self._mapped.drop(each)
+            del self._mapped.all[each]
         if self._waiting:
             with self._lock:
                 self._flush()

@@ -153,7 +153,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._context = ChannelContext(real, (is_seeded, *special), asked, pinner, has_nursery=has_nursery)
         other = {"num_workers": workers, "prefetch_factor": depth, "multiprocessing_context": self._context}
         if pinner is not None:
-            other["pin_memory"] = False  # torch's thread has nothing to do
+            other |= {"pin_memory": False, "pin_memory_device": ""}  # torch's thread has nothing to do
         if fetch_threads is not None and not getattr(loader.dataset, "__getitems__", None):
             other["dataset"] = other["worker_init_fn"] = Threaded(loader.dataset, fetch_threads, loader.worker_init_fn)
         with torchs.WithoutHandler():

@@ -4,7 +4,7 @@
 
 A segment goes back when all that the devices had been given by the time its last tensor was dropped is done, as a copy from it
 may be on its way. The driver tells by an event behind all work of a context (`cuCtxRecordEvent`, CUDA 12.5). Without it, and
-without CUDA, torch's pinning thread pins by a copy.
+before CUDA is in use, torch's pinning thread pins by a copy.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mmap
 import os
-import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 LEAST_BYTES = 1 << 20
 """Tensors that are smaller are pinned by a copy: it takes less than registering does."""
+MOST_REFUSALS = 8
+"""After so many fences in a row that the driver has refused no more is pinned: nothing would ever go back."""
 PORTABLE, BLOCKING_WITHOUT_TIMING = 1, 1 | 2
 """CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts. CU_EVENT_BLOCKING_SYNC and CU_EVENT_DISABLE_TIMING."""
 
@@ -29,75 +32,76 @@ PORTABLE, BLOCKING_WITHOUT_TIMING = 1, 1 | 2
 class Fence:
     """A moment that devices pass when they have done what they had been given by then."""
 
-    def __init__(self, pinner: Pinner, events: list[tuple[Any, Any]]) -> None:
-        self._pinner, self._events = pinner, events
+    def __init__(self, pinner: Pinner) -> None:
+        self._pinner, self.events = pinner, list[tuple[Any, Any]]()
 
     def is_passed(self) -> bool:
         """Whether all devices have passed it; does not wait."""
-        driver = self._pinner.driver
-        while self._events:
-            context, event = self._events[-1]
+        while self.events:
+            context, event = self.events[-1]
             with self._pinner.current(context):
-                if driver.cuEventQuery(event):  # not ready
+                if self._pinner.driver.cuEventQuery(event):  # not ready
                     return False
-            self._pinner.idle.setdefault(context.value, []).append(self._events.pop()[1])
+            self._pinner.idle.setdefault(context.value, []).append(self.events.pop()[1])
         return True
 
     def wait(self) -> None:
-        """Wait until all devices have passed it."""
-        for context, event in self._events:
+        """Wait until all devices have passed it, or the driver says why not."""
+        for context, event in self.events:
             with self._pinner.current(context):
                 self._pinner.driver.cuEventSynchronize(event)
+
+    def __del__(self) -> None:  # what nobody waits for is recorded again
+        for context, event in self.events:
+            self._pinner.idle.setdefault(context.value, []).append(event)
 
 
 class Pinner:
     """Registers memory with the CUDA driver, by the driver's own interface: its errors are no errors of torch's.
 
     Raises:
-        OSError, AttributeError: there is no driver, or it cannot tell when all work of a context is done.
+        OSError, AttributeError: no driver; or it cannot tell when all work of a context is done, or refuses to register memory.
     """
 
     def __init__(self) -> None:
         self.driver: Any = ctypes.CDLL("libcuda.so.1")
         self._record = self.driver.cuCtxRecordEvent
-        self._process, self._contexts = os.getpid(), dict[int, Any]()
+        self._contexts, self._refusals = dict[int, Any](), 0
+        self._gone, self._going = deque[Any](), deque[tuple[Fence, list[Any]]]()
         self.idle = dict[int, list[Any]]()
         """Events that nobody waits for, by context."""
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)  # registered as long as this lives, to see whether it works
+        if self.fence() is None or not self.pin(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), mmap.PAGESIZE):
+            raise OSError("memory cannot be registered")
 
     def pin(self, address: int, size: int) -> bool:
-        """Register memory; False where the driver refuses."""
-        contexts = self._active()
-        if not contexts:  # training has not begun: torch makes the context that it will use
-            torch.cuda.synchronize()
-            contexts = self._active()
-        if not contexts:
-            return False
-        with self.current(contexts[0]):
-            status = self.driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), PORTABLE)
-        return not status
+        """Register memory; False where the driver refuses, and in any other thread than the main one.
 
-    def unpin(self, address: int, *, is_copied: bool) -> bool:
-        """Undo `pin`. Where it returns False the memory must stay mapped: the driver still takes the address for pinned.
-
-        Args:
-            address: that was pinned.
-            is_copied: whether it is known that no copy is on its way, which is waited for otherwise.
+        The main thread may capture a graph while another one takes batches, and a fence would end that.
         """
-        if os.getpid() != self._process:  # a fork, to which the driver means nothing
-            return True
-        if sys.is_finalizing():
+        if self._refusals >= MOST_REFUSALS or threading.current_thread() is not threading.main_thread():
             return False
-        if not is_copied:
-            if (fence := self.fence()) is None:
-                return False
-            fence.wait()
-            fence.is_passed()
-        with self.current(self._active()[0]):
-            return not self.driver.cuMemHostUnregister(ctypes.c_void_p(address))
+        for context in self._active()[:1]:
+            with self.current(context):
+                return not self.driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), PORTABLE)
+        return False
+
+    def forget(self, address: int, unmap: Callable[[], object]) -> None:
+        """Have memory that was pinned unmapped, by `sweep`; may be called at any moment, such as by the garbage collector."""
+        self._gone.append((address, unmap))
+
+    def sweep(self) -> None:
+        """Unmap what was forgotten, as far as no copy from it can be on its way; does not wait. Not in a capture."""
+        if self._gone and (fence := self.fence()) is not None:
+            self._going.append((fence, [self._gone.popleft() for _ in range(len(self._gone))]))
+        while self._going and self._going[0][0].is_passed():
+            for address, unmap in self._going.popleft()[1]:
+                if self._unpin(address):  # else the driver still takes the address for pinned
+                    unmap()
 
     def fence(self) -> Fence | None:
-        """A fence behind all work that devices were given; None where the driver does not give one now."""
-        events = list[tuple[Any, Any]]()
+        """A fence behind all work that devices were given; None where the driver does not give one. Not in a capture."""
+        fence = Fence(self)
         for context in self._active():
             event = ctypes.c_void_p()
             with self.current(context):
@@ -106,19 +110,33 @@ class Pinner:
                 except LookupError:
                     if self.driver.cuEventCreate(ctypes.byref(event), BLOCKING_WITHOUT_TIMING):
                         return None
+                fence.events.append((context, event))
                 if self._record(context, event):
+                    self._refusals += 1
                     return None
-            events.append((context, event))
-        return Fence(self, events)
+        self._refusals = 0
+        return fence
+
+    def is_capturing(self) -> bool:
+        """Whether this thread captures a graph, which asking the driver would end; or the device is lost."""
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:
+            return True
 
     @contextlib.contextmanager
     def current(self, context: Any) -> Iterator[None]:
         """In this block the context is this thread's own."""
-        self.driver.cuCtxPushCurrent_v2(context)
+        is_refused = self.driver.cuCtxPushCurrent_v2(context)
         try:
             yield
         finally:
-            self.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+            if not is_refused:
+                self.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def _unpin(self, address: int) -> bool:
+        with self.current(self._active()[0]):
+            return not self.driver.cuMemHostUnregister(ctypes.c_void_p(address))
 
     def _active(self) -> list[Any]:
         """The contexts that torch works in, one for each device that is in use."""
@@ -137,11 +155,14 @@ class Pinner:
 def pinner_for(loader: Any) -> Pinner | None:
     """What pins the batches of a loader where they lie; None where they are not to be pinned, or torch's thread does it."""
     device = torch.device(getattr(loader, "pin_memory_device", "") or "cuda").type
-    if not loader.pin_memory or device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+    if not loader.pin_memory or device != "cuda" or torch.version.hip is not None:
         return None
-    if threading.current_thread() is not threading.main_thread():
-        return None  # the main thread may capture a graph meanwhile, which recording a fence would end
-    return _pinner(os.getpid())
+    if not torch.cuda.is_initialized() or threading.current_thread() is not threading.main_thread():
+        return None
+    pinner = _pinner(os.getpid())
+    if pinner is not None and not pinner.is_capturing():
+        pinner.sweep()
+    return pinner
 
 
 @functools.lru_cache(maxsize=1)

@@ -10,6 +10,7 @@ own segment only. What is no dense CPU tensor or array travels in the pickle, or
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import mmap
 import os
@@ -34,6 +35,8 @@ FREE_BYTES = 1 << 26
 """Free segments beyond this, and beyond what is in use, are unmapped."""
 MALLOC = ((-3, 1 << 25), (-1, 1 << 27))
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is smaller than the first comes from a heap; so much of it stays when it is free."""
+MOST_BEHIND = 4
+"""Batches of a worker that devices are behind with: the loop, which is so far ahead, waits, so that memory has a bound."""
 Body = bytes | tuple[int, int]
 """A pickle; or, where it is too long for a packet, number and size of a segment in which it lies."""
 
@@ -65,13 +68,10 @@ class Segment:
             raise OSError(error, f"mmap of a batch: {os.strerror(error)}")
 
     def __del__(self) -> None:
-        if self.address and self.is_unpinned(is_copied=False):
+        if self.pinner is not None:
+            self.pinner.forget(self.address, functools.partial(_libc.munmap, self.address, self.size))
+        elif self.address:
             _libc.munmap(self.address, self.size)
-
-    def is_unpinned(self, *, is_copied: bool) -> bool:
-        """Whether it is not pinned any more, or never was; else it stays mapped. For `is_copied` see `Pinner.unpin`."""
-        pinner, self.pinner = self.pinner, None
-        return pinner is None or pinner.unpin(self.address, is_copied=is_copied)
 
     def memory(self, size: int) -> Any:
         """Its first bytes; whoever has them must hold the segment, too."""
@@ -239,11 +239,9 @@ class Mapped:
     def lease(self, number: int, size: int, *, is_pinned: bool = False) -> Any:
         """The bytes of a batch; when they are gone, the segment goes back, if anybody still wants it."""
         segment = self.all[number]
-        if is_pinned and self._pinner is not None and segment.pinner is None and size >= LEAST_BYTES:
-            if self._pinner.pin(segment.address, segment.size):
-                segment.pinner = self._pinner
-            else:
-                self._pinner = None  # what comes is pinned by a copy
+        pinner = self._pinner if is_pinned and segment.pinner is None and size >= LEAST_BYTES else None
+        if pinner is not None and pinner.pin(segment.address, segment.size):
+            segment.pinner = pinner
         memory = segment.memory(size)
         self.leased_bytes += size
         weakref.finalize(memory, _return, weakref.ref(self), segment).atexit = False
@@ -251,24 +249,23 @@ class Mapped:
 
     def back(self) -> list[int]:
         """Numbers of the segments that the worker may write to again: no device copies from them any more."""
-        free, pinned = list[int](), list[int]()
-        for _ in range(len(self.returned)):
-            number = self.returned.popleft()
-            (free if self.all[number].pinner is None else pinned).append(number)
-        if pinned and (pinner := self.all[pinned[0]].pinner) is not None:
-            if (fence := pinner.fence()) is None:
-                self.returned.extend(pinned)  # asked again with the next job
+        numbers = [self.returned.popleft() for _ in range(len(self.returned))]
+        if self._pinner is None or self._pinner.is_capturing():
+            pinned = [each for each in numbers if self.all[each].pinner is not None]
+            self.returned.extend(pinned)  # asked again with the next job
+            return [each for each in numbers if each not in pinned]
+        self._pinner.sweep()
+        free = [each for each in numbers if self.all[each].pinner is None]
+        if pinned := [each for each in numbers if each not in free]:
+            if (fence := self._pinner.fence()) is None:
+                self.returned.extend(pinned)
             else:
                 self._behind.append((fence, pinned))
+        if len(self._behind) > MOST_BEHIND:
+            self._behind[0][0].wait()
         while self._behind and self._behind[0][0].is_passed():
             free += self._behind.popleft()[1]
         return free
-
-    def drop(self, number: int) -> None:
-        """Forget a segment that had gone back; the worker does not want it any more."""
-        segment = self.all.pop(number)
-        if not segment.is_unpinned(is_copied=True):
-            segment.address = 0
 
     def unpickled(self, body: Body) -> Any:
         """The message that a worker has pickled."""

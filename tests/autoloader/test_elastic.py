@@ -185,22 +185,28 @@ class Device:
     """What the CUDA driver is to a loop: it copies from pinned memory later, and passes a fence when the test says so."""
 
     def __init__(self) -> None:
-        self.pinned, self.fences, self.is_capturing = set[int](), list[Any](), False
+        self.pinned, self.gone, self.fences, self.waits = set[int](), list[Any](), list[Any](), list[Any]()
+        self.captures = self.is_refusing = False
 
     def pin(self, address: int, size: int) -> bool:
         self.pinned.add(address)
         return True
 
-    def unpin(self, address: int, *, is_copied: bool) -> bool:
+    def is_capturing(self) -> bool:
+        return self.captures
+
+    def forget(self, address: int, unmap: Any) -> None:
         self.pinned.remove(address)
-        return True
+        self.gone.append(unmap)
+
+    def sweep(self) -> None: ...
 
     def fence(self) -> Any:
-        if self.is_capturing:
+        if self.is_refusing:
             return None
         passed = [False]
         self.fences.append(passed)
-        return SimpleNamespace(is_passed=lambda: passed[0])
+        return SimpleNamespace(is_passed=lambda: passed[0], wait=lambda: self.waits.append(passed))
 
 
 def test_a_segment_that_a_device_may_copy_from_is_not_written_again_before_it_has(
@@ -217,17 +223,20 @@ def test_a_segment_that_a_device_may_copy_from_is_not_written_again_before_it_ha
         # WHEN the loop drops each batch at once, and the device reads it up to ten batches later
         copying.append((number + rng.randrange(10), x.data_ptr(), float(x[0, 0]), len(device.fences)))
         del x, y
-        device.is_capturing = number % 7 == 0  # then the driver gives no fence
+        device.captures, device.is_refusing = number % 7 == 0, number % 5 == 0
         for _, address, value, _ in copying:
             assert ctypes.c_float.from_address(address).value == value
         copying = [each for each in copying if each[0] > number]
         for passed in device.fences[: min((each[3] for each in copying), default=len(device.fences))]:
             passed[0] = True
         most = max(most, len(device.pinned))
-    # THEN memory is used again all the same, and none stays pinned
+    # THEN memory is used again all the same, nothing was unmapped meanwhile, and all of it is left to the sweeping
     assert most < 60
     gc.collect()
     assert device.pinned == set()
+    assert len(device.gone) == most
+    for unmap in device.gone:
+        unmap()
 
 
 def test_two_loaders_with_a_pinning_thread_each_are_resized_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
