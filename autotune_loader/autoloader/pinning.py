@@ -92,8 +92,11 @@ class Pinner:
 
     def sweep(self) -> None:
         """Unmap what was forgotten, as far as no copy from it can be on its way; does not wait. Not in a capture."""
-        if self._gone and (fence := self.fence()) is not None:
-            self._going.append((fence, [self._gone.popleft() for _ in range(len(self._gone))]))
+        if gone := [self._gone.popleft() for _ in range(len(self._gone))]:  # before the fence is recorded
+            if (fence := self.fence()) is None:
+                self._gone.extend(gone)
+            else:
+                self._going.append((fence, gone))
         while self._going and self._going[0][0].is_passed():
             for address, unmap in self._going.popleft()[1]:
                 if self._unpin(address):  # else the driver still takes the address for pinned
@@ -168,6 +171,7 @@ def pinner_for(loader: Any) -> Pinner | None:
 @functools.lru_cache(maxsize=1)
 def _pinner(_process: int) -> Pinner | None:
     try:
+        torch.cuda.synchronize()  # which makes the context that training is going to use, where there is none yet
         return Pinner()
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, RuntimeError):
         return None
