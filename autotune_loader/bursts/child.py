@@ -87,14 +87,10 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
         _become_own_process(caller, connection, output, scratch)
         steps_on_gpu = torch.device(workload.training.device).type == "cuda"
         if steps_on_gpu and torch.cuda._is_in_bad_fork():
-            send(
-                Connection(connection),
-                Message(failure=Failure(kind="user_exception", phase="start", message=USES_CUDA)),
-            )
+            failure = Failure(kind="user_exception", phase="start", message=USES_CUDA)
+            send(Connection(connection), Message(failure=failure))
             return
-        notes = confine()
-        # This one will use CUDA, so no fork of it can.
-        in_forks = not steps_on_gpu
+        notes, in_forks = confine(), not steps_on_gpu  # no fork of a process that uses CUDA can use it
         serve(Connection(connection), lambda: Bench(workload, lambda: workload.data, seed), notes, in_forks=in_forks)
 
     caller = os.getpid()

@@ -32,6 +32,8 @@ from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, FailurePha
 
 NEWS_OF_DEATH_S = 0.3
 """A worker that dies while it hands a batch over is first seen as a broken connection; why it died is told within this."""
+PINNING_END_S = 1.0
+"""A pinning thread ends within this, unless a worker died in the midst of sending."""
 STOP_CHECK_S = 0.05
 """How often a running burst asks whether it knows enough: cheap against any batch worth prefetching."""
 STOP_CHECK_COST = 400.0
@@ -257,7 +259,7 @@ class OpenLoader:
         if (pinning := getattr(self._iterator, "_pin_memory_thread", None)) is not None:
             self._iterator._pin_memory_thread_done_event.set()
             self._iterator._worker_result_queue.put((None, None))
-            pinning.join()
+            pinning.join(PINNING_END_S)
         for worker in self.workers:
             with contextlib.suppress(Exception):  # it has not begun, or has ended
                 worker.kill()
