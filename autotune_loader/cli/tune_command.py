@@ -66,7 +66,7 @@ def tune_command(factory: str, as_json: bool, quiet: bool, storage: str | None, 
 
 
 @click.command("demo")
-@click.option("--budget", default="60s", show_default=True, help="Wall time for tuning, such as 60s or 3m.")
+@click.option("--budget", default="60s", show_default=True, help="Most wall time for bursts, such as 60s or 3m.")
 def demo_command(budget: str) -> str:
     """Tune a small real training job, in a temporary folder.
 

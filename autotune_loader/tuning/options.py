@@ -23,7 +23,7 @@ class TuneOptions:
     """How to search: the arguments of `tune()` with these names, parsed."""
 
     budget_s: float
-    """Wall seconds from call to result."""
+    """Most wall seconds for bursts, once their process is warm."""
     max_workers: int | None
     allow: frozenset[str]
     tolerance: float

@@ -94,7 +94,7 @@ class Search:
         probe: runs the bursts.
         study: is told every trial; None for one in memory.
         sampler: proposes; None for the twin.
-        budget: from the call to the result.
+        budget: of bursts, from when their process is warm.
         progress: told what happens.
         suggestions: tried after the user's own configuration, such as an earlier run's best.
 
