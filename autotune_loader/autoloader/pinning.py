@@ -75,11 +75,8 @@ class Pinner:
             raise OSError("memory cannot be registered")
 
     def pin(self, address: int, size: int) -> bool:
-        """Register memory; False where the driver refuses, and in any other thread than the main one.
-
-        The main thread may capture a graph while another one takes batches, and a fence would end that.
-        """
-        if self._refusals >= MOST_REFUSALS or threading.current_thread() is not threading.main_thread():
+        """Register memory; False where the driver refuses, or may not be asked."""
+        if self._refusals >= MOST_REFUSALS or not self.may_ask():
             return False
         for context in self._active()[:1]:
             with self.current(context):
@@ -91,7 +88,7 @@ class Pinner:
         self._gone.append((address, unmap))
 
     def sweep(self) -> None:
-        """Unmap what was forgotten, as far as no copy from it can be on its way; does not wait. Not in a capture."""
+        """Unmap what was forgotten, as far as no copy from it can be on its way; does not wait. Where `may_ask`."""
         if gone := [self._gone.popleft() for _ in range(len(self._gone))]:  # before the fence is recorded
             if (fence := self.fence()) is None:
                 self._gone.extend(gone)
@@ -103,7 +100,7 @@ class Pinner:
                     unmap()
 
     def fence(self) -> Fence | None:
-        """A fence behind all work that devices were given; None where the driver does not give one. Not in a capture."""
+        """A fence behind all work that devices were given; None where the driver does not give one. Where `may_ask`."""
         fence = Fence(self)
         for context in self._active():
             event = ctypes.c_void_p()
@@ -120,12 +117,17 @@ class Pinner:
         self._refusals = 0
         return fence
 
-    def is_capturing(self) -> bool:
-        """Whether this thread captures a graph, which asking the driver would end; or the device is lost."""
+    def may_ask(self) -> bool:
+        """Whether the driver may be asked now: a fence would end the capture of a graph.
+
+        In the main thread only, since that may capture while another thread takes batches; and not where the device is lost.
+        """
         try:
-            return torch.cuda.is_current_stream_capturing()
+            return (
+                threading.current_thread() is threading.main_thread() and not torch.cuda.is_current_stream_capturing()
+            )
         except RuntimeError:
-            return True
+            return False
 
     @contextlib.contextmanager
     def current(self, context: Any) -> Iterator[None]:
@@ -160,11 +162,9 @@ def pinner_for(loader: Any) -> Pinner | None:
     device = torch.device(getattr(loader, "pin_memory_device", "") or "cuda").type
     if not loader.pin_memory or device != "cuda" or torch.version.hip is not None:
         return None
-    if not torch.cuda.is_initialized() or threading.current_thread() is not threading.main_thread():
+    if not torch.cuda.is_initialized() or (pinner := _pinner(os.getpid())) is None or not pinner.may_ask():
         return None
-    pinner = _pinner(os.getpid())
-    if pinner is not None and not pinner.is_capturing():
-        pinner.sweep()
+    pinner.sweep()
     return pinner
 
 

@@ -249,18 +249,18 @@ class Mapped:
 
     def back(self) -> list[int]:
         """Numbers of the segments that the worker may write to again: no device copies from them any more."""
-        numbers = [self.returned.popleft() for _ in range(len(self.returned))]
-        if self._pinner is None or self._pinner.is_capturing():
-            pinned = [each for each in numbers if self.all[each].pinner is not None]
-            self.returned.extend(pinned)  # asked again with the next job
-            return [each for each in numbers if each not in pinned]
-        self._pinner.sweep()
-        free = [each for each in numbers if self.all[each].pinner is None]
-        if pinned := [each for each in numbers if each not in free]:
-            if (fence := self._pinner.fence()) is None:
-                self.returned.extend(pinned)
-            else:
-                self._behind.append((fence, pinned))
+        free, pinned, pinner = list[int](), list[int](), self._pinner
+        for _ in range(len(self.returned)):
+            number = self.returned.popleft()
+            (free if self.all[number].pinner is None else pinned).append(number)
+        if pinner is None or not pinner.may_ask():
+            self.returned.extend(pinned)  # again with the next job
+            return free
+        pinner.sweep()
+        if pinned and (fence := pinner.fence()) is not None:
+            self._behind.append((fence, pinned))
+        else:
+            self.returned.extend(pinned)
         if len(self._behind) > MOST_BEHIND:
             self._behind[0][0].wait()
         while self._behind and self._behind[0][0].is_passed():

@@ -192,8 +192,8 @@ class Device:
         self.pinned.add(address)
         return True
 
-    def is_capturing(self) -> bool:
-        return self.captures
+    def may_ask(self) -> bool:
+        return not self.captures
 
     def forget(self, address: int, unmap: Any) -> None:
         self.pinned.remove(address)
