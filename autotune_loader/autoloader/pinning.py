@@ -29,6 +29,17 @@ PORTABLE, BLOCKING_WITHOUT_TIMING = 1, 1 | 2
 """CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts. CU_EVENT_BLOCKING_SYNC and CU_EVENT_DISABLE_TIMING."""
 
 
+def _may_ask() -> bool:
+    """Whether the driver may be asked now: a fence would end the capture of a graph.
+
+    In the main thread only, since that may capture while another thread takes batches; and not where the device is lost.
+    """
+    try:
+        return threading.current_thread() is threading.main_thread() and not torch.cuda.is_current_stream_capturing()
+    except RuntimeError:
+        return False
+
+
 class Fence:
     """A moment that devices pass when they have done what they had been given by then."""
 
@@ -83,6 +94,8 @@ class Pinner:
                 return not self.driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), PORTABLE)
         return False
 
+    may_ask = staticmethod(_may_ask)
+
     def forget(self, address: int, unmap: Callable[[], object]) -> None:
         """Have memory that was pinned unmapped, by `sweep`; may be called at any moment, such as by the garbage collector."""
         self._gone.append((address, unmap))
@@ -117,18 +130,6 @@ class Pinner:
         self._refusals = 0
         return fence
 
-    def may_ask(self) -> bool:
-        """Whether the driver may be asked now: a fence would end the capture of a graph.
-
-        In the main thread only, since that may capture while another thread takes batches; and not where the device is lost.
-        """
-        try:
-            return (
-                threading.current_thread() is threading.main_thread() and not torch.cuda.is_current_stream_capturing()
-            )
-        except RuntimeError:
-            return False
-
     @contextlib.contextmanager
     def current(self, context: Any) -> Iterator[None]:
         """In this block the context is this thread's own."""
@@ -162,7 +163,7 @@ def pinner_for(loader: Any) -> Pinner | None:
     device = torch.device(getattr(loader, "pin_memory_device", "") or "cuda").type
     if not loader.pin_memory or device != "cuda" or torch.version.hip is not None:
         return None
-    if not torch.cuda.is_initialized() or (pinner := _pinner(os.getpid())) is None or not pinner.may_ask():
+    if not torch.cuda.is_initialized() or not _may_ask() or (pinner := _pinner(os.getpid())) is None:
         return None
     pinner.sweep()
     return pinner

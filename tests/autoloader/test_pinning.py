@@ -158,8 +158,10 @@ def test_torchs_thread_pins_where_the_driver_is_old_and_before_cuda_is_in_use(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = SimpleNamespace(pin_memory=True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert pinner_for(loader) is None
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for name, value in (("is_initialized", False), ("is_current_stream_capturing", True)):
+        with monkeypatch.context() as now:
+            now.setattr(torch.cuda, name, lambda value=value: value)
+            assert pinner_for(loader) is None
+    assert driver.made == 0  # nothing was asked
     monkeypatch.delattr(Driver, "cuCtxRecordEvent")
     assert pinner_for(loader) is None
