@@ -275,7 +275,7 @@ class Results(NoQueue):
         batch_bytes: of the largest batch so far.
     """
 
-    def __init__(self, *, pins: bool = False) -> None:
+    def __init__(self, *, pins: bool) -> None:
         self._pins = pins
         self._poll, self._channels, self._own = select.epoll(), dict[int, Channel](), deque[Any]()
         self._bell, self._process = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC), os.getpid()

@@ -29,17 +29,6 @@ PORTABLE, BLOCKING_WITHOUT_TIMING = 1, 1 | 2
 """CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts. CU_EVENT_BLOCKING_SYNC and CU_EVENT_DISABLE_TIMING."""
 
 
-def _may_ask() -> bool:
-    """Whether the driver may be asked now: a fence would end the capture of a graph.
-
-    In the main thread only, since that may capture while another thread takes batches; and not where the device is lost.
-    """
-    try:
-        return threading.current_thread() is threading.main_thread() and not torch.cuda.is_current_stream_capturing()
-    except RuntimeError:
-        return False
-
-
 class Fence:
     """A moment that devices pass when they have done what they had been given by then."""
 
@@ -48,12 +37,10 @@ class Fence:
 
     def is_passed(self) -> bool:
         """Whether all devices have passed it; does not wait."""
-        while self.events:
-            context, event = self.events[-1]
+        for context, event in self.events:
             with self._pinner.current(context):
                 if self._pinner.driver.cuEventQuery(event):  # not ready
                     return False
-            self._pinner.idle.setdefault(context.value, []).append(self.events.pop()[1])
         return True
 
     def wait(self) -> None:
@@ -62,7 +49,7 @@ class Fence:
             with self._pinner.current(context):
                 self._pinner.driver.cuEventSynchronize(event)
 
-    def __del__(self) -> None:  # what nobody waits for is recorded again
+    def __del__(self) -> None:  # its events are recorded again
         for context, event in self.events:
             self._pinner.idle.setdefault(context.value, []).append(event)
 
@@ -76,7 +63,6 @@ class Pinner:
 
     def __init__(self) -> None:
         self.driver: Any = ctypes.CDLL("libcuda.so.1")
-        self._record = self.driver.cuCtxRecordEvent
         self._contexts, self._refusals = dict[int, Any](), 0
         self._gone, self._going = deque[Any](), deque[tuple[Fence, list[Any]]]()
         self.idle = dict[int, list[Any]]()
@@ -87,14 +73,24 @@ class Pinner:
 
     def pin(self, address: int, size: int) -> bool:
         """Register memory; False where the driver refuses, or may not be asked."""
-        if self._refusals >= MOST_REFUSALS or not self.may_ask():
+        contexts = self._active()
+        if self._refusals >= MOST_REFUSALS or not self.may_ask() or not contexts:
             return False
-        for context in self._active()[:1]:
-            with self.current(context):
-                return not self.driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), PORTABLE)
-        return False
+        with self.current(contexts[0]):
+            return not self.driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), PORTABLE)
 
-    may_ask = staticmethod(_may_ask)
+    @staticmethod
+    def may_ask() -> bool:
+        """Whether the driver may be asked now: a fence would end the capture of a graph.
+
+        In the main thread only, since that may capture while another thread takes batches; and not where the device is lost.
+        """
+        try:
+            return (
+                threading.current_thread() is threading.main_thread() and not torch.cuda.is_current_stream_capturing()
+            )
+        except RuntimeError:
+            return False
 
     def forget(self, address: int, unmap: Callable[[], object]) -> None:
         """Have memory that was pinned unmapped, by `sweep`; may be called at any moment, such as by the garbage collector."""
@@ -124,7 +120,7 @@ class Pinner:
                     if self.driver.cuEventCreate(ctypes.byref(event), BLOCKING_WITHOUT_TIMING):
                         return None
                 fence.events.append((context, event))
-                if self._record(context, event):
+                if self.driver.cuCtxRecordEvent(context, event):
                     self._refusals += 1
                     return None
         self._refusals = 0
@@ -163,7 +159,7 @@ def pinner_for(loader: Any) -> Pinner | None:
     device = torch.device(getattr(loader, "pin_memory_device", "") or "cuda").type
     if not loader.pin_memory or device != "cuda" or torch.version.hip is not None:
         return None
-    if not torch.cuda.is_initialized() or not _may_ask() or (pinner := _pinner(os.getpid())) is None:
+    if not torch.cuda.is_initialized() or not Pinner.may_ask() or (pinner := _pinner(os.getpid())) is None:
         return None
     pinner.sweep()
     return pinner

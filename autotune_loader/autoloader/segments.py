@@ -231,7 +231,7 @@ class Mapped:
         leased_bytes: of the latest message.
     """
 
-    def __init__(self, pinner: Pinner | None = None) -> None:
+    def __init__(self, pinner: Pinner | None) -> None:
         self.returned, self.leased_bytes = deque[int](), 0
         self.all = dict[int, Segment]()
         self._pinner, self._behind = pinner, deque[tuple[Fence, list[int]]]()
@@ -239,9 +239,8 @@ class Mapped:
     def lease(self, number: int, size: int, *, is_pinned: bool = False) -> Any:
         """The bytes of a batch; when they are gone, the segment goes back, if anybody still wants it."""
         segment = self.all[number]
-        pinner = self._pinner if is_pinned and segment.pinner is None and size >= LEAST_BYTES else None
-        if pinner is not None and pinner.pin(segment.address, segment.size):
-            segment.pinner = pinner
+        if is_pinned and self._pinner is not None and segment.pinner is None and size >= LEAST_BYTES:
+            segment.pinner = self._pinner if self._pinner.pin(segment.address, segment.size) else None
         memory = segment.memory(size)
         self.leased_bytes += size
         weakref.finalize(memory, _return, weakref.ref(self), segment).atexit = False

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autotune_loader.machine.elsewhere import changed_file, write_only_in
@@ -73,8 +73,9 @@ def environment(scratch: str) -> dict[str, str]:
     with contextlib.suppress(KeyError, OSError):  # a container without a name for this user
         folder = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
         compiled = folder if os.path.isdir(folder) else compiled  # noqa: PTH112
-    present = tuple(folder + os.sep for folder in _folders(CACHES) if os.path.isdir(folder))  # noqa: PTH112
-    missing = [name for name in CACHES if not f"{_folders([name])[0]}{os.sep}".startswith(present)]
+    folders = _folders(CACHES)
+    present = tuple(folder + os.sep for folder in folders.values() if os.path.isdir(folder))  # noqa: PTH112
+    missing = [name for name, folder in folders.items() if not f"{folder}{os.sep}".startswith(present)]
     return {
         "TORCHINDUCTOR_CACHE_DIR": compiled,
         **os.environ,
@@ -88,13 +89,12 @@ def environment(scratch: str) -> dict[str, str]:
 
 def places() -> list[str]:
     """Where files may be changed: scratch, caches, devices."""
-    return [os.environ["TMPDIR"], *DEVICES, *filter(None, _folders([*CACHES, *OTHERS]))]
+    return [os.environ["TMPDIR"], *DEVICES, *filter(None, _folders({**CACHES, **OTHERS}).values())]
 
 
-def _folders(names: Iterable[str]) -> list[str]:
+def _folders(defaults: Mapping[str, str]) -> dict[str, str]:
     """Where each of these caches is; empty where a variable that has no default is not set."""
-    defaults = {**CACHES, **OTHERS}
-    return [os.environ.get(name) or os.path.expanduser(defaults[name]) for name in names]  # noqa: PTH111
+    return {name: os.environ.get(name) or os.path.expanduser(folder) for name, folder in defaults.items()}  # noqa: PTH111
 
 
 def confine() -> list[str]:

@@ -13,6 +13,8 @@ UNKNOWN = "-"
 """What stands where nothing was measured."""
 WORTH_CLAIMING = 1.005
 """Of a ratio; two digits show no less."""
+MUCH_FASTER = 1.5
+"""The luck of single bursts is far below it."""
 
 
 def number_text(value: float) -> str:
@@ -44,10 +46,6 @@ def ratio_text(interval: Interval | None) -> str:
         return UNKNOWN
     limits = f" ({interval.low:.2f}x to {interval.high:.2f}x)" if interval.is_telling else ""
     return f"{interval.value:.2f}x{limits}"
-
-
-MUCH_FASTER = 1.5
-"""The luck of single bursts is far below it."""
 
 
 def is_claimed(ratio: Interval) -> bool:

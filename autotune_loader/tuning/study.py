@@ -229,16 +229,14 @@ class Search:
     def _stop_in_time(self, study: optuna.Study, _: optuna.trial.FrozenTrial) -> None:
         """A callback: what is left is kept for the rounds."""
         trials = [each for each in self.trials if each.round is None]
-        seconds = [each.seconds for each in trials if each.measurement is not None]
-        configs = [each.config.key() for each in trials if each.measurement is not None]
-        next_s, kept_s, fastest = median(seconds or [0.0]), 0.0, self.fastest()
+        measured = [each for each in trials if each.measurement is not None]
+        next_s, kept_s, fastest = median([each.seconds for each in measured] or [0.0]), 0.0, self.fastest()
         if fastest is not None:
             # What failures took is lost to search and rounds alike: a hang must not end the search before it looked below.
             lost_s = sum(each.seconds for each in trials if each.measurement is None)
-            round_s, has_tried_two = self._round_s([fastest.config, self.run.baseline]), len(set(configs)) > 1
-            kept_s = (
-                max((self.budget.seconds - lost_s) * ROUNDS_SHARE, LEAST_ROUNDS * round_s) if has_tried_two else round_s
-            )
+            kept_s = round_s = self._round_s([fastest.config, self.run.baseline])
+            if len({each.config.key() for each in measured}) > 1:
+                kept_s = max((self.budget.seconds - lost_s) * ROUNDS_SHARE, LEAST_ROUNDS * round_s)
         if self.budget.left() - next_s < kept_s:
             self.ended = Ended.BUDGET
             study.stop()

@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,10 +25,10 @@ from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.values import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK
-from studies.gpu.training import Loop, Rate, bursts_of, record
+from studies.gpu.training import TUNED, Loop, Rate, bursts_of, in_turns, medians, record, recorded
 from studies.regret.oracle import paired_ratio
 
-DEFAULT, TUNED, LIVE = "default", "tuned", "AutoLoader"
+DEFAULT, LIVE = "default", "AutoLoader"
 COLUMNS = (
     "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95 %)",
     "regret against the best other of the grid (p90 goal 2 %)", "AutoLoader with as many workers, over tuned",
@@ -52,7 +51,7 @@ class Effort:
 def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     """One job from end to end, as a row. The parent's model is on the device before `tune()` is called, as it often is."""
     loop = Loop(JOBS[name](QUICK if quick else FULL), device, effort.run_s)
-    step_limit = _recorded(name, "the step alone", loop.step()).samples_per_s
+    step_limit = recorded(name, "the step alone", loop.step()).samples_per_s
     result = tune(
         loop.job.loader(), loop.model, train_step=loop.job.train_step, device=loop.device, budget=effort.budget_s,
         progress=False,
@@ -61,7 +60,7 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         print(line, flush=True)
     record(name, TUNED, best=str(result.best), seconds=result.seconds, bursts=bursts_of(result))
     grid = {
-        config: _recorded(name, f"grid: {config}", loop.train(config)).samples_per_s for config in _grid(device, effort)
+        config: recorded(name, f"grid: {config}", loop.train(config)).samples_per_s for config in _grid(device, effort)
     }
     best = max((config for config in grid if config != result.best), key=lambda config: grid[config])
     turns: dict[str, Callable[[], Rate]] = {
@@ -70,12 +69,12 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         str(best): partial(loop.train, best),
         LIVE: partial(loop.live, result.best),
     }
-    rates = _in_turns(name, turns, effort.rounds)
-    loads = [_recorded(name, f"only load: {each}", loop.train(each, with_step=False)) for each in {result.best, best}]
+    rates = in_turns(name, turns, effort.rounds)
+    loads = [recorded(name, f"only load: {each}", loop.train(each, with_step=False)) for each in {result.best, best}]
     limit = min(step_limit, max(each.samples_per_s for each in loads))
     rounds = [Round(rates={key: runs[i].samples_per_s for key, runs in rates.items()}) for i in range(effort.rounds)]
     regret, live = paired_ratio(rounds, TUNED, str(best)), paired_ratio(rounds, LIVE, TUNED)
-    default, tuned = (statistics.median(rate.samples_per_s for rate in rates[key]) for key in (DEFAULT, TUNED))
+    default, tuned = (medians(rates)[key] for key in (DEFAULT, TUNED))
     errors = _twin_errors(result, grid)
     return [
         f"{name} ({loop.job.binds})",
@@ -92,11 +91,6 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     ]
 
 
-def _recorded(job: str, what: str, rate: Rate) -> Rate:
-    record(job, what, **asdict(rate))
-    return rate
-
-
 def _grid(device: str, effort: Effort) -> list[LoaderConfig]:
     """Every number of workers, pageable and pinned."""
     cores = os.cpu_count() or 1
@@ -104,14 +98,6 @@ def _grid(device: str, effort: Effort) -> list[LoaderConfig]:
     return [
         LoaderConfig(num_workers=n, pin_memory=pinned) for n in workers for pinned in sorted({False, device != "cpu"})
     ]
-
-
-def _in_turns(job: str, sides: Mapping[str, Callable[[], Rate]], rounds: int) -> dict[str, list[Rate]]:
-    rates: dict[str, list[Rate]] = {key: [] for key in sides}
-    for number in range(rounds):
-        for key in random.Random(number).sample(list(sides), len(sides)):
-            rates[key].append(_recorded(job, f"turn: {key}", sides[key]()))
-    return rates
 
 
 def _twin_errors(result: TuningResult, grid: dict[LoaderConfig, float]) -> list[float]:

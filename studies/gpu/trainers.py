@@ -7,10 +7,10 @@ lightning       `trainer.fit(tuned(module))`, the ResNet-18 of the study
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,50 +18,51 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune_loader import LoaderConfig
 from studies.gpu.jobs import JOBS, Size, resnet
-from studies.gpu.training import FILLED_ROUNDS, Utilisation, bursts_of, record
+from studies.gpu.training import (
+    FILLED_ROUNDS,
+    TUNED,
+    Rate,
+    Utilisation,
+    bursts_of,
+    in_turns,
+    medians,
+    record,
+    synchronize,
+)
 
 FIRST_STEPS, ROUNDS = 5, 2
-TUNED = "tuned"
 
 
 class Clock:
-    """Samples/s once the queues that were filled at the start are empty, and when it has been long enough."""
+    """Times steps once the queues that were filled at the start are empty, and tells when it has been long enough."""
 
-    def __init__(self, config: LoaderConfig, batch: int, seconds: float) -> None:
-        self.batch, self.seconds, self.steps = batch, seconds, 0
+    def __init__(self, config: LoaderConfig, batch: int, seconds: float, device: str) -> None:
+        self.batch, self.seconds, self.steps, self.device = batch, seconds, 0, torch.device(device)
         self.first = FIRST_STEPS + FILLED_ROUNDS * config.num_workers * (config.prefetch_factor or 1)
 
     def step(self) -> bool:
         """Note the end of a step; whether training may end."""
         self.steps += 1
         if self.steps == self.first:
-            self._wait()
+            synchronize(self.device)
             self.begun = time.perf_counter()
         return self.steps > self.first and time.perf_counter() - self.begun > self.seconds
 
-    def rate(self) -> float:
-        """Samples/s; asked once, when training has ended."""
-        self._wait()
-        return self.batch * (self.steps - self.first) / (time.perf_counter() - self.begun)
+    def rate(self, train: Callable[[], object]) -> Rate:
+        """Of a training that asks after each step whether it may end."""
+        with Utilisation(self.device) as used:
+            train()
+        synchronize(self.device)
+        samples_per_s = self.batch * (self.steps - self.first) / (time.perf_counter() - self.begun)
+        return Rate(samples_per_s=samples_per_s, gpu_util=used.mean())
 
-    def _wait(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
-
-def in_turns(name: str, best: LoaderConfig, train: Callable[[LoaderConfig], float], workers: int) -> None:
+def beside_others(name: str, best: LoaderConfig, train: Callable[[LoaderConfig], Rate], workers: int) -> None:
     """Rates of the tuned configuration, of none and of so many workers, and the tuned one's over theirs."""
     some = LoaderConfig(num_workers=workers, pin_memory=True)
     sides = {"0 workers": LoaderConfig(), TUNED: best, f"{workers} workers": some}
-    rates: Mapping[str, list[float]] = {side: [] for side in sides}
-    for _ in range(ROUNDS):
-        for side, config in sides.items():
-            with Utilisation(torch.device("cuda" if torch.cuda.is_available() else "cpu")) as used:
-                rates[side].append(train(config))
-            record(name, side, samples_per_s=rates[side][-1], gpu_util=used.mean())
-    medians = {side: statistics.median(each) for side, each in rates.items()}
-    shares = {side: medians[TUNED] / each for side, each in medians.items()}
-    record(name, "turns", best=str(best), rates=rates, tuned_over=shares)
+    found = medians(in_turns(name, {side: partial(train, config) for side, config in sides.items()}, ROUNDS))
+    record(name, "tuned over", best=str(best), **{side: found[TUNED] / rate for side, rate in found.items()})
 
 
 class Dicts(Dataset[Any]):
@@ -105,17 +106,16 @@ def hugging_face(device: str, size: Size, seconds: float) -> None:
         result = tune_trainer(trainer, budget=15.0 if seconds > 1 else 4.0, progress=False)
         record("hugging_face", TUNED, says=list(result.summary), seconds=result.seconds, bursts=bursts_of(result))
 
-        def train(config: LoaderConfig) -> float:
+        def train(config: LoaderConfig) -> Rate:
             nonlocal clock
             arguments.dataloader_prefetch_factor, arguments.dataloader_persistent_workers = None, False
             for name, value in training_arguments(config).items():
                 setattr(arguments, name, value)
-            clock = Clock(config, size.batch, seconds / 3)
-            trainer.train()
-            return clock.rate()
+            clock = Clock(config, size.batch, seconds / 3, device)
+            return clock.rate(trainer.train)
 
-        clock = Clock(LoaderConfig(), size.batch, seconds)
-        in_turns("hugging_face", result.best, train, max(1, (os.cpu_count() or 1) // 2))
+        clock = Clock(LoaderConfig(), size.batch, seconds, device)
+        beside_others("hugging_face", result.best, train, max(1, (os.cpu_count() or 1) // 2))
 
 
 def lightning(device: str, size: Size, seconds: float) -> None:
@@ -147,24 +147,23 @@ def lightning(device: str, size: Size, seconds: float) -> None:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop = clock.step()
 
-    def fit(module: Any) -> float:
+    def fit(module: Any) -> Rate:
         nonlocal clock
-        clock = Clock(module.config, size.batch, seconds / 3)
+        clock = Clock(module.config, size.batch, seconds / 3, device)
         trainer = pl.Trainer(
             accelerator="cpu" if device == "cpu" else "cuda", devices=1, precision="bf16-mixed", callbacks=[Stop()],
             max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(module)
-        return clock.rate()
+        return clock.rate(partial(trainer.fit, module))
 
-    def train(config: LoaderConfig) -> float:
+    def train(config: LoaderConfig) -> Rate:
         module = Module()
         module.config = config
         return fit(module)
 
-    clock = Clock(LoaderConfig(), size.batch, seconds)
+    clock = Clock(LoaderConfig(), size.batch, seconds, device)
     module = tuned(Module(), budget=15.0 if seconds > 1 else 4.0, progress=False)
     fit(module)
     result = module.tuning_result
     record("lightning", TUNED, says=list(result.summary), seconds=result.seconds, bursts=bursts_of(result))
-    in_turns("lightning", result.best, train, os.cpu_count() or 1)
+    beside_others("lightning", result.best, train, os.cpu_count() or 1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from studies.gpu.jobs import Job
 # Batches before the clock starts: workers are up, and queues filled at the start no longer flatter.
 FILLED_ROUNDS = 2
 SAMPLE_S = 0.1
+TUNED = "tuned"
 
 
 def record(job: str, what: str, **values: Any) -> None:
@@ -38,6 +40,30 @@ class Rate:
     samples_per_s: float
     gpu_util: float | None
     """NVML's utilisation, mean over the run; None off CUDA, or where NVML does not answer."""
+
+
+def recorded(job: str, what: str, rate: Rate) -> Rate:
+    record(job, what, **asdict(rate))
+    return rate
+
+
+def in_turns(job: str, sides: Mapping[str, Callable[[], Rate]], rounds: int) -> dict[str, list[Rate]]:
+    """The rates of each side, which run once in each round, in a mixed order."""
+    rates: dict[str, list[Rate]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in random.Random(number).sample(list(sides), len(sides)):
+            rates[side].append(recorded(job, f"turn: {side}", sides[side]()))
+    return rates
+
+
+def medians(rates: Mapping[str, list[Rate]]) -> dict[str, float]:
+    """Samples/s of each side."""
+    return {side: statistics.median(each.samples_per_s for each in runs) for side, runs in rates.items()}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Loop:
@@ -73,12 +99,12 @@ class Loop:
         endless, depth = _again(batches), max(1, config.num_workers) * (config.prefetch_factor or 1)
         for _ in range(FILLED_ROUNDS * depth + 1):
             self._take(next(endless), with_step)
-        self._synchronize()
+        synchronize(self.device)
         with Utilisation(self.device) as used:
             samples, begun = 0, time.perf_counter()
             while time.perf_counter() - begun < self.seconds:
                 samples += self._take(next(endless), with_step)
-            self._synchronize()
+            synchronize(self.device)
             rate = samples / (time.perf_counter() - begun)
         return Rate(samples_per_s=rate, gpu_util=used.mean())
 
@@ -89,10 +115,6 @@ class Loop:
             self.job.train_step(self.model, batch).backward()
             self.optimizer.step()
         return self.job.samples_of(batch)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class Utilisation:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from autotune_loader.autoloader import elastic
 from studies.gpu.__main__ import check_device
 from studies.gpu.jobs import FULL, JOBS, QUICK, Size
 from studies.gpu.trainers import hugging_face, lightning
-from studies.gpu.training import Loop, Rate, record
+from studies.gpu.training import Loop, Rate, in_turns, medians, record, recorded
 
 SCRIPT = """
 import sys
@@ -71,15 +70,10 @@ def images(device: str, size: Size, seconds: float) -> None:
     sides = {f"DataLoader, {each}": partial(loop.train, each) for each in (few, many)}
     sides |= {f"AutoLoader, {each}": partial(loop.live, each) for each in (few, many)}
     sides[f"AutoLoader, {few}, by torch's thread"] = by_thread
-    record("images", "the step alone", **asdict(loop.step()))
-    rates: dict[str, list[Rate]] = {side: [] for side in sides}
-    for _ in range(3):
-        for side, run in sides.items():
-            rates[side].append(run())
-            record("images", side, **asdict(rates[side][-1]))
-    medians = {side: statistics.median(each.samples_per_s for each in found) for side, found in rates.items()}
-    best = max(rate for side, rate in medians.items() if side.startswith("DataLoader"))
-    record("images", "over the faster DataLoader", **{side: rate / best for side, rate in medians.items()})
+    recorded("images", "the step alone", loop.step())
+    found = medians(in_turns("images", sides, 3))
+    best = max(rate for side, rate in found.items() if side.startswith("DataLoader"))
+    record("images", "over the faster DataLoader", **{side: rate / best for side, rate in found.items()})
 
 
 def live(device: str, size: Size, seconds: float) -> None:
