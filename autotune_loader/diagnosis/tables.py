@@ -133,10 +133,10 @@ class Undecided(Table):
 class Ended(Table):
     """Why a search tried nothing more."""
 
-    SAFE = "Search ended: no untried setting was expected to be faster."
-    CEILING = "Search ended: bursts were as fast as the step alone."
-    BUDGET = "Search ended: the rest of the budget was kept for the rounds."
-    SAMPLER = "Search ended: the sampler repeats itself."
+    SAFE = "Search ended: no other setting is likely to be more than {tolerance:share} faster."
+    CEILING = "Search ended: it is as fast as the step alone."
+    NOT_WORTH_IT = "Search ended: no further burst was worth its seconds."
+    BUDGET = "Search ended: the next burst would not have fitted into the budget."
     INTERRUPTED = "Search ended: it was interrupted."
     ASKED = "Search ended: the study was told to stop."
     FALLBACK = "No configuration worked; torch's defaults are given as a fallback."

@@ -10,8 +10,10 @@ user's own objective, the process begins from nothing. No clock, no Optuna, no p
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from autotune_loader.search.queue import Floats
 from autotune_loader.search.space import UNMODELLED, Context, Space
 from autotune_loader.search.sufficiency import sufficient, with_sufficiency
 from autotune_loader.search.twin import Solved, Twin
-from autotune_loader.values import Z_95, LoaderConfig, Trial
+from autotune_loader.values import Z_95, FailureKind, LoaderConfig, Round, Trial
 
 MODEL_SD = 0.06
 """Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %)."""
@@ -33,16 +35,23 @@ LENGTH_SCALE = 1.2
 """How far apart, in doublings, configurations still share the twin's error."""
 UNMODELLED_SD = 0.1
 """What a knob that the twin does not know may change, relative."""
-SAFE = 0.9
-"""A choice is safe when it is within the tolerance of the best with this probability."""
+CERTAIN = 0.95
+"""A choice is safe when it loses no more than the tolerance against the best of all with this probability."""
+SURE = 0.9
+"""A configuration counts as equally fast when it does so with this probability, or ..."""
 ALIKE = 0.05
-"""Of configurations whose probability of being within the tolerance differs by no more than this, the cheapest is chosen."""
-WORTHWHILE = 0.4
-"""A burst must be expected to gain more than this share of the tolerance."""
-FURTHER = 0.1
-"""A further finalist must be expected to save this share of the tolerance; the cheapest of those that save as much is taken."""
+"""... with one that differs by no more than this from that of the surest; the cheapest of them is chosen."""
+NEAR_BEST = 0.1
+"""Of rivals that save as much, within this share of the tolerance, the cheapest is taken."""
 POOREST_BURST_SD = 0.2
 """Relative standard deviation of a burst whose few batches give no better interval."""
+MAX_FAILURES = 2
+"""What has failed this often is out although it has succeeded, too; after a hang at once."""
+OF_MEMORY = ("out_of_memory", "oom_killed", "memory_guard", "shared_memory", "descriptors")
+"""Failures that fewer batches ahead may avoid."""
+TORCHS = LoaderConfig()
+OF_WORKERS = ("oom_killed", "memory_guard", "crashed", "deadline", "descriptors", "shared_memory")
+"""Failures of the workers, whatever other knobs were set."""
 
 
 class Belief:
@@ -51,12 +60,21 @@ class Belief:
     Args:
         space: what is legal.
         context: cores and step.
-        trials: all that was measured: bursts of the search and of rounds alike.
+        trials: all that was measured.
         tolerance: relative difference that counts as equally fast.
+        is_open: whether configurations that never ran are believed of, too.
     """
 
-    def __init__(self, space: Space, context: Context, trials: Sequence[Trial], *, tolerance: float = 0.02) -> None:
-        self.space, self.context, self.tolerance = space, context, tolerance
+    def __init__(
+        self,
+        space: Space,
+        context: Context,
+        trials: Sequence[Trial],
+        *,
+        tolerance: float = 0.02,
+        is_open: bool = True,
+    ) -> None:
+        self.space, self.context, self.tolerance, self._is_open = space, context, tolerance, is_open
         self.trials = tuple(trials)
         self._seen = [trial for trial in trials if trial.log_rate is not None]
 
@@ -85,12 +103,21 @@ class Belief:
         """Those that the draws are of, without what a burst cannot see."""
         return self.draws.keys  # type: ignore[return-value]
 
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """The paired rounds, in order."""
+        found: dict[int, list[Trial]] = {}
+        for trial in self.trials:
+            if trial.round is not None:
+                found.setdefault(trial.round, []).append(trial)
+        return tuple(_round(found[number]) for number in sorted(found))
+
     # The choice
 
     @property
     def choice(self) -> LoaderConfig | None:
         """The cheapest of those that count as equally fast; None where nothing has succeeded."""
-        return self.choice_of(self._proven) if self._seen else None
+        return self.choice_of(self.proven) if self._seen else None
 
     def choice_of(self, configs: Sequence[LoaderConfig]) -> LoaderConfig:
         """The same, of some configurations alone."""
@@ -111,52 +138,29 @@ class Belief:
             return None
         return math.exp(float(self.draws.paths[:, self._where(config)].mean()))
 
+    def is_faster(self, one: LoaderConfig, other: LoaderConfig, factor: float = 1.0) -> float:
+        """Probability that one is more than so many times as fast as another."""
+        paths = self.draws.paths
+        return float((paths[:, self._where(one)] - paths[:, self._where(other)] > math.log(factor)).mean())
+
     # What to measure
 
-    def proposal(self, passing_over: Collection[LoaderConfig] = ()) -> LoaderConfig | None:
-        """The untried configuration of which a burst teaches most; None when the choice is safe or no burst is worth it.
+    def rival(self, choice: LoaderConfig) -> tuple[LoaderConfig, float] | None:
+        """What the choice may miss, and what a pair of both adds to the probability that the best of them is near the best.
 
-        Once workers have failed, what would be chosen if it worked is tried before it is.
-
-        Args:
-            passing_over: what is measured elsewhere at this moment.
+        The configuration that most lowers what the better of the two is expected to lose; among near-equals the cheapest. None
+        where there is no other.
         """
-        choice = self.choice
-        if choice is None:
+        losses, here = self.draws.losses, self._where(choice)
+        means = np.minimum(losses[:, [here]], losses).mean(axis=0)
+        means[[index for index, config in enumerate(self.configs) if index == here or config not in self.proven]] = (
+            np.inf
+        )
+        if not np.isfinite(means.min()):
             return None
-        taken = {trial.config.key() for trial in self.trials} | {config.key() for config in passing_over}
-        wanted = self.choice_of(self.configs)
-        if wanted.key() not in self._proven and wanted.key() not in taken:
-            return wanted
-        if self.probability(choice) >= SAFE:
-            return None
-        gains = self.draws.knowledge_gradient(self._where(choice))
-        untried = [index for index, config in enumerate(self.configs) if config not in taken]
-        best = max(untried, key=lambda i: (round(float(gains[i]), 4), -self.configs[i].num_workers), default=None)
-        if best is None or gains[best] <= WORTHWHILE * self.tolerance:
-            return None
-        return self.space.as_kept(self.configs[best])
-
-    def shortlist(self, most: int = 2) -> list[LoaderConfig]:
-        """The few configurations that deserve fresh rounds: the choice, and those that may well be what it misses.
-
-        Each further one leaves hardly more to be lost than any must, when the best of them all is taken; of such the cheapest.
-        """
-        choice = self.choice
-        if choice is None:
-            return []
-        losses = self.draws.losses
-        taken = [self._where(choice)]
-        left, risky = losses[:, taken[0]], [c not in self._proven for c in self.configs]
-        while len(taken) < most:
-            means = np.where(risky, np.inf, np.minimum(left[:, None], losses).mean(axis=0))
-            enough = np.flatnonzero(means <= means.min() + FURTHER * self.tolerance)
-            best = min(map(int, enough), key=lambda i: (self.space.cost(self.configs[i]), means[i]))
-            if left.mean() - means[best] < FURTHER * self.tolerance:
-                break
-            taken.append(best)
-            left = np.minimum(left, losses[:, best])
-        return [self.space.as_kept(self.configs[index]) for index in taken]
+        near = np.flatnonzero(means <= means.min() + NEAR_BEST * self.tolerance)
+        best = min(map(int, near), key=lambda i: (self.space.cost(self.configs[i]), means[i]))
+        return self.space.as_kept(self.configs[best]), self.draws.worth_of_pair(here, best, self.tolerance)
 
     # What failed
 
@@ -164,34 +168,56 @@ class Belief:
     def most_workers(self) -> int | None:
         """Workers beyond which nothing is tried after a failure, which may have cost a deadline; None before there is one.
 
-        The geometric middle of what succeeded and what failed: one, where no number of workers has succeeded. What failed with
-        pinning, or with another batch size, says nothing of workers.
+        The geometric middle of what succeeded and what failed: one, where no number of workers has succeeded. What failed for
+        memory with a deep queue says nothing of workers yet.
         """
         most = self._most_that_succeeded
-        tried = [(t.config, t.failure.kind) for t in self.trials if t.failure is not None]
-        tried = [each for each in tried if each[1] != "infeasible" and self.space.is_modelled(each[0])]
-        failed = [config.num_workers for config, _ in tried if config.num_workers > most]
+        shallow = [
+            t for t in self._failures if t[1] not in OF_MEMORY or t[0].batches_in_flight <= 2 * t[0].num_workers + 1
+        ]
+        failed = [config.num_workers for config, _ in shallow if config.num_workers > most]
         return min(max(most + 1, math.isqrt(most * min(failed))), min(failed) - 1) if failed else None
+
+    @cached_property
+    def proven(self) -> tuple[LoaderConfig, ...]:
+        """What may be chosen: once workers have failed, no more than have succeeded; a hang in a round is dear."""
+        most = self._most_that_succeeded
+        return tuple(c for c in self.configs if self.most_workers is None or c.num_workers <= most)
 
     @cached_property
     def _most_that_succeeded(self) -> int:
         return max((trial.config.num_workers for trial in self._seen), default=0)
 
     @cached_property
-    def _proven(self) -> list[LoaderConfig]:
-        """What may be chosen: once workers have failed, no more than have succeeded; a hang in a round is dear."""
-        most = self._most_that_succeeded
-        return [c for c in self.configs if self.most_workers is None or c.num_workers <= most]
+    def _failures(self) -> list[tuple[LoaderConfig, FailureKind]]:
+        """What failed, and how, for its workers: not by arithmetic, nor perhaps by another knob."""
+        failed = [(t.config, t.failure.kind) for t in self.trials if t.failure is not None]
+        return [each for each in failed if each[1] in OF_WORKERS or (each[1] != "infeasible" and not _odd(each[0]))]
 
     def _configs(self) -> list[LoaderConfig]:
         """What is believed of: what may be proposed, and what was observed."""
         useful = None if self.twin is None else self.twin.useful_workers
         limits = [n for n in (self.most_workers, self.context.epoch_batches, useful) if n is not None]
-        tried = dict.fromkeys(trial.config.key() for trial in self._seen)
-        failed = {trial.config.key() for trial in self.trials if trial.failure is not None} - tried.keys()
-        legal = [config.key() for config in self.space.candidates(min(limits, default=None))]
-        configs = [c for c in dict.fromkeys([*legal, *tried]) if c not in failed]
-        return [c for c in configs if c in tried or self.most_workers is None or c.num_workers <= self.most_workers]
+        tried = list(dict.fromkeys(trial.config.key() for trial in self._seen))
+        failed = [(t.config, t.failure.kind) for t in self.trials if t.failure is not None]
+        often = Counter(config.key() for config, _ in failed)
+        often.update({config.key(): MAX_FAILURES for config, kind in failed if kind == "deadline"})
+        out = {config for config, failures in often.items() if failures >= MAX_FAILURES or config not in tried}
+        fewest = min(
+            (config.batches_in_flight for config, kind in self._failures if kind in OF_MEMORY), default=math.inf
+        )
+        # A knob with which something failed, and nothing worked, is not what fails with fewer workers as well.
+        bad = {knob for config, kind in failed if kind not in OF_WORKERS for knob in _odd(config)}
+        bad -= {knob for config in tried for knob in _odd(config)}
+        legal = self.space.candidates(min(limits, default=None)) if self._is_open else ()
+        proposed = [
+            config
+            for config in (each.key() for each in legal)
+            if (self.most_workers is None or config.num_workers <= self.most_workers)
+            and (config.batches_in_flight <= fewest / 2 or not config.num_workers)
+            and not bad & _odd(config)
+        ]
+        return [config for config in dict.fromkeys([*proposed, *tried]) if config not in out] or tried
 
     def _where(self, config: LoaderConfig) -> int:
         return self.configs.index(config.key())
@@ -205,12 +231,13 @@ class Belief:
 
     def _observed(self, configs: Sequence[LoaderConfig]) -> Observed:
         where = {config: index for index, config in enumerate(configs)}
-        together = [(t.round is None, t.number if t.round is None else t.round) for t in self._seen]
+        seen = [trial for trial in self._seen if trial.config.key() in where]
+        together = [(t.round is None, t.number if t.round is None else t.round) for t in seen]
         groups = list(dict.fromkeys(together))
         return Observed(
-            where=np.array([where[t.config.key()] for t in self._seen], dtype=np.int64),
-            logs=np.array([t.log_rate for t in self._seen], dtype=np.float64),
-            variances=np.array([_own_sd(t) ** 2 for t in self._seen], dtype=np.float64),
+            where=np.array([where[t.config.key()] for t in seen], dtype=np.int64),
+            logs=np.array([t.log_rate for t in seen], dtype=np.float64),
+            variances=np.array([_own_sd(t) ** 2 for t in seen], dtype=np.float64),
             rounds=np.array([groups.index(each) for each in together], dtype=np.int64),
         )
 
@@ -218,7 +245,7 @@ class Belief:
 def equally_fast(draws: Draws, tolerance: float) -> list[int]:
     """Positions of those that count as equally fast: within the tolerance of the best about as probably as any, or surely."""
     within = draws.within(tolerance)
-    return [int(index) for index in np.flatnonzero(within >= min(SAFE, float(within.max()) - ALIKE))]
+    return [int(index) for index in np.flatnonzero(within >= min(SURE, float(within.max()) - ALIKE))]
 
 
 def choose(draws: Draws, costs: Sequence[tuple[float, ...]], tolerance: float) -> int:
@@ -247,8 +274,20 @@ def _covariance(configs: Sequence[LoaderConfig], space: Space, solved: Solved | 
 
 
 def _own_sd(trial: Trial) -> float:
-    """Standard deviation of a rate's logarithm, as the batches of its burst show it."""
-    rate = None if trial.measurement is None else trial.measurement.samples_per_s
-    if rate is None or not rate.is_telling:
-        return POOREST_BURST_SD
-    return min(math.log(rate.high / rate.value) / Z_95, POOREST_BURST_SD)
+    """Standard deviation of a rate's logarithm, as the batches of its burst show it; 0 for a value that came without any."""
+    measured = trial.measurement
+    if measured is None or not measured.samples:
+        return 0.0
+    rate = measured.samples_per_s
+    return min(math.log(rate.high / rate.value) / Z_95, POOREST_BURST_SD) if rate.is_telling else POOREST_BURST_SD
+
+
+def _odd(config: LoaderConfig) -> frozenset[tuple[str, Any]]:
+    """What it sets, beside workers and prefetch, to another value than torch's default."""
+    return frozenset((name, value) for name in UNMODELLED if (value := getattr(config, name)) != getattr(TORCHS, name))
+
+
+def _round(trials: Sequence[Trial]) -> Round:
+    foreign = [m.foreign_cpu_share for t in trials if (m := t.measurement) and m.foreign_cpu_share is not None]
+    rates = {trial.config: rate for trial in trials if (rate := trial.samples_per_s) is not None}
+    return Round(rates=rates, foreign_cpu_share=max(foreign, default=None))

@@ -21,9 +21,12 @@ import numpy as np
 
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import Floats
+from autotune_loader.search.space import Context
 
 BURST_SD = 0.02
 """Relative standard deviation between the stage times of bursts of one configuration on a quiet machine."""
+FIRST_BATCH_SD = 0.3
+"""The same of the very first batch, fetched alone."""
 ALPHA_PRIOR = (0.03, 0.05)
 """Mean and sd: JPEG decoding on 4 cores took 22 % more CPU with four busy than with one, array work less."""
 BETA_PRIOR = (0.0, 0.004)
@@ -78,14 +81,14 @@ class Contention:
         return self.wait_s * (1.0 + self.gamma * np.maximum(busy - 1.0, 0.0))
 
 
-def fit_contention(observations: Sequence[Observation], step_threads: float, cores: float) -> Contention:
+def fit_contention(observations: Sequence[Observation], context: Context) -> Contention:
     """The stretch that the bursts show.
 
     Args:
         observations: bursts with workers; a single one without them where there is nothing else.
-        step_threads: cores that the step keeps busy while it runs.
-        cores: usable cores.
+        context: cores and step, and what the first batch of all took.
     """
+    step_threads, cores = context.step_cores, float(context.usable_cores)
     wall = np.maximum([o.service_s.mean() for o in observations], 1e-9)
     cpu = np.maximum([o.cpu_s.mean() for o in observations], 1e-9)
     busy = np.maximum([o.workers_at_work for o in observations], 1.0)
@@ -94,11 +97,13 @@ def fit_contention(observations: Sequence[Observation], step_threads: float, cor
     waiting = max(0.0, wall[least] - cpu[least])
     wanting = busy * np.clip((wall - waiting) / wall, np.minimum(cpu / wall, 1.0), 1.0)
     sd = sampling_sd(observations)
-    cpu_s, alpha, beta = _fit_cpu(cpu, np.minimum(wanting, cores), sd)
+    running, alone = np.minimum(wanting, cores), [context.fetch_cpu_s] if context.fetch_cpu_s else []
+    anchored = np.append(cpu, alone), np.append(running, np.ones(len(alone))), np.append(sd, [FIRST_BATCH_SD] * len(alone))
+    cpu_s, alpha, beta = _fit_cpu(*anchored)
     gamma, step_cores = (grid.ravel() for grid in np.meshgrid(GAMMAS, STEP_CORES, indexing="ij"))
     step_busy = np.array([o.step_busy for o in observations])
     step = step_cores[:, None] * min(step_threads, cores)
-    computing = cpu_s * stretch(np.minimum(wanting, cores), alpha, beta) * share(wanting, step_busy, step, cores)
+    computing = cpu_s * stretch(running, alpha, beta) * share(wanting, step_busy, step, cores)
     growth = 1.0 + gamma[:, None] * (busy - 1.0)
     weight, left = (sd * wall) ** -2, wall - computing
     wait = np.maximum((left * growth) @ weight / (growth**2 @ weight), 0.0)

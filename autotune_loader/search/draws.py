@@ -23,9 +23,9 @@ PATHS = 1024
 """Draws: a probability of 0.95 is known to 0.7 points."""
 ERROR_SCALES = (1.0, 2.0, 4.0)
 """How many times as far as expected beliefs may err beforehand; the bursts show which."""
-NOISE_SDS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09)
-"""Noise of a burst that may come out, relative. Quiet machines show 2 %, busy ones 8 %."""
-NOISE_SPREAD = 0.5
+NOISE_SDS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09, 0.13, 0.2, 0.3)
+"""Noise of a burst that may come out, relative. Quiet machines show 2 %, busy ones 8 %, and some 30 %."""
+NOISE_SPREAD = 0.8
 """Log-sd of that noise around the typical one before anything was measured."""
 ROUND_SDS, ROUND_SPREAD = (0.01, 0.03, 0.1, 0.3), 1.0
 """How far the machine's speed may differ between rounds, relative; it usually does by the least of these."""
@@ -80,23 +80,6 @@ class Draws:
         """Probability of each that it loses no more than the tolerance."""
         within: Floats = (self.losses <= tolerance).mean(axis=0)
         return within
-
-    def knowledge_gradient(self, chosen: int) -> Floats:
-        """By how much a burst of each is expected to raise the rate of what is chosen then, beside what is known already.
-
-        The knowledge gradient of correlated beliefs (Frazier, Powell and Dayanik 2009), against the chosen one alone. What is
-        faster by all that is known needs no burst for it.
-        """
-        mean = self.paths.mean(axis=0)
-        centred = self.paths - mean
-        off = centred - centred[:, [chosen]]
-        learnt = np.abs((off * centred).mean(axis=0)) / np.sqrt((centred**2).mean(axis=0) + self.noise_sd**2)
-        spread, ahead = np.maximum(learnt, 1e-9), mean - mean[chosen]
-        z = ahead / spread
-        density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-        below = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in z])
-        gain: Floats = ahead * below + spread * density - np.maximum(ahead, 0.0)
-        return gain
 
     def worth_of_pair(self, one: int, other: int, tolerance: float) -> float:
         """By how much one more pair of these raises the probability that the best choice loses no more than the tolerance.

@@ -247,3 +247,24 @@ def _in_turns(sides: Sequence[Any], number: int) -> list[Any]:
     elif number % 2:
         order.reverse()
     return order
+
+
+def run_rounds(
+    rounds: Rounds,
+    burst: Callable[[Any, int], Trial],
+    budget: Budget,
+    on_round: Callable[[dict[Any, float]], None],
+) -> None:
+    """Run rounds until they decide, or another one is not worth its time.
+
+    Args:
+        rounds: who takes part, and what was seen.
+        burst: one burst of a side in the round of this number, from 0; what it saw is remembered by the caller.
+        budget: a round that does not fit into it is not begun.
+        on_round: told the rates of each round.
+    """
+    while sides := rounds.entrants(budget.left()):
+        begun, number = budget.clock(), rounds.number
+        outcomes = [(side, burst(side, number).outcome) for side in sides]
+        done = rounds.record(outcomes, budget.clock() - begun)
+        on_round(dict(done.rates))

@@ -7,6 +7,7 @@ prefetch  4 for up to 4 workers, else 2
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from autotune_loader.search.space import MOST_WORKERS, Context, Space
 from autotune_loader.values import LoaderConfig
@@ -17,6 +18,9 @@ SPARE = 1.15
 FEEDING_ROOM, FILLING_ROOM, MORE_WORKERS = 2.5, 1.5, 2
 """Room beyond the workers that keep the loop busy, for slow batches; and beyond those that fill the cores: while some wait for
 their turn others compute, and on few cores more processes get more of the time that the step would take."""
+
+SLOW_BATCH_S = 0.5
+"""Where fetching and stepping take longer, a burst without workers takes seconds."""
 
 
 def plain_rule(
@@ -56,35 +60,31 @@ def enough_workers(fetch_s: float, fetch_cpu_s: float, loop_s: float, cores: flo
 
 
 def begin_with(
-    space: Space,
-    context: Context,
-    *,
-    own: LoaderConfig | None = None,
-    fetch_s: float | None = None,
-    fetch_cpu_s: float = 0.0,
+    space: Space, context: Context, *, own: LoaderConfig | None = None, suggested: Sequence[LoaderConfig] = ()
 ) -> list[LoaderConfig]:
-    """What to measure first: the user's own, what the rule makes of the first batch, and no workers; each legal, none twice.
+    """What to measure first, each legal, none twice: the user's own workers, suggestions, what the rule makes of a first batch.
+
+    No workers come last, and where batches are slow not at all: their rate follows from the first batch and the step.
 
     Args:
         space: what is legal.
-        context: cores and step.
+        context: cores, step and first batch; as many workers as cores are tried where the last is unknown.
         own: the user's own configuration.
-        fetch_s: wall seconds of fetching the first batch; as many workers as cores are tried where that is unknown.
-        fetch_cpu_s: CPU seconds of the same.
+        suggested: such as an earlier run's best.
     """
     rule = LoaderConfig().with_workers(min(context.usable_cores, space.max_workers))
-    if fetch_s is not None:
+    if context.fetch_s is not None:
         rule = plain_rule(
-            fetch_s=fetch_s,
-            fetch_cpu_s=fetch_cpu_s,
+            fetch_s=context.fetch_s,
+            fetch_cpu_s=context.fetch_cpu_s,
             step_s=context.step_s or 0.0,
             cores=context.usable_cores,
             max_workers=min(space.max_workers, context.epoch_batches or space.max_workers),
         )
-    wanted = [space.as_set(rule), space.as_set(LoaderConfig())]
-    wanted = wanted if own is None else [own, *wanted]
-    keys = {config.key(): config for config in reversed(wanted) if space.veto(config) is None}
-    return [config for config in wanted if keys.get(config.key()) is config]
+    wanted = [*([own] if own is not None and own.num_workers else []), *suggested, space.as_kept(space.as_set(rule))]
+    if (context.fetch_s or 0.0) + (context.step_s or 0.0) <= SLOW_BATCH_S:
+        wanted.append(space.as_kept(space.as_set(LoaderConfig())))
+    return list({config.key(): config for config in wanted if space.veto(config) is None}.values())
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -1,4 +1,4 @@
-"""The sampler of the Optuna study: proposes the configuration of which one more burst teaches most, and says when to stop.
+"""The sampler of the Optuna study: proposes every burst, of the search and of paired rounds, and says when to stop.
 
     sampler = TwinSampler()
     study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -14,12 +14,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
@@ -27,18 +30,18 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.space import Context, Space
+from autotune_loader.search.turns import StopReason, what_next
 from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement, Trial, from_plain, to_plain
 
-RECORD = "autotune_loader"
-"""Attribute of an Optuna trial: the JSON text of its record."""
+RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
+"""Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""
 LOST_S = 60.0
 """A trial of another process that has run this long is taken for lost: not every storage knows heartbeats."""
-CEILING_SHARE, CEILING_TRIALS = 0.98, 2
-"""The ceiling is reached when the rates of so many trials come this close to it; one alone may have been lucky."""
+WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
 
 
 class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
-    """Proposes the configuration of which one more burst teaches most. Its study must maximise samples/s.
+    """Proposes what may be the best, first by itself, then in rounds that take turns. Its study must maximise samples/s.
 
     Args:
         space: what is legal; the default has 0 to 64 workers and 1 to 8 batches of prefetch.
@@ -46,6 +49,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         tolerance: relative difference that counts as equally fast.
         ceiling: samples/s of the training step alone, which no loader can exceed; None where it is unknown.
         first: what to propose before anything is known; the rule of `begin_with` where it is not given.
+        baseline: what takes part in the rounds while it may be as fast.
     """
 
     def __init__(
@@ -56,16 +60,22 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         tolerance: float = 0.02,
         ceiling: float | None = None,
         first: Sequence[LoaderConfig] | None = None,
+        baseline: LoaderConfig | None = None,
     ) -> None:
         self.space = Space() if space is None else space
         self.context = context or Context(usable_cores=len(os.sched_getaffinity(0)))
-        self.tolerance, self.ceiling = tolerance, ceiling
+        self.tolerance, self.ceiling, self.baseline = tolerance, ceiling, baseline
         self.first = begin_with(self.space, self.context) if first is None else list(first)
-        self.rounds: list[Trial] = []
-        """Bursts of paired rounds: what is believed rests on them too."""
-        self.stop_reason: Literal["SAFE", "CEILING"] | None = None
-        """No untried configuration is worth a burst, or they are as fast as the training step alone; None while it asks on."""
+        self.seconds_left: Callable[[], float] | None = None
+        """Of the budget."""
+        self.is_open: bool | None = None
+        """Whether it proposes what never ran; None: where it is the study's sampler."""
+        self.stop_reason: StopReason | None = None
+        """Why it proposes nothing more; None while it does."""
         self._own: dict[int, Trial] = {}
+        self._turns = deque[tuple[LoaderConfig, int | None, int]]()
+        """What is next: configuration, number of the round, place in it."""
+        self._in_rounds: dict[int, tuple[int, int]] = {}
         self._belief: tuple[object, Belief] | None = None
         self._random = optuna.samplers.RandomSampler(seed=0)
 
@@ -81,87 +91,134 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         self._own[asked.number] = replace(trial, number=asked.number)
         asked.set_user_attr(RECORD, json.dumps(to_plain(_without_history(self._own[asked.number]))))
 
+    def round_of(self, asked: optuna.trial.Trial) -> int | None:
+        """The paired round that a trial is part of; None of the search. The trial is told, too."""
+        if asked.number in self._in_rounds:
+            for name, value in zip((ROUND, ORDER), self._in_rounds[asked.number], strict=True):
+                asked.set_user_attr(name, value)
+        found = asked.user_attrs.get(ROUND)
+        return None if found is None else int(found)
+
     def trials(self, study: optuna.Study) -> list[Trial]:
-        """All that is known: what the study has, with the histories of this process' own bursts, then the rounds."""
+        """All that is known: what the study has, with the histories of this process' own bursts."""
         done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
         # Ctrl-C after a burst, before Optuna was told of it, makes a failed trial of what was measured.
-        found = [self._own.get(each.number) or read_record(each) or self._from_params(each) for each in done]
-        return [*(each for each in found if each is not None), *self.rounds]
+        has_records = any(RECORD in each.user_attrs for each in done)
+        found = [
+            self._own.get(each.number) or read_record(each) or self._from_params(each, has_records) for each in done
+        ]
+        return [each for each in found if each is not None]
 
     def belief(self, study: optuna.Study) -> Belief:
-        """What these trials say of every configuration."""
-        trials = self.trials(study)
-        version = (self.space, self.context, tuple((each.number, each.round) for each in trials))
+        """What these trials say of every configuration; of those that ran alone, where another sampler proposes."""
+        trials, is_open = self.trials(study), self._is_open(study)
+        version = (self.space, self.context, is_open, tuple((each.number, each.round) for each in trials))
         if self._belief is None or self._belief[0] != version:
-            self._belief = version, Belief(self.space, self.context, trials, tolerance=self.tolerance)
+            known = Belief(self.space, self.context, trials, tolerance=self.tolerance, is_open=is_open)
+            self._belief = version, known
         return self._belief[1]
 
     # What to do next
 
-    def proposal(self, study: optuna.Study) -> LoaderConfig | None:
-        """What to measure next; None where nothing is worth it. Passes over what failed, and what others measure just now."""
-        belief, elsewhere = self.belief(study), self._elsewhere(study)
-        taken = {trial.config.key() for trial in belief.trials} | {config.key() for config in elsewhere}
-        limit = belief.most_workers
-        # A study of another sampler is only watched: what that one never proposes must not keep it going.
-        first: Sequence[LoaderConfig] = self.first if study.sampler is self else ()
-        for config in first:
-            if config.key() not in taken and (limit is None or config.num_workers <= limit):
-                return config
-        proposed = None if (at_ceiling := self._is_at_ceiling(belief.trials)) else belief.proposal(elsewhere)
-        self.stop_reason = "CEILING" if at_ceiling else "SAFE" if proposed is None else None
-        return proposed
+    def upcoming(self, study: optuna.Study) -> tuple[LoaderConfig, int | None, int] | None:
+        """What to measure next, the number of its round, and its place in it; None where nothing is worth it.
 
-    def wants_more(self, study: optuna.Study) -> bool:
-        """Whether something is enqueued or proposed: ask before `study.optimize`, as callbacks come after a trial only."""
-        waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        return bool(waiting) or self.proposal(study) is not None
+        Passes over what failed, and over what others measure at this moment.
+        """
+        if not self._turns:
+            with np.errstate(all="ignore"):  # a script may have made of an underflow an error
+                self._plan(study)
+        return self._turns[0] if self._turns else None
 
     def stop_when_safe(self, study: optuna.Study, _trial: FrozenTrial) -> None:
         """A callback of `study.optimize`: ends it when the choice is safe, or when no burst is worth its time."""
-        if not self.wants_more(study):
+        if self.upcoming(study) is None and not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             study.stop()
+
+    def take(self, study: optuna.Study) -> tuple[LoaderConfig, int | None, int] | None:
+        """As `upcoming`, and it counts as begun."""
+        return None if self.upcoming(study) is None else self._turns.popleft()
+
+    def is_within_round(self) -> bool:
+        """Whether a round has begun that is not complete."""
+        return any(order for *_, order in self._turns)
+
+    def _plan(self, study: optuna.Study) -> None:
+        belief, elsewhere = self.belief(study), self._elsewhere(study)
+        taken, limit = {trial.config.key() for trial in belief.trials} | elsewhere, belief.most_workers
+        # A study of another sampler is only watched: what that one never proposes must not keep it going.
+        first = self.first if self._is_open(study) else []
+        first = [config for config in first if limit is None or config.num_workers <= limit]
+        first += [self.space.as_kept(self.space.as_set(LoaderConfig()))] if belief.choice is None else []
+        for config in first:
+            if config.key() not in taken:
+                self._turns.append((config, None, 0))
+                return
+        if belief.choice is None:
+            return
+        found = what_next(
+            belief,
+            baseline=self.baseline,
+            ceiling=self.ceiling,
+            seconds_left=math.inf if self.seconds_left is None else self.seconds_left(),
+            elsewhere=elsewhere,
+        )
+        self.stop_reason = found.stop
+        number = 1 + max((trial.round for trial in belief.trials if trial.round is not None), default=-1)
+        for place, config in enumerate(found.configs):
+            self._turns.append((config, number if found.is_round else None, place))
 
     # What Optuna asks of a sampler
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
-        return self.space.distributions()
+        return self.space.distributions() if _maximises(study) else {}
 
     def sample_relative(
-        self,
-        study: optuna.Study,
-        trial: FrozenTrial,  # noqa: ARG002
-        search_space: dict[str, BaseDistribution],
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        proposed = self.proposal(study) or self.belief(study).choice or LoaderConfig()
-        return {name: value for name, value in self.space.params(proposed).items() if name in search_space}
+        _refuse_several(study)
+        config, number, order = self.take(study) or (self.belief(study).choice or LoaderConfig(), None, 0)
+        if number is not None:
+            self._in_rounds[trial.number] = number, order
+        return {name: value for name, value in self.space.params(config).items() if name in search_space}
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         """What was enqueued in part, or what an objective asks beside the space, is drawn at random."""
+        _refuse_several(study)
+        if param_name in self.space.distributions() and not _maximises(study):
+            raise ValueError(f"TwinSampler looks for the most samples/s, and this study minimises; {WORKS}")
         return self._random.sample_independent(study, trial, param_name, param_distribution)
 
-    def _elsewhere(self, study: optuna.Study) -> list[LoaderConfig]:
+    def _is_open(self, study: optuna.Study) -> bool:
+        return study.sampler is self if self.is_open is None else self.is_open
+
+    def _elsewhere(self, study: optuna.Study) -> set[LoaderConfig]:
         """What other processes, or threads of this one, measure at this moment."""
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         since = datetime.datetime.now() - datetime.timedelta(seconds=LOST_S)
         recent = [each for each in running if each.datetime_start is not None and each.datetime_start > since]
-        return [self.space.config(each.params) for each in recent if "num_workers" in each.params]
+        return {self.space.config(each.params).key() for each in recent if "num_workers" in each.params}
 
-    def _is_at_ceiling(self, trials: Sequence[Trial]) -> bool:
-        rates = [each.samples_per_s for each in trials if each.samples_per_s is not None]
-        return sum(rate >= CEILING_SHARE * (self.ceiling or float("inf")) for rate in rates) >= CEILING_TRIALS
-
-    def _from_params(self, done: FrozenTrial) -> Trial | None:
-        """The record of a trial whose objective told nothing but its value."""
-        if "num_workers" not in done.params or done.state is TrialState.FAIL:
+    def _from_params(self, done: FrozenTrial, has_records: bool) -> Trial | None:
+        """The record of a trial whose objective told nothing but its value, or that it failed."""
+        if "num_workers" not in done.params or (has_records and done.state is TrialState.FAIL):
             return None
-        config = self.space.config(done.params)
+        outcome: Measurement | Failure = Failure(kind="user_exception", phase="batches", message="pruned, or an error")
         if done.state is TrialState.COMPLETE and done.value is not None and done.value > 0:
-            return Trial(number=done.number, config=config, measurement=_of_rate(done.value))
-        failure = Failure(kind="user_exception", phase="batches", message="the objective pruned it")
-        return Trial(number=done.number, config=config, failure=failure)
+            outcome = _of_rate(done.value)
+        number, _ = self._in_rounds.get(done.number, (None, 0))
+        return Trial.of(done.number, self.space.config(done.params), outcome, round=number)
+
+
+def _maximises(study: optuna.Study) -> bool:
+    return list(study.directions) == [optuna.study.StudyDirection.MAXIMIZE]
+
+
+def _refuse_several(study: optuna.Study) -> None:
+    if len(study.directions) > 1:
+        raise ValueError(f"TwinSampler looks for one value, and this study for {len(study.directions)}; {WORKS}")
 
 
 def read_record(done: FrozenTrial) -> Trial | None:

@@ -6,6 +6,7 @@ What does not fit into shared memory, descriptors or memory is vetoed by arithme
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,10 @@ class Context:
     """Seconds of the step on a cached batch; None where there is no step, or it was not timed."""
     epoch_batches: int | None = None
     """Batches of an epoch; None where that is unknown."""
+    fetch_s: float | None = None
+    """Wall seconds of fetching the very first batch, in one process alone; None where that is unknown."""
+    fetch_cpu_s: float = 0.0
+    """CPU seconds of the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +94,14 @@ class Space:
         Args:
             most_workers: beyond which there is none, such as the batches of an epoch.
         """
-        legal = [config for config in self._grid(most_workers) if self.veto(config) is None]
+        legal = [self.as_kept(config) for config in self._grid(most_workers) if self.veto(config) is None]
         return tuple(dict.fromkeys([*legal, *self.also]))
 
     def worker_counts(self, most_workers: int | None = None) -> tuple[int, ...]:
-        """All of 0..8, then steps of about an eighth: finer than any measurable difference."""
+        """All of 0 to 16, then every second to 32, every fourth to 64, and the most: finer than any measurable difference."""
         most = self.max_workers if most_workers is None else min(self.max_workers, most_workers)
-        counts = [0]
-        while counts[-1] < most:
-            counts.append(min(counts[-1] + max(1, counts[-1] // 8), most))
-        return tuple(counts)
+        counts = (*range(16), *range(16, 32, 2), *range(32, MOST_WORKERS, 4))
+        return (*(count for count in counts if count < most), most)
 
     def as_set(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with the first value of what is searched beside workers and prefetch, and with what is set."""
@@ -113,8 +116,8 @@ class Space:
         )
 
     def as_kept(self, config: LoaderConfig) -> LoaderConfig:
-        """The configuration as a job would keep it: with workers that persist where they may."""
-        own = next((own for own in self.also if own.key() == config.key()), None)
+        """The configuration as a job would keep it: with workers that persist where they may; the user's own as it is."""
+        own = next((own for own in self.also if self.params(own) == self.params(config)), None)
         return own or replace(config, persistent_workers=self.persistent_workers and config.num_workers > 0)
 
     def is_modelled(self, config: LoaderConfig) -> bool:
@@ -134,15 +137,19 @@ class Space:
         return {"num_workers": workers, **({"prefetch_factor": prefetch} if workers.high else {}), **others}
 
     def suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
-        """The configuration of a trial, exactly as Optuna proposes it; what only workers have is asked with workers only."""
+        """The configuration of a trial, exactly as Optuna proposes it; what only workers have is asked with workers only.
+
+        A knob that the sampler refuses with a ValueError, such as one that a `GridSampler` does not list, stays as it is.
+        """
         values: dict[str, Any] = {}
         for name, each in self.distributions().items():  # the number of workers is the first
-            if name in WITHOUT_WORKERS and not values["num_workers"]:
+            if name in WITHOUT_WORKERS and not values.get("num_workers"):
                 continue
-            if hasattr(each, "choices"):
-                values[name] = trial.suggest_categorical(name, each.choices)
-            else:
-                values[name] = trial.suggest_int(name, each.low, each.high, log=each.log)
+            with contextlib.suppress(ValueError):
+                if hasattr(each, "choices"):
+                    values[name] = trial.suggest_categorical(name, each.choices)
+                else:
+                    values[name] = trial.suggest_int(name, each.low, each.high, log=each.log)
         return self.config(values)
 
     def params(self, config: LoaderConfig) -> dict[str, Any]:

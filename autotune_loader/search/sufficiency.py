@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,12 +37,12 @@ class Sufficient:
 
     position: int
     log_headroom: float
-    headroom_sd: float
+    headroom_sd: float = 0.0
     """Standard deviation of that logarithm."""
-    least_loss: float
+    least_loss: float = 0.0
     """Share of the loop's time that is lost even where the headroom says that none is: service times vary."""
     larger: tuple[int, ...]
-    """Positions of the configurations with as many workers or more, and all else equal but the prefetch."""
+    """Positions of what cannot be faster: as many workers or more, and all else equal but the prefetch."""
 
 
 def sufficient(
@@ -60,7 +60,7 @@ def sufficient(
     for position, config in enumerate(configs):
         if config.num_workers:
             alike[replace(config, num_workers=1, prefetch_factor=1, persistent_workers=False)].append(position)
-    found = []
+    found = list(_deepest(configs, alike.values()))
     for group in alike.values():
         for position in group:
             workers = configs[position].num_workers
@@ -77,6 +77,18 @@ def sufficient(
                     )
                 )
     return tuple(found)
+
+
+def _deepest(configs: Sequence[LoaderConfig], groups: Iterable[Sequence[int]]) -> Iterator[Sufficient]:
+    """The deepest queue of each number of workers: a shallower one cannot make them faster."""
+    for group in groups:
+        by_workers: dict[int, list[int]] = defaultdict(list)
+        for position in group:
+            by_workers[configs[position].num_workers].append(position)
+        for same in by_workers.values():
+            *shallower, deepest = sorted(same, key=lambda position: configs[position].prefetch_factor or 0)
+            if shallower:
+                yield Sufficient(position=deepest, log_headroom=math.inf, larger=tuple(shallower))
 
 
 def with_sufficiency(paths: Floats, found: Sequence[Sufficient]) -> Floats:

@@ -118,12 +118,11 @@ class Twin:
         if not observations:
             raise ValueError("the twin needs at least one observation, such as a burst with one worker")
         observations = whole_cycles(observations)
-        cores, step_cores = float(context.usable_cores), context.step_cores
         least_busy = min(observations, key=lambda o: o.workers_at_work)
         alone_s = max(context.step_s or float(least_busy.step_s.mean()), 1e-12)
         serial = [o for o in observations if o.num_workers == 0]
         fitted = [o for o in observations if o.num_workers > 0] or list(observations)
-        contention = fit_contention(fitted, step_cores, cores)
+        contention = fit_contention(fitted, context)
         receive_s = np.maximum([o.receive_s.mean() for o in fitted], 1e-9)
         typical_s = float(np.exp(np.log(receive_s).mean()))
         receive = _line([o.workers_at_work for o in fitted], np.log(receive_s / typical_s), sampling_sd(fitted))

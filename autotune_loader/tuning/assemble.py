@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
+from statistics import fmean
 from typing import Any
 
 from autotune_loader.diagnosis import Caution, Ended, Source, Undecided, judged
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT
-from autotune_loader.diagnosis.units import MUCH_FASTER
 from autotune_loader.machine.facts import Machine
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.results.record import Finding, Status
 from autotune_loader.results.result import TuningResult
-from autotune_loader.search.rounds import RoundsEnd
+from autotune_loader.search.belief import CERTAIN, Belief, equally_fast
+from autotune_loader.search.turns import LEAST_ROUNDS
 from autotune_loader.tuning.study import Search
 from autotune_loader.values import (
     HAND_OVER,
     OTHER_THREADS,
+    Effects,
     Interval,
     LoaderConfig,
     Measurement,
@@ -37,8 +40,6 @@ from autotune_loader.values import (
 
 log = logging.getLogger(__name__)
 
-FEW_ROUNDS = 2
-"""An interval of fewer rounds says nothing, and two that agree on who is faster are believed."""
 FROM_MEMORY_BYTES = 64
 """Less than this for each sample is what reading the code of the first batch takes."""
 MUCH_DISTURBED = 1 / 3
@@ -51,7 +52,7 @@ FEWEST_S = 0.02
 
 def assembled(search: Search, seconds: float) -> TuningResult:
     """The result of a search after so many wall seconds."""
-    run, data, warmup = search.run, search.run.workload.data, search.run.warmup
+    run, data, warmup, belief = search.run, search.run.workload.data, search.run.warmup, search.belief
     undecided = why_undecided(search)
     best = choice_of(search, is_decided=undecided is None)
     ended = search.ended
@@ -60,9 +61,9 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         ended, status, undecided = Ended.FALLBACK, "fallback", None
     elif ended is Ended.INTERRUPTED:
         status, undecided = "partial", None
-    context, outcome = search.bursts.context, search.outcome
-    won = outcome if outcome is not None and outcome.winner == best else None
-    has_baseline = search.rounds is not None and search.rounds.baseline == run.baseline
+    context, rounds = search.bursts.context, [each for each in belief.rounds if each.rates]
+    effects = Effects(rounds) if any(best in each.rates for each in rounds) else None
+    speedup = effects.ratio(best, run.baseline) if effects and best != run.baseline in effects.keys else None
     found = TuningResult(
         best=best,
         status=status,
@@ -72,13 +73,15 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         shuffle=shuffles(run.workload),
         drop_last=data.drop_last,
         rate_unit="batches/s" if warmup.counts_batches else "samples/s",
-        rate=_rate(search, best) if won is None else won.rate,
+        rate=_rate(search, best)
+        if effects is None
+        else effects.rate(best, chosen_of=_contenders(effects, best, run.tolerance)),
         baseline_rate=_rate(search, run.baseline),
-        speedup=won.speedup if won is not None and has_baseline and best != run.baseline else None,
+        speedup=speedup if speedup is not None and speedup.count else None,
         ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
-        as_fast=() if won is None or undecided is not None else won.as_fast,
+        as_fast=() if effects is None or undecided is not None else _as_fast(belief, effects, best),
         undecided=undecided,
-        ended=None if ended is None else ended(),
+        ended=None if ended is None else ended(tolerance=run.tolerance),
         step=warmup.step,
         stages=stage_times(pooled(each.measurement.stages for each in search.trials if each.measurement)),
         warnings=tuple(_cautions(search, best)),
@@ -105,6 +108,19 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         on_accelerator=not run.workload.on_cpu,
         has_batched_fetch=data.has_batched_fetch,
     )
+
+
+def _contenders(effects: Effects, best: LoaderConfig, tolerance: float) -> int:
+    """How many might have been chosen by these rounds: those that are not shown to be slower by more than the tolerance."""
+    return sum(each == best or effects.ratio(each, best).high >= 1 - tolerance for each in effects.keys)
+
+
+def _as_fast(belief: Belief, effects: Effects, best: LoaderConfig) -> tuple[LoaderConfig, ...]:
+    """Who counts as equally fast of those that ran in rounds, by the rule that made the choice; none of them is cheaper."""
+    ran = [each for each in effects.keys if each.key() in belief.configs]
+    equal = [ran[index] for index in equally_fast(belief.draws.of([each.key() for each in ran]), belief.tolerance)]
+    cost = belief.space.cost
+    return tuple(each for each in equal if each != best and cost(each) >= cost(best))
 
 
 def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
@@ -149,56 +165,58 @@ def source_of(measured: Measurement, data: DataSide, machine: Machine) -> Findin
 
 
 def why_undecided(search: Search) -> Finding | None:
-    """Why the rounds do not decide, and what would; None where they do."""
-    outcome, rounds = search.outcome, search.rounds
-    if outcome is None or rounds is None:
-        tried = {each.config.key() for each in search.trials if each.measurement is not None}
-        return Undecided.ONE_TRIED() if len(tried) < 2 else Undecided.NO_ROUNDS()
-    count = len(outcome.rounds)
-    if rounds.ended is RoundsEnd.SAFE or outcome.at_ceiling or len({c for r in outcome.rounds for c in r.rates}) < 2:
+    """Why the bursts do not decide, and what would; None where they do."""
+    belief, ended, rounds = search.belief, search.ended, search.belief.rounds
+    tried = {each.config.key() for each in search.trials if each.measurement is not None}
+    if ended in (Ended.SAFE, Ended.CEILING) or not tried:
         return None
+    if not rounds:
+        return Undecided.ONE_TRIED() if len(tried) < 2 else Undecided.NO_ROUNDS()
     busy = _disturbed(search)
-    if busy > MUCH_DISTURBED * count:
-        return Undecided.BUSY(busy=busy, rounds=count)
-    had_time = rounds.ended is RoundsEnd.NOT_WORTH_IT
-    if count < FEW_ROUNDS and not had_time:
-        return Undecided.FEW_ROUNDS(rounds=count)
-    if search.twin.belief(search.study).loss(outcome.winner) > search.run.tolerance:
+    if busy > MUCH_DISTURBED * len(rounds):
+        return Undecided.BUSY(busy=busy, rounds=len(rounds))
+    had_time = ended is Ended.NOT_WORTH_IT
+    if len(rounds) < LEAST_ROUNDS and not had_time:
+        return Undecided.FEW_ROUNDS(rounds=len(rounds))
+    if belief.loss(_measured_choice(belief)) > search.run.tolerance:
         why = Undecided.TOO_NOISY if had_time else Undecided.CLOSE
-        return why(rounds=count, tolerance=search.run.tolerance)
+        return why(rounds=len(rounds), tolerance=search.run.tolerance)
     return None
 
 
 def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
-    """What to use: the winner of the rounds; undecided the user's own, unless two rounds agree that the winner is faster.
-
-    One round is enough where it is much faster, and the search did not show otherwise. Where no round could run, what is much
-    faster in the bursts of the search is proposed.
-    """
-    outcome, baseline, fastest = search.outcome, search.run.baseline, search.fastest()
-    if fastest is None:
+    """What to use: undecided the user's own, unless something that ran is almost certainly faster."""
+    belief, baseline = search.belief, search.run.baseline
+    if search.fastest() is None:
         return LoaderConfig()
-    measured = [each.config for each in search.trials if each.measurement is not None]
-    believed = outcome.winner if outcome is not None else search.twin.belief(search.study).choice
-    best = believed if believed in measured else fastest.config
+    best = _measured_choice(belief)
+    measured = {each.config for each in search.trials if each.measurement is not None}
     if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or baseline not in measured:
         return best
-    rounds = () if outcome is None else outcome.rounds
-    gains = log_ratios(rounds, best, baseline)
-    searched = [(each.config, each.samples_per_s or 0.0) for each in search.trials if each.round is None]
-    own = max((rate for config, rate in searched if config == baseline), default=0.0)
-    other = max((rate for config, rate in searched if config != baseline), default=0.0)
-    was_so = not own or not other or other > MUCH_FASTER * own
-    if not rounds:
-        return best if own and other > MUCH_FASTER * own else baseline
-    enough = 0.0 if len(gains) >= FEW_ROUNDS else math.log(MUCH_FASTER) if was_so else math.inf
-    return best if min(gains, default=0.0) > enough else baseline
+    return best if belief.is_faster(best, baseline) >= CERTAIN else baseline
+
+
+def _measured_choice(belief: Belief) -> LoaderConfig:
+    """The cheapest of those that count as equally fast, of those that ran in two rounds, or else in any burst.
+
+    None is chosen over a cheaper one that was faster by more than the tolerance in the rounds of both: a choice that the table
+    of rounds contradicts would be believed by nobody.
+    """
+    ran = Counter(config for each in belief.rounds for config in each.rates if config.key() in belief.configs)
+    in_bursts = [each.config for each in belief.trials if each.samples_per_s and each.config.key() in belief.configs]
+    often = [config for config, count in ran.items() if count >= LEAST_ROUNDS]
+    among = list(dict.fromkeys(often or in_bursts))
+    best, cost = belief.choice_of(among), belief.space.cost
+    for each in sorted(often, key=cost):
+        logs = log_ratios(belief.rounds, each, best)
+        if cost(each) < cost(best) and len(logs) >= LEAST_ROUNDS and fmean(logs) > math.log1p(belief.tolerance):
+            return each
+    return best
 
 
 def _rate(search: Search, config: LoaderConfig) -> Interval | None:
     """Rate of a configuration: from the rounds, or else from its last burst."""
-    outcome = search.outcome
-    rates = [] if outcome is None else [each.rates[config] for each in outcome.rounds if config in each.rates]
+    rates = [each.rates[config] for each in search.belief.rounds if config in each.rates]
     if len(rates) > 1:
         return mean_interval(rates)
     bursts = [each.measurement for each in search.trials if each.config.key() == config.key() and each.measurement]
@@ -207,8 +225,7 @@ def _rate(search: Search, config: LoaderConfig) -> Interval | None:
 
 def _disturbed(search: Search) -> int:
     """In how many rounds others kept the cores busy."""
-    rounds = () if search.outcome is None else search.outcome.rounds
-    return sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in rounds)
+    return sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in search.belief.rounds)
 
 
 # What has to be known
@@ -217,8 +234,8 @@ def _disturbed(search: Search) -> int:
 def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
     yield from _of_training(best, search.run.workload.data)
     yield from (Caution.NOTE(text=each) for each in search.run.notes)
-    if (busy := _disturbed(search)) and search.outcome is not None:
-        yield Caution.DISTURBED(limit=FOREIGN_CPU_LIMIT, busy=busy, rounds=len(search.outcome.rounds))
+    if busy := _disturbed(search):
+        yield Caution.DISTURBED(limit=FOREIGN_CPU_LIMIT, busy=busy, rounds=len(search.belief.rounds))
     kinds: dict[str, list[str]] = {}
     for trial in search.trials:
         if trial.failure is not None:

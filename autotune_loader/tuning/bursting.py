@@ -6,13 +6,11 @@ round      a little longer, and from full queues where workers would compute mor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.pipeline.throughput import queued_share
-from autotune_loader.search.rounds import Rounds
 from autotune_loader.search.space import Context
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, Trial
 
@@ -56,21 +54,27 @@ class Budget:
 
 
 class Bursts:
-    """The bursts of one job so far, and how the next one is run: the record that `tune()` and `compare()` share.
+    """How the next burst of one job is run, by what earlier ones have shown: what `tune()` and `compare()` share.
 
     Args:
         probe: runs them.
         context: the cores, which the step shares.
         budget: of the run.
+        trials: gives the bursts so far, in order, with their traces.
         first_batch_s: what the very first batch took.
     """
 
-    def __init__(self, probe: Probe, context: Context, budget: Budget, first_batch_s: float = 0.0) -> None:
-        self._probe, self.context = probe, context
+    def __init__(
+        self,
+        probe: Probe,
+        context: Context,
+        budget: Budget,
+        trials: Callable[[], Sequence[Trial]],
+        first_batch_s: float = 0.0,
+    ) -> None:
+        self._probe, self.context, self._trials = probe, context, trials
         self._budget, self._first_batch_s = budget, first_batch_s
         self._prefills: dict[LoaderConfig, float] = {}
-        self.trials: list[Trial] = []
-        """Those of the search and of rounds, in order, with their traces."""
 
     def step_alone(self) -> Measurement | Failure:
         """The step on one cached batch again and again, which no loader can exceed; the context learns what it takes."""
@@ -83,53 +87,50 @@ class Bursts:
             self.context = replace(self.context, step_s=measured.step_s, step_cores=cores)
         return measured
 
-    def search(self, config: LoaderConfig, number: int, predicted: float | None = None) -> Trial:
-        """A short burst, with the stages of a sample watched; once more where it failed by what may be chance."""
-        plan = replace(SEARCH_BURST, stages=True)
-        trial = self._trial(config, plan, number, predicted_samples_per_s=predicted)
-        if trial.failure is not None and trial.failure.retryable:
-            self.trials.pop()
-            trial = self._trial(config, plan, number, predicted_samples_per_s=predicted)
-        return trial
+    def run(
+        self, config: LoaderConfig, number: int, round_: int | None = None, predicted: float | None = None
+    ) -> Trial:
+        """A burst of the search, with the stages of a sample watched, or of a round, from queues as full as in training.
 
-    def in_round(self, config: LoaderConfig, round_number: int, number: int) -> Trial:
-        """A burst of a round, after queues are as full as they are in the midst of training."""
+        One of the search runs once more where it failed by what may be chance.
+        """
+        trials, begun = self._trials(), self._budget.clock()
+        plan = replace(SEARCH_BURST, stages=True)
+        if round_ is not None:
+            plan = replace(
+                ROUND_BURST, prefill_s=self._prefill_s(config, trials), again=_may_read_again(trials, round_)
+            )
+        outcome = self._probe.burst(config, self._lasting(config, plan, trials))
+        if isinstance(outcome, Failure) and outcome.retryable and round_ is None:
+            outcome = self._probe.burst(config, self._lasting(config, plan, trials))
+        seconds = self._budget.clock() - begun
+        return Trial.of(number, config, outcome, seconds=seconds, round=round_, predicted_samples_per_s=predicted)
+
+    def _prefill_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
+        """Seconds before the first batch, as the first traced burst of the configuration has it."""
         key = config.key()
         if key not in self._prefills:
-            traced = [each for each in self._measured(key) if each.traces]
-            self._prefills[key] = prefill_s(config, traced[0], self.context) if traced else 0.0
-        plan = replace(ROUND_BURST, prefill_s=self._prefills[key])
-        return self._trial(config, plan, number, round=round_number)
+            traced = [(each.config, m) for each in trials if (m := each.measurement) is not None and m.traces]
+            own = [m for each, m in traced if each.key() == key]
+            if not own:
+                return 0.0
+            self._prefills[key] = prefill_s(config, own[0], self.context)
+        return self._prefills[key]
 
-    def burst_s(self, config: LoaderConfig) -> float:
-        """Seconds that one more burst of a configuration will take, by what earlier ones took."""
-        took = {each.config.key(): each.seconds for each in self.trials if each.measurement is not None}
-        return took.get(config.key(), max(took.values(), default=0.0))
-
-    def _trial(self, config: LoaderConfig, plan: BurstPlan, number: int, **known: Any) -> Trial:
-        begun = self._budget.clock()
-        outcome = self._probe.burst(config, self._lasting(config, plan))
-        trial = Trial.of(number, config, outcome, seconds=self._budget.clock() - begun, **known)
-        self.trials.append(trial)
-        return trial
-
-    def _measured(self, key: LoaderConfig) -> list[Measurement]:
-        return [m for each in self.trials if (m := each.measurement) is not None and each.config.key() == key]
-
-    def _lasting(self, config: LoaderConfig, plan: BurstPlan) -> BurstPlan:
+    def _lasting(self, config: LoaderConfig, plan: BurstPlan, trials: Sequence[Trial]) -> BurstPlan:
         """The plan for one configuration: long enough for some turns of its workers, and with a deadline."""
-        least_s = self._least_window_s(config)
+        least_s = self._least_window_s(config, trials)
         return replace(
             plan,
             min_s=max(plan.min_s, least_s),
             max_s=max(plan.max_s, least_s),
-            seed=len(self.trials),
-            deadline_s=self._deadline_s(),
+            seed=len(trials),
+            deadline_s=self._deadline_s(trials),
         )
 
-    def _least_window_s(self, config: LoaderConfig) -> float:
+    def _least_window_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
         """Seconds for some turns of the workers, as in the burst with the most similar number of them."""
-        seen = [(each.config.num_workers, m) for each in self.trials if (m := each.measurement) is not None]
+        seen = [(each.config.num_workers, m) for each in trials if (m := each.measurement) is not None]
         seen = [each for each in seen if each[0]]
         if not seen or not config.num_workers:
             return 0.0
@@ -138,9 +139,9 @@ class Bursts:
         service_s = nearest.service_s + (crowding - 1.0) * nearest.service_cpu_s  # who waits needs no core meanwhile
         return min(ROUNDS_PER_BURST * service_s, LONGEST_BURST_S)
 
-    def _deadline_s(self) -> float:
+    def _deadline_s(self, trials: Sequence[Trial]) -> float:
         """Seconds after which a burst is taken for a hang: later ones shall still have half of what is left."""
-        done = [each for each in self.trials if each.measurement is not None]
+        done = [each for each in trials if each.measurement is not None]
         slowest_s = max((each.seconds for each in done), default=0.0)
         has_workers = any(each.config.num_workers for each in done)
         patient_s = max(SHORTEST_DEADLINE_S if has_workers else UNKNOWN_DEADLINE_S, DEADLINE_FACTOR * slowest_s)
@@ -164,22 +165,9 @@ def prefill_s(config: LoaderConfig, measured: Measurement, context: Context) -> 
     return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)
 
 
-def run_rounds(
-    rounds: Rounds,
-    burst: Callable[[Any, int], Trial],
-    budget: Budget,
-    on_round: Callable[[dict[Any, float]], None],
-) -> None:
-    """Run rounds until they decide, or another one is not worth its time.
-
-    Args:
-        rounds: who takes part, and what was seen.
-        burst: one burst of a side in the round of this number, from 0; what it saw is remembered by the caller.
-        budget: a round that does not fit into it is not begun.
-        on_round: told the rates of each round.
-    """
-    while sides := rounds.entrants(budget.left()):
-        begun, number = budget.clock(), rounds.number
-        outcomes = [(side, burst(side, number).outcome) for side in sides]
-        done = rounds.record(outcomes, budget.clock() - begun)
-        on_round(dict(done.rates))
+def _may_read_again(trials: Sequence[Trial], round_: int) -> bool:
+    """Whether a side of a round reads what the one before it has read: where that did not come from storage."""
+    last = trials[-1] if trials else None
+    return (
+        last is not None and last.round == round_ and last.measurement is not None and last.measurement.read_bytes == 0
+    )

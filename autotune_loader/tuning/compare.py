@@ -19,7 +19,8 @@ from autotune_loader.report.progress import make_progress
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.search.rounds import Rounds
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.bursting import Budget, Bursts, run_rounds
+from autotune_loader.tuning.bursting import Budget, Bursts
+from autotune_loader.search.rounds import run_rounds
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import make_context
 from autotune_loader.values import Failure, LoaderConfig, Measurement, Trial, WorkloadError, averaged

@@ -76,6 +76,8 @@ def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> 
         usable_cores=machine.usable_cores,
         step_cores=float(min(warmup.default_threads, machine.usable_cores)) if workload.on_cpu else 1.0,
         epoch_batches=None if workload.data.is_iterable else workload.data.batches_per_epoch(),
+        fetch_s=warmup.first_fetch_s,
+        fetch_cpu_s=warmup.first_fetch_cpu_s,
     )
 
 

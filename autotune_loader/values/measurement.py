@@ -51,6 +51,8 @@ class BurstPlan:
     """Watch in the workers where the time of a sample goes."""
     prefill_s: float = 0.0
     """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""
+    again: bool = False
+    """Read the samples that the burst before this one read, from where it began; otherwise reading goes on where it stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
