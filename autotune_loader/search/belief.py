@@ -262,7 +262,7 @@ def _covariance(configs: Sequence[LoaderConfig], space: Space, solved: Solved | 
     points = np.array([(math.log2(c.num_workers + 0.5), 0.5 * math.log2(c.prefetch_factor or 1)) for c in configs])
     distance = ((points[:, None, :] - points[None, :, :]) / LENGTH_SCALE) ** 2
     sd = UNKNOWN_SD if solved is None else MODEL_SD
-    covariance: Floats = LEVEL_SD**2 + sd**2 * np.exp(-0.5 * distance.sum(axis=2))
+    covariance: Floats = LEVEL_SD**2 + sd**2 * (0.8 * np.exp(-0.5 * distance.sum(axis=2)) + 0.2 * np.exp(-np.sqrt(distance.sum(axis=2)) / 0.1))
     usual = [space.as_set(config) for config in configs]
     for knob in UNMODELLED:
         values = [getattr(config, knob) for config in configs]

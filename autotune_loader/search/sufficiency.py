@@ -112,7 +112,7 @@ def with_sufficiency(paths: Floats, found: Sequence[Sufficient]) -> Floats:
             continue
         headroom = np.exp(each.log_headroom + each.headroom_sd * luck)
         lost = np.log1p(-np.clip(np.maximum(1.0 - headroom, each.least_loss), 0.0, MOST_LOST))
-        unknown = min(1.0, float(own.var()) / TYPICAL_NOISE**2)
+        unknown = min(1.0, float(own.var()) / TYPICAL_NOISE**2) if math.isfinite(each.log_headroom) else 0.0
         rise = unknown * np.maximum(ahead.max(axis=1) + lost, 0.0)
         moved[:, each.position] = np.maximum(moved[:, each.position], own + rise)
         moved[:, larger] = np.minimum(moved[:, larger], (moved[:, each.position] - lost)[:, None])

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
-from statistics import fmean
 from typing import Any
 
 from autotune_loader.diagnosis import Caution, Ended, Source, Undecided, judged
@@ -199,7 +198,7 @@ def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
 def _measured_choice(belief: Belief) -> LoaderConfig:
     """The cheapest of those that count as equally fast, of those that ran in two rounds, or else in any burst.
 
-    None is chosen over a cheaper one that was faster by more than the tolerance in the rounds of both: a choice that the table
+    None is chosen over a cheaper one that was faster by more than the tolerance in each round of both: a choice that the table
     of rounds contradicts would be believed by nobody.
     """
     ran = Counter(config for each in belief.rounds for config in each.rates if config.key() in belief.configs)
@@ -209,7 +208,7 @@ def _measured_choice(belief: Belief) -> LoaderConfig:
     best, cost = belief.choice_of(among), belief.space.cost
     for each in sorted(often, key=cost):
         logs = log_ratios(belief.rounds, each, best)
-        if cost(each) < cost(best) and len(logs) >= LEAST_ROUNDS and fmean(logs) > math.log1p(belief.tolerance):
+        if cost(each) < cost(best) and len(logs) >= LEAST_ROUNDS and min(logs) > math.log1p(belief.tolerance):
             return each
     return best
 
