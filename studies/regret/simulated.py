@@ -3,7 +3,7 @@
 Every strategy searches on the same simulated machine through the same `Probe` interface; the truth is the machine's own
 long-run rate without noise. What `tune()` would write is judged, whatever its status. Simulated seconds are counted by the
 fake clock: bursts, worker start-up and the start of the probe process, after which the budget begins. A rival that searches
-goes on until it has had so many times the seconds that `autotune_loader` took on that machine (`PATIENCE`).
+goes on until it has had so many times the seconds that `autotune_loader` took on that machine after the start (`PATIENCE`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import math
 import multiprocessing
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
+import optuna
+
 from autotune_loader.results.result import TuningResult
-from autotune_loader.search.space import Space
 from autotune_loader.tuning.assemble import assembled
 from autotune_loader.values import BurstPlan, Interval, LoaderConfig, Measurement
-from studies.regret import NEAR, OURS, Outcome, table, verdict_of
-from studies.regret.machines import LAWS, oracle_of
+from studies.regret import NEAR, OURS, WITH_TPE, Outcome, table, verdict_of
+from studies.regret.machines import COUNTS, LAWS, oracle_of
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 from tests.support.tuned import simulated_run, simulated_search
@@ -32,7 +33,12 @@ WARM_UP_SD = 0.15
 """Relative standard deviation of what the first batch of a probe says of all others (its logarithm)."""
 BUDGET_S = 60.0
 RIVAL_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
-# Rivals that search may take so many times our seconds; others end by themselves.
+SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler | None]] = {
+    OURS: lambda seed: None,
+    WITH_TPE: lambda seed: optuna.samplers.TPESampler(seed=seed),
+}
+"""`tune()` with its own sampler, or with one that is given, of a seed."""
+# Rivals that search may take so many times our seconds with a warm probe; others end by themselves.
 PATIENCE = {"random": 10.0, "tpe": 10.0, "grid": 20.0}
 
 
@@ -40,7 +46,7 @@ class SimulatedField:
     """A simulated machine to look on, by a probe that has to be started first."""
 
     def __init__(self, machine: SimulatedMachine, seed: int, limit_s: float) -> None:
-        self.cores, self.counts, self.trials = machine.cores, Space().worker_counts(), None
+        self.cores, self.counts, self.trials = machine.cores, COUNTS, None
         self.clock, self._limit_s, self._asked = FakeClock(), limit_s, 0
         self._probe = SimulatedProbe(machine, self.clock, seed=seed)
 
@@ -63,27 +69,30 @@ class SimulatedField:
         self._asked += 1
 
 
-def ours(machine: SimulatedMachine, seed: int) -> tuple[TuningResult, float]:
+def tuned(
+    machine: SimulatedMachine, seed: int, sampler: optuna.samplers.BaseSampler | None
+) -> tuple[TuningResult, float]:
     """`tune()`, whose probe knows its first batch alone, and its seconds."""
     clock, noise = FakeClock(machine.probe_s), random.Random(seed + 7)
     off = math.exp(noise.gauss(0.0, WARM_UP_SD))
     warmup = {"first_fetch_s": (machine.cpu_s + machine.wait_s) * off, "first_fetch_cpu_s": machine.cpu_s * off}
     probe = SimulatedProbe(machine, clock, seed=seed)
-    search = simulated_search(probe, simulated_run(machine, **warmup), clock, budget_s=BUDGET_S)
+    search = simulated_search(probe, simulated_run(machine, **warmup), clock, sampler=sampler, budget_s=BUDGET_S)
     return assembled(search, clock()), clock()
 
 
 def study_machine(laws: str, seed: int, strategies: Sequence[str], kept: Path | None) -> list[Outcome]:
     """Every strategy on one machine."""
     kind, machine = LAWS[laws](seed)
-    oracle, outcomes, limit_s = oracle_of(laws, seed, machine, kept), list[Outcome](), math.inf
+    oracle, outcomes, ours_s = oracle_of(laws, seed, machine, kept), list[Outcome](), math.inf
     for name in strategies:
         status = ""
-        if name == OURS:
-            result, seconds = ours(machine, seed)
-            config, status, limit_s = result.best, result.status, seconds
+        if name in SAMPLERS:
+            result, seconds = tuned(machine, seed, SAMPLERS[name](seed))
+            config, status = result.best, result.status
+            ours_s = seconds - machine.probe_s if name == OURS else ours_s
         else:
-            field = SimulatedField(machine, seed, PATIENCE.get(name, 1.0) * limit_s)
+            field = SimulatedField(machine, seed, machine.probe_s + PATIENCE.get(name, 1.0) * ours_s)
             config, seconds = STRATEGIES[name](field, seed), field.clock()
         regret = oracle.regret(config)
         over = [(1 - each.regret) / (1 - regret) for each in outcomes if each.strategy == OURS]
@@ -102,7 +111,7 @@ def main() -> None:
     parser.add_argument("--laws", choices=tuple(LAWS), default="usual", help="foreign: laws that the twin lacks")
     parser.add_argument("--machines", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="seed of the first machine")
-    parser.add_argument("--strategies", default=",".join((OURS, *STRATEGIES)), help="by commas; ours comes first")
+    parser.add_argument("--strategies", default=",".join((*SAMPLERS, *STRATEGIES)), help="by commas; ours comes first")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--oracles", type=Path, help="folder in which the true rates are kept from run to run")
     options = parser.parse_args()
