@@ -12,6 +12,7 @@ from studies.regret.oracle import CONFIRMING_ROUNDS, HOPELESS, counted, judge, k
 from studies.regret.real import KEEP_UP, known_regret
 from studies.regret.simulated import SimulatedField, study_machine
 from studies.regret.strategies import STRATEGIES
+from studies.workloads import WORKLOADS
 from tests.support import SimulatedMachine
 
 FAST, NEAR, WORSE, SLOW, FAILING = (LoaderConfig(num_workers=n) for n in (4, 3, 2, 1, 9))
@@ -67,6 +68,9 @@ def test_a_tie_is_called_a_tie(value, low, high, verdict):
 @pytest.mark.parametrize(("workers", "regret"), [(None, 1.0), (0, 0.96), (24, 0.1), (27, 0.0), (32, 0.0)])
 def test_the_truth_of_slow_batches_is_arithmetic(workers, regret):
     assert known_regret(workers, KEEP_UP["slow_batches"]) == pytest.approx(regret, abs=0.01)
+    job = WORKLOADS["slow_batches"]()
+    waits_s, step = job.dataset.get.args[0], job.train_step
+    assert job.batch_size * waits_s.mean() / step.seconds == pytest.approx(KEEP_UP["slow_batches"])
 
 
 def test_what_is_written_is_judged_by_an_oracle_that_is_kept(tmp_path, monkeypatch):
