@@ -205,6 +205,8 @@ WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
     "large_tensors": large_tensors,
     "in_memory": in_memory,
     "step_bound": lambda: accelerated(sleeping(4096, 0.0005), 16, 0.060),
+    # 8 s of waiting a batch over a step of 0.3 s: 27 workers keep up.
+    "slow_batches": lambda: accelerated(sleeping(4096, 0.5), 16, 0.3),
     "short_epoch": lambda: accelerated(sleeping(64, 0.002), 8, 0.002),
     "text": lambda: StudyWorkload(dataset=TextDataset(16384), batch_size=64, model=TextModel()),
 }

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autotune_loader.values import Interval
+
 OURS = "autotune_loader"
+WITH_TPE = "tune() with TPE"
+VERDICTS = ("faster", "equal", "slower")
 NEAR = 0.02
-"""A regret up to this counts as having found the best."""
+"""A regret up to this counts as having found the best, and so much more or less as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,10 @@ class Outcome:
     ratio: tuple[float, float, float] | None = None
     """Its measured rate over that of the best: value, and the ends of the 95 % interval."""
     failure: str = ""
+    status: str = ""
+    """What the result says of itself, where there is one."""
+    ours: Sequence[str] = ()
+    """One of `VERDICTS` for each run of ours on the same job, from the rounds that have both."""
 
     @property
     def by_point(self) -> float:
@@ -35,22 +44,35 @@ class Outcome:
         return self.regret if self.ratio is None else max(0.0, 1 - self.ratio[0])
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Regret and seconds by strategy, in Markdown."""
+def table(outcomes: Sequence[Outcome], by: str = "strategy") -> str:
+    """Regret and seconds by strategy, or by another field, in Markdown."""
     by_point = {"by point": "by_point"} if any(each.ratio for each in outcomes) else {}
     measures = {"regret": "regret", **by_point}
-    quantiles = [f"{name} p50 | p90 | p95" for name in measures]
-    lines = [f"| strategy | runs | within 2 % | {' | '.join(quantiles)} | seconds p50 | p90 | mean workers |"]
-    lines.append("|---" * (6 + 3 * len(measures)) + "|")
-    for strategy in dict.fromkeys(each.strategy for each in outcomes):
-        mine = [each for each in outcomes if each.strategy == strategy]
-        cells = [strategy, str(len(mine)), f"{sum(each.regret <= NEAR for each in mine) / len(mine):.1%}"]
+    quantiles = [f"{name} {part}" for name in measures for part in ("p50", "p90", "p95")]
+    head = [by, "runs", "within 2 %", *quantiles, "seconds p50", "p90", "mean workers", "not complete"]
+    verdicts = VERDICTS if any(each.ours for each in outcomes) else ()
+    head += [f"ours {verdict}" for verdict in verdicts]
+    lines = [head, ["---"] * len(head)]
+    for group in dict.fromkeys(getattr(each, by) for each in outcomes):
+        mine = [each for each in outcomes if getattr(each, by) == group]
+        cells = [str(group), str(len(mine)), f"{sum(each.regret <= NEAR for each in mine) / len(mine):.1%}"]
         for measure in measures.values():
             cells += [f"{at([getattr(each, measure) for each in mine], share):.1%}" for share in (0.5, 0.9, 0.95)]
         cells += [f"{at([each.seconds for each in mine], share):.1f}" for share in (0.5, 0.9)]
         workers = [each.workers for each in mine if each.workers is not None]
-        lines.append(f"| {' | '.join(cells)} | {statistics.fmean(workers) if workers else math.nan:.1f} |")
-    return "\n".join(lines)
+        cells.append(f"{statistics.fmean(workers) if workers else math.nan:.1f}")
+        others = Counter(each.status for each in mine if each.status not in ("", "complete"))
+        cells.append(", ".join(f"{count} {status}" for status, count in others.items()))
+        beside = Counter(verdict for each in mine for verdict in each.ours)
+        lines.append([*cells, *(str(beside[verdict]) if beside else "" for verdict in verdicts)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def verdict_of(ratio: Interval) -> str:
+    """Ours, whose rate is so many times the other's: equal where the interval holds 1, or is within `NEAR` of it."""
+    if ratio.low <= 1 <= ratio.high or (ratio.low >= 1 - NEAR and ratio.high <= 1 / (1 - NEAR)):
+        return "equal"
+    return "faster" if ratio.low > 1 else "slower"
 
 
 def at(values: Sequence[float], share: float) -> float:

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from autotune_loader.values import LoaderConfig
-from studies.regret import OURS
+from studies.regret import OURS, WITH_TPE
 from studies.regret.bench import ROOT, BenchError, answers_only, regret_workload, step_of
 
 BUDGET, DEADLINE_S = "60s", 150.0
@@ -48,13 +48,19 @@ def choice_in_child(who: str, workload: str, seed: int) -> tuple[LoaderConfig, f
     return LoaderConfig.from_dict(record["config"]), record["seconds"]
 
 
-def ours(name: str, seed: int) -> dict[str, Any]:
+def ours(name: str, seed: int, sampler: Any = None) -> dict[str, Any]:
     from autotune_loader import tune
 
     arguments = regret_workload(name).to_tune_kwargs()
     begun = time.perf_counter()
-    result = tune(**arguments, budget=BUDGET, progress=False)
+    result = tune(**arguments, budget=BUDGET, sampler=sampler, progress=False)
     return {"config": result.best.to_dict(), "seconds": time.perf_counter() - begun}
+
+
+def with_tpe(name: str, seed: int) -> dict[str, Any]:
+    import optuna
+
+    return ours(name, seed, optuna.samplers.TPESampler(seed=seed))
 
 
 def loadtune(name: str, seed: int) -> dict[str, Any]:
@@ -91,5 +97,5 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with answers_only() as answers:
-        choose = {OURS: ours, "loadtune": loadtune}[sys.argv[1]]
+        choose = {OURS: ours, WITH_TPE: with_tpe, "loadtune": loadtune}[sys.argv[1]]
         print(json.dumps(choose(sys.argv[2], int(sys.argv[3]))), file=answers, flush=True)

@@ -1,24 +1,27 @@
-"""The simulated machines of the studies, and the truth about each of them.
-
-Oracles are pickled under the name of this module: it must be imported by name, never run.
-"""
+"""The simulated machines of the studies, and the truth about each of them."""
 
 from __future__ import annotations
 
-import pickle
+import json
+import os
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from autotune_loader.search.rule import useful_workers
-from autotune_loader.search.space import MOST_WORKERS, Space
 from autotune_loader.values import LoaderConfig
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
+# Where the oracle looks, whatever the search looks at.
+COUNTS = (*range(17), *range(18, 33, 2), *range(36, 65, 4))
+PREFETCH_FACTORS = (1, 2, 4, 8)
+HOPELESS = 0.7
+"""Other queues are not looked at for a number of workers whose rate with a prefetch of 2 is this far below the best."""
 # A first look at every configuration, and a long one at the fastest of them and at those that are chosen.
 GLANCE_BATCHES, TRUTH_BATCHES, LONG_LOOKS = 800, 6000, 12
 CORES = (4, 4, 8, 8, 16, 32, 64, 128)
-MORE = 6
-"""The oracle looks further by so many workers than the search does."""
+FOREIGN = ("compile", "noisy", "receipt", "slow", "smt", "storage")
+"""Kinds of machines whose laws are not the twin's; by turns, so that seeds in a row have as many of each."""
 
 
 def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
@@ -61,15 +64,38 @@ def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
     )
 
 
-def looked_at(machine: SimulatedMachine) -> Space:
-    """Where the oracle looks for the best: `tune()` may use 0 to 64 workers, and beyond some none can help."""
-    most = useful_workers(
-        fetch_s=machine.cpu_s + machine.wait_s,
-        fetch_cpu_s=machine.cpu_s,
-        loop_s=machine.step_s + machine.receive_s,
-        cores=machine.cores,
+def foreign_machine(seed: int) -> tuple[str, SimulatedMachine]:
+    """A machine with a law that the twin lacks, a start of a minute, slow batches, or bursts that scatter by 10 to 20 %."""
+    rng, kind = random.Random(seed), FOREIGN[seed % len(FOREIGN)]
+    cores, cpu_s = rng.choice((8, 16, 32, 64)), 10 ** rng.uniform(-2.0, -1.0)
+    step_s, receive_s, noise_sd = cpu_s / rng.uniform(2, cores), 10 ** rng.uniform(-3.7, -3.0), rng.uniform(0.03, 0.06)
+    more = {
+        "compile": lambda: {"probe_s": 60.0},
+        "noisy": lambda: {"noise_sd": rng.uniform(0.1, 0.2)},
+        "receipt": lambda: {"step_s": 0.3 * step_s, "receive_growth": rng.choice((0.02, 0.05, 0.2))},
+        "slow": lambda: {"cores": 32, "cpu_s": rng.uniform(1.0, 8.0), "step_s": rng.uniform(0.3, 2.0)},
+        "smt": lambda: {"alpha": 0.0, "full_cores": cores / 2, "further_core": 0.3},
+        "storage": lambda: {"cpu_s": 0.1 * cpu_s, "wait_s": cpu_s, "servers": rng.choice((4, 8, 16))},
+    }[kind]()
+    machine = SimulatedMachine(
+        cores=cores,
+        cpu_s=cpu_s,
+        service_cv=rng.uniform(0.03, 0.3),
+        step_s=step_s,
+        receive_s=receive_s,
+        alpha=rng.uniform(0.0, 0.1),
+        start_s=0.1,
+        worker_start_s=rng.uniform(0.01, 0.05),
+        noise_sd=noise_sd,
+        drift_per_hour=rng.uniform(-0.5, 0.5),
+        spike_share=0.05,
     )
-    return Space(max_workers=min(most + MORE, MOST_WORKERS))
+    return kind, replace(machine, **more)
+
+
+LAWS = {"usual": random_machine, "foreign": foreign_machine}
+Truths = dict[tuple[int, int], float]
+"""Samples/s by workers and prefetch."""
 
 
 class Oracle:
@@ -80,34 +106,48 @@ class Oracle:
     tails and by up to 7 % with 64 workers, and the maximum over a hundred such figures was off in one direction.)
     """
 
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine, space = machine, looked_at(machine)
-        self._warm = 2 * space.max_workers * (max(space.prefetch_factors) + 1) + 1
-        glances = {config: self._run(config, GLANCE_BATCHES) for config in space.candidates()}
-        first = sorted(glances, key=lambda config: -glances[config])[:LONG_LOOKS]
-        self._truths = {config: self._run(config, TRUTH_BATCHES) for config in first}
-        self.fastest = max(self._truths, key=lambda config: self._truths[config])
+    def __init__(self, machine: SimulatedMachine, truths: Truths | None = None) -> None:
+        self._machine, self.truths = machine, dict(truths or {})
+        for workers, prefetch in () if truths else self._fastest_at_a_glance():
+            self._truth(workers, prefetch)
+        self._best = max(self.truths.values())
 
     def regret(self, config: LoaderConfig) -> float:
         """1 - rate / the best rate there is."""
-        plain = config.key()
-        if plain not in self._truths:
-            self._truths[plain] = self._run(plain, TRUTH_BATCHES)
-        return max(0.0, 1 - self._truths[plain] / self._truths[self.fastest])
+        return max(0.0, 1 - self._truth(config.num_workers, config.prefetch_factor or 0) / self._best)
 
-    def _run(self, config: LoaderConfig, batches: int) -> float:
+    def _fastest_at_a_glance(self) -> Sequence[tuple[int, int]]:
+        glances = {(workers, 2 if workers else 0): 0.0 for workers in COUNTS}
+        glances = {each: self._run(*each, GLANCE_BATCHES) for each in glances}
+        worth = [
+            workers for (workers, _), rate in glances.items() if workers and rate > HOPELESS * max(glances.values())
+        ]
+        for each in ((workers, prefetch) for workers in worth for prefetch in PREFETCH_FACTORS):
+            if each not in glances:
+                glances[each] = self._run(*each, GLANCE_BATCHES)
+        return sorted(glances, key=lambda each: -glances[each])[:LONG_LOOKS]
+
+    def _truth(self, workers: int, prefetch: int) -> float:
+        if (workers, prefetch) not in self.truths:
+            self.truths[workers, prefetch] = self._run(workers, prefetch, TRUTH_BATCHES)
+        return self.truths[workers, prefetch]
+
+    def _run(self, workers: int, prefetch: int, batches: int) -> float:
         # A fresh probe: the event simulation itself, without noise, drift and spikes.
-        return SimulatedProbe(self._machine, FakeClock()).truth(config, batches=batches, warm=self._warm)
+        warm = 2 * max(COUNTS) * (max(PREFETCH_FACTORS) + 1) + 1
+        config = LoaderConfig().with_workers(workers, prefetch or None)
+        return SimulatedProbe(self._machine, FakeClock()).truth(config, batches=batches, warm=warm)
 
 
-def oracle_of(seed: int, machine: SimulatedMachine, kept: Path | None) -> Oracle:
+def oracle_of(laws: str, seed: int, machine: SimulatedMachine, kept: Path | None) -> Oracle:
     """The oracle of a machine; taken from, or put into, a folder of those that were computed before."""
-    path = None if kept is None else kept / f"oracle_{seed}.pkl"
+    path = None if kept is None else kept / f"{laws}_{seed}.json"
     if path is not None and path.exists():
-        oracle: Oracle = pickle.loads(path.read_bytes())
-        return oracle
+        return Oracle(machine, {(workers, prefetch): rate for workers, prefetch, rate in json.loads(path.read_text())})
     oracle = Oracle(machine)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pickle.dumps(oracle))
+        begun = path.with_suffix(f".{os.getpid()}")
+        begun.write_text(json.dumps([[*each, rate] for each, rate in oracle.truths.items()]))
+        begun.replace(path)
     return oracle

@@ -2,9 +2,9 @@
 
 survey   every number of workers at prefetch 2, then the deeper queues of the best few: one burst each
 rounds   the top of the survey and every choice take turns over the same samples; who is clearly out drops out
-confirm  fresh rounds between the best and every choice that looks slower: the best of ten noisy configurations looks
-         better than it is in the rounds that chose it, so that for these choices fresh rounds alone count
-regret   1 - the choice's rate over that of the best, paired by round
+confirm  fresh rounds between the best and every choice that is not clearly out: the best of ten noisy configurations
+         looks better than it is in the rounds that chose it, so that for these choices fresh rounds alone count
+regret   1 - the choice's rate over that of the best, paired by round; two choices are compared in the same way
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields, replace
 
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values import Interval, LoaderConfig, Round, log_ratios, mean_interval
-from studies.regret import NEAR
 from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.strategies import PREFETCH_FACTORS
 
@@ -32,16 +31,25 @@ SURVEY_SEED, ROUND_SEED, CONFIRMING_SEED = 10_000, 20_000, 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Regret:
-    """How far a choice is from the best of the rounds."""
+class Judgement:
+    """The rounds that choices and the best of the survey have run, and who led."""
 
-    ratio: Interval
-    """Rate of the choice over that of the best."""
+    leader: str
+    raced: list[Round]
+    fresh: list[Round]
+    """Rounds of the leader and of those that may be as fast."""
 
-    @property
-    def counted(self) -> float:
-        """None where the interval holds 1: a difference that the rounds do not show counts as none."""
-        return 0.0 if self.ratio.high >= 1 else max(0.0, 1 - self.ratio.value)
+    def ratio(self, a: str, b: str) -> Interval | None:
+        """Rate of `a` over that of `b`, of the fresh rounds where they have both; None where no round has."""
+        if a == b:
+            return Interval(value=1.0, low=1.0, high=1.0, count=len(self.fresh)) if a in self.raced[0].rates else None
+        rounds = next((each for each in (self.fresh, self.raced) if log_ratios(each, a, b)), None)
+        return None if rounds is None else paired_ratio(rounds, a, b)
+
+
+def counted(ratio: Interval) -> float:
+    """The regret of a choice with this share of the best rate: a difference that the rounds do not show counts as none."""
+    return 0.0 if ratio.high >= 1 else max(0.0, 1 - ratio.value)
 
 
 def key(config: LoaderConfig) -> str:
@@ -88,18 +96,14 @@ def _burst_each(bench: Bench, configs: Sequence[LoaderConfig], known: dict[str, 
             known[key(config)] = 0.0
 
 
-def judge(bench: Bench, choices: Sequence[str], known: dict[str, float]) -> dict[str, Regret]:
-    """The regret of each choice that could be timed, by its key; `known` is the survey."""
+def judge(bench: Bench, choices: Sequence[str], known: dict[str, float]) -> Judgement:
+    """The rounds of these choices, by their keys; `known` is the survey."""
     top = sorted(known, key=lambda each: -known[each])[:ENTRANTS]
-    arms = list(dict.fromkeys([*choices, *top]))
-    raced = race(bench, arms, ROUNDS, ROUND_SEED)
+    raced = race(bench, list(dict.fromkeys([*choices, *top])), ROUNDS, ROUND_SEED)
     leader = leader_of(raced)
-    found = {choice: regret_of(choice, leader, raced) for choice in dict.fromkeys(choices)}
-    doubted = [c for c, regret in found.items() if regret and regret.counted > NEAR and regret.ratio.high > HOPELESS]
-    if doubted:
-        fresh = race(bench, [leader, *doubted], CONFIRMING_ROUNDS, CONFIRMING_SEED)
-        found |= {choice: regret_of(choice, leader, fresh) or found[choice] for choice in doubted}
-    return {choice: regret for choice, regret in found.items() if regret is not None}
+    close = [each for each in dict.fromkeys(choices) if each != leader and _may_win(each, leader, raced)]
+    fresh = race(bench, [leader, *close], CONFIRMING_ROUNDS, CONFIRMING_SEED) if close else []
+    return Judgement(leader=leader, raced=raced, fresh=fresh)
 
 
 def race(bench: Bench, arms: Sequence[str], rounds: int, first_seed: int) -> list[Round]:
@@ -141,10 +145,3 @@ def leader_of(rounds: Sequence[Round]) -> str:
             logs.setdefault(arm, []).append(math.log(rate))
     most = max(map(len, logs.values()))
     return max((arm for arm in logs if len(logs[arm]) == most), key=lambda arm: sum(logs[arm]))
-
-
-def regret_of(choice: str, leader: str, rounds: Sequence[Round]) -> Regret | None:
-    """None where no round has both."""
-    if choice == leader:
-        return Regret(ratio=Interval(value=1.0, low=1.0, high=1.0, count=len(rounds)))
-    return Regret(ratio=paired_ratio(rounds, choice, leader)) if log_ratios(rounds, choice, leader) else None

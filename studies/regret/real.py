@@ -1,9 +1,11 @@
 """Regret on real workloads of this machine: `python -m studies.regret.real [--cores 2] [--workloads a,b] [--strategies a,b]`.
 
-For each workload: every strategy chooses, the oracle surveys, then the best of the survey and all choices take turns, and who
-looks slower than the best meets it again (`oracle.py`). What was found of a workload is printed, and kept in
-`results/real.jsonl`, as soon as it is known; a workload that is there already is not run again. Use a machine that does
-nothing else.
+For each workload: every strategy chooses, the oracle surveys, then the best of the survey and all choices take turns, and all
+that may be as fast as the best meet it again (`oracle.py`). Beside each rival ours is faster, equal (the interval of their
+paired ratio holds 1, or lies within 2 % of it) or slower, in so many runs of ours. What was found of a workload is printed,
+and kept in `results/real.jsonl`, as soon as it is known; a workload that is there already is not run again. Use a machine
+that does nothing else. `slow_batches`, which has no rounds as its truth is known, takes two to three minutes:
+`--workloads slow_batches --strategies autotune_loader`.
 
 Every strategy is timed from call to result. Python, torch and the dataset are loaded before any clock starts, so nobody but
 `autotune_loader`, whose own process starts within its time, pays for a process. tpe and random have 16 trials of 1 s, the
@@ -25,7 +27,7 @@ from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values import Failure, LoaderConfig, Measurement
-from studies.regret import OURS, Outcome, oracle, table
+from studies.regret import OURS, WITH_TPE, Outcome, oracle, table, verdict_of
 from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.child import choice_in_child
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
@@ -33,8 +35,8 @@ from studies.workloads import WORKLOADS, workload_of
 
 RESULTS = Path(__file__).parent / "results"
 NAIVE_S, TRIALS = 1.0, 16
-IN_CHILD = (OURS, "loadtune")
-DEFAULT = (OURS, "torch default", "workers = cores", "plain rule", "tpe", "random", "grid", "loadtune")
+IN_CHILD = (OURS, WITH_TPE, "loadtune")
+DEFAULT = (OURS, WITH_TPE, "torch default", "workers = cores", "plain rule", "tpe", "random", "grid", "loadtune")
 # In this order, so that a run that is cut short has some of every kind.
 ORDER = (
     *("jpeg", "wait_light_tail", "cpu_bound", "in_memory", "text", "large_tensors", "short_epoch", "wait_heavy_tail"),
@@ -43,6 +45,8 @@ ORDER = (
 # On few cores: where the number of workers follows from the job, and one of each other kind.
 FEW_CORES = ("wait_behind_step", "wait_heavy_tail", "python_loops", "jpeg", "wait_light_tail", "in_memory", "cpu_bound")
 FEW = 2
+KEEP_UP = {"slow_batches": 16 * 0.5 / 0.3}
+"""Jobs too slow for rounds, whose truth is known: rates grow with the workers up to these, who keep up with the step."""
 
 
 class RealField:
@@ -99,23 +103,45 @@ def study(workload: str, strategies: Sequence[str], seeds: int) -> list[Outcome]
                 made = {"failure": (str(error).strip() or "unknown").splitlines()[-1][:100]}
             found.append(Outcome(job=workload, strategy=strategy, seed=seed, seconds=seconds, **made))
             print(f"{workload:16} {strategy:16} #{seed} {seconds:6.1f} s   {found[-1].chosen}", flush=True)
+        if workload in KEEP_UP:
+            return [replace(each, regret=known_regret(each.workers, KEEP_UP[workload])) for each in found]
         known = oracle.survey(bench, oracle.counts_of(workload))
-        regrets = oracle.judge(bench, list(filter(None, keys)), known)
-    return [_judged(each, regrets.get(key)) for each, key in zip(found, keys, strict=True)]
+        judgement = oracle.judge(bench, list(filter(None, keys)), known)
+    ratios = {each: judgement.ratio(each, judgement.leader) for each in filter(None, keys)}
+    keys = [each if ratios.get(each) else "" for each in keys]
+    mine = [each for each, outcome in zip(keys, found, strict=True) if outcome.strategy == OURS]
+    return [_judged(each, mine, key, judgement) for each, key in zip(found, keys, strict=True)]
 
 
-def _judged(outcome: Outcome, regret: oracle.Regret | None) -> Outcome:
-    if regret is None:
+def known_regret(workers: int | None, keep_up: float) -> float:
+    """The regret of so many workers, None of whom is a failure, where so many keep up with the step."""
+    if workers is None:
+        return 1.0
+    return 1 - (min(1.0, workers / keep_up) if workers else 1 / (keep_up + 1))
+
+
+def _judged(outcome: Outcome, mine: Sequence[str], key: str, judgement: oracle.Judgement) -> Outcome:
+    """An outcome with its regret and, of a rival, what each of ours is beside it; a key is empty where that failed."""
+    if outcome.strategy != OURS:
+        outcome = replace(outcome, ours=[_beside(own, key, judgement) for own in mine])
+    ratio = judgement.ratio(key, judgement.leader)
+    if ratio is None:
         return outcome
-    ratio = (regret.ratio.value, regret.ratio.low, regret.ratio.high)
-    return replace(outcome, ratio=ratio, regret=regret.counted)
+    return replace(outcome, ratio=(ratio.value, ratio.low, ratio.high), regret=oracle.counted(ratio))
+
+
+def _beside(own: str, other: str, judgement: oracle.Judgement) -> str:
+    if own and other and (ratio := judgement.ratio(own, other)) is not None:
+        return verdict_of(ratio)
+    return "faster" if own else "slower" if other else "equal"
 
 
 def details(outcomes: Sequence[Outcome]) -> str:
     """Every single run."""
     lines = ["| workload | strategy | seed | chosen | ratio to the fastest | seconds |", "|---|---|---|---|---|---|"]
     for each in outcomes:
-        said = f"failed: {each.failure}" if each.ratio is None else "{:.3f} ({:.3f} to {:.3f})".format(*each.ratio)
+        known = f"{1 - each.regret:.3f} by arithmetic" if each.chosen else f"failed: {each.failure}"
+        said = known if each.ratio is None else "{:.3f} ({:.3f} to {:.3f})".format(*each.ratio)
         cells = (each.job, each.strategy, str(each.seed), each.chosen, said, f"{each.seconds:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

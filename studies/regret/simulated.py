@@ -1,9 +1,9 @@
-"""Regret on hundreds of simulated machines: `python -m studies.regret.simulated [--machines 300]`.
+"""Regret on hundreds of simulated machines: `python -m studies.regret.simulated [--machines 300] [--laws foreign]`.
 
 Every strategy searches on the same simulated machine through the same `Probe` interface; the truth is the machine's own
-long-run rate without noise. Simulated seconds are counted by the fake clock: bursts, worker start-up and the start of the
-probe process (`START_S`) included. A rival that searches goes on until it has had so many times the seconds that
-`autotune_loader` took on that machine (`PATIENCE`).
+long-run rate without noise. What `tune()` would write is judged, whatever its status. Simulated seconds are counted by the
+fake clock: bursts, worker start-up and the start of the probe process, after which the budget begins. A rival that searches
+goes on until it has had so many times the seconds that `autotune_loader` took on that machine after the start (`PATIENCE`).
 """
 
 from __future__ import annotations
@@ -13,23 +13,32 @@ import math
 import multiprocessing
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
-from autotune_loader.search.space import Space
-from autotune_loader.tuning.bursting import SEARCH_BURST
-from autotune_loader.values import LoaderConfig, Measurement
-from studies.regret import OURS, Outcome, table
-from studies.regret.machines import oracle_of, random_machine
+import optuna
+
+from autotune_loader.results.result import TuningResult
+from autotune_loader.tuning.assemble import assembled
+from autotune_loader.values import BurstPlan, Interval, LoaderConfig, Measurement
+from studies.regret import NEAR, OURS, WITH_TPE, Outcome, table, verdict_of
+from studies.regret.machines import COUNTS, LAWS, oracle_of
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
-from tests.support.tuned import START_S, simulated_run, simulated_search
+from tests.support.tuned import simulated_run, simulated_search
 
 WARM_UP_SD = 0.15
 """Relative standard deviation of what the first batch of a probe says of all others (its logarithm)."""
 BUDGET_S = 60.0
-# Rivals that search may take so many times our seconds; others end by themselves.
+RIVAL_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
+SAMPLERS: dict[str, Callable[[int], optuna.samplers.BaseSampler | None]] = {
+    OURS: lambda seed: None,
+    WITH_TPE: lambda seed: optuna.samplers.TPESampler(seed=seed),
+}
+"""`tune()` with its own sampler, or with one that is given, of a seed."""
+# Rivals that search may take so many times our seconds with a warm probe; others end by themselves.
 PATIENCE = {"random": 10.0, "tpe": 10.0, "grid": 20.0}
 
 
@@ -37,13 +46,13 @@ class SimulatedField:
     """A simulated machine to look on, by a probe that has to be started first."""
 
     def __init__(self, machine: SimulatedMachine, seed: int, limit_s: float) -> None:
-        self.cores, self.counts, self.trials = machine.cores, Space().worker_counts(), None
+        self.cores, self.counts, self.trials = machine.cores, COUNTS, None
         self.clock, self._limit_s, self._asked = FakeClock(), limit_s, 0
         self._probe = SimulatedProbe(machine, self.clock, seed=seed)
 
     def rate(self, config: LoaderConfig) -> float:
         self._start()
-        outcome = self._probe.burst(config, replace(SEARCH_BURST, seed=self._asked))
+        outcome = self._probe.burst(config, replace(RIVAL_BURST, seed=self._asked))
         return outcome.samples_per_s.value if isinstance(outcome, Measurement) else 0.0
 
     def look(self) -> Measurement | None:
@@ -56,38 +65,42 @@ class SimulatedField:
 
     def _start(self) -> None:
         if not self._asked:
-            self.clock.advance(START_S)
+            self.clock.advance(self._probe.machine.probe_s)
         self._asked += 1
 
 
-def ours(machine: SimulatedMachine, seed: int) -> tuple[LoaderConfig, float]:
-    """`tune()`, whose probe knows its first batch alone; the choice and its seconds."""
-    clock, noise = FakeClock(), random.Random(seed + 7)
-    clock.advance(START_S)
+def tuned(
+    machine: SimulatedMachine, seed: int, sampler: optuna.samplers.BaseSampler | None
+) -> tuple[TuningResult, float]:
+    """`tune()`, whose probe knows its first batch alone, and its seconds."""
+    clock, noise = FakeClock(machine.probe_s), random.Random(seed + 7)
     off = math.exp(noise.gauss(0.0, WARM_UP_SD))
     warmup = {"first_fetch_s": (machine.cpu_s + machine.wait_s) * off, "first_fetch_cpu_s": machine.cpu_s * off}
     probe = SimulatedProbe(machine, clock, seed=seed)
-    found = simulated_search(probe, simulated_run(machine, **warmup), clock, budget_s=BUDGET_S, started=0.0)
-    outcome, fastest = found.outcome, found.fastest()
-    assert fastest is not None
-    return fastest.config if outcome is None else outcome.winner, clock()
+    search = simulated_search(probe, simulated_run(machine, **warmup), clock, sampler=sampler, budget_s=BUDGET_S)
+    return assembled(search, clock()), clock()
 
 
-def study_machine(seed: int, strategies: Sequence[str], kept: Path | None) -> list[Outcome]:
+def study_machine(laws: str, seed: int, strategies: Sequence[str], kept: Path | None) -> list[Outcome]:
     """Every strategy on one machine."""
-    kind, machine = random_machine(seed)
-    oracle, outcomes, limit_s = oracle_of(seed, machine, kept), list[Outcome](), math.inf
+    kind, machine = LAWS[laws](seed)
+    oracle, outcomes, ours_s = oracle_of(laws, seed, machine, kept), list[Outcome](), math.inf
     for name in strategies:
-        if name == OURS:
-            config, seconds = ours(machine, seed)
-            limit_s = seconds
+        status = ""
+        if name in SAMPLERS:
+            result, seconds = tuned(machine, seed, SAMPLERS[name](seed))
+            config, status = result.best, result.status
+            ours_s = seconds - machine.probe_s if name == OURS else ours_s
         else:
-            field = SimulatedField(machine, seed, PATIENCE.get(name, 1.0) * limit_s)
+            field = SimulatedField(machine, seed, machine.probe_s + PATIENCE.get(name, 1.0) * ours_s)
             config, seconds = STRATEGIES[name](field, seed), field.clock()
+        regret = oracle.regret(config)
+        over = [(1 - each.regret) / (1 - regret) for each in outcomes if each.strategy == OURS]
         outcomes.append(
             Outcome(
-                job=kind, strategy=name, seed=seed, cores=machine.cores, workers=config.num_workers,
-                regret=oracle.regret(config), seconds=seconds,
+                job=kind, strategy=name, seed=seed, cores=machine.cores, workers=config.num_workers, chosen=str(config),
+                regret=regret, seconds=seconds, status=status,
+                ours=[verdict_of(Interval(value=each, low=each, high=each, count=1)) for each in over],
             )
         )  # fmt: skip
     return outcomes
@@ -95,21 +108,26 @@ def study_machine(seed: int, strategies: Sequence[str], kept: Path | None) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--laws", choices=tuple(LAWS), default="usual", help="foreign: laws that the twin lacks")
     parser.add_argument("--machines", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="seed of the first machine")
-    parser.add_argument("--strategies", default=",".join((OURS, *STRATEGIES)), help="by commas; ours comes first")
+    parser.add_argument("--strategies", default=",".join((*SAMPLERS, *STRATEGIES)), help="by commas; ours comes first")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--oracles", type=Path, help="folder in which the true rates are kept from run to run")
     options = parser.parse_args()
     begun, names, seeds = time.monotonic(), options.strategies.split(","), range(options.machines)
     with multiprocessing.Pool(options.processes) as pool:
-        jobs = [(options.first + number, names, options.oracles) for number in seeds]
+        jobs = [(options.laws, options.first + number, names, options.oracles) for number in seeds]
         found = [each for outcomes in pool.starmap(study_machine, jobs, chunksize=2) for each in outcomes]
     print(table(found))
-    for kind in sorted({each.job for each in found}):
-        print(f"\n{kind}\n" + table([each for each in found if each.job == kind]))
-    for cores in sorted({each.cores for each in found}):
-        print(f"\n{cores} cores\n" + table([each for each in found if each.cores == cores]))
+    for name in names:
+        mine = [each for each in found if each.strategy == name]
+        for by in ("job", "cores") if name == OURS else ("job",):
+            print(f"\n{name}\n{table(sorted(mine, key=attrgetter(by)), by)}")
+    for each in found:
+        if each.strategy == OURS and each.regret > NEAR:
+            told = f"{each.chosen}, {each.regret:.1%} lost after {each.seconds:.0f} s, {each.status}"
+            print(f"missed {each.seed}: {each.job}, {each.cores} cores: {told}")
     print(f"\n{options.machines} machines in {time.monotonic() - begun:.0f} s")
 
 

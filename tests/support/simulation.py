@@ -52,6 +52,11 @@ class SimulatedMachine:
     step_cv: float = 0.02
     alpha: float = 0.05  # Relative growth of CPU seconds per further worker that runs (caches, memory bandwidth)
     beta: float = 0.0  # The same, per pair of running workers
+    full_cores: float | None = None  # Beyond so many that run, each further one adds only `further_core` (SMT)
+    further_core: float = 1.0
+    servers: int | None = None  # Workers whose waiting storage serves at once; None: all
+    receive_growth: float = 0.0  # Relative growth of `receive_s` per worker
+    probe_s: float = 3.5  # Until a probe is warm: its start, imports, compilation
     start_s: float = 0.05
     worker_start_s: float = 0.02  # Workers start one after the other, then the first indices are handed out
     first_batch_extra_s: float = 0.02  # CPU seconds that every worker's first batch takes longer (imports, cold caches)
@@ -68,8 +73,9 @@ class SimulatedMachine:
 class SimulatedProbe:
     """A `Probe` that trains on a `SimulatedMachine`: workers, cores and queues are simulated event by event.
 
-    Runnable processes share the cores equally, so stretching by contention emerges from the events; nothing here uses
-    the twin's formulas. Its dataset has `epoch_batches` batches, or never ends where that is None.
+    Queues and the equal sharing of cores emerge from the events. `alpha` and `beta` are the twin's own law of contention;
+    a machine with `full_cores`, `servers` or `receive_growth` has a law that the twin lacks. The dataset has `epoch_batches`
+    batches, or never ends where that is None.
     """
 
     def __init__(self, machine, clock, *, seed=0, epoch_batches=None) -> None:
@@ -231,6 +237,7 @@ class Run:
         self.step_left = math.inf
         self.handed_out = self.received = self.done = 0
         self.is_receiving, self.requested_at = False, math.nan
+        self.served_until = [0.0] * (self.machine.servers or 0)
 
     def batches(self) -> Iterator[BatchTrace]:
         """Every batch when its step is done."""
@@ -274,8 +281,11 @@ class Run:
         number, batch = self.tasks[worker].popleft()
         batch.cpu_s, wait_s = self.disturbed.fetch_seconds(number, is_first=worker in self.fresh)
         self.fresh.discard(worker)
-        batch.begun = self.now
-        self._at(self.now + wait_s, self._compute, batch)
+        batch.begun = served = self.now
+        if self.served_until:
+            served = max(self.now, self.served_until[0])
+            heapq.heapreplace(self.served_until, served + wait_s)
+        self._at(served + wait_s, self._compute, batch)
 
     def _compute(self, batch: Batch) -> None:
         heapq.heappush(self.computing, (self.worked + batch.cpu_s, batch.index, batch))
@@ -295,7 +305,8 @@ class Run:
         if self.received in self.ready:
             self.is_receiving = True
             batch = self.ready.pop(self.received)
-            self._at(self.now + self.machine.receive_s * self.disturbed.slower, self._receive, batch)
+            grown = 1.0 + self.machine.receive_growth * self.config.num_workers
+            self._at(self.now + self.machine.receive_s * grown * self.disturbed.slower, self._receive, batch)
 
     def _receive(self, batch: Batch) -> None:
         batch.requested, batch.received = self.requested_at, self.now
@@ -306,8 +317,10 @@ class Run:
 
     def _stretched(self, computing: int) -> float:
         """How much longer computing takes for one of so many."""
-        others = max(0, min(computing, self.machine.cores) - 1)
-        return 1.0 + self.machine.alpha * others + self.machine.beta * others * (others + 1)
+        machine, running = self.machine, max(1, min(computing, self.machine.cores))
+        full = min(running, machine.full_cores or running)
+        slowed = running / (full + machine.further_core * (running - full))
+        return slowed * (1.0 + machine.alpha * (running - 1) + machine.beta * (running - 1) * running)
 
     def _speeds(self) -> tuple[float, float]:
         """Work per second of each computing worker and of the step."""

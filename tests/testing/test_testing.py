@@ -43,6 +43,13 @@ RATES = {
     "more workers than cores": (4, {"cores": 2, "cpu_s": 0.04, "step_s": 0.0001}, 2 / 0.04),
     "waiting takes no core": (8, {"cores": 2, "cpu_s": 0.0, "wait_s": 0.04, "step_s": 0.0001}, 8 / 0.04),
     "receipt": (1, {"cpu_s": 0.001, "step_s": 0.02, "receive_s": 0.01}, 1 / 0.03),
+    "receipt of many workers": (
+        4,
+        {"cpu_s": 0.001, "step_s": 0.02, "receive_s": 0.01, "receive_growth": 0.25},
+        1 / 0.04,
+    ),
+    "two threads a core": (8, {"cores": 8, "full_cores": 4, "further_core": 0.3, "step_s": 0.0001}, 5.2 / 0.04),
+    "storage serves two at once": (8, {"cpu_s": 0.0, "wait_s": 0.04, "step_s": 0.0001, "servers": 2}, 2 / 0.04),
 }
 
 
