@@ -25,8 +25,10 @@ from autotune_loader.search.sufficiency import sufficient, with_sufficiency
 from autotune_loader.search.twin import Solved, Twin
 from autotune_loader.values import Z_95, FailureKind, LoaderConfig, Round, Trial
 
-MODEL_SD = 0.06
+MODEL_SD = 0.055
 """Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %)."""
+ROUGH_SD, ROUGH_SCALE = 0.027, 0.1
+"""What even neighbours do not share of it, and how far apart, in length scales, they no longer do (studies/regret/README.md)."""
 LEVEL_SD = 0.1
 """And its level: all bursts may have been slow together."""
 UNKNOWN_SD = 0.7
@@ -39,8 +41,10 @@ CERTAIN = 0.95
 """A choice is safe when it loses no more than the tolerance against the best of all with this probability."""
 SURE = 0.9
 """A configuration counts as equally fast when it does so with this probability, or ..."""
-ALIKE = 0.05
-"""... with one that differs by no more than this from that of the surest; the cheapest of them is chosen."""
+ALIKE = 0.9
+"""... with this share of that of the surest, or more; the cheapest of them is chosen."""
+LIKELY = 0.5
+"""A probability below this tells little."""
 NEAR_BEST = 0.1
 """Of rivals that save as much, within this share of the tolerance, the cheapest is taken."""
 POOREST_BURST_SD = 0.2
@@ -243,9 +247,15 @@ class Belief:
 
 
 def equally_fast(draws: Draws, tolerance: float) -> list[int]:
-    """Positions of those that count as equally fast: within the tolerance of the best about as probably as any, or surely."""
+    """Positions of those that count as equally fast: within the tolerance of the best about as probably as any, or surely.
+
+    While no such probability tells much, those that are expected to lose the least.
+    """
     within = draws.within(tolerance)
-    return [int(index) for index in np.flatnonzero(within >= min(SURE, float(within.max()) - ALIKE))]
+    if within.max() < LIKELY:
+        losses = draws.losses.mean(axis=0)
+        return [int(index) for index in np.flatnonzero(losses <= losses.min() + NEAR_BEST * tolerance)]
+    return [int(index) for index in np.flatnonzero(within >= min(SURE, ALIKE * float(within.max())))]
 
 
 def choose(draws: Draws, costs: Sequence[tuple[float, ...]], tolerance: float) -> int:
@@ -260,9 +270,10 @@ def _covariance(configs: Sequence[LoaderConfig], space: Space, solved: Solved | 
     A knob that the twin does not know changes all configurations that have it alike.
     """
     points = np.array([(math.log2(c.num_workers + 0.5), 0.5 * math.log2(c.prefetch_factor or 1)) for c in configs])
-    distance = ((points[:, None, :] - points[None, :, :]) / LENGTH_SCALE) ** 2
+    distance = np.sqrt((((points[:, None, :] - points[None, :, :]) / LENGTH_SCALE) ** 2).sum(axis=2))
     sd = UNKNOWN_SD if solved is None else MODEL_SD
-    covariance: Floats = LEVEL_SD**2 + sd**2 * (0.8 * np.exp(-0.5 * distance.sum(axis=2)) + 0.2 * np.exp(-np.sqrt(distance.sum(axis=2)) / 0.1))
+    covariance: Floats = LEVEL_SD**2 + sd**2 * np.exp(-0.5 * distance**2)
+    covariance += ROUGH_SD**2 * np.exp(-distance / ROUGH_SCALE)
     usual = [space.as_set(config) for config in configs]
     for knob in UNMODELLED:
         values = [getattr(config, knob) for config in configs]

@@ -30,13 +30,15 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.space import Context, Space
-from autotune_loader.search.turns import StopReason, what_next
+from autotune_loader.search.turns import LEAST_ROUNDS, StopReason, what_next
 from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement, Trial, from_plain, to_plain
 
 RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
 """Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""
 LOST_S = 60.0
 """A trial of another process that has run this long is taken for lost: not every storage knows heartbeats."""
+TORCHS_DEPTH = 2
+"""What DataLoader has where no prefetch_factor is given."""
 WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
 
 
@@ -75,7 +77,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         self._own: dict[int, Trial] = {}
         self._turns = deque[tuple[LoaderConfig, int | None, int]]()
         """What is next: configuration, number of the round, place in it."""
-        self._in_rounds: dict[int, tuple[int, int]] = {}
+        self._rounds: dict[int, int] = {}
+        """Of each trial that was proposed here for one."""
         self._belief: tuple[object, Belief] | None = None
         self._random = optuna.samplers.RandomSampler(seed=0)
 
@@ -92,12 +95,9 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         asked.set_user_attr(RECORD, json.dumps(to_plain(_without_history(self._own[asked.number]))))
 
     def round_of(self, asked: optuna.trial.Trial) -> int | None:
-        """The paired round that a trial is part of; None of the search. The trial is told, too."""
-        if asked.number in self._in_rounds:
-            for name, value in zip((ROUND, ORDER), self._in_rounds[asked.number], strict=True):
-                asked.set_user_attr(name, value)
-        found = asked.user_attrs.get(ROUND)
-        return None if found is None else int(found)
+        """The paired round that a trial is part of; None of the search."""
+        found: int | None = self._rounds.get(asked.number, asked.user_attrs.get(ROUND))
+        return found
 
     def trials(self, study: optuna.Study) -> list[Trial]:
         """All that is known: what the study has, with the histories of this process' own bursts."""
@@ -114,7 +114,11 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         trials, is_open = self.trials(study), self._is_open(study)
         version = (self.space, self.context, is_open, tuple((each.number, each.round) for each in trials))
         if self._belief is None or self._belief[0] != version:
-            known = Belief(self.space, self.context, trials, tolerance=self.tolerance, is_open=is_open)
+            # A knob that the user's own objective does not ask for has one value.
+            asked = [p for each in study.get_trials(deepcopy=False) if (p := each.params).get("num_workers")]
+            is_deep = not asked or any("prefetch_factor" in params for params in asked)
+            space = self.space if is_deep else replace(self.space, prefetch_factors=(TORCHS_DEPTH,))
+            known = Belief(space, self.context, trials, tolerance=self.tolerance, is_open=is_open)
             self._belief = version, known
         return self._belief[1]
 
@@ -162,6 +166,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             ceiling=self.ceiling,
             seconds_left=math.inf if self.seconds_left is None else self.seconds_left(),
             elsewhere=elsewhere,
+            # In a study of another sampler that is only watched nobody runs rounds.
+            least_rounds=LEAST_ROUNDS if self.is_open is not None or study.sampler is self else 0,
         )
         self.stop_reason = found.stop
         number = 1 + max((trial.round for trial in belief.trials if trial.round is not None), default=-1)
@@ -179,7 +185,9 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         _refuse_several(study)
         config, number, order = self.take(study) or (self.belief(study).choice or LoaderConfig(), None, 0)
         if number is not None:
-            self._in_rounds[trial.number] = number, order
+            self._rounds[trial.number] = number
+            for name, value in ((ROUND, number), (ORDER, order)):
+                study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's own samplers do
         return {name: value for name, value in self.space.params(config).items() if name in search_space}
 
     def sample_independent(
@@ -208,8 +216,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         outcome: Measurement | Failure = Failure(kind="user_exception", phase="batches", message="pruned, or an error")
         if done.state is TrialState.COMPLETE and done.value is not None and done.value > 0:
             outcome = _of_rate(done.value)
-        number, _ = self._in_rounds.get(done.number, (None, 0))
-        return Trial.of(done.number, self.space.config(done.params), outcome, round=number)
+        return Trial.of(done.number, self.space.config(done.params), outcome, round=done.user_attrs.get(ROUND))
 
 
 def _maximises(study: optuna.Study) -> bool:

@@ -54,6 +54,7 @@ def what_next(
     ceiling: float | None = None,
     seconds_left: float = math.inf,
     elsewhere: Collection[LoaderConfig] = (),
+    least_rounds: int = LEAST_ROUNDS,
 ) -> Next:
     """The next burst, or the next round, of a search in which something has succeeded.
 
@@ -63,13 +64,14 @@ def what_next(
         ceiling: samples/s of the step alone; None where that is unknown.
         seconds_left: of the budget.
         elsewhere: what others measure at this moment, without what a burst cannot see.
+        least_rounds: in which the choice has to run.
     """
     choice, tried = belief.choice, {trial.config.key() for trial in belief.trials}
     assert choice is not None
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
     rival, worth = belief.rival(choice) or (choice, 0.0)
     slower = belief.is_faster(choice, own)
-    pair_s = sum(burst_s(belief, each) for each in (choice, rival)) if slower >= CERTAIN or own == choice else 1.0
+    pair_s = max(sum(burst_s(belief, each) for each in (choice, rival)), 1.0) if slower >= CERTAIN or own == choice else 1.0
     stop: StopReason | None = None
     if is_at_ceiling(belief, choice, ceiling):
         stop = "CEILING"
@@ -84,7 +86,7 @@ def what_next(
     if untried and (len(tried) < 2 or burst_s(belief, untried[0]) + least_s <= seconds_left):
         return Next(configs=(untried[0],))
     ran, beside = [sum(each in r.rates for r in belief.rounds) for each in (choice, own)]
-    if stop and ran >= LEAST_ROUNDS:
+    if stop and ran >= least_rounds:
         return Next(stop=stop)
     is_out = (
         min(ran, beside) >= LEAST_ROUNDS and belief.is_faster(choice, own, 1 + CLEARLY * belief.tolerance) >= CERTAIN

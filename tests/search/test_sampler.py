@@ -1,9 +1,14 @@
-"""The sampler in studies as users run them: led near the best, stopped, with records that it cannot read and own knobs."""
+"""The sampler in studies as users run them: Optuna's own contract, led near the best, stopped, with records it cannot read."""
+
+import pickle
+import warnings
+from collections import Counter
 
 import optuna
 import pytest
+from optuna.testing.pytest_samplers import BasicSamplerTestCase, SingleOnlySamplerTestCase
 
-from autotune_loader.search.sampler import RECORD, TwinSampler, quiet_optuna
+from autotune_loader.search.sampler import ORDER, RECORD, ROUND, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values import Failure, LoaderConfig, Trial
 
@@ -12,6 +17,20 @@ from autotune_loader.values import Failure, LoaderConfig, Trial
 def quiet():
     with quiet_optuna():
         yield
+
+
+class TestContractOfOptuna(BasicSamplerTestCase, SingleOnlySamplerTestCase):
+    @pytest.fixture
+    def sampler(self):
+        return TwinSampler
+
+    @pytest.mark.parametrize("n_jobs", [1, 2])
+    def test_what_it_proposes_together_is_of_the_space_and_pythons_own(self, sampler, n_jobs):
+        study = study_with(sampler(Space(pin_memory=(False, True))))
+        study.optimize(lambda trial: study.sampler.space.suggest(trial).num_workers + 1.0, n_trials=8, n_jobs=n_jobs)
+        for trial in study.trials:
+            assert all(d._contains(d.to_internal_repr(trial.params[name])) for name, d in trial.distributions.items())
+            assert {type(value) for value in trial.params.values()} <= {int, bool}
 
 
 def study_with(sampler):
@@ -25,19 +44,63 @@ def saturating(trial, most=64):
     return 1000.0 * min(max(workers, 0.5), 6) * (1 + 0.0005 * prefetch)
 
 
-def test_a_users_own_objective_is_led_near_its_best_with_few_workers_and_stopped():
+def peaked(trial):
+    """Best at 20 workers."""
+    return 1000.0 / (1 + ((trial.suggest_int("num_workers", 0, 64) - 20) / 25) ** 2)
+
+
+@pytest.mark.parametrize(("objective", "best", "workers"), [(saturating, 6000, (6, 12)), (peaked, 1000, (16, 24))])
+def test_a_users_own_objective_is_led_near_its_best_in_15_trials_and_stopped(objective, best, workers):
     sampler = TwinSampler(context=Context(usable_cores=8))
     study = study_with(sampler)
-    study.optimize(saturating, n_trials=40, callbacks=[sampler.stop_when_safe])
-    assert study.best_value >= 0.98 * 6000
-    choice = sampler.belief(study).choice
-    assert 6 <= choice.num_workers <= 12
-    # THEN every trial is one of its own: what ran is what the study says
-    assert len({tuple(trial.params.items()) for trial in study.trials}) == len(study.trials)
-    # AND a study of Optuna's own sampler, which the twin only watches, can be stopped, too
+    study.optimize(objective, n_trials=15, callbacks=[sampler.stop_when_safe])
+    assert study.best_value >= 0.98 * best
+    assert workers[0] <= sampler.belief(study).choice.num_workers <= workers[1]
+    # THEN what is proposed again is proposed in rounds, and the study says so, pickled, too
+    kept = pickle.loads(pickle.dumps(study))
+    alone = [tuple(trial.params.items()) for trial in kept.trials if ROUND not in trial.user_attrs]
+    assert max(Counter(alone).values()) == 1
+    assert len(kept.trials) == len(study.trials)
+
+
+def test_a_study_of_another_sampler_is_only_watched():
     watching, study = TwinSampler(Space(max_workers=3)), study_with(optuna.samplers.TPESampler(seed=0))
     study.optimize(lambda trial: saturating(trial, 3), n_trials=40, callbacks=[watching.stop_when_safe])
     assert len(study.trials) < 40
+
+
+def test_rounds_are_trials_of_the_study_and_say_so():
+    sampler = TwinSampler(Space(max_workers=2))
+    study, rates = study_with(sampler), iter([1.0, 1.02, 0.99, 1.01] * 10)
+
+    def objective(trial):
+        workers = sampler.space.suggest(trial).num_workers
+        return 100.0 * (1 + workers) * next(rates)
+
+    study.optimize(objective, n_trials=20, callbacks=[sampler.stop_when_safe])
+    rounds = [(t.user_attrs[ROUND], t.user_attrs[ORDER]) for t in study.trials if ROUND in t.user_attrs]
+    assert rounds[0] == (0, 0)
+    assert rounds == sorted(rounds)
+    assert len(sampler.belief(study).rounds) == rounds[-1][0] + 1 >= 2
+
+
+def test_a_study_that_minimises_is_refused_with_the_call_that_works():
+    study = optuna.create_study(sampler=TwinSampler())
+    with pytest.raises(ValueError, match=r"minimises; optuna.create_study\(direction='maximize', .* would work"):
+        study.optimize(lambda trial: trial.suggest_int("num_workers", 0, 4), n_trials=1)
+
+
+def test_what_raises_is_not_proposed_again():
+    def objective(trial):
+        if trial.suggest_int("num_workers", 0, 64) > 12:
+            raise RuntimeError("DataLoader worker is killed by signal: Killed")
+        return saturating(trial)
+
+    study = study_with(sampler := TwinSampler(context=Context(usable_cores=16)))
+    study.optimize(objective, n_trials=30, catch=(RuntimeError,), callbacks=[sampler.stop_when_safe])
+    failed = Counter(trial.params["num_workers"] for trial in study.trials if trial.state.name == "FAIL")
+    assert max(failed.values()) == 1
+    assert study.best_value >= 0.98 * 6000
 
 
 @pytest.mark.parametrize("record", ["{}", "no JSON", 3, None], ids=["another release's", "no JSON", "no text", "none"])
