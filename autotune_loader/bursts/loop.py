@@ -86,7 +86,7 @@ class LoopRun:
         self._batch: Any = None
         """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
         memory back, and the next fetch in this process has to write to fresh pages."""
-        self._started = self._next_check = 0.0
+        self._started, self._next_check, self._delivered = 0.0, 0.0, 0
         self.now = time.monotonic if timeline is None else timeline.now
         """Seconds of the clock that the traces are on."""
 
@@ -161,7 +161,7 @@ class LoopRun:
         except StopIteration:
             return False
         checked(self._batch)
-        received = now()
+        received, self._delivered = now(), self._delivered + 1
         on_arrival()
         if self._shape is None:
             self._shape = BatchShape.of(self._batch)
@@ -180,13 +180,15 @@ class LoopRun:
 
     def knows_enough(self) -> bool:
         """Whether the burst may end; asks seldom, so that asking costs next to nothing."""
-        now = self.now()
-        if now < self._next_check:
+        now, workers = self.now(), max(self._workers, 1)
+        # When one of the first rounds of the workers is through, the next batch may be long in coming.
+        is_between_rounds = self._delivered <= 3 * workers and self._delivered % workers == 0
+        if now < self._next_check and not is_between_rounds:
             return False
         self._settle()
         if len(self._traces) < 2:  # one opens the window, and one is in it, be its steps as long as they may
             return False
-        enough = is_enough(self._traces, self.request.plan, workers=self._workers, now=now)
+        enough = is_enough(self._traces, self.request.plan, delivered=self._delivered, workers=self._workers, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
         return enough
 

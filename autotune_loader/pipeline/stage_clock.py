@@ -36,6 +36,8 @@ TOO_OFTEN = 0.05
 """Of a batch's time: a function whose clocks would take more of it is clocked no more, and its time is its caller's."""
 READINGS_OF_REPORT = 5
 """What was seen travels with its batch, which costs as much as so many readings."""
+LONG_S = 1.5
+"""A first batch that takes longer counts: a burst may see no second one, and opening and importing are little of it."""
 MOST_DEPTH = 4
 """Containers of transforms within each other."""
 ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
@@ -51,7 +53,8 @@ LIBRARY_STAGES = {
 
 
 class StageClock:
-    """Clocks the thread that makes it, the main thread of a worker. Its first batch opens files and imports: it does not count.
+    """Clocks the thread that makes it, the main thread of a worker. Its first batch opens files and imports: it does
+    not count unless it takes long.
 
     Args:
         dataset: what its samples are made by is clocked.
@@ -99,7 +102,8 @@ class StageClock:
         for hook in self._hooks:
             hook.exchange(hook.clocked, hook.function)
         kept = [hook for hook in self._hooks if hook.calls * CLOCKED_S <= TOO_OFTEN * wall_s]
-        counts, self._is_settled = self._is_settled and len(kept) == len(self._hooks), True
+        counts = (self._is_settled or wall_s > LONG_S) and len(kept) == len(self._hooks)
+        self._is_settled = True
         self._hooks = kept
         # Batches are written while others are made: what was written since the last clocked one is shared out.
         before, self._queue_cpu_s = self._queue_cpu_s, _queue_cpu_s()
