@@ -25,7 +25,7 @@ from autotune_loader.bursts.protocol import Announce, Request
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.bursts.window import Window
 from autotune_loader.pipeline.batches import BatchShape
-from autotune_loader.pipeline.prefetch import prefetched
+from autotune_loader.pipeline.prefetch import fresh, prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, FailurePhase, Measurement, StageSamples, pooled
@@ -53,7 +53,7 @@ class Cached:
     def __iter__(self) -> Iterator[Any]:
         while True:
             now = time.monotonic()
-            yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples, None)
+            yield fresh(self.batch), (MAIN_PROCESS, now, now, now, 0.0, self.samples, None)
 
 
 class LoopRun:
@@ -119,7 +119,7 @@ class LoopRun:
 
     def _window(self, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
         self.enter("start")
-        loader, window = make_loader(), Window(reads_pss=self.request.reads_pss)
+        loader, window = make_loader(), Window(self.request.usable_cores, reads_pss=self.request.reads_pss)
         if self.timeline is not None and isinstance(loader, Cached):
             # On the device beforehand: a loader that copies ahead of the step can hide the copy.
             loader = replace(loader, batch=self.step.ready(loader.batch))

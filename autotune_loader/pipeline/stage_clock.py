@@ -28,6 +28,8 @@ from autotune_loader.values import Seen, StageSamples
 
 Line = tuple[str, str]
 """stage, where"""
+LONG_S = 1.5
+"""A first batch that takes longer counts: a burst may see no second one, and opening and importing are little of it."""
 MOST_COST = 0.004
 """Of all batches' time, which clocks may take: so seldom is one clocked."""
 CLOCKED_S = 1e-5
@@ -36,8 +38,6 @@ TOO_OFTEN = 0.05
 """Of a batch's time: a function whose clocks would take more of it is clocked no more, and its time is its caller's."""
 READINGS_OF_REPORT = 5
 """What was seen travels with its batch, which costs as much as so many readings."""
-LONG_S = 1.5
-"""A first batch that takes longer counts: a burst may see no second one, and opening and importing are little of it."""
 MOST_DEPTH = 4
 """Containers of transforms within each other."""
 ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
