@@ -142,7 +142,8 @@ def _sustained(traces: Sequence[BatchTrace], workers: int, first: int, stock: st
     made, inside = _made_at_best(traces, workers), traces[first:]
     if len(inside) < 2 * workers:
         # What was consumed depends on where in a round the window was cut; what either side needs for a batch does not.
-        consumer = mean_interval([trace.receive_s + trace.step_s for trace in traces])
+        # The first is handed over while workers still start.
+        consumer = mean_interval([trace.receive_s + trace.step_s for trace in traces[1:]])
         taken = _rate(consumer, fmean(trace.samples for trace in traces), len(traces))
         slower = min(made, taken, key=lambda each: each.value)
         factor = math.exp(math.hypot(math.log(slower.high / slower.value), Z_95 * MADE_SD))
