@@ -29,6 +29,7 @@ PUBLIC = {
 UNPICKLING = {
     "watch/others.py": {"loads"},
     "bursts/packing.py": {"loads"},
+    "bursts/settings.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
     "autoloader/channel.py": {"loads"},  # between the loop and its workers
     "autoloader/nursery.py": {"loads"},

@@ -28,13 +28,14 @@ from autotune_loader.bursts.files import STEP_WRITES, refused_path
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
-from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, die_with_owner
+from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, die_with_owner, own_files
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.batches import BatchShape, samples_in, tensors_in
 from autotune_loader.pipeline.by_value import why_not_pickled
+from autotune_loader.pipeline.prefetch import fresh
 from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
-from autotune_loader.pipeline.workload import DataSide, Workload, wrapped_datasets
+from autotune_loader.pipeline.workload import DataSide, Workload, draws_nothing, wrapped_datasets
 from autotune_loader.values import Failure, FailurePhase, LoaderConfig
 
 SECOND_LOOK_S = 0.5
@@ -131,12 +132,16 @@ class Bench:
 
     def run(self, request: Request) -> Message:
         """A burst with workers or without, or the step on the first batch again and again; after `prepare`."""
+        if request.plan.again:
+            self._reading.rewind()
         config, stages, has_workers = request.config, request.plan.stages, request.config.num_workers > 0
 
         def make_loader() -> Any:
             if request.what == "step_ceiling":
                 return self._first
-            data = self._data if has_workers else self._read_private()
+            data = self._data  # in which no burst without workers may fill a cache
+            if not has_workers and not draws_nothing(data.dataset, data.collate):
+                data = self._read_private()
             return make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
 
         def on_error(error: Exception, phase: FailurePhase) -> None:
@@ -240,7 +245,7 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
         now = timeline.now
     while True:
         begun = now()
-        step.run(batch)
+        step.run(fresh(batch))
         if timeline is not None:
             timeline.synchronize()
         took.append(now() - begun)
@@ -254,9 +259,10 @@ def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, wor
     """Begin a new worker, before the user's own `worker_init_fn`: it ends with its parent.
 
     Torch's workers look for their parent every 5 s, and only between batches. How tensors are handed over is set anew, for a
-    worker that inherits nothing.
+    worker that inherits nothing. A file that the first batch has opened, and a module keeps, is opened by training in each.
     """
     die_with_owner()
+    own_files(writable=True)
     leave_segments()
     torch.multiprocessing.set_sharing_strategy(sharing_strategy)
     if inner is not None:

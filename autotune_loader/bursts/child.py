@@ -161,6 +161,7 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
         send(connection, bench.run(request))
 
     leave_segments()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited where it is ignored, and then no child can be waited for
     try:
         bench = make_bench()
     except (Exception, SystemExit) as error:
@@ -174,7 +175,8 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
     while message.ready is not None:
         request = receive(connection, Request)
         if in_forks:
-            bench.begin_elsewhere()
+            if not request.plan.again:
+                bench.begin_elsewhere()
             _in_fork(answer)
         else:
             answer()

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from autotune_loader.machine.elsewhere import changed_file, write_only_in
+from autotune_loader.machine.elsewhere import changed_files, write_only_in
 
 CACHES = {
     "XDG_CACHE_HOME": "~/.cache",
@@ -48,8 +48,8 @@ TRACKERS_OFF = {
 }  # fmt: skip
 """What tells experiment trackers to record nothing."""
 NOT_HELD = (
-    "This kernel has no Landlock, so only what Python and torch.save write is refused: leave saving and logging out of the "
-    "step and the dataset."
+    "This kernel has no Landlock, so only what Python and torch.save write is refused, not what SQLite, other libraries in C "
+    "and programs write: leave saving and logging out of the step and the dataset."
 )
 IN_TEXT = re.compile(
     r"permission denied|can(?:no|')t be opened|(?:unable|failed) to (?:open|create|write)", re.IGNORECASE
@@ -111,7 +111,8 @@ def confine() -> list[str]:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        check(changed_file(event, arguments))
+        for path in changed_files(event, arguments):
+            check(path)
 
     is_held = write_only_in(places())
     if not is_held:

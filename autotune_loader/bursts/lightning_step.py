@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +77,8 @@ class StandInTrainer(SimpleNamespace):
             module.log = module.log_dict = module.print = lambda *_args, **_options: None
         made, schedulers = ([optimizer], []) if optimizer is not None else _configured(model.configure_optimizers())
         self.optimizers += made
+        for each in made:
+            each.toggle_model = functools.partial(_toggled, model, each)
         self.lr_scheduler_configs += [SimpleNamespace(scheduler=each) for each in schedulers]
         self._batches = 0
         self._takes_index = len(inspect.signature(model.training_step).parameters) > 1
@@ -90,6 +94,13 @@ class StandInTrainer(SimpleNamespace):
         number, self._batches = self._batches, self._batches + 1
         with self.precision_plugin.forward_context():
             return self._model.training_step(batch, number) if self._takes_index else self._model.training_step(batch)
+
+
+@contextlib.contextmanager
+def _toggled(model: Any, optimizer: Any, sync_grad: bool = True) -> Iterator[None]:  # noqa: ARG001 - as Lightning's own
+    model.toggle_optimizer(optimizer)
+    yield
+    model.untoggle_optimizer(optimizer)
 
 
 def _configured(made: Any) -> tuple[list[Any], list[Any]]:

@@ -25,7 +25,7 @@ from autotune_loader.bursts.protocol import Announce, Request
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.bursts.window import Window
 from autotune_loader.pipeline.batches import BatchShape
-from autotune_loader.pipeline.prefetch import prefetched
+from autotune_loader.pipeline.prefetch import fresh, prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, FailurePhase, Measurement, StageSamples, pooled
@@ -53,7 +53,7 @@ class Cached:
     def __iter__(self) -> Iterator[Any]:
         while True:
             now = time.monotonic()
-            yield self.batch, (MAIN_PROCESS, now, now, now, 0.0, self.samples, None)
+            yield fresh(self.batch), (MAIN_PROCESS, now, now, now, 0.0, self.samples, None)
 
 
 class LoopRun:
@@ -86,7 +86,7 @@ class LoopRun:
         self._batch: Any = None
         """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
         memory back, and the next fetch in this process has to write to fresh pages."""
-        self._started = self._next_check = 0.0
+        self._started, self._next_check, self._delivered = 0.0, 0.0, 0
         self.now = time.monotonic if timeline is None else timeline.now
         """Seconds of the clock that the traces are on."""
 
@@ -119,7 +119,7 @@ class LoopRun:
 
     def _window(self, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
         self.enter("start")
-        loader, window = make_loader(), Window(reads_pss=self.request.reads_pss)
+        loader, window = make_loader(), Window(self.request.usable_cores, reads_pss=self.request.reads_pss)
         if self.timeline is not None and isinstance(loader, Cached):
             # On the device beforehand: a loader that copies ahead of the step can hide the copy.
             loader = replace(loader, batch=self.step.ready(loader.batch))
@@ -161,7 +161,7 @@ class LoopRun:
         except StopIteration:
             return False
         checked(self._batch)
-        received = now()
+        received, self._delivered = now(), self._delivered + 1
         on_arrival()
         if self._shape is None:
             self._shape = BatchShape.of(self._batch)
@@ -180,13 +180,15 @@ class LoopRun:
 
     def knows_enough(self) -> bool:
         """Whether the burst may end; asks seldom, so that asking costs next to nothing."""
-        now = self.now()
-        if now < self._next_check:
+        now, workers = self.now(), max(self._workers, 1)
+        # When one of the first rounds of the workers is through, the next batch may be long in coming.
+        is_between_rounds = self._delivered <= 3 * workers and self._delivered % workers == 0
+        if now < self._next_check and not is_between_rounds:
             return False
         self._settle()
         if len(self._traces) < 2:  # one opens the window, and one is in it, be its steps as long as they may
             return False
-        enough = is_enough(self._traces, self.request.plan, workers=self._workers, now=now)
+        enough = is_enough(self._traces, self.request.plan, delivered=self._delivered, workers=self._workers, now=now)
         self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
         return enough
 

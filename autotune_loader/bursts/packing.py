@@ -13,6 +13,7 @@ import contextlib
 import mmap
 import os
 import pickle
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -30,6 +31,8 @@ SMALLEST_BUFFER = 256
 """A smaller one stays in the pickle: its place in the table would cost as much."""
 ALIGNMENT = 64
 """What kernels like the memory of tensors to be aligned to."""
+MOST_RECURSION = 5000
+"""Pickle goes as deep as Python's limit allows, and with a higher one it ends the process: the C stack has no room for it."""
 SEARCH_DEPTH, SEARCHED_BYTES = 6, 1 << 26
 """How deep an attribute that cannot be pickled is looked for, and in how large a part."""
 
@@ -149,7 +152,12 @@ def _pickled(value: Any, file: _Limited) -> list[memoryview]:
             file.count(view.nbytes)
         return view.nbytes < SMALLEST_BUFFER
 
-    _ArchivePickler(file, is_copied).dump(value)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(min(limit, MOST_RECURSION))
+    try:
+        _ArchivePickler(file, is_copied).dump(value)
+    finally:
+        sys.setrecursionlimit(limit)
     return views
 
 

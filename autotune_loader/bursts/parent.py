@@ -103,7 +103,7 @@ def open_probe(
     """
 
     def started(source: Sequence[int] | Workload, start_s: float, *notes: str) -> OpenProbe:
-        probe = ProcessProbe(source, memory_budget_bytes, start_s)
+        probe = ProcessProbe(source, memory_budget_bytes, start_s, machine.usable_cores)
         exits.callback(probe.close)
         warmup = probe.start()
         return OpenProbe(probe=probe, warmup=warmup, notes=[*notes, *warmup.notes])
@@ -116,7 +116,7 @@ def open_probe(
         _check_device(workload)
         try:
             share = int((machine.memory.available_bytes or LARGEST_PAYLOAD_BYTES) * PAYLOAD_MEMORY_SHARE)
-            fds = exits.enter_context(packed(workload, Settings.read(), min(LARGEST_PAYLOAD_BYTES, share)))
+            fds = exits.enter_context(packed(workload, Settings.read(workload), min(LARGEST_PAYLOAD_BYTES, share)))
             opened = started(fds, max(START_DEADLINE_S, budget_s))
         except (NotSentError, WorkloadError) as fresh:
             reason = str(fresh).splitlines()[0].removesuffix(ENDS_TRAINING)
@@ -154,10 +154,14 @@ class ProcessProbe:
             one.
         memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
         start_s: importing torch, unpickling, the first batch and the warm-up must be done by then, unless they compute.
+        usable_cores: that shares of the CPU are told of.
     """
 
-    def __init__(self, source: Sequence[int] | Workload, memory_budget_bytes: int | None, start_s: float) -> None:
+    def __init__(
+        self, source: Sequence[int] | Workload, memory_budget_bytes: int | None, start_s: float, usable_cores: int = 1
+    ) -> None:
         self._source, self._memory_budget_bytes, self._start_s = source, memory_budget_bytes, start_s
+        self._usable_cores = usable_cores
         self._starts = 0
         self._child: _Child | None = None
         self._memory: dict[LoaderConfig, MemoryUse | None] = {}
@@ -216,7 +220,7 @@ class ProcessProbe:
             child.kill()
 
         with memory_guarded(child.pid, budget_bytes, on_memory_limit):
-            message = child.ask(request, request.plan.deadline_s)
+            message = child.ask(replace(request, usable_cores=self._usable_cores), request.plan.deadline_s)
         if over_budget.is_set():  # also where the burst was over by then: the next one needs a new process
             over = OVER_BUDGET.format(config=request.config, mib=(budget_bytes or 0) / 2**20)
             message = Message(failure=Failure(kind="memory_guard", phase="batches", message=over))
@@ -241,8 +245,9 @@ class _Child:
     def __init__(self, source: Sequence[int] | Workload, seed: int) -> None:
         with contextlib.ExitStack() as held:  # given back at once where no process can start
             ours, theirs = map(held.enter_context, socket.socketpair())
-            self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile())
-            self._scratch = tempfile.mkdtemp(prefix="autotune-loader-", dir=scratch_root())
+            root = scratch_root()
+            self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile(dir=root))
+            self._scratch = tempfile.mkdtemp(prefix="autotune-loader-", dir=root)
             held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             self._process: subprocess.Popen[bytes] | psutil.Process
             if isinstance(source, Workload):

@@ -66,6 +66,8 @@ class Request:
     what: Literal["burst", "step_ceiling"]
     plan: BurstPlan
     config: LoaderConfig = field(default_factory=LoaderConfig)
+    usable_cores: int = 1
+    """That all cores in use are a share of."""
     reads_pss: bool = True
     """Whether memory is read, which takes some hundredths of a second; once for each configuration is enough."""
 

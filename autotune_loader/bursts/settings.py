@@ -1,7 +1,8 @@
 """What a script has set in its process: read there, and set in the process of the bursts, so that they train as it would.
 
     before anything of the user's is imported     arguments, start method, threads, what is set in torch
-    once the workload is unpickled                plain values of modules that differ from those of a fresh import
+    once the workload is unpickled                plain values of modules that differ from those of a fresh import, and
+                                                  functions that the script has put there
 
 A fork has all of it anyway. What differs in torch, and in modules of the user's, is told.
 """
@@ -11,26 +12,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import itertools
 import multiprocessing
 import operator
 import reprlib
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import cloudpickle
 import torch
 
 from autotune_loader.bursts.step import AUTOCAST
-from autotune_loader.pipeline.workload import is_users
+from autotune_loader.pipeline.workload import Workload, is_users, wrapped_datasets
 
+MAIN = ("__main__", "__mp_main__")
+NOT_PATCHED = {*sys.stdlib_module_names, "autotune_loader", *MAIN}
+"""Modules whose functions are not looked at: what the script has put there, such as `sys.excepthook`, is for itself."""
 MOST_ITEMS, DEEPEST = 10_000, 4
 """A table of a module that is larger, or nested deeper, is not carried: comparing it takes longer than a burst."""
 MOST_TOLD = 6
-"""Modules' values that a note names."""
-NOT_READ = {*sys.stdlib_module_names, "autotune_loader", "torch", "numpy", "cloudpickle", "__main__", "__mp_main__"}
+"""Names in a note."""
+NOT_READ = {*NOT_PATCHED, "torch", "numpy", "cloudpickle"}
 """Modules whose values are not looked at: torch's have a table, and functions of `__main__` bring theirs."""
 PLAIN = (bool, int, float, str, bytes, types.NoneType)
 BACKENDS = (
@@ -60,16 +66,19 @@ class Settings:
     torch: dict[str, Any]
     modules: dict[str, dict[str, Any]]
     """Plain values by module and name."""
+    patches: dict[str, bytes]
+    """Functions that the script has put there, pickled, by place (`module:Class.method`); empty where they cannot be."""
 
     @classmethod
-    def read(cls) -> Settings:
-        """The settings of this process."""
+    def read(cls, workload: Workload) -> Settings:
+        """The settings of this process, and what stands in the place of functions of those that model and dataset use."""
         return cls(
             argv=list(sys.argv),
             start_method=multiprocessing.get_start_method(allow_none=True),
             threads=torch.get_num_threads(),
             torch=read_torch(),
             modules=read_modules(),
+            patches={place: _pickled(function) for place, function in read_patches(workload)},
         )
 
     def set_process(self) -> list[str]:
@@ -81,7 +90,7 @@ class Settings:
         return [f"The bursts train with what this process has set: {', '.join(changed)}."] if changed else []
 
     def set_modules(self) -> list[str]:
-        """Set what differs in the modules that were imported meanwhile; a note of those that are the user's."""
+        """Set what differs in the modules that were imported meanwhile; notes of what is the user's."""
         changed = []
         for name, values in self.modules.items():
             module = sys.modules.get(name)
@@ -90,9 +99,17 @@ class Settings:
                 if type(present) is not type(value) or present != value:
                     _put(module, key, value)
                     changed += [f"{name}.{key}={reprlib.repr(value)}"] if is_users(name) else []
-        more = f" and {len(changed) - MOST_TOLD} more" if len(changed) > MOST_TOLD else ""
-        told = ", ".join(changed[:MOST_TOLD])
-        return [f"The bursts run with what this process has set in modules: {told}{more}."] if changed else []
+        put = {place: _put_function(place, data) for place, data in self.patches.items()}
+        told = {"with what this process has set in modules": changed}
+        for has, words in ((True, "with"), (False, "without")):
+            places = [place.replace(":", ".") for place, is_put in put.items() if is_put is has]
+            told[f"{words} what this process has put in the place of functions"] = places
+        return [f"The bursts run {words}: {_listed(names)}." for words, names in told.items() if names]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return f"{', '.join(names[:MOST_TOLD])}{more}"
 
 
 def read_modules() -> dict[str, dict[str, Any]]:
@@ -109,6 +126,52 @@ def read_modules() -> dict[str, dict[str, Any]]:
         if values:
             found[name] = values
     return found
+
+
+def read_patches(workload: Workload) -> Iterator[tuple[str, Any]]:
+    """Places and functions that the script has put into modules and classes: those that model and dataset are of, or import."""
+    training, data = workload.training, workload.data
+    parts = [training.model, training.train_step, training.loss_fn, data.collate_fn, *wrapped_datasets(data.dataset)]
+    parts += training.model.modules() if isinstance(training.model, torch.nn.Module) else []
+    owners = {*(kind for part in parts for kind in type(part).__mro__), *filter(inspect.isroutine, parts)}
+    modules = {name: sys.modules[name] for name in {each.__module__ for each in owners} & sys.modules.keys()}
+    values = [value for module in modules.values() for value in vars(module).values()]
+    for name, module in ({each.__name__: each for each in values if type(each) is types.ModuleType} | modules).items():
+        for key, value in {} if name.partition(".")[0] in NOT_PATCHED else list(vars(module).items()):
+            if issubclass(type(value), type) and value.__module__ == name:
+                methods = list(vars(value).items())
+                yield from ((f"{name}:{key}.{each}", own) for each, own in methods if _is_put(own, name))
+            elif _is_put(value, name):
+                yield f"{name}:{key}", value
+
+
+def _is_put(value: Any, module: str) -> bool:
+    """Whether it is a function of the script's in a module, or of any module of the user's in a library's."""
+    function = value.__func__ if type(value) in (staticmethod, classmethod) else value
+    if type(function) is not types.FunctionType:
+        return False
+    own = function.__globals__.get("__name__")
+    return own in MAIN or (own != module and is_users(own) and not is_users(module))
+
+
+def _pickled(function: Any) -> bytes:
+    with contextlib.suppress(Exception):
+        return bytes(cloudpickle.dumps(function))
+    return b""
+
+
+def _put_function(place: str, data: bytes) -> bool | None:
+    """Whether a function could be put there; None where it is there already, as its module does so."""
+    name, _, path = place.partition(":")
+    try:
+        function, (*outer, last) = cloudpickle.loads(data), path.split(".")
+        owner = functools.reduce(getattr, outer, importlib.import_module(name))
+        if vars(owner).get(last) is function:
+            return None
+        setattr(owner, last, function)
+    except Exception:
+        return False
+    return True
 
 
 def _is_plain(value: Any, deepest: int = DEEPEST) -> bool:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from autotune_loader.bursts.failures import first_sentence, is_of_user
 from autotune_loader.bursts.lightning_step import StandInTrainer, is_lightning_module
 from autotune_loader.pipeline.batches import described
-from autotune_loader.pipeline.prefetch import move
+from autotune_loader.pipeline.prefetch import fresh, move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
 
 TARGETS = ("labels", "label", "targets", "target", "y", "masks", "mask")
@@ -96,7 +96,7 @@ class TrainingStep:
         moved = move(batch, self.device)
         try:
             if self.is_own:
-                self.train(moved)
+                self.train(fresh(moved))
         except StepError:
             return batch
         return moved
@@ -176,6 +176,8 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     if model is None and train_step is None:
         alone = "no model: the loader alone" + (f", with the copy to {device}" if device.type != "cpu" else "")
         return TrainingStep(lambda batch: None, alone, device, is_whole=True)
+    if is_lightning_module(model):
+        model.configure_model()  # makes what is not there yet
     if isinstance(model, torch.nn.Module):
         if not any(getattr(model, mark, None) for mark in PLACED):
             model.to(device)

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from autotune_loader.machine.host import host_busy_s
-from autotune_loader.machine.limits import affinity, shared_memory, usable_cores
+from autotune_loader.machine.limits import affinity, shared_memory
 from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
 from autotune_loader.values import MemoryUse
 
@@ -22,12 +22,13 @@ class Window:
     """Watches this process and its descendants between two moments.
 
     Args:
+        usable_cores: as the run counts them, ranks and all.
         reads_pss: whether memory is read when the window has closed, which stalls the processes for some milliseconds each:
             once is enough for each configuration. Otherwise no memory is told of.
     """
 
-    def __init__(self, *, reads_pss: bool) -> None:
-        self._reads_pss, self._cpus, self._cores = reads_pss, affinity(), usable_cores().usable
+    def __init__(self, usable_cores: int, *, reads_pss: bool) -> None:
+        self._reads_pss, self._cpus, self._cores = reads_pss, affinity(), usable_cores
         self._shm = shared_memory()
 
     def watch(self) -> None:

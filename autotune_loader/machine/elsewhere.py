@@ -5,7 +5,7 @@
     own_shared_memory   what is written to shared memory, the parent does not see
     cut_channels        inherited pipes and sockets lead nowhere
     write_only_in       files are made, changed and removed in some places only
-    changed_file        what an audit hook sees of that
+    changed_files       what an audit hook sees of that
     scratch_root        a folder for what it leaves while it lives, short enough for sockets
     ended_with_us       the other side: what was started ends, and its folder goes, also where this process is killed
 
@@ -51,9 +51,10 @@ LANDLOCK_CREATE, LANDLOCK_ALLOW, LANDLOCK_RESTRICT, LANDLOCK_VERSION, BENEATH = 
 WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE = 1 << 1, 0x1FF0, 1 << 13, 1 << 14
 """What is refused. Since version 2, renames between folders (REFER) can be allowed; since 3, truncate(2) can be refused."""
 FILE_EVENTS = {
-    "os.remove": 0, "os.rename": 0, "os.rmdir": 0, "os.mkdir": 0, "os.truncate": 0, "os.link": 1, "os.symlink": 1,
+    "os.remove": {0: 1}, "os.rename": {0: 2, 1: 3}, "os.rmdir": {0: 1}, "os.mkdir": {0: 2}, "os.truncate": {0: 0},
+    "os.link": {0: 2, 1: 3}, "os.symlink": {1: 2},
 }  # fmt: skip
-"""Audit events that make, change or remove a file beside "open", and which argument is that file."""
+"""Audit events that make, change or remove files beside "open": which arguments these are, and the folder that each is in."""
 
 LONGEST_ROOT = 48
 """Characters of the folder's own path that leave room for `/autotune-loader-xxxxxxxx` and for multiprocessing's."""
@@ -195,13 +196,20 @@ def write_only_in(places: Iterable[str | os.PathLike[str]]) -> bool:
         os.close(rules)
 
 
-def changed_file(event: str, arguments: Sequence[Any]) -> Any:
-    """The file that an audit event says is about to be made, changed or removed, as the caller names it; None of others."""
+def changed_files(event: str, arguments: Sequence[Any]) -> list[Any]:
+    """The files that an audit event says are about to be made, changed or removed; none of other events."""
     if event == "open":
         flags = arguments[2] or 0
         writes = flags & os.O_ACCMODE != os.O_RDONLY or flags & (os.O_CREAT | os.O_TRUNC)
-        return arguments[0] if writes else None
-    return arguments[FILE_EVENTS[event]] if event in FILE_EVENTS else None
+        return [arguments[0]] if writes else []
+    return [_named(arguments[at], arguments[folder]) for at, folder in FILE_EVENTS.get(event, {}).items()]
+
+
+def _named(file: Any, folder: Any) -> Any:
+    """A file's name from everywhere: `shutil.rmtree` names it in a folder that it has open; -1 is the working directory."""
+    if file is folder or folder == -1:
+        return file
+    return os.path.join(f"/proc/self/fd/{folder}", os.fsdecode(file))  # noqa: PTH118
 
 
 def own_shared_memory() -> None:
@@ -289,9 +297,11 @@ def scratch_root() -> str:
     `/pymp-xxxxxxxx/listener-xxxxxxxx`, and a folder of our own comes in between: with a longer `TMPDIR` workers would hang.
     Where there is none it is the long one all the same: most start methods need no socket with a path.
     """
-    own = tempfile.gettempdir()
     usable = [place for place in OTHER_ROOTS if Path(place).is_dir() and os.access(place, os.W_OK | os.X_OK)]
-    return own if len(os.fsencode(own)) <= LONGEST_ROOT else next(iter(usable), own)
+    with contextlib.suppress(FileNotFoundError):  # where nothing else is writable /dev/shm may be
+        if len(os.fsencode(tempfile.gettempdir())) <= LONGEST_ROOT:
+            return tempfile.gettempdir()
+    return next(iter(usable), None) or tempfile.gettempdir()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -117,20 +117,30 @@ def move(batch: Any, device: Any) -> Any:
             return to(device, non_blocking=True)
         except TypeError:  # a method of the user's that does not take it
             return to(device)
+    return rebuilt(batch, lambda value: move(value, device))
+
+
+def fresh(batch: Any) -> Any:
+    """The batch in containers of its own, for a step that takes things out of them; what is no container is the same."""
+    return rebuilt(batch, fresh)
+
+
+def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """A new container of the same type with what a function makes of each value; what is no container is kept."""
     if is_dataclass(batch):
         changed = copy.copy(batch)  # its constructor may not take every field, and it may be frozen
         for name, value in fields_of(batch).items():
-            object.__setattr__(changed, name, move(value, device))
+            object.__setattr__(changed, name, change(value))
         return changed
     if isinstance(batch, Mapping):
-        items = {key: move(value, device) for key, value in batch.items()}
+        items = {key: change(value) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return items
         changed = copy.copy(batch)  # keeps a default_factory and the like
         changed.update(items)
         return changed
     if isinstance(batch, (list, tuple)):
-        values = [move(value, device) for value in batch]
+        values = [change(value) for value in batch]
         try:
             return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
         except TypeError:  # a subclass with a constructor of its own

@@ -12,6 +12,7 @@ all bursts of a run are one long reading of the dataset, and each takes up where
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 import time
@@ -53,8 +54,13 @@ class Reading:
         self._block = BLOCK_BATCHES * (data.batch_size or 1)
         self._at = (seed % FRESH_STARTS) * (self._samples // self._block // FRESH_STARTS) * self._block
         self._pass, self._permutation = 0, np.empty(0, np.int64)
+        self._begun = self._pass, self._at
         self._own: dict[int | None, Iterator[Any]] = {}
         """What the user's sampler gives, by samples of a batch."""
+        self._given: dict[int | None, list[Any]] = {}
+        """What it gave to the latest burst."""
+        self._again: dict[int | None, list[Any]] = {}
+        """What it shall give to the next one first."""
 
     @property
     def note(self) -> str | None:
@@ -65,10 +71,18 @@ class Reading:
     def begin(self, dataset: Any) -> int:
         """Another burst begins, on this dataset; returns its seed, for all that is random but the order."""
         self._bursts += 1
+        self._begun, self._given = (self._pass, self._at), {}
         set_epoch = getattr(dataset, "set_epoch", None)
         if self._data.is_iterable and callable(set_epoch):
             set_epoch(self._seed + self._bursts)
         return self._seed * 1000 + self._bursts
+
+    def rewind(self) -> None:
+        """Let the next burst read what the latest one has read; a stream is begun with the same seed."""
+        self._bursts, self._again = max(self._bursts - 1, 0), self._given
+        if self._pass != self._begun[0]:
+            self._permutation = self._permutation[:0]
+        self._pass, self._at = self._begun
 
     def batches(self, size: int | None = None) -> Iterator[Any]:
         """Batches of indices without end; none where an epoch has none.
@@ -79,7 +93,7 @@ class Reading:
         if not self._has_own_order:
             each = self._planned(size or 1)
             return each if size is not None else (indices[0] for indices in each)
-        return self._own.setdefault(size, self._of_sampler(size))
+        return self._noted(size)
 
     def _planned(self, size: int) -> Iterator[list[int]]:
         end = self._samples - (self._samples % size if self._data.drop_last else 0)
@@ -94,6 +108,13 @@ class Reading:
             if not len(self._permutation):
                 self._permutation = np.random.default_rng(self._pass).permutation(self._samples)
             yield self._permutation[first : self._at].tolist()
+
+    def _noted(self, size: int | None) -> Iterator[Any]:
+        again, self._again = self._again.pop(size, []), {}
+        given = self._given[size] = list[Any]()
+        for each in itertools.chain(again, self._own.setdefault(size, self._of_sampler(size))):
+            given.append(each)
+            yield each
 
     def _of_sampler(self, size: int | None) -> Iterator[Any]:
         """What the user's own sampler gives, epoch after epoch."""

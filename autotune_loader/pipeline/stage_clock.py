@@ -28,6 +28,8 @@ from autotune_loader.values import Seen, StageSamples
 
 Line = tuple[str, str]
 """stage, where"""
+LONG_S = 1.5
+"""A first batch that takes longer counts: a burst may see no second one, and opening and importing are little of it."""
 MOST_COST = 0.004
 """Of all batches' time, which clocks may take: so seldom is one clocked."""
 CLOCKED_S = 1e-5
@@ -51,7 +53,8 @@ LIBRARY_STAGES = {
 
 
 class StageClock:
-    """Clocks the thread that makes it, the main thread of a worker. Its first batch opens files and imports: it does not count.
+    """Clocks the thread that makes it, the main thread of a worker. Its first batch opens files and imports: it does
+    not count unless it takes long.
 
     Args:
         dataset: what its samples are made by is clocked.
@@ -99,7 +102,8 @@ class StageClock:
         for hook in self._hooks:
             hook.exchange(hook.clocked, hook.function)
         kept = [hook for hook in self._hooks if hook.calls * CLOCKED_S <= TOO_OFTEN * wall_s]
-        counts, self._is_settled = self._is_settled and len(kept) == len(self._hooks), True
+        counts = (self._is_settled or wall_s > LONG_S) and len(kept) == len(self._hooks)
+        self._is_settled = True
         self._hooks = kept
         # Batches are written while others are made: what was written since the last clocked one is shared out.
         before, self._queue_cpu_s = self._queue_cpu_s, _queue_cpu_s()

@@ -44,7 +44,9 @@ class BurstPlan:
     relative_error: float = 0.02
     """The window closes early once the rate's 95 % half-width, relative to the rate, is below this."""
     seed: int = 0
-    """Where a probe that is started for this burst begins to read; every burst reads on where the one before it stopped."""
+    """Where a probe that is started for this burst begins to read."""
+    again: bool = False
+    """Read the samples that the burst before this one read, from where it began; otherwise reading goes on where it stopped."""
     deadline_s: float = 60.0
     """The burst fails when it has not answered after this many seconds, start-up included."""
     stages: bool = False
@@ -57,14 +59,14 @@ class BurstPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Memory of the probe's process tree during a burst."""
+    """Memory of the probe's process tree at the end of a burst's window."""
 
     rss_bytes: int
-    """Peak of the summed resident set sizes; pages that processes share count once for each."""
+    """Sum of the resident set sizes; pages that processes share count once for each."""
     pss_bytes: int | None = None
-    """Peak of the summed proportional set sizes; shared pages count once. None where the kernel does not tell."""
+    """Sum of the proportional set sizes; shared pages count once. None where the kernel does not tell."""
     shm_bytes: int | None = None
-    """Peak use of /dev/shm above what was there before the burst."""
+    """Use of /dev/shm above what was there before the burst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def probe_of(what: Workload) -> Iterator[ProcessProbe]:
-    with packed(what, Settings.read(), 1 << 30) as files:
+    with packed(what, Settings.read(what), 1 << 30) as files:
         probe = ProcessProbe(files, MEMORY_BUDGET_BYTES, parent.START_DEADLINE_S)
         try:
             yield probe

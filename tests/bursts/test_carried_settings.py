@@ -82,6 +82,22 @@ def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result
 
 
 @pytest.mark.process
+def test_functions_that_the_script_has_put_in_the_place_of_others_are_carried_or_missed_in_words(module, monkeypatch):
+    script = {"__name__": "__main__", "lock": threading.Lock()}
+    exec("def rows(self): return 12\ndef locked(self): return lock and 13", script)
+    places = "settings_of_a_job.Rows.__len__", "torch.nn.modules.linear.Linear.extra_repr"
+    for put, words in (("rows", "with"), ("locked", "without")):
+        monkeypatch.setattr(module.Rows, "__len__", script[put])
+        monkeypatch.setattr(torch.nn.Linear, "extra_repr", script[put])
+        step = TrainingSide(model=torch.nn.Linear(2, 2), train_step=lambda model, batch: model(batch).sum())
+        probe, _ = run(workload(module.Rows(), training=step))
+        said = f"The bursts run {words} what this process has put in the place of functions: "
+        (note,) = [each for each in probe.notes if "in the place of functions" in each]
+        assert note.startswith(said)
+        assert all(place in note for place in places)
+
+
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_steps_run_in_the_autocast_of_this_process(is_forked):

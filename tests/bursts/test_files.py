@@ -166,7 +166,7 @@ def test_a_cache_that_is_not_there_yet_is_made_in_scratch(runs, monkeypatch):
 
 
 WITHOUT_LANDLOCK = """
-import os
+import os, shutil
 from autotune_loader.machine import elsewhere
 elsewhere.LANDLOCK_CREATE = 100_000
 from autotune_loader.bursts import files
@@ -174,7 +174,8 @@ print(files.confine() == [files.NOT_HELD])
 import torch
 for change in (
     "open('runs/last.pt', 'w')", "torch.save({}, 'runs/last.pt')", "os.remove('runs/last.pt')",
-    "os.rename('runs/last.pt', 'runs/older')", "os.mkdir('runs/more')", "torch.save({}, 'scratch/fine')",
+    "os.rename('runs/last.pt', 'runs/older')", "os.mkdir('runs/more')", "os.replace('scratch/mine', 'runs/last.pt')",
+    "torch.save({}, 'scratch/fine')", "os.makedirs('scratch/a/b'); shutil.rmtree('scratch/a')",
 ):
     try:
         exec(change)
@@ -186,11 +187,12 @@ for change in (
 
 @pytest.mark.process
 def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(runs):
+    (runs.parent / "scratch/mine").touch()
     places = {"PYTHONPATH": str(Path(files.__file__).parents[2]), "TMPDIR": str(runs.parent / "scratch")}
     command = [sys.executable, "-c", WITHOUT_LANDLOCK]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **places}, check=True)
     told = ran.stdout.splitlines()
-    assert [line.split()[0] for line in told] == ["True", *["refused"] * 5, "done"]
+    assert [line.split()[0] for line in told] == ["True", *["refused"] * 6, "done", "done"]
     assert told[2] == "refused runs/last.pt"
     assert contents(runs)["last.pt"] == "mine"
 

@@ -73,9 +73,11 @@ def test_after_kill_9_no_process_and_no_folder_stays(kind, victim, tmp_path):
 
 
 HARD = """
-import os, torch
+import os, signal, sys, torch
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
 if __name__ == "__main__":
+    if sys.argv[1] == "ends of children ignored":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with opened(workload([torch.zeros(4)] * 4096)) as probe:
         for config in (ONE_WORKER, TWO_WORKERS):
             measured(probe.probe, config)
@@ -84,14 +86,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("place", ["no standard input", "long TMPDIR"])
+@pytest.mark.parametrize("place", ["no standard input", "long TMPDIR", "ends of children ignored"])
 def test_a_place_that_is_hard_to_begin_in_is_no_trouble(place, tmp_path):
     # GIVEN no standard input, whose number the next descriptor would get, or a folder with a name too long for sockets
     long = tmp_path / "job_4711.".ljust(90 - len(str(tmp_path)), "x")
     long.mkdir()
     (tmp_path / "job.py").write_text(HARD)
     closes = place == "no standard input"
-    command = ["sh", "-c", f"exec {sys.executable} job.py {'<&-' if closes else ''}"]
+    command = ["sh", "-c", f"exec {sys.executable} job.py '{place}' {'<&-' if closes else ''}"]
     environ = ENVIRON if closes else {**ENVIRON, "TMPDIR": str(long)}
     ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert ran.stdout.splitlines() == ["fine [] True", str(not closes)], ran.stderr

@@ -58,6 +58,21 @@ def modules():
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    class Late(Plain):
+        """Is complete once it was configured, and toggles its only optimizer."""
+
+        automatic_optimization = False
+
+        def configure_model(self):
+            self.activation = nn.ReLU()
+
+        def training_step(self, batch):
+            optimizer = self.optimizers()
+            with optimizer.toggle_model(sync_grad=False):
+                optimizer.zero_grad()
+                self.manual_backward(self.activation(self.loss(batch)))
+                optimizer.step()
+
     class Manual(Plain):
         """Two optimizers, of which it steps one at a time, and a schedule."""
 
@@ -77,12 +92,17 @@ def modules():
             optimizers = [torch.optim.SGD([each], lr=0.1) for each in (self.layer.weight, self.layer.bias)]
             return optimizers, [torch.optim.lr_scheduler.ConstantLR(optimizers[0], factor=1.0)]
 
-    return SimpleNamespace(Trainer=lightning.Trainer, Plain=Plain, Asking=Asking, Manual=Manual)
+    return SimpleNamespace(Trainer=lightning.Trainer, Plain=Plain, Asking=Asking, Manual=Manual, Late=Late)
 
 
 @pytest.mark.parametrize(
     ("module", "says"),
-    [("Plain", ", then backward and SGD.step()"), ("Asking", ", then backward and SGD.step()"), ("Manual", "")],
+    [
+        ("Plain", ", then backward and SGD.step()"),
+        ("Asking", ", then backward and SGD.step()"),
+        ("Manual", ""),
+        ("Late", ""),
+    ],
 )
 def test_a_module_trains_without_its_trainer(modules, module, says):
     model = getattr(modules, module)()

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from autotune_loader.bursts.step import StepError, StepInferenceError, build_step
 from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values import WorkloadError
-from tests.support.bursts import ALONE, run, workload
+from autotune_loader.values import Measurement, WorkloadError
+from tests.support.bursts import ALONE, QUICK, measured, opened, run, workload
 
 N, IN, CLASSES = 6, 4, 3
 X, Y = torch.rand(N, IN), torch.randint(0, CLASSES, (N,))
@@ -181,6 +181,14 @@ def test_a_train_step_gets_the_batch_as_the_loader_gives_it_and_that_nothing_is_
     moved = build_step(TrainingSide(model=plain(), device="meta"), (X, Y)).move((X, Y))
     assert moved[0].device.type == "meta"
     assert "nothing is trained" in trained((X, Y), model=plain().requires_grad_(False)).notes[0]
+
+
+@pytest.mark.process
+def test_a_step_may_take_things_out_of_its_batch():
+    side = TrainingSide(train_step=lambda model, batch: batch.pop("labels"))
+    with opened(workload([{"x": X[0], "labels": 1}] * 64, training=side)) as found:
+        measured(found.probe)
+        assert isinstance(found.probe.step_ceiling(QUICK), Measurement)
 
 
 @pytest.mark.process

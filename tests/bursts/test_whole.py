@@ -1,11 +1,17 @@
 """What a dataset holds is as it was after bursts have read copies of it, or forks; every byte is copied once."""
 
+import functools
 import gc
 import multiprocessing
 import os
+import pickle
 import re
 import socket
 import sqlite3
+import sys
+import threading
+import time
+from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -17,7 +23,7 @@ from torch.utils.data import Dataset
 from autotune_loader.bursts.packing import TooLargeError, read_archive, write_archive
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
 from autotune_loader.values import WorkloadError
-from tests.support.bursts import ALONE, ONE_WORKER, opened, run, workload
+from tests.support.bursts import ALONE, ONE_WORKER, QUICK, TWO_WORKERS, Made, measured, opened, run, workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 LENGTH = 64
@@ -108,6 +114,57 @@ def test_what_a_dataset_holds_is_as_it_was(kind, tmp_path):
     assert re.search(says, " ".join(probe.notes))
     for name in ("close", "unlink"):
         getattr(held, name, lambda: None)()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("lock", [None, threading.Lock()], ids=["fresh", "forked"])
+def test_two_configurations_may_read_the_same_samples(lock):
+    # GIVEN samples as long as their index, in no batches
+    def sample(index):
+        return torch.zeros(index + (1 if lock is None else 1 + lock.locked()))
+
+    def first(config, **plan):
+        return [each.samples for each in measured(found.probe, config, replace(QUICK, **plan)).traces[:8]]
+
+    with opened(workload(Made(sample, 20_000), batch_size=None)) as found:
+        read = first(ALONE)
+        assert first(TWO_WORKERS, again=True) == first(ALONE, again=True) == read != first(ALONE)
+
+
+OPENED = []
+
+
+def at(path, index):
+    """The line of this number; the file is opened once, and kept by a module."""
+    OPENED[:] = OPENED or [path.open("rb", buffering=0)]
+    OPENED[0].seek(2 * index)
+    time.sleep(0.001)
+    assert OPENED[0].read(1) == str(index % 10).encode()
+    return index
+
+
+@pytest.mark.process
+def test_a_file_that_a_module_opens_on_first_use_is_each_workers_own(tmp_path):
+    (tmp_path / "lines").write_text("".join(f"{index % 10}\n" for index in range(LENGTH)))
+    run(workload(Numbers(tmp_path / "lines", at)), TWO_WORKERS, ALONE, TWO_WORKERS)
+
+
+class Chain:
+    """Is held by the next one."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+
+def test_what_is_too_deep_for_pickle_is_refused_whatever_the_limit():
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000_000)
+    try:
+        with pytest.raises(pickle.PicklingError, match="recursion"):
+            written(functools.reduce(lambda inner, _: Chain(inner), range(200_000), None))
+        assert sys.getrecursionlimit() == 1_000_000
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 @pytest.mark.process

@@ -23,7 +23,6 @@ class Machine:
             "tree_use": self.use,
             "tree_pss": lambda members: self.pss_looks.append(members) or 5,
             "host_busy_s": lambda cpus: self.host,
-            "usable_cores": lambda: SimpleNamespace(usable=2),
         }.items():
             monkeypatch.setattr(window, name, stand_in)
 
@@ -39,7 +38,7 @@ class Machine:
 def test_shares_and_bytes_are_those_of_the_window_alone(monkeypatch):
     # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s and reads 1,000 bytes, the machine is busy for 5 s
     machine = Machine(monkeypatch)
-    watched, silent = windows = [Window(reads_pss=reads_pss) for reads_pss in (True, False)]
+    watched, silent = windows = [Window(2, reads_pss=reads_pss) for reads_pss in (True, False)]
     machine.at(1.0, 4.0, {1: (1.0, 50), WORKER: (3.0, 20)})
     for each in windows:
         each.watch()
@@ -59,7 +58,7 @@ def test_shares_and_bytes_are_those_of_the_window_alone(monkeypatch):
 
 @pytest.mark.parametrize(("begun", "ended", "told"), [({}, {}, None), ({1: (0.0, 0)}, {1: (1.0, 0)}, 0.0)])
 def test_what_the_system_does_not_tell_is_none_and_ticks_make_no_negative_load(begun, ended, told, monkeypatch):
-    machine, watched = Machine(monkeypatch), Window(reads_pss=True)
+    machine, watched = Machine(monkeypatch), Window(2, reads_pss=True)
     machine.at(0.0, 0.0, begun)
     watched.watch()
     watched.open()

@@ -6,6 +6,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -61,6 +62,12 @@ def test_files_are_changed_in_the_given_places_only(change, tmp_path):
 
     assert in_fork(confined) == (True, True, "mine")
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["last.pt", "ok", "scratch"]
+
+
+def test_without_a_folder_for_temporary_files_another_one_is_taken(monkeypatch):
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert elsewhere.scratch_root() in elsewhere.OTHER_ROOTS
 
 
 def test_inherited_pipes_and_sockets_lead_nowhere_but_ours():

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
-from autotune_loader.pipeline.prefetch import DevicePrefetcher, move, prefetched, prefetched_as_tuned
+from autotune_loader.pipeline.prefetch import DevicePrefetcher, fresh, move, prefetched, prefetched_as_tuned
 from autotune_loader.values import LoaderConfig
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -87,6 +87,11 @@ def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(
         torch.device("meta") if isinstance(own, torch.Tensor) else own for own in before
     ]
     assert all(value is own for value, own in zip(tree_flatten(batch)[0], before, strict=True))
+    # AND a batch in containers of its own has the very same tensors
+    again, same_structure = tree_flatten(fresh(batch))
+    assert same_structure == structure
+    assert fresh(batch) is not batch
+    assert all(value is own for value, own in zip(again, before, strict=True))
 
 
 def test_what_moves_in_its_own_way_is_moved_so():

@@ -44,7 +44,9 @@ class Run:
     def __init__(self, data, seed=0):
         self.data, self.reading = data, Reading(data, seed)
 
-    def __call__(self, batches=BURST, **config):
+    def __call__(self, batches=BURST, *, again=False, **config):
+        if again:
+            self.reading.rewind()
         iterator = iter(make_traced_loader(self.data, LoaderConfig(**config), self.reading))
         read = [torch.as_tensor(batch).tolist() for batch, _ in itertools.islice(iterator, batches)]
         forget_open_batch()
@@ -77,6 +79,16 @@ def test_bursts_read_what_none_before_has_read_and_are_spread_over_an_epoch(name
         assert [np.mean(each) / len(ROWS) for each in bursts] == pytest.approx([0.5] * 8, abs=0.2)
         ahead = [after[0] == before[-1] + 1 for before, after in itertools.pairwise(bursts[0])]
         assert ahead == [number % BLOCK_BATCHES != 0 for number in range(1, BURST)]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_burst_reads_again_what_the_one_before_it_has_read_where_it_shall(name):
+    burst = Run(LOADERS[name])
+    for _ in range(2):
+        first = burst()
+        assert burst(again=True) == first
+        assert burst(2 * BURST, again=True)[:BURST] == first
+    assert burst() != first
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

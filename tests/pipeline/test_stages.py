@@ -54,7 +54,7 @@ def clocked(dataset, fetch=lambda dataset: next(iter(dataset)) if isinstance(dat
     """Where and seconds of each stage of a batch of 10 s and more that a worker would make, after a first one."""
     clock = stage_clock.StageClock(dataset)
     clock.fetch()
-    assert clock.batch(10.0, 5.0, 1) is None
+    assert clock.batch(1.0, 0.5, 1) is None
     clock.fetch()
     fetch(dataset)
     clock.collate(collate)

@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from autotune_loader.pipeline.throughput import queued_share, relative_error, summarise
-from autotune_loader.values import MAIN_PROCESS, BatchTrace
+from autotune_loader.pipeline.throughput import is_enough, queued_share, relative_error, summarise
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, BurstPlan
 
 SAMPLES = 8
 
@@ -147,6 +147,26 @@ def test_a_running_burst_knows_its_error_after_some_rounds_unless_stock_hides_th
     few, many, of_full = (relative_error(each, workers=4) for each in (traces[:40], traces, full))
     assert many < few < 1
     assert of_full < 0.05
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.3])
+@pytest.mark.parametrize("workers", [2, 8, 16, 24, 28, 32])
+def test_batches_that_take_seconds_are_not_waited_for_longer_than_they_tell(workers, step_s):
+    # GIVEN workers whose first batches all come after 8 s, and their second ones after 16
+    loader, plan = (
+        {"workers": workers, "service_s": 8.0, "step_s": step_s, "variation": 0.02},
+        BurstPlan(max_s=3.0, min_s=3.0),
+    )
+    traces, enough = simulate(100, **loader), functools.partial(is_enough, plan=plan, workers=workers)
+    # AND the first is handed over slowly, while others start
+    early = {name: getattr(traces[0], name) - 0.6 for name in ("fetch_start", "fetch_end", "collate_end")}
+    traces[0] = traces[0]._replace(**early)
+    count = next(n for n in range(2, 100) if enough(traces[:n], delivered=n, now=traces[n - 1].step_end))
+    rate, truth = summarise(traces[:count], workers=workers, started=0.0).samples_per_s, long_run_rate(**loader)
+    # THEN the burst ends within one and a half of these and its window, and its rate is the one that lasts
+    assert traces[count - 1].step_end < 1.5 * 8.0 + 3.0
+    assert rate.value == pytest.approx(truth, rel=0.05)
+    assert rate.low < truth < rate.high
 
 
 def test_what_goes_into_queues_is_told_while_they_fill():

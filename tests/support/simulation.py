@@ -98,9 +98,10 @@ class SimulatedProbe:
             if (now := trace.step_end) - begun > plan.deadline_s:
                 self._clock.advance(plan.deadline_s)
                 return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
-            if now >= next_check and len(traces) > 1:
+            workers, count = config.num_workers, len(traces)
+            if count > 1 and (now >= next_check or (count <= 3 * workers and count % workers == 0)):
                 next_check = now + 0.05
-                if is_enough(traces, plan, workers=config.num_workers, now=now):
+                if is_enough(traces, plan, delivered=count, workers=workers, now=now):
                     break
         self._clock.advance(traces[-1].step_end - begun)
         return self._measurement(config, traces, begun, disturbed)
