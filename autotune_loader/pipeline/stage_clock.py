@@ -3,8 +3,9 @@
     batch begins                                                        fetched        whole
     Photos.__getitem__ │ read │ __getitem__ │ decode │ Flip │ __getitem__ │   collate   │
 
-Time belongs to the innermost of them. They are clocked in workers only, whose objects are copies: nothing of the training
-process is touched. Clocks are there for some batches only, so that they cost little of all.
+Time belongs to the innermost of them; while a worker waits for a core the clocks stand. They are clocked in workers only, whose
+objects are copies: nothing of the training process is touched. Clocks are there for some batches only, so that they cost little
+of all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import os
 import sys
 import threading
 import time
@@ -32,12 +34,16 @@ LONG_S = 1.5
 """A first batch that takes longer counts: a burst may see no second one, and opening and importing are little of it."""
 MOST_COST = 0.004
 """Of all batches' time, which clocks may take: so seldom is one clocked."""
-CLOCKED_S = 1e-5
-"""What a reading takes, in seconds: 2 us in a tight loop, and five times as much between reads of new data."""
+CLOCKED_S = 1.2e-5
+"""What a reading takes, in seconds: 3 us in a tight loop, and four times as much between reads of new data."""
 TOO_OFTEN = 0.05
 """Of a batch's time: a function whose clocks would take more of it is clocked no more, and its time is its caller's."""
-READINGS_OF_REPORT = 5
-"""What was seen travels with its batch, which costs as much as so many readings."""
+MOST_READS, AWAY_S = 3, 1e-4
+"""Of the two clocks, until they are read within so many seconds of each other."""
+NAP_S, MOST_NAPS = 5e-4, 50
+"""So long a worker that is to be clocked lets its last batch be written, and so often."""
+READINGS_OF_BATCH = 10
+"""A nap, which takes no CPU, and what was seen, which travels with its batch, cost as much as so many readings."""
 MOST_DEPTH = 4
 """Containers of transforms within each other."""
 ENTRIES = ("__getitem__", "__getitems__", "__iter__", "__next__")
@@ -65,7 +71,10 @@ class StageClock:
         self._fetch = _base(dataset)
         self._stack: list[Line] = []
         self._seen: dict[Line, list[float]] = {}
-        self._wall = self._cpu = self._queue_cpu_s = 0.0
+        self._wall = self._cpu = self._queue_cpu_s = self._queued_s = 0.0
+        self._schedstat = -1
+        with contextlib.suppress(OSError):  # the kernel does not tell
+            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._readings = self._skip = self._batches = 0
         self._is_settled = False
         self._hooks: list[_Hook] = []
@@ -84,8 +93,9 @@ class StageClock:
         for hook in self._hooks:
             hook.calls = 0
             hook.exchange(hook.function, hook.clocked)
-        self._stack, self._seen, self._readings = [self._fetch], {}, READINGS_OF_REPORT
-        self._wall, self._cpu = time.monotonic(), time.thread_time()
+        _wait_for_feeder()
+        self._stack, self._seen, self._readings = [self._fetch], {}, READINGS_OF_BATCH
+        self._wall, self._cpu = self._wall_s(), time.thread_time()
 
     def collate(self, collate_fn: Any) -> None:
         """Its samples are there, and this function joins them."""
@@ -93,7 +103,7 @@ class StageClock:
             self._turn()
             self._stack = [("collate", _where(collate_fn))]
 
-    def batch(self, wall_s: float, cpu_s: float, samples: int) -> StageSamples | None:
+    def batch(self, cpu_s: float, samples: int) -> StageSamples | None:
         """It is whole; returns what was seen of it where it was clocked."""
         if not self._stack:
             return None
@@ -101,6 +111,7 @@ class StageClock:
         self._stack = []
         for hook in self._hooks:
             hook.exchange(hook.clocked, hook.function)
+        wall_s = sum(seconds[0] for seconds in self._seen.values())
         kept = [hook for hook in self._hooks if hook.calls * CLOCKED_S <= TOO_OFTEN * wall_s]
         counts = (self._is_settled or wall_s > LONG_S) and len(kept) == len(self._hooks)
         self._is_settled = True
@@ -113,7 +124,7 @@ class StageClock:
         self._skip = int(self._readings * CLOCKED_S / MOST_COST / max(wall_s, 1e-6))
         seen = tuple(Seen(*line, *seconds) for line, seconds in self._seen.items())
         queue_cpu_s = (self._queue_cpu_s - before) / batches
-        return StageSamples(seen=seen, samples=samples, wall_s=wall_s, cpu_s=cpu_s, queue_cpu_s=queue_cpu_s)
+        return StageSamples(seen=seen, samples=samples, cpu_s=cpu_s, queue_cpu_s=queue_cpu_s)
 
     def call(self, hook: _Hook, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the function that is hooked: a stage within another, where this thread makes a batch that is clocked."""
@@ -129,12 +140,26 @@ class StageClock:
             self._stack.pop()
 
     def _turn(self) -> None:
-        wall, cpu = time.monotonic(), time.thread_time()
+        wall, cpu = self._wall_s(), time.thread_time()
         seconds = self._seen.setdefault(self._stack[-1], [0.0, 0.0])
         seconds[0] += wall - self._wall
         seconds[1] += cpu - self._cpu
         self._wall, self._cpu = wall, cpu
         self._readings += 1
+
+    def _wall_s(self) -> float:
+        """Now, on a clock that stands while the thread is ready to run and waits for a core (`schedstat`: `run queued slices`).
+
+        A thread often leaves its core in a system call: both are read once more where it did between the two.
+        """
+        for _ in range(MOST_READS):
+            begun = time.monotonic()
+            with contextlib.suppress(OSError, IndexError, ValueError):  # the kernel does not tell
+                self._queued_s = int(os.pread(self._schedstat, 64, 0).split(None, 2)[1]) / 1e9
+            now = time.monotonic()
+            if now - begun < AWAY_S:
+                break
+        return now - self._queued_s
 
 
 class _Hook:
@@ -236,7 +261,25 @@ def _base(dataset: Any) -> Line:
     return type(dataset).__name__, _where(type(dataset))
 
 
+def _feeder() -> threading.Thread | None:
+    """The thread that writes batches to the queue."""
+    return next((each for each in threading.enumerate() if each.name == "QueueFeederThread"), None)
+
+
 def _queue_cpu_s() -> float:
-    """CPU seconds of the thread that writes batches to the queue."""
-    ident = next((each.ident for each in threading.enumerate() if each.name == "QueueFeederThread"), None)
+    """Its CPU seconds."""
+    ident = getattr(_feeder(), "ident", None)
     return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
+
+
+def _wait_for_feeder() -> None:
+    """Return when it has nothing to do: where it waits for a core with the interpreter lock, a stage waits for the lock."""
+    feeder = _feeder()
+    if feeder is None:
+        return
+    for _ in range(MOST_NAPS):
+        time.sleep(NAP_S)
+        with contextlib.suppress(KeyError, OSError):
+            state = Path(f"/proc/self/task/{feeder.native_id}/stat").read_text().rpartition(")")[2].split()[0]
+            if state == "S" and sys._current_frames()[feeder.ident or 0].f_code.co_name == "wait":  # of its condition
+                return

@@ -95,7 +95,7 @@ class TracedCollate(ByValue):
         end, cpu_s = time.monotonic(), here.cpu_clock() - here.cpu_begun
         if count is None:
             count = samples_in(batch) or 1
-        report = None if clock is None else clock.batch(end - start, cpu_s, count)
+        report = None if clock is None else clock.batch(cpu_s, count)
         return batch, (here.worker, start, fetch_end, end, cpu_s, count, report)
 
 

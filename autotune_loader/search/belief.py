@@ -157,11 +157,9 @@ class Belief:
         """
         losses, here = self.draws.losses, self._where(choice)
         means = np.minimum(losses[:, [here]], losses).mean(axis=0)
-        means[[index for index, config in enumerate(self.configs) if index == here or config not in self.proven]] = (
-            np.inf
-        )
-        if not np.isfinite(means.min()):
+        if len(means) < 2:
             return None
+        means[here] = np.inf
         near = np.flatnonzero(means <= means.min() + NEAR_BEST * self.tolerance)
         best = min(map(int, near), key=lambda i: (self.space.cost(self.configs[i]), means[i]))
         return self.space.as_kept(self.configs[best]), self.draws.worth_of_pair(here, best, self.tolerance)

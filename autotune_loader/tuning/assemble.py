@@ -124,7 +124,7 @@ def _as_fast(belief: Belief, effects: Effects, best: LoaderConfig) -> tuple[Load
 
 def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
     """Where a sample's time in a worker goes, the longest stage first; empty where too little was seen to say."""
-    if burst is None or burst.samples <= 0 or burst.wall_s < FEWEST_S:
+    if burst is None or burst.samples <= 0 or math.fsum(row.wall_s for row in burst.seen) < FEWEST_S:
         return ()
     rows = [*burst.seen, Seen(HAND_OVER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s)]
     others_s = burst.cpu_s - math.fsum(each.cpu_s for each in rows)

@@ -13,7 +13,11 @@ HAND_OVER, OTHER_THREADS = "hand over", "other threads"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """One stage of what a worker does for a sample; the shares of all stages add up to 1."""
+    """One stage of what a worker does for a sample; the shares of all stages add up to 1.
+
+    Wall seconds are those of computing and of waiting for storage, the network or locks. Waiting for a core, which stretches
+    every stage where workers are more than cores, is not among them.
+    """
 
     stage: str
     """Such as "decode", a transform's or a function's name, "collate", or "hand over" to the training process."""
@@ -24,13 +28,13 @@ class StageTime:
     cpu_share: float
     """Share of a sample's CPU seconds in a worker."""
     wall_s: float
-    """Wall seconds for each sample; where workers are more than cores, those of waiting for one are among them."""
+    """Wall seconds for each sample; without those of waiting for a core, where the kernel tells them (`schedstat`)."""
     cpu_s: float
     """CPU seconds for each sample."""
 
     @property
     def waited_s(self) -> float:
-        """Seconds without the CPU, for each sample."""
+        """Seconds of waiting for anything but a core, for each sample."""
         return max(0.0, self.wall_s - self.cpu_s)
 
 
@@ -49,8 +53,6 @@ class StageSamples:
 
     seen: tuple[Seen, ...]
     samples: float
-    wall_s: float
-    """Seconds from fetch to collated batch."""
     cpu_s: float
     """CPU seconds of the process meanwhile, all its threads together."""
     queue_cpu_s: float
@@ -66,6 +68,6 @@ def pooled(reports: Iterable[StageSamples | None]) -> StageSamples | None:
     for stage, where, wall_s, cpu_s in (row for each in known for row in each.seen):
         before = lines.get((stage, where), (0.0, 0.0))
         lines[stage, where] = before[0] + wall_s, before[1] + cpu_s
-    names = ("samples", "wall_s", "cpu_s", "queue_cpu_s")
+    names = ("samples", "cpu_s", "queue_cpu_s")
     totals = {name: math.fsum(getattr(each, name) for each in known) for name in names}
     return StageSamples(seen=tuple(Seen(*line, *seconds) for line, seconds in lines.items()), **totals)

@@ -106,7 +106,7 @@ def _draw_stages(stages: tuple[StageTime, ...], axes: canvas.Axes) -> None:
     waiting = [max(0.0, each.wall_s - each.cpu_s) * 1e3 for each in stages]
     axes.barh(names, computing, color=canvas.BLUE, label="computing")
     if any(waiting):
-        axes.barh(names, waiting, left=computing, color=canvas.SKY, label="waiting")
+        axes.barh(names, waiting, left=computing, color=canvas.SKY, label="waiting, not for a core")
     for row, each in enumerate(stages):
         text = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}  {each.where}"
         axes.text(each.wall_s * 1e3, row, text, va="center", fontsize=8, color=canvas.DARK_GREY)

@@ -1,0 +1,70 @@
+"""Where a sample's time goes, with more workers than cores: `python -m studies.fidelity.stages [RUNS]`
+
+The share of wall seconds of each stage in truth, and in bursts such as those of a search. The truth is what the first job says
+of its own stages, among these; of the others, what bursts of one worker show.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from autotune_loader.bursts.parent import open_probe
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.tuning.assemble import stage_times
+from autotune_loader.tuning.bursting import SEARCH_BURST
+from autotune_loader.values import LoaderConfig, pooled
+from studies.workloads import Items, StudyWorkload, accelerated, jpeg, workload_of
+
+NUMBERS = np.eye(300)
+
+
+class Steps(list[Callable[[Any], Any]]):
+    """Functions of a sample, one after the other: each is a stage."""
+
+    def __call__(self, sample: Any) -> Any:
+        return reduce(lambda made, step: step(made), self, sample)
+
+
+def wait(sample: Any) -> Any:
+    return time.sleep(0.002) or sample
+
+
+def compute(sample: Any, cpu_s: float = 0.001) -> Any:
+    end = time.thread_time() + cpu_s
+    return next(sample for _ in iter(int, 1) if time.thread_time() >= end)
+
+
+def decode(sample: Any) -> Any:
+    return compute(sample, 0.003)
+
+
+def multiply(sample: Any) -> Any:
+    return float((NUMBERS @ NUMBERS)[0, 0]) + sample
+
+
+def job(*steps: Callable[[Any], Any]) -> StudyWorkload:
+    return accelerated(Items(Steps(steps), 4096), 8, 0.002)
+
+
+def shares(probe: Any, workers: Sequence[int]) -> dict[str, float]:
+    bursts = [probe.burst(LoaderConfig().with_workers(each, 2), replace(SEARCH_BURST, stages=True)) for each in workers]
+    return {each.stage: each.wall_share for each in stage_times(pooled(each.stages for each in bursts))}
+
+
+TRUTH = {"wait": 2 / 6, "decode": 3 / 6, "compute": 1 / 6}
+JOBS = {"computes": job(wait, decode, compute), "waits": job(wait), "numpy": job(wait, multiply), "jpeg": jpeg()}
+if __name__ == "__main__":
+    for name, workload in JOBS.items():
+        with open_probe(workload_of(workload), inspect_machine(), None) as opened:
+            for _ in range(int([*sys.argv, 3][1])):
+                truth = TRUTH if name == "computes" else shares(opened.probe, [1] * 4)
+                found = dict.fromkeys(truth, 0.0) | shares(opened.probe, [1, 4, 8, 16])
+                whole = sum(map(found.__getitem__, truth))
+                error = max(abs(true - found[stage] / whole) for stage, true in truth.items())
+                told = (f"{stage} {true:.2f} -> {found[stage] / whole:.2f}" for stage, true in truth.items())
+                print(f"{name}: {100 * error:.1f} points;", *told, flush=True)
