@@ -110,17 +110,15 @@ def _traced(seen: Observation, traces: Sequence[BatchTrace], config: LoaderConfi
     kept = warm if len(warm) >= MIN_WARM_SAMPLES else traces
     # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
     service_s = np.array([t.collate_end - (t.requested if serial else t.fetch_start) for t in kept])
-    period_s = (traces[-1].step_end - traces[0].requested) / len(traces)
     # Queues that are still filling take what the loop does not: what is consumed does not tell what is made.
     visible = None if serial else _visibly_at_work(traces)
-    at_work = float(service_s.mean()) / max(period_s, 1e-9) if visible is None else visible
     return replace(
         seen,
         service_s=service_s,
         cpu_s=np.array([t.cpu_s for t in kept]),
         receive_s=np.maximum([t.receive_s for t in kept], 0.0),
         step_s=_steps(traces),
-        at_work=min(at_work, float(config.num_workers)),
+        at_work=None if visible is None else min(visible, float(config.num_workers)),
         between_s=_between_batches_s(traces, config),
     )
 

@@ -39,7 +39,8 @@ def simulated_trials(machine, *configs, seed=0):
 def simulated_warmup(machine, **changes):
     """What a probe knows of a simulated machine once it is warm."""
     batch = {"samples": machine.batch_size, "batch_bytes": machine.batch_bytes, "batch_tensors": 2}
-    first = {"first_fetch_s": machine.cpu_s + machine.wait_s, "first_fetch_cpu_s": machine.cpu_s}
+    fetch_s = machine.cpu_s + machine.wait_s
+    first = {"first_fetch_s": fetch_s, "first_fetch_cpu_s": machine.cpu_s, "first_batch_s": fetch_s}
     rest = {"step": "simulated", "on_accelerator": False, "default_threads": machine.cores}
     return WarmupReport(**{**batch, **first, **rest, **changes})
 
