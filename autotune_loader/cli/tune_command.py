@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
+import importlib.util
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -52,7 +53,7 @@ def tune_command(factory: str, as_json: bool, quiet: bool, storage: str | None, 
         from autotune_loader.tuning.study import open_study
 
         given["study"] = open_study(storage, factory)
-    with _stdout_kept_for_us() if as_json else contextlib.nullcontext():
+    with _stdout_kept_for_us() if as_json else contextlib.nullcontext(), _process_of_its_own():
         # Only now: a script may set variables that torch reads as it is imported.
         data, arguments = load_workload(factory)
         wanted = {"output": "loader.json", "progress": not quiet, **arguments, **given}
@@ -111,6 +112,17 @@ def _stdout_kept_for_us() -> Iterator[None]:
         os.close(kept)
 
 
+@contextlib.contextmanager
+def _process_of_its_own() -> Iterator[None]:
+    """The user's code finds the process as `python train.py` makes it: `_module` says which file is `__main__`, and runs."""
+    kept = sys.argv, sys.modules["__main__"]
+    sys.argv, sys.modules["__main__"] = [""], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.argv, sys.modules["__main__"] = kept
+
+
 def load_workload(target: str) -> tuple[Any, dict[str, Any]]:
     """What `target` makes: the data that `tune()` takes first, and its other arguments.
 
@@ -133,8 +145,8 @@ def load_workload(target: str) -> tuple[Any, dict[str, Any]]:
     if callable(made):
         try:
             made = made()
-        except Exception as error:
-            raise _users_error(f"{target} failed; it is called without arguments", error) from error
+        except (Exception, SystemExit) as error:
+            raise _users_error(f"{target} failed; neither it nor the script gets arguments", error) from error
     return _as_tune_arguments(made, target)
 
 
@@ -146,8 +158,10 @@ def _module(place: str) -> Any:
             raise ValueError(f"there is no file {place!r} in {Path.cwd()}; {_EXAMPLE}")
     sys.path[:0] = [each for each in dict.fromkeys((folder, str(Path.cwd()))) if each not in sys.path]
     try:
-        module = importlib.import_module(name)
-    except Exception as error:
+        if (spec := importlib.util.find_spec(name)) is not None and spec.origin is not None:
+            sys.argv[0] = sys.modules["__main__"].__file__ = spec.origin
+        sys.modules["__main__"] = module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (name == missing or name.startswith(f"{missing}.")):
             raise ValueError(f"there is no module {missing!r} here ({Path.cwd()}); {_EXAMPLE}") from None
@@ -158,7 +172,7 @@ def _module(place: str) -> Any:
     return module
 
 
-def _users_error(message: str, error: Exception) -> WorkloadError:
+def _users_error(message: str, error: BaseException) -> WorkloadError:
     """The user's own traceback: without our frames and those of the import system above theirs."""
     frame, ours = error.__traceback__, (__file__, importlib.__file__, "<frozen importlib")
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ours):

@@ -56,15 +56,32 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
         args.dataloader_prefetch_factor, args.dataloader_persistent_workers = None, False
     for name, value in training_arguments(result.best).items():
         setattr(args, name, value)
+    if _is_overridden(trainer, "get_train_dataloader"):
+        made = LoaderConfig.from_loader(plain_loader(trainer)).arguments()
+        if unheeded := [
+            f"{name}={value!r}" for name, value in result.best.arguments().items() if made.get(name) != value
+        ]:
+            warnings.warn(
+                f"the Trainer's own get_train_dataloader does not heed args for {', '.join(unheeded)}; "
+                "return result.apply_to(loader) in it would work",
+                stacklevel=2,
+            )
     return result
 
 
 def plain_loader(trainer: Any) -> Any:
-    """The Trainer's training loader before Accelerate wraps it: same dataset, order and collator, without unused columns."""
+    """The Trainer's training loader before Accelerate wraps it: same dataset, order and collator, without unused columns.
+
+    One that is the Trainer's own, or has batches of its own, is that which Accelerate has wrapped.
+    """
     from torch.utils.data import DataLoader, IterableDataset
 
     args, own = trainer.args, trainer.get_train_dataloader()
-    sampler = getattr(getattr(own, "batch_sampler", None), "sampler", None)
+    batches = getattr(own, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # of several ranks
+    if _is_overridden(trainer, "get_train_dataloader") or type(batches).__name__ not in ("BatchSampler", "NoneType"):
+        return getattr(own, "base_dataloader", own)
+    sampler = getattr(batches, "sampler", None)
     order: dict[str, Any] = {"sampler": sampler}
     if isinstance(own.dataset, IterableDataset):
         order = {}

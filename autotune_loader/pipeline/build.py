@@ -2,64 +2,98 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import inspect
 import warnings
-from inspect import Parameter
+from collections.abc import Iterator
+from threading import Thread
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values import LoaderConfig
+from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig
+
+OF_WORKERS = (*WITHOUT_WORKERS, "timeout")
+"""Arguments that torch refuses, or that say nothing, where there are no workers."""
+SETTINGS = ("num_workers", "pin_memory", *OF_WORKERS, "_iterator", "_IterableDataset_len_called")
+"""Attributes of a DataLoader that follow from its configuration; its start method has another name."""
+OWN_BATCHES = "batch_size={size} was tuned, but a batch_sampler decides it; batch_size=None would work"
+RUNNING = (
+    "{kind}.{name} runs with the settings that the loader was made with; {kind}(..., **result.best.to_kwargs()) would "
+    "work"
+)
 
 
-def build_loader(dataset: Any, config: LoaderConfig, *, loader_class: type[Any] = DataLoader, **arguments: Any) -> Any:
+@contextlib.contextmanager
+def _more_workers_than_cores() -> Iterator[None]:
+    """Where workers wait more of them are right, and that was measured: torch does not warn of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        yield
+
+
+@_more_workers_than_cores()
+def build_loader(dataset: Any, config: LoaderConfig, **arguments: Any) -> DataLoader[Any]:
     """A loader over `dataset` with a configuration; further arguments of the loader win over it.
 
     Args:
         dataset: any dataset that DataLoader takes.
         config: as tuned.
-        loader_class: `DataLoader`, or a class that takes the same arguments.
-        **arguments: of that class, such as `shuffle=True`.
+        **arguments: of DataLoader, such as `shuffle=True`. Those for workers are left out where there are none.
     """
-    tuned = config.to_kwargs()
-    if arguments.get("num_workers") == 0:
-        tuned = {name: value for name, value in tuned.items() if name == "pin_memory"}
-    merged = {**tuned, **arguments}
+    merged = {**config.to_kwargs(), **arguments}
+    if not merged["num_workers"]:
+        merged = {name: value for name, value in merged.items() if name not in OF_WORKERS}
     if merged.get("batch_sampler") is not None or merged.get("batch_size", 1) is None:
         merged.pop("drop_last", None)
-    with warnings.catch_warnings():
-        # Where workers wait more of them than cores are right, and that was measured.
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        return loader_class(dataset, **merged)
+    return DataLoader(dataset, **merged)
 
 
+@_more_workers_than_cores()
 def rebuild(loader: Any, config: LoaderConfig) -> Any:
-    """A loader like `loader`, over the same dataset and in the same order, with the tuned arguments.
+    """The loader once more, with the tuned settings: its class, and all that it was made with or given, stay.
 
     Args:
-        loader: a `torch.utils.data.DataLoader`, or of a class made from it, which it stays, with its own arguments.
+        loader: a `torch.utils.data.DataLoader`, or of a class made from it. An iterator that it keeps is begun anew.
         config: as `tune()` chose it. A tuned batch size is used where the loader makes its own batches.
 
     Raises:
-        ValueError: a batch size was tuned, but this loader has a sampler of batches, which decides it.
+        ValueError: a batch size was tuned, but a sampler of batches decides it; or the loader keeps something else that runs.
     """
-    parts = {name: getattr(loader, name) for name in ("collate_fn", "worker_init_fn", "generator", "timeout")}
-    # A class that is called with nothing but what DataLoader takes may keep what runs: it is made anew.
-    takes = {each.kind for each in inspect.signature(type(loader)).parameters.values()}
-    kind = type(loader) if takes == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} else DataLoader
-    made = build_loader(loader.dataset, config, loader_class=kind, **parts, **batching_of(loader, config))
-    if type(made) is type(loader):
-        return made
-    # One with arguments of its own is the loader itself, once more, with what is tuned as in `made`.
+    made = build_loader(loader.dataset, config, timeout=loader.timeout, **batching_of(loader, config))
     changed = copy.copy(loader)
-    tuned = {name: value for name, value in vars(made).items() if name not in ("dataset", "sampler", *parts)}
-    running = {name: None for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)}
-    context = [name for name in vars(loader) if name.endswith("__multiprocessing_context")]
     # Past DataLoader's guard of what must not change once there are workers.
-    vars(changed).update(tuned, **running, **dict.fromkeys(context, made.multiprocessing_context))
+    vars(changed).update({name: value for name, value in vars(made).items() if name in SETTINGS})
+    context = [name for name in vars(loader) if name.endswith("__multiprocessing_context")]
+    vars(changed).update(dict.fromkeys(context, made.multiprocessing_context))
+    if config.batch_size is not None and loader.batch_size is not None:
+        batches = _resized(loader.batch_sampler, config.batch_size)
+        vars(changed).update(batch_size=config.batch_size, batch_sampler=batches)
+    for name in vars(loader).keys() - vars(made).keys():
+        value = getattr(loader, name)
+        if isinstance(value, _BaseDataLoaderIter):
+            setattr(changed, name, changed._get_iterator())
+        elif isinstance(value, DataLoader) and value.dataset is loader.dataset:
+            setattr(changed, name, rebuild(value, config))
+        elif isinstance(value, (Iterator, Thread)):
+            raise ValueError(RUNNING.format(kind=type(loader).__name__, name=name))
+    return changed
+
+
+def _resized(batches: Any, size: int) -> Any:
+    """A sampler of batches with batches of another size; also one that repeats those of another.
+
+    Raises:
+        ValueError: it has a size of its own.
+    """
+    parts = {name: each for name, each in getattr(batches, "__dict__", {}).items() if isinstance(each, BatchSampler)}
+    if not isinstance(batches, BatchSampler) and not parts:
+        raise ValueError(OWN_BATCHES.format(size=size))
+    changed = copy.copy(batches)
+    own = {"batch_size": size} if isinstance(batches, BatchSampler) else {}
+    vars(changed).update(own, **{name: _resized(each, size) for name, each in parts.items()})
     return changed
 
 
@@ -74,7 +108,5 @@ def batching_of(loader: Any, config: LoaderConfig) -> dict[str, Any]:
         size = data.batch_size and (config.batch_size or data.batch_size)
         return {"batch_size": size, "sampler": data.sampler, "drop_last": data.drop_last}
     if config.batch_size is not None:
-        raise ValueError(
-            f"batch_size={config.batch_size} was tuned, but a batch_sampler decides it; batch_size=None would work"
-        )
+        raise ValueError(OWN_BATCHES.format(size=config.batch_size))
     return {"batch_sampler": data.batch_sampler}

@@ -3,7 +3,7 @@
 What was read once lies in the page cache: a burst that reads it again measures memory, where training will measure the disk. So
 all bursts of a run are one long reading of the dataset, and each takes up where the one before stopped:
 
-    shuffled         one permutation
+    shuffled         one permutation, of a long epoch in stretches, each of samples from all over it
     in order         blocks of a few batches from all over the epoch in turn, so that an order by length harms no burst
     sampler of yours the same blocks, of what it gives in a tenth of a second
     stream           begun anew by each burst, with another seed, and in another epoch where it has `set_epoch`
@@ -12,6 +12,7 @@ all bursts of a run are one long reading of the dataset, and each takes up where
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import random
@@ -29,6 +30,10 @@ BLOCK_BATCHES = 4
 """Batches that follow each other as in training, so that reading ahead is seen: one burst reads several such blocks."""
 SPREAD = 0.618
 """Steps of this part of an epoch visit it evenly, however many there are (the golden ratio)."""
+STRETCH = 1 << 20
+"""Samples that are shuffled at once: a dataset may say that it has more than memory holds the order of."""
+MOST_SAMPLES = 1 << 31
+"""No burst reads further, however long a dataset of crops says that it is: the product of two places fits in 64 bits."""
 DRAWN_S = 0.1
 """Seconds in which a sampler is asked for what will be read next."""
 FRESH_STARTS = 64
@@ -50,10 +55,10 @@ class Reading:
     def __init__(self, data: DataSide, seed: int = 0) -> None:
         self._data, self._seed, self._bursts = data, seed, 0
         self._has_own_order = data.is_iterable or data.has_own_order or not data.samples_per_epoch()
-        self._samples = data.samples_per_epoch() or 0
+        self._samples = min(data.samples_per_epoch() or 0, MOST_SAMPLES)
         self._block = BLOCK_BATCHES * (data.batch_size or 1)
         self._at = (seed % FRESH_STARTS) * (self._samples // self._block // FRESH_STARTS) * self._block
-        self._pass, self._permutation = 0, np.empty(0, np.int64)
+        self._pass = 0
         self._begun = self._pass, self._at
         self._own: dict[int | None, Iterator[Any]] = {}
         """What the user's sampler gives, by samples of a batch."""
@@ -80,8 +85,6 @@ class Reading:
     def rewind(self) -> None:
         """Let the next burst read what the latest one has read; a stream is begun with the same seed."""
         self._bursts, self._again = max(self._bursts - 1, 0), self._given
-        if self._pass != self._begun[0]:
-            self._permutation = self._permutation[:0]
         self._pass, self._at = self._begun
 
     def batches(self, size: int | None = None) -> Iterator[Any]:
@@ -99,15 +102,16 @@ class Reading:
         end = self._samples - (self._samples % size if self._data.drop_last else 0)
         while end:
             first = -(-self._at // size) * size  # where a batch of training begins
+            if self._data.is_shuffled and first // STRETCH != (min(first + size, end) - 1) // STRETCH:
+                first += size
             if first >= end:
-                first, self._pass, self._permutation = 0, self._pass + 1, self._permutation[:0]
+                first, self._pass = 0, self._pass + 1
             self._at = min(first + size, end)
-            if not self._data.is_shuffled:
+            if self._data.is_shuffled:
+                stretch, begin = divmod(first, STRETCH)
+                yield _shuffled(self._samples, self._pass, stretch)[begin : begin + self._at - first].tolist()
+            else:
                 yield _spread(np.arange(first, self._at), self._samples, self._block).tolist()
-                continue
-            if not len(self._permutation):
-                self._permutation = np.random.default_rng(self._pass).permutation(self._samples)
-            yield self._permutation[first : self._at].tolist()
 
     def _noted(self, size: int | None) -> Iterator[Any]:
         again, self._again = self._again.pop(size, []), {}
@@ -145,6 +149,13 @@ def _drawn(batches: Iterator[Any]) -> list[Any]:
         if time.monotonic() > until:
             break
     return drawn
+
+
+@functools.lru_cache(maxsize=1)
+def _shuffled(samples: int, epoch: int, stretch: int) -> Any:
+    """One stretch of a shuffled epoch."""
+    places = np.arange(stretch * STRETCH, min((stretch + 1) * STRETCH, samples))
+    return np.random.default_rng((epoch, stretch)).permutation(_spread(places, samples, 1))
 
 
 def _spread(positions: Any, length: int, block: int) -> Any:

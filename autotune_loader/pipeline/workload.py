@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -218,7 +219,7 @@ def _directly_in(dataset: Any) -> Iterator[Any]:
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         is_named = "dataset" in name or name.strip("_") in WRAPPED_NAMES
         many = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
-        for each in list(many)[:MOST_WRAPPED]:
+        for each in list(islice(many, MOST_WRAPPED)):
             if isinstance(each, Dataset) or _has_any(each, ("set_epoch",)) or (is_named and hasattr(each, "__dict__")):
                 yield each
 

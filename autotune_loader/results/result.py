@@ -143,7 +143,8 @@ class TuningResult:
             device: where the step runs, if copying batches ahead was allowed and chosen; "cuda" without it.
 
         Raises:
-            ValueError: a batch size was tuned, and this loader has a batch_sampler, which decides it.
+            ValueError: a batch size was tuned, and this loader has a batch_sampler, which decides it; or its class keeps
+                something that runs, such as a thread. The message says what would work.
         """
         from autotune_loader.pipeline.build import rebuild
 
@@ -158,7 +159,8 @@ class TuningResult:
         Args:
             dataset: any dataset that DataLoader takes.
             device: as in `apply_to()`.
-            **kwargs: further DataLoader arguments, such as `shuffle=False`; they win over the tuned ones.
+            **kwargs: further DataLoader arguments, such as `shuffle=False`; they win over the tuned ones. Those for workers,
+                such as `timeout`, count where there are any.
 
         Raises:
             ValueError: the tuned loader had a sampler or batch_sampler of its own, which belongs to another dataset.

@@ -111,7 +111,7 @@ def _traced(seen: Observation, traces: Sequence[BatchTrace], config: LoaderConfi
     # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
     service_s = np.array([t.collate_end - (t.requested if serial else t.fetch_start) for t in kept])
     # Queues that are still filling take what the loop does not: what is consumed does not tell what is made.
-    visible = None if serial else _visibly_at_work(traces)
+    visible = None if serial else _visibly_at_work(traces, config.num_workers)
     return replace(
         seen,
         service_s=service_s,
@@ -151,7 +151,7 @@ def _steps(traces: Sequence[BatchTrace]) -> Floats:
     return (steps[1:] if len(steps) > MIN_WARM_SAMPLES else steps) + loop_s
 
 
-def _visibly_at_work(traces: Sequence[BatchTrace]) -> float | None:
+def _visibly_at_work(traces: Sequence[BatchTrace], workers: int) -> float | None:
     """Mean number of workers at work while all of them could be seen; None where they never could.
 
     What a worker does after its last delivered batch leaves no trace.
@@ -161,7 +161,7 @@ def _visibly_at_work(traces: Sequence[BatchTrace]) -> float | None:
         begun.setdefault(trace.worker, trace.fetch_start)
         ended[trace.worker] = trace.collate_end
     since, until = max(begun.values()), min(ended.values())
-    if until <= since:
+    if until <= since or len(begun) < workers:
         return None
     worked = sum(max(0.0, min(t.collate_end, until) - max(t.fetch_start, since)) for t in traces)
     return worked / (until - since)

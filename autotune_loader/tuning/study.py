@@ -24,7 +24,7 @@ from autotune_loader.search.rule import begin_with
 from autotune_loader.search.sampler import ORDER, ROUND, TwinSampler, quiet_optuna
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.run import Run
-from autotune_loader.values import LoaderConfig, Measurement, Trial
+from autotune_loader.values import LoaderConfig, Measurement, Trial, what_works
 
 if TYPE_CHECKING:
     import optuna
@@ -68,9 +68,8 @@ def open_study(storage: str | None = None, name: str = "autotune_loader") -> opt
             )
         except Exception as error:
             # Neither the URL nor what databases and their drivers say of it is quoted: it may have a password.
-            raise ValueError(
-                f"storage cannot be opened ({type(error).__name__}); storage='study.journal' would work"
-            ) from None
+            works = what_works("storage", "study.journal")
+            raise ValueError(f"storage cannot be opened ({type(error).__name__}){works}") from None
 
 
 def _imported_optuna() -> Any:

@@ -19,7 +19,7 @@ from autotune_loader.values.measurement import (
     Trial,
     averaged,
 )
-from autotune_loader.values.serialization import from_plain, require_writable, to_plain, write_json
+from autotune_loader.values.serialization import from_plain, require_writable, to_plain, what_works, write_json
 from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS, Seen, StageSamples, StageTime, pooled
 from autotune_loader.values.statistics import (
     TYPICAL_NOISE,
@@ -41,5 +41,6 @@ __all__ = [
     "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Seen",
     "StageSamples", "StageTime", "Trial", "TunerError", "WorkloadError", "after_first_of_each", "averaged",
     "correlated_mean_interval", "from_plain", "log_ratios", "mean_interval", "pooled", "require_bool",
-    "require_choice", "require_int", "require_writable", "student_t_quantile", "to_plain", "write_json",
+    "require_choice", "require_int", "require_writable", "student_t_quantile", "to_plain", "what_works",
+    "write_json",
 ]  # fmt: skip

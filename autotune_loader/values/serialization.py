@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import secrets
+import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,13 +47,25 @@ def require_writable(name: str, path: str | os.PathLike[str], example: str = "lo
         ValueError: it cannot.
     """
     try:
-        trial = _places(path)[1]
-        trial.touch(exist_ok=False)
-        trial.unlink()
+        _touch(path)
     except OSError as error:
-        raise ValueError(
-            f"{name}={os.fspath(path)!r} cannot be written ({error.strerror}); {name}={example!r} would work"
-        ) from error
+        works = what_works(name, example)
+        raise ValueError(f"{name}={os.fspath(path)!r} cannot be written ({error.strerror}){works}") from error
+
+
+def what_works(name: str, example: str) -> str:
+    """The end of an error: a file that can be written, in this folder or in that for temporary files; empty if neither can."""
+    for find_folder in (str, tempfile.gettempdir):
+        with contextlib.suppress(OSError):
+            _touch(place := os.path.join(find_folder(), example))  # noqa: PTH118 - no "./" before the name
+            return f"; {name}={place!r} would work"
+    return ""
+
+
+def _touch(path: str | os.PathLike[str]) -> None:
+    trial = _places(path)[1]
+    trial.touch(exist_ok=False)
+    trial.unlink()
 
 
 def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:

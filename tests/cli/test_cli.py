@@ -25,7 +25,11 @@ from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.values import LoaderConfig, WorkloadError
 
 TRAIN = """
+import argparse
 import os
+import sys
+
+FILE_AT_IMPORT = sys.modules["__main__"].__file__
 
 class Numbers(list):
     pass
@@ -44,6 +48,17 @@ def open_the_files():
 
 def make_slow():
     raise KeyboardInterrupt
+
+def parsed(required):
+    import __main__
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=required)
+    parser.parse_args()
+    assert (__main__.NUMBERS is NUMBERS, __main__.__file__) == (True, FILE_AT_IMPORT)
+    return NUMBERS
+
+make_by_line = lambda: parsed(required=False)
+make_by_data = lambda: parsed(required=True)
 
 def make_noisy():
     print("the factory prints")
@@ -113,6 +128,10 @@ def test_every_command_is_listed_and_its_help_has_an_example(capsys):
         ("tune train:make_nothing", "Error: train:make_nothing gives None; it has to give a dataset"),
         ("tune train:make_mistyped", "unexpected keyword argument 'batchsize'"),
         ("tune train:make_broken", "in open_the_files"),
+        (
+            "tune train.py:make_by_data --quiet",
+            "Error: train.py:make_by_data failed; neither it nor the script gets arguments",
+        ),
         ("tune broken:make", 'broken.py", line 1'),
         ("show nowhere.json", "nowhere.json"),
         ("show train.py --code", "is not a valid loader.json"),
@@ -147,6 +166,7 @@ TYPED_ARGUMENTS = {"budget": "3m", "max_workers": 4, "output": "out.json", "allo
         ("train:make_numbers", {}),
         ("train.py:make_numbers --quiet", {"progress": False}),
         ("./train.py:NUMBERS", {}),
+        ("train.py:make_by_line --budget 9s", {"budget": "9s"}),
         ("train:make_pair", {"model": "a model"}),
         ("train:make_arguments", {"batch_size": 4, "budget": "9s"}),
         (f"train:make_arguments {TYPED}", {"batch_size": 4, **TYPED_ARGUMENTS}),
@@ -154,7 +174,9 @@ TYPED_ARGUMENTS = {"budget": "3m", "max_workers": 4, "output": "out.json", "allo
     ],
 )
 def test_tune_gets_what_a_factory_makes_and_each_option_that_is_typed(line, expected, tune):
+    process = sys.argv, sys.modules["__main__"]
     assert cli.main(["tune", *line.split()]) == 0
+    assert process == (sys.argv, sys.modules["__main__"])
     ((data,), given) = tune.call_args
     assert given == {"output": "loader.json", "progress": True, **expected}
     assert data == [1, 2, 3] if line.startswith("jobs") else type(data).__name__ == "Numbers"

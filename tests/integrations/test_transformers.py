@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -39,6 +41,15 @@ class Own(transformers.Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
+class Bucketed(transformers.Trainer):
+    """Makes its own batches, and heeds one argument."""
+
+    def get_train_dataloader(self):
+        batches, workers = [[0, 1, 2], [3]], self.args.dataloader_num_workers
+        loader = torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches, num_workers=workers)
+        return self.accelerator.prepare(loader)
+
+
 class Live(transformers.Trainer):
     def get_train_dataloader(self):
         return tune_live(super().get_train_dataloader(), workers=True)
@@ -66,6 +77,16 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, m
         tune_trainer(trainer)
     tune_trainer(trainer, train_step=0.01)  # warnings are errors here
     assert was_on == [True, True]
+
+
+def test_a_loader_of_the_trainers_own_is_measured_and_what_it_does_not_heed_is_said(trainer_of, monkeypatch):
+    tuned, best = [], LoaderConfig(num_workers=2, prefetch_factor=4)
+    monkeypatch.setattr(
+        integration, "tune", lambda loader, *_, **__: tuned.append(loader) or replace(synthetic_result(), best=best)
+    )
+    with pytest.warns(UserWarning, match="does not heed args for prefetch_factor=4; return result.apply_to"):
+        tune_trainer(trainer_of(FEW, Bucketed))
+    assert tuned[0].batch_sampler == [[0, 1, 2], [3]]
 
 
 def test_the_fields_of_a_file_make_training_arguments(trainer_of):

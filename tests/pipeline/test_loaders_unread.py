@@ -1,6 +1,7 @@
 """What is seen of a loader that is not read: epochs its dataset is told of, its name, and another one like it."""
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -116,11 +117,36 @@ class EndlessLoader(DataLoader):
             yield next(self.iterator)
 
 
+class Steps(EndlessLoader):
+    """With arguments of its own, as a wrapper of the loader of another."""
+
+    def __init__(self, steps, dataset, **kwargs):
+        super().__init__(dataset, **kwargs)
+        self.steps, self.plain = steps, DataLoader(dataset)
+
+    def __len__(self):
+        return self.steps
+
+
+class Endless(Steps):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches = iter(self)
+
+
 @pytest.mark.filterwarnings("error:This DataLoader will create")  # more workers than cores were measured
-def test_a_loader_that_is_running_is_not_shared_and_another_may_have_more_workers_than_cores():
-    own = EndlessLoader(TensorDataset(torch.arange(10)), batch_size=4)
-    made = rebuild(own, LoaderConfig())
+@pytest.mark.parametrize(("kind", "arguments"), [(EndlessLoader, ()), (Steps, (3,))])
+def test_a_loader_that_is_running_is_not_shared_and_another_may_have_more_workers_than_cores(kind, arguments):
+    own = kind(*arguments, TensorDataset(torch.arange(10)), batch_size=4)
+    made, sized = rebuild(own, LoaderConfig()), rebuild(own, LoaderConfig(batch_size=5))
     assert [batch[0].tolist() for batch in made] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert next(iter(own))[0].tolist() == [0, 1, 2, 3]
+    assert next(iter(own))[0].tolist() == [0, 1, 2, 3] == next(iter(sized))[0].tolist()[:4]
+    assert len(next(iter(sized))[0]) == sized.batch_size == 5
     more = (os.cpu_count() or 1) + 1
     assert rebuild(DataLoader(PLAIN), LoaderConfig(num_workers=more)).num_workers == more
+    assert kind is not Steps or (own.plain.batch_size, sized.plain.batch_size) == (1, 5)
+
+
+def test_a_loader_that_keeps_what_runs_with_its_settings_is_made_anew_by_its_owner():
+    with pytest.raises(ValueError, match=re.escape("Endless(..., **result.best.to_kwargs()) would work")):
+        rebuild(Endless(3, PLAIN), LoaderConfig())

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -113,6 +115,18 @@ def test_a_small_dataset_is_read_as_training_reads_it_and_then_again():
     burst = Run(loader([1, 2, 3, 4, 5], batch_size=2))
     assert [burst(2), burst(4)] == [[[1, 2], [3, 4]], [[5], [1, 2], [3, 4], [5]]]
     assert Run(loader([1, 2, 3], batch_size=2, drop_last=True))(3) == [[1, 2]] * 3
+
+
+@pytest.mark.parametrize("length", [1 << 28, sys.maxsize])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_dataset_may_say_that_it_is_longer_than_memory(length, shuffled):
+    """It draws a crop for any index."""
+    tracemalloc.start()
+    samples = list(itertools.chain(*Run(loader(range(length), shuffle=shuffled))(100)))
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+    assert len(set(samples)) == len(samples) == 1600
+    assert np.ptp(samples) > min(length, 1 << 31) / 2
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

@@ -75,6 +75,16 @@ def test_the_users_own_loader_comes_back_or_one_is_made_of_its_parts_with_the_se
     assert name in DRAWN or str(again) == str(expected)
 
 
+def test_what_torch_takes_with_workers_only_is_left_out_where_there_are_none():
+    of_workers = {"timeout": 9, "prefetch_factor": 5, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    own = DataLoader(DATA, batch_size=4, num_workers=1, pin_memory_device="meta", **of_workers)
+    result = result_of(own, LoaderConfig())
+    for loader in (result.apply_to(own), result.make_loader(DATA, **of_workers)):
+        assert (loader.timeout, len(list(loader))) == (0, 3)
+    with_workers = result_of(own).apply_to(own)
+    assert (with_workers.timeout, with_workers.pin_memory_device, own.num_workers) == (9, "meta", 1)
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata imports all of torch
 @pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="needs torchdata")
 def test_a_loader_with_state_stays_one():

@@ -100,6 +100,13 @@ def test_an_output_that_cannot_be_written_is_refused_and_a_disk_that_fills_up_co
         with pytest.raises(ValueError, match=r"cannot be written .*output='loader.json' would work"):
             tune(ROWS, batch_size=8, output=place)
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
+    # WHERE nothing can be written into the folder that the job is in THEN another one is proposed
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ValueError, match=r"output='/.+/loader.json' would work"):
+        tune(ROWS, batch_size=8, output="loader.json")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(TuningResult, "save", Mock(side_effect=OSError(28, "No space left on device")))
     result = tuned(monkeypatch, output=tmp_path / "x.json")
     assert Caution.NOT_WRITTEN.said_by(result.warnings[-1])
