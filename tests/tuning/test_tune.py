@@ -136,6 +136,10 @@ def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatc
     assert "cached is" in str(found)
     # AND it is decided at once
     assert len(found.rounds) == LEAST_ROUNDS
+    # AND the next takes the place of a first one that fails
+    found = compared(monkeypatch, broken=AT_ONCE, now=SLOW, cached=FAST)
+    assert found.ratios.keys() == {"cached"}
+    assert "as fast as now in" in " ".join(found.report().split())
 
 
 @pytest.mark.parametrize(
