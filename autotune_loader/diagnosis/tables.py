@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from autotune_loader.diagnosis.units import Units, is_claimed
+from autotune_loader.diagnosis.units import Units, is_claimed, is_slower
 from autotune_loader.results.record import Finding
 from autotune_loader.values import Interval
 
@@ -207,6 +207,7 @@ class Answer(Table):
 
     FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# paired round}."
     SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# paired round}."
+    EQUAL = "{name} is as fast as {other}, within {tolerance:share}: {ratio:ratio} in {rounds:# paired round}."
     NOT_SHOWN = "{name} is not shown to be faster than {other}: {ratio:ratio} as fast in {rounds:# paired round}."
     UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# paired round}: too few, or too noisy, for an interval."
     FAILED = "{name} failed: {error}"
@@ -214,11 +215,14 @@ class Answer(Table):
     NONE = "No side worked."
 
 
-def answer(name: str, ratio: Interval, other: str) -> Finding:
+def answer(name: str, ratio: Interval, other: str, tolerance: float = 0.02) -> Finding:
     """How many times as fast something was shown to be in paired rounds."""
-    row = Answer.SLOWER if ratio.high < 1 else Answer.NOT_SHOWN
-    if not ratio.is_telling:
-        row = Answer.UNSURE
-    elif is_claimed(ratio):
+    if is_claimed(ratio):
         row = Answer.FASTER
-    return row(name=name, ratio=ratio, other=other, rounds=ratio.count)
+    elif is_slower(ratio):
+        row = Answer.SLOWER
+    elif 1 - tolerance <= ratio.low and ratio.high <= 1 + tolerance:
+        row = Answer.EQUAL
+    else:
+        row = Answer.NOT_SHOWN if ratio.is_telling else Answer.UNSURE
+    return row(name=name, ratio=ratio, other=other, rounds=ratio.count, tolerance=tolerance)

@@ -12,7 +12,7 @@ from autotune_loader.values import Interval
 UNKNOWN = "-"
 """What stands where nothing was measured."""
 WORTH_CLAIMING = 1.005
-"""Of a ratio; two digits show no less."""
+"""A ratio above it is written as 1.01 at least, and one below its inverse as 0.99 at most."""
 MUCH_FASTER = 1.5
 """The luck of single bursts is far below it."""
 
@@ -41,16 +41,24 @@ def range_text(interval: Interval | None) -> str:
 
 
 def ratio_text(interval: Interval | None) -> str:
-    """A ratio with its limits: "2.31x (2.20x to 2.42x)"."""
+    """A ratio with its limits: "2.31x (2.20x to 2.42x)"; "at least 3.50x" where no more is known."""
     if interval is None:
         return UNKNOWN
-    limits = f" ({interval.low:.2f}x to {interval.high:.2f}x)" if interval.is_telling else ""
-    return f"{interval.value:.2f}x{limits}"
+    if interval.is_telling:
+        return f"{interval.value:.2f}x ({interval.low:.2f}x to {interval.high:.2f}x)"
+    if is_claimed(interval):
+        return f"at least {interval.low:.2f}x"
+    return f"at most {interval.high:.2f}x" if is_slower(interval) else f"{interval.value:.2f}x"
 
 
 def is_claimed(ratio: Interval) -> bool:
-    """Whether words say that something is faster: its interval lies above one, and it is by more than a breath."""
-    return ratio.is_telling and ratio.low > 1 and ratio.value > WORTH_CLAIMING
+    """Whether words say that something is faster: all of its interval, as it is written, lies above one."""
+    return ratio.low > WORTH_CLAIMING
+
+
+def is_slower(ratio: Interval) -> bool:
+    """Whether words say that something is slower: the mirror image of `is_claimed`."""
+    return ratio.high < 1 / WORTH_CLAIMING
 
 
 def share_text(share: float | None) -> str:

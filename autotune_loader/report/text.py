@@ -83,7 +83,9 @@ def _choice(result: TuningResult) -> list[Finding]:
     else:
         said.append(Choice.USE(best=best, rate=rate))
         before = f"{result.baseline} (before tuning)"
-        said.append(Choice.NOT_COMPARED(baseline=before) if ratio is None else answer("It", ratio, before))
+        said.append(
+            Choice.NOT_COMPARED(baseline=before) if ratio is None else answer("It", ratio, before, result.tolerance)
+        )
         if ratio is not None and not is_claimed(ratio) and ratio.value < MUCH_FASTER:
             said.append(Choice.IF_MEMORY() if ratio.value > 1 else Choice.COSTS_LESS())
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
@@ -248,7 +250,8 @@ def comparison_report(comparison: Comparison, width: int = WIDTH) -> str:
 
 def _answers_of(comparison: Comparison) -> list[Finding]:
     """A sentence for each side beside the first, and for each that failed."""
-    first, rates = comparison.sides[0].name, comparison.rates
+    rates = comparison.rates
+    first = next(iter(rates), "")
     failed = [Answer.FAILED(name=side.name, error=side.error) for side in comparison.sides if side.error is not None]
     said = [answer(name, ratio, first) for name, ratio in comparison.ratios.items()]
     if not rates:
@@ -261,7 +264,7 @@ def _side_row(comparison: Comparison, side: Side) -> tuple[str, ...]:
     measured, rate, workers = side.measurement, comparison.rates.get(side.name), str(side.config.num_workers)
     if measured is None or rate is None:
         return (side.name, "failed", "", "", workers, "", "")
-    times = "1" if side is comparison.sides[0] else ratio_text(comparison.ratios.get(side.name))
+    times = "1" if side.name == next(iter(comparison.rates)) else ratio_text(comparison.ratios.get(side.name))
     limited_by = UNKNOWN if side.bottleneck is None else side.bottleneck.kind.replace("_", " ")
     return (
         side.name,

@@ -17,6 +17,15 @@ SURE = 0.95
 """Confidence with which all intervals of a comparison hold together."""
 
 
+def ratios_of(rounds: Sequence[Round], works: Sequence[str], count: int) -> dict[str, Interval]:
+    """How many times as fast as the first of those that work each other one is, where `count` sides are compared."""
+    first, *others = works or [""]
+    others = [name for name in others if log_ratios(rounds, name, first)]
+    effects = Effects([each for each in rounds if each.rates]) if others else None
+    sure = 1 - (1 - SURE) / max(1, count - 1)
+    return {} if effects is None else {name: effects.ratio(name, first, sure) for name in others}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     """One side of a comparison."""
@@ -38,8 +47,9 @@ class Side:
 class Comparison:
     """Sides of a comparison, the first of which the others are compared with.
 
-    All intervals together hold with 95 % confidence: with m sides beside the first, each has an error of 5 % / m (Bonferroni).
-    They hold at whatever round one stops, so that rounds end once they have decided.
+    The next that worked takes the place of a first one that failed. All intervals together hold with 95 % confidence: with m
+    sides beside the first, each has an error of 5 % / m (Bonferroni). They hold at whatever round one stops, so that rounds end
+    once they have decided.
     """
 
     sides: tuple[Side, ...]
@@ -71,10 +81,7 @@ class Comparison:
     @property
     def ratios(self) -> dict[str, Interval]:
         """How many times as fast as the first side each other one is, from paired rounds; sides that failed are not in it."""
-        first, sure = self.sides[0].name, 1 - (1 - SURE) / max(1, len(self.sides) - 1)
-        others = [name for name in self.rates if name != first and log_ratios(self.rounds, name, first)]
-        effects = Effects(self.rounds) if others else None
-        return {} if effects is None else {name: effects.ratio(name, first, sure) for name in others}
+        return ratios_of(self.rounds, list(self.rates), len(self.sides))
 
     def report(self) -> str:
         """A table of the sides and what it says, 80 columns wide."""

@@ -98,7 +98,11 @@ def fit_contention(observations: Sequence[Observation], context: Context) -> Con
     wanting = busy * np.clip((wall - waiting) / wall, np.minimum(cpu / wall, 1.0), 1.0)
     sd = sampling_sd(observations)
     running, alone = np.minimum(wanting, cores), [context.fetch_cpu_s] if context.fetch_cpu_s else []
-    anchored = np.append(cpu, alone), np.append(running, np.ones(len(alone))), np.append(sd, [FIRST_BATCH_SD] * len(alone))
+    anchored = (
+        np.append(cpu, alone),
+        np.append(running, np.ones(len(alone))),
+        np.append(sd, [FIRST_BATCH_SD] * len(alone)),
+    )
     cpu_s, alpha, beta = _fit_cpu(*anchored)
     gamma, step_cores = (grid.ravel() for grid in np.meshgrid(GAMMAS, STEP_CORES, indexing="ij"))
     step_busy = np.array([o.step_busy for o in observations])

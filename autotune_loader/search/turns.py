@@ -71,7 +71,9 @@ def what_next(
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
     rival, worth = belief.rival(choice) or (choice, 0.0)
     slower = belief.is_faster(choice, own)
-    pair_s = max(sum(burst_s(belief, each) for each in (choice, rival)), 1.0) if slower >= CERTAIN or own == choice else 1.0
+    pair_s = (
+        max(sum(burst_s(belief, each) for each in (choice, rival)), 1.0) if slower >= CERTAIN or own == choice else 1.0
+    )
     stop: StopReason | None = None
     if is_at_ceiling(belief, choice, ceiling):
         stop = "CEILING"

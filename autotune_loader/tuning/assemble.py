@@ -201,10 +201,12 @@ def _measured_choice(belief: Belief) -> LoaderConfig:
     None is chosen over a cheaper one that was faster by more than the tolerance in each round of both: a choice that the table
     of rounds contradicts would be believed by nobody.
     """
-    ran = Counter(config for each in belief.rounds for config in each.rates if config.key() in belief.configs)
+    ran: Counter[LoaderConfig] = Counter(
+        config for each in belief.rounds for config in each.rates if config.key() in belief.configs
+    )
     in_bursts = [each.config for each in belief.trials if each.samples_per_s and each.config.key() in belief.configs]
     often = [config for config, count in ran.items() if count >= LEAST_ROUNDS]
-    among = list(dict.fromkeys(often or in_bursts))
+    among: list[LoaderConfig] = list(dict.fromkeys(often or in_bursts))
     best, cost = belief.choice_of(among), belief.space.cost
     for each in sorted(often, key=cost):
         logs = log_ratios(belief.rounds, each, best)

@@ -1,32 +1,43 @@
 """`compare()`: which of some loaders, each with its training step, is faster, and what limits each.
 
 sides ─► a probe each ─► the step alone, one burst each ─► rounds ─► ratios with intervals, bottlenecks
+
+In each round all sides run once. Rounds go on until every side is faster or slower than the first, or as fast, or the budget
+ends. `studies.fidelity.selection` tells how often that is so, and how often it is wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.bursts.parent import OpenProbe, open_probe
-from autotune_loader.diagnosis import Caution, Evidence, Finding, diagnose
+from autotune_loader.diagnosis import Answer, Caution, Evidence, Finding, diagnose
+from autotune_loader.diagnosis.tables import answer
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
-from autotune_loader.results.comparison import Comparison, Side
-from autotune_loader.search.rounds import Rounds
+from autotune_loader.results.comparison import Comparison, Side, ratios_of
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.tuning.bursting import Budget, Bursts
-from autotune_loader.search.rounds import run_rounds
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import make_context
-from autotune_loader.values import Failure, LoaderConfig, Measurement, Trial, WorkloadError, averaged
+from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement, Round, Trial, WorkloadError, averaged
 
 if TYPE_CHECKING:
     import torch
+
+LEAST_ROUNDS, MOST_ROUNDS = 4, 100
+"""With fewer rounds two that are equal would be called faster or slower too often; and a comparison ends."""
+MAX_FAILURES = 2
+"""A side that failed this often is out ..."""
+OUT_AT_ONCE = ("deadline",)
+"""... and at once by these: it would hang again."""
 
 
 def compare(
@@ -78,20 +89,71 @@ def compare(
         bounds = Budget(seconds=options.budget_s, started=time.monotonic(), clock=time.monotonic)
         for entrant in entrants.values():
             entrant.begin(machine, bounds)
-        works = [name for name, each in entrants.items() if each.failure is None]
-        rounds: Rounds = Rounds(works, works[0] if works else "", tolerance=options.tolerance)
-        if works:
-            run_rounds(
-                rounds,
-                lambda name, number: entrants[name].burst(number),
-                bounds,
-                lambda rates: shown.announce(_of_round(rounds.number, rates)),
-            )
-    return _compared(entrants, rounds, machine, time.monotonic() - begun)
+        works = {name: each.trials[-1].seconds for name, each in entrants.items() if each.failure is None}
+        paired = PairedRounds(works, lambda name, number: entrants[name].burst(number), bounds, of=len(sides))
+        while paired.run():
+            rates = (f"{name} {rate:,.0f}" for name, rate in paired.rounds[-1].rates.items())
+            shown.announce(f"round {len(paired.rounds)}: {', '.join(rates)}")
+    return _compared(entrants, paired, machine, time.monotonic() - begun)
 
 
-def _of_round(number: int, rates: Mapping[str, float]) -> str:
-    return f"round {number}: " + ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
+@dataclass(slots=True)
+class PairedRounds:
+    """Rounds of some sides, in each of which those run once that are not yet known beside the first."""
+
+    burst_s: dict[str, float]
+    """Sides by name, with the seconds that the last burst of each took."""
+    burst: Callable[[str, int], Measurement | Failure]
+    """A burst of a side in the round of this number, from 0."""
+    budget: Budget
+    """A round that does not fit into it is not begun."""
+    of: int
+    """Number of sides that are compared, with those that failed before."""
+    rounds: list[Round] = field(default_factory=list)
+    _failed: Counter[str] = field(default_factory=Counter)
+
+    def run(self) -> bool:
+        """Run one more round, if all is not decided and it fits."""
+        names = self._entrants()
+        outcomes = {name: self._timed(name) for name in names}
+        measured = {name: each for name, each in outcomes.items() if isinstance(each, Measurement)}
+        foreign = [each.foreign_cpu_share for each in measured.values() if each.foreign_cpu_share is not None]
+        if names:
+            rates = {name: each.samples_per_s.value for name, each in measured.items()}
+            self.rounds.append(Round(rates=rates, foreign_cpu_share=max(foreign, default=None)))
+        return bool(names)
+
+    def works(self) -> list[str]:
+        """Who has not failed too often; the others are compared with the first of them."""
+        return [name for name in self.burst_s if self._failed[name] < MAX_FAILURES]
+
+    def _timed(self, name: str) -> Measurement | Failure:
+        begun = self.budget.clock()
+        outcome = self.burst(name, len(self.rounds))
+        self.burst_s[name] = self.budget.clock() - begun
+        if isinstance(outcome, Failure):
+            self._failed[name] += MAX_FAILURES if outcome.kind in OUT_AT_ONCE else 1
+        return outcome
+
+    def _entrants(self) -> list[str]:
+        """Who runs in the next round, in this order: of two sides each is first as often, more are shuffled."""
+        number, works = len(self.rounds), self.works()
+        ratios = ratios_of(self.rounds, works, self.of)
+        order = [name for name in works[1:] if not _is_decided(name, ratios.get(name))]
+        is_over = number >= MOST_ROUNDS or not (order or number < LEAST_ROUNDS)
+        order = works[:1] + order
+        if is_over or sum(self.burst_s[name] for name in order) > self.budget.left():
+            return []
+        if len(order) > 2:
+            random.Random(number).shuffle(order)
+        return order[::-1] if number % 2 else order
+
+
+def _is_decided(name: str, ratio: Interval | None) -> bool:
+    if ratio is None or ratio.count < LEAST_ROUNDS:
+        return False
+    said = answer(name, ratio, "")
+    return not (Answer.NOT_SHOWN.said_by(said) or Answer.UNSURE.said_by(said))
 
 
 def _check_sides(sides: object) -> None:
@@ -147,6 +209,9 @@ class _Entrant:
     step: Measurement | None = None
     """The step alone, data already in memory."""
     failure: Failure | None = None
+    """The last one."""
+    trials: list[Trial] = field(default_factory=list)
+    """Every burst, in order."""
 
     @property
     def config(self) -> LoaderConfig:
@@ -158,23 +223,22 @@ class _Entrant:
             return
         warmup = self.opened.warmup
         context = make_context(self.workload, warmup, machine)
-        self.bursts = Bursts(self.opened.probe, context, budget, warmup.first_batch_s)
+        self.bursts = Bursts(self.opened.probe, context, budget, lambda: self.trials, warmup.first_batch_s)
         step = self.bursts.step_alone() if self.workload.has_step else None
         self.step = step if isinstance(step, Measurement) else None
-        self._run(lambda bursts: bursts.search(self.config, 0))
+        self.burst()
 
-    def burst(self, number: int) -> Trial:
-        """A burst of the round of this number."""
-        return self._run(lambda bursts: bursts.in_round(self.config, number, number + 1))
-
-    def _run(self, burst: Callable[[Bursts], Trial]) -> Trial:
+    def burst(self, round_: int | None = None) -> Measurement | Failure:
+        """A burst of the round of this number, or a first one."""
         assert self.bursts is not None
+        number = len(self.trials)
         try:
-            trial = burst(self.bursts)
+            trial = self.bursts.run(self.config, number, round_)
         except WorkloadError as error:  # a sample or the step raises
-            trial = Trial(number=len(self.bursts.trials), config=self.config, failure=_failure_of(error))
+            trial = Trial(number=number, config=self.config, failure=_failure_of(error))
+        self.trials.append(trial)
         self.failure = trial.failure or self.failure
-        return trial
+        return trial.outcome
 
     @property
     def notes(self) -> Sequence[str]:
@@ -187,7 +251,7 @@ def _failure_of(error: WorkloadError) -> Failure:
     )
 
 
-def _compared(entrants: Mapping[str, _Entrant], rounds: Rounds, machine: Machine, seconds: float) -> Comparison:
+def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: Machine, seconds: float) -> Comparison:
     counting = {name: each.opened.warmup.counts_batches for name, each in entrants.items() if each.opened is not None}
     if len(set(counting.values())) > 1:
         name = next(name for name, counts in counting.items() if counts)
@@ -195,11 +259,11 @@ def _compared(entrants: Mapping[str, _Entrant], rounds: Rounds, machine: Machine
             f"sides[{name!r}] does not tell how many samples a batch holds, and other sides do, so that they have no "
             "rate in common; tensors whose first dimension are the samples would work"
         )
-    outcome = rounds.outcome()
-    sides = tuple(_side(name, each, machine) for name, each in entrants.items())
+    works = paired.works()
+    sides = tuple(_side(name, each, machine, works=name in works) for name, each in entrants.items())
     return Comparison(
         sides=sides,
-        rounds=() if outcome is None else outcome.rounds,
+        rounds=tuple(each for each in paired.rounds if each.rates),
         rate_unit="batches/s" if any(counting.values()) else "samples/s",
         seconds=seconds,
         notes=(*_about_batch_sizes(sides), *_notes(entrants)),
@@ -217,12 +281,12 @@ def _about_batch_sizes(sides: Sequence[Side]) -> list[Finding]:
     return [Caution.BATCH_SIZES_DIFFER(sizes=", ".join(f"{name} {size:.3g}" for name, size in sizes.items()))]
 
 
-def _side(name: str, entrant: _Entrant, machine: Machine) -> Side:
+def _side(name: str, entrant: _Entrant, machine: Machine, *, works: bool) -> Side:
     """What was measured of a side, and what limits it, by the same rules as in `tune()`."""
     config, workload, failure = entrant.config, entrant.workload, entrant.failure
-    trials = [] if entrant.bursts is None else entrant.bursts.trials
+    trials = entrant.trials
     measured = [each.measurement for each in trials if each.measurement is not None and each.round is not None]
-    if failure is not None or not measured:
+    if not (works and measured):
         error = "no round was completed" if failure is None else f"{failure.kind}: {failure.message}"
         return Side(name=name, config=config, error=error, traceback=None if failure is None else failure.traceback)
     together = averaged(measured)

@@ -45,8 +45,6 @@ class BurstPlan:
     """The window closes early once the rate's 95 % half-width, relative to the rate, is below this."""
     seed: int = 0
     """Where a probe that is started for this burst begins to read."""
-    again: bool = False
-    """Read the samples that the burst before this one read, from where it began; otherwise reading goes on where it stopped."""
     deadline_s: float = 60.0
     """The burst fails when it has not answered after this many seconds, start-up included."""
     stages: bool = False

@@ -1,14 +1,11 @@
-"""How often are the intervals of a chosen configuration right? `python -m studies.fidelity.selection [--runs 20000]`
+"""What does `compare()` show, and how often is it wrong? `python -m studies.fidelity.selection [--runs 1000]`
 
-The winner is chosen by the rounds that report it, so that its rate, and its ratio to the baseline, were lucky in them. Rounds
-of the package itself (`search.rounds`) run between a baseline and some rivals, on simulated bursts that scatter by a normal or
-by a heavy-tailed noise, beside a drift that all bursts of a round share:
+Its own rounds (`tuning.compare.PairedRounds`) run on simulated bursts of 0.8 s, whose rates scatter by a normal or by a
+heavy-tailed noise beside a drift of 1 % that all bursts of a round share. What is told is what its sentences say.
 
-    equal    all are as fast as the baseline: whoever is called faster than it is not
-    apart    their rates scatter by 3 %, so that the choice is one
-
-Asked is how often the 95 % interval of the winner's rate holds its true rate, how far its middle is off on average, how often a
-rival wins, and how often a winner that is no faster is claimed to be.
+    power     how often is a side that is faster by so much told to be so, and are equal sides told apart?
+    right     of sides that are equal, or scatter by 5 %: how often does an interval hold the true ratio, and how often are
+              equal ones told apart, any of them? Rounds end by the rule of `compare()`, or after 2 or 3, as in `tune()`
 """
 
 from __future__ import annotations
@@ -19,135 +16,144 @@ import math
 import multiprocessing
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from autotune_loader.diagnosis.units import is_claimed
-from autotune_loader.search.rounds import Rounds
+from autotune_loader.diagnosis.tables import Answer, answer
+from autotune_loader.results.comparison import ratios_of
+from autotune_loader.tuning.bursting import Budget
+from autotune_loader.tuning.compare import PairedRounds
 from autotune_loader.values import Interval, LoaderConfig, Measurement
-from tests.support import SimulatedMachine, simulated_trials
+from tests.support import FakeClock, SimulatedMachine, simulated_trials
 
-TOLERANCE = 0.02
-BURST_S, BUDGET_S = 0.7, 30.0
-DRIFT_SD = 0.01
-"""Relative standard deviation of what all bursts of a round share."""
-APART_SD = 0.03
+BURST_S, DRIFT_SD, APART_SD = 0.8, 0.01, 0.05
 HEAVY_FREEDOM = 3.0
-COLUMNS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
-    "rate covered": ("{:.1%}", statistics.fmean),
-    "half width": ("{:.1%}", statistics.median),
-    "off by": ("{:+.1%}", statistics.fmean),
-    "ratio covered": ("{:.1%}", statistics.fmean),
-    "rival won": ("{:.1%}", statistics.fmean),
-    "false claims": ("{:.2%}", statistics.fmean),
-    "rounds": ("{:.0f}", statistics.median),
-}
+LOOKS_DECIDED = 0.05
+"""Like `tune()`, the other rule ends after two rounds where the sides look so far apart."""
+GOALS = {(1.10, 0.03, 30): 0.95, (1.05, 0.03, 60): 0.90}
 GOAL_COVERED, GOAL_FALSE = 0.94, 0.01
+SHAPE: Any = simulated_trials(SimulatedMachine(), LoaderConfig())[0].measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of race."""
+    """One kind of comparison."""
 
-    rivals: int
-    truth: str
-    """`equal` or `apart`."""
-    noise_sd: float
-    """Relative standard deviation of a burst."""
-    is_heavy: bool
-
-    def __str__(self) -> str:
-        tail = ", heavy tails" if self.is_heavy else ""
-        return f"{self.rivals} | {self.truth} | {self.noise_sd:.0%}{tail}"
+    ratio: float | None = None
+    """Of every other side to the first; None where every fourth seed has sides apart, and the others equal ones."""
+    sides: int = 2
+    noise_sd: float = 0.03
+    is_heavy: bool = False
+    budget_s: float = 30.0
+    is_like_tune: bool = False
 
 
-KINDS = tuple(
-    Kind(rivals=rivals, truth=truth, noise_sd=noise, is_heavy=heavy)
-    for rivals, truth, (noise, heavy) in itertools.product(
-        (1, 4), ("equal", "apart"), ((0.03, False), (0.06, False), (0.03, True))
+class Told(NamedTuple):
+    """What a comparison told, beside the truth."""
+
+    is_equal: bool
+    rows: set[str]
+    covered: list[bool]
+
+
+def compared(kind: Kind, seed: int) -> Told:
+    """One comparison."""
+    rng, clock, names = random.Random(f"{kind} {seed}"), FakeClock(), "abcde"[: kind.sides]
+    apart_sd = APART_SD if kind.ratio is None and seed % 4 == 3 else 0.0
+    truth = {name: rng.gauss(math.log(kind.ratio or 1.0), apart_sd) for name in names} | {"a": 0.0}
+    drifts = [rng.gauss(0.0, DRIFT_SD) for _ in range(200)]
+
+    def burst(name: str, number: int) -> Measurement:
+        clock.advance(BURST_S)
+        noise = rng.gauss(0.0, 1.0)
+        if kind.is_heavy:  # Student's t of variance 1
+            noise *= math.sqrt((HEAVY_FREEDOM - 2) / rng.gammavariate(HEAVY_FREEDOM / 2, 2.0))
+        rate = 1000.0 * math.exp(truth[name] + drifts[number] + kind.noise_sd * noise)
+        return replace(SHAPE, samples_per_s=Interval(value=rate, low=rate, high=rate, count=20))
+
+    budget = Budget(seconds=kind.budget_s + 1e-6, started=0.0, clock=clock)
+    paired = PairedRounds(dict.fromkeys(names, BURST_S), burst, budget, of=len(names))
+    while paired.run():
+        ratios = ratios_of(paired.rounds, list(names), len(names))
+        is_far = all(abs(math.log(each.value)) > LOOKS_DECIDED for each in ratios.values())
+        if kind.is_like_tune and len(paired.rounds) >= (2 if is_far else 3):
+            break
+    return Told(
+        is_equal=not any(truth.values()),
+        rows={answer(name, ratio, "a").kind for name, ratio in ratios.items()},
+        covered=[each.low <= math.exp(truth[name]) <= each.high for name, each in ratios.items()],
     )
-)
 
 
-SHAPE: Any = simulated_trials(SimulatedMachine(), LoaderConfig())[0].measurement
+def _told(told: Sequence[Told], *rows: Answer) -> float:
+    """How often one of these was told of a side."""
+    return statistics.fmean(bool(each.rows & {row.kind for row in rows}) for each in told)
 
 
-class _Bursts:
-    """Simulated bursts of configurations whose true rates are known."""
-
-    def __init__(self, kind: Kind, seed: int) -> None:
-        self.kind, self.rng = kind, random.Random(seed)
-        self.configs = [LoaderConfig(num_workers=count) for count in range(kind.rivals + 1)]
-        spread = APART_SD if kind.truth == "apart" else 0.0
-        self.truth = {config: 1000.0 * math.exp(self.rng.gauss(0.0, spread)) for config in self.configs}
-
-    def measured(self, config: LoaderConfig, drift: float) -> Measurement:
-        noise = self.rng.gauss(0.0, 1.0)
-        if self.kind.is_heavy:
-            # Student's t of variance 1.
-            squares = self.rng.gammavariate(HEAVY_FREEDOM / 2, 2.0)
-            noise /= math.sqrt(squares / HEAVY_FREEDOM) * math.sqrt(HEAVY_FREEDOM / (HEAVY_FREEDOM - 2))
-        rate = self.truth[config] * math.exp(drift + self.kind.noise_sd * noise)
-        interval = Interval(value=rate, low=0.97 * rate, high=1.03 * rate, count=20)
-        return replace(SHAPE, samples_per_s=interval, traces=())
+Bound = tuple[str, float, float, int]
+"""A figure with its name, its goal and the number of comparisons behind it, negative where the goal is the most it may be."""
 
 
-Run = Mapping[str, float]
-"""By the names of `COLUMNS`."""
+def power(pool: Any, seeds: Sequence[int]) -> list[Bound]:
+    """The first table."""
+    print(
+        "| noise | budget | 1.02 | 1.03 | 1.05 | 1.10 | 1.20 | equal sides told apart |\n|---|---|---|---|---|---|---|---|"
+    )
+    found = list[Bound]()
+    for noise, budget_s in itertools.product((0.03, 0.06, 0.20), (30, 60)):
+        shares = list[float]()
+        for ratio in (1.02, 1.03, 1.05, 1.10, 1.20, 1.0):
+            kind, name = Kind(ratio=ratio, noise_sd=noise, budget_s=budget_s), f"{ratio} at {noise:.0%} in {budget_s} s"
+            told = pool.map(partial(compared, kind), seeds, chunksize=20)
+            shares.append(_told(told, Answer.FASTER, *([Answer.SLOWER] if ratio == 1.0 else [])))
+            if ratio == 1.0:
+                found.append((name, shares[-1], GOAL_FALSE, -len(told)))
+            elif (ratio, noise, budget_s) in GOALS:
+                found.append((name, shares[-1], GOALS[ratio, noise, budget_s], len(told)))
+        print(f"| {noise:.0%} | {budget_s} s | {' | '.join(f'{share:.1%}' for share in shares)} |", flush=True)
+    return found
 
 
-def race(kind: Kind, seed: int) -> Run:
-    """One race, from the first round until nobody runs any more: what it said, beside the truth."""
-    bursts = _Bursts(kind, seed)
-    baseline, rivals = bursts.configs[0], bursts.configs[1:]
-    running = Rounds(list(reversed(rivals)), baseline, tolerance=TOLERANCE, cost=lambda config: (config.num_workers,))
-    left_s = BUDGET_S
-    while configs := running.entrants(left_s):
-        drift = bursts.rng.gauss(0.0, DRIFT_SD)
-        running.record([(config, bursts.measured(config, drift)) for config in configs], BURST_S * len(configs))
-        left_s -= BURST_S * len(configs)
-    found = running.outcome()
-    assert found is not None
-    true, ratio = bursts.truth[found.winner], bursts.truth[found.winner] / bursts.truth[baseline]
-    is_claimed_faster = found.winner != baseline and found.speedup is not None and is_claimed(found.speedup)
-    return {
-        "rate covered": found.rate.low <= true <= found.rate.high,
-        "half width": (found.rate.high - found.rate.low) / 2 / found.rate.value,
-        "off by": found.rate.value / true - 1,
-        "ratio covered": found.speedup is None or found.speedup.low <= ratio <= found.speedup.high,
-        "rival won": found.winner != baseline,
-        "false claims": is_claimed_faster and ratio <= 1,
-        "rounds": len(found.rounds),
-    }
+def right(pool: Any, seeds: Sequence[int]) -> list[Bound]:
+    """The second table."""
+    print("\n| noise | sides | ended like | covered | equal sides told apart |\n|---|---|---|---|---|")
+    found = list[Bound]()
+    for noise, heavy, sides, like in itertools.product((0.03, 0.09, 0.20, 0.30), (False, True), (2, 5), (False, True)):
+        kind = Kind(sides=sides, noise_sd=noise, is_heavy=heavy, budget_s=32.0 * sides, is_like_tune=like)
+        told = pool.map(partial(compared, kind), seeds, chunksize=20)
+        covered = statistics.fmean(one for each in told for one in each.covered)
+        equal = [each for each in told if each.is_equal]
+        false = _told(equal, Answer.FASTER, *([] if like else [Answer.SLOWER]))  # tune() claims gains only
+        name = f"{noise:.0%}{', heavy tails' * heavy} | {sides} | {'tune()' if like else 'compare()'}"
+        print(f"| {name} | {covered:.1%} | {false:.2%} |", flush=True)
+        found += [
+            (f"covered: {name}", covered, GOAL_COVERED, len(told)),
+            (f"false: {name}", false, GOAL_FALSE, -len(equal)),
+        ]
+    return found
 
 
-def row(kind: Kind, runs: Sequence[Run]) -> str:
-    cells = [form.format(of([run[name] for run in runs])) for name, (form, of) in COLUMNS.items()]
-    return f"| {' | '.join([str(kind), *cells])} |"
+def _is_missed(figure: float, goal: float, count: int) -> bool:
+    """Whether a goal is missed by more than chance, two standard errors, explains."""
+    chance = 2 * math.sqrt(goal * (1 - goal) / abs(count))
+    return figure > goal + chance if count < 0 else figure < goal - chance
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.fidelity.selection", description=__doc__)
-    parser.add_argument("--runs", type=int, default=20_000, help="races in all, over every kind")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first race of each kind")
+    parser.add_argument("--runs", type=int, default=1000, help="comparisons of each kind")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first comparison of each kind")
     parser.add_argument("--processes", type=int, default=2)
     chosen = parser.parse_args()
-    names = ("rivals", "rates", "noise of a burst", *COLUMNS)
-    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    found: list[Run] = []
-    seeds = range(chosen.first, chosen.first + chosen.runs // len(KINDS))
+    seeds = range(chosen.first, chosen.first + chosen.runs)
     with multiprocessing.Pool(chosen.processes) as pool:
-        for kind in KINDS:
-            runs = pool.map(partial(race, kind), seeds, chunksize=100)
-            print(row(kind, runs), flush=True)
-            found += runs
-    covered, false = (statistics.fmean(run[name] for run in found) for name in ("rate covered", "false claims"))
-    print(
-        f"\nrate covered in {covered:.1%} of {len(found)} (goal {GOAL_COVERED:.0%}), "
-        f"false claims {false:.2%} (goal {GOAL_FALSE:.0%})"
-    )
+        found = [*power(pool, seeds), *right(pool, seeds)]
+    missed = [each for each in found if _is_missed(*each[1:])]
+    print(f"\n{len(found) - len(missed)} of {len(found)} goals are kept")
+    sys.exit("\n".join(f"missed: {name}: {figure:.2%}, goal {goal:.0%}" for name, figure, goal, _ in missed) or None)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,10 @@ def test_every_row_can_be_said_in_one_line_that_ends_and_only_with_all_its_figur
         ((1.5, 1.4, 1.6), Answer.FASTER),
         ((0.8, 0.7, 0.9), Answer.SLOWER),
         ((1.1, 0.9, 1.3), Answer.NOT_SHOWN),
-        ((1.003, 1.001, 1.005), Answer.NOT_SHOWN),  # shown, and not worth a word
+        ((1.02, 1.001, 1.04), Answer.NOT_SHOWN),  # the limit is written as 1.00x
+        ((0.997, 0.985, 1.01), Answer.EQUAL),
+        ((12.0, 3.5, 41.0), Answer.FASTER),
+        ((0.03, 0.0, 0.4), Answer.SLOWER),
         ((1.5, float("-inf"), float("inf")), Answer.UNSURE),
     ],
 )
@@ -188,7 +191,12 @@ TEXTS = {
     units.share_text: {0.004: "0.4 %", 0.124: "12 %"},
     units.bytes_text: {45 << 20: "45 MiB", (5 << 30) // 4: "1.25 GiB"},
     units.seconds_text: {0.00004: "40 us", 0.0004: "0.4 ms", 1.234: "1.23 s", 200: "3 min 20 s"},
-    units.ratio_text: {RATIO: "2.31x (2.20x to 2.42x)"},
+    units.ratio_text: {
+        RATIO: "2.31x (2.20x to 2.42x)",
+        Interval(value=12.0, low=3.5, high=41.0, count=2): "at least 3.50x",
+        Interval(value=0.03, low=0.0, high=0.4, count=2): "at most 0.40x",
+        Interval(value=32.4, low=0.0, high=float("inf"), count=1): "32.40x",
+    },
     units.range_text: {RATIO: "2.20–2.42", Interval(value=1.0, low=0.0, high=9.0, count=4): "-"},
     lambda count: units.counted(count, "batch"): {1: "1 batch", 1200: "1,200 batches"},
     lambda count: units.counted(count, "epoch"): {2: "2 epochs"},

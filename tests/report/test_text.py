@@ -138,11 +138,11 @@ COMPARISON = """\
         samples/s  times as fast           wait  workers   memory  bottleneck
 ─────────────────────────────────────────────────────────────────────────────
 now           402  1                       12 %        0  640 MiB  cpu
-cached      1,203  3.00x (2.77x to 3.24x)  12 %        2  640 MiB  cpu
+cached      1,203  3.00x (2.76x to 3.26x)  12 %        2  640 MiB  cpu
 broken     failed                                      1
 
 broken failed: user_exception: no such file
-cached is 3.00x (2.77x to 3.24x) as fast as now in 4 paired rounds."""
+cached is 3.00x (2.76x to 3.26x) as fast as now in 4 paired rounds."""
 
 
 def test_a_comparison_is_a_table_and_a_sentence_for_each_side_and_a_frame():

@@ -1,7 +1,6 @@
 """The sampler in studies as users run them: Optuna's own contract, led near the best, stopped, with records it cannot read."""
 
 import pickle
-import warnings
 from collections import Counter
 
 import optuna

@@ -1,5 +1,6 @@
 """`tune()` and `compare()` from call to file or answer, on simulated machines."""
 
+from collections import Counter
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -10,10 +11,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader import LoaderConfig, TuningResult, compare, load_config, tune
 from autotune_loader.diagnosis import Caution
+from autotune_loader.diagnosis.tables import answer
 from autotune_loader.search.sampler import TwinSampler
+from autotune_loader.tuning.bursting import Budget
+from autotune_loader.tuning.compare import LEAST_ROUNDS, PairedRounds
 from autotune_loader.tuning.study import CHOSEN
-from autotune_loader.values import Failure, WorkloadError
-from tests.support import SimulatedMachine, SimulatedProbe, on_simulated_machines
+from autotune_loader.values import Failure, Interval, WorkloadError
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, on_simulated_machines, simulated_trials
 
 ROWS = TensorDataset(torch.zeros(100_000, 3), torch.zeros(100_000, dtype=torch.long))
 MACHINE = SimulatedMachine(batch_size=8, step_s=0.005)
@@ -119,15 +123,16 @@ FAST, SLOW = SimulatedMachine(cpu_s=0.02, noise_sd=0.02), SimulatedMachine(cpu_s
 BROKEN = SimulatedMachine(fails=lambda config: Failure(kind="user_exception", phase="batches", message="no such file"))
 SAMPLE_RAISES = SimulatedMachine(fails=Mock(side_effect=WorkloadError("sample 3 raises KeyError: 'label'")))
 AT_ONCE = "the first batch failed"
+SHAPE = simulated_trials(FAST, LoaderConfig())[0].measurement
 
 
-def compared(monkeypatch, **machines):
+def compared(monkeypatch, budget=30, **machines):
     """One worker on each machine; a text is what the first batch of a side raises."""
     sizes = {name: getattr(machine, "batch_size", 32) for name, machine in machines.items()}
     sides = {name: DataLoader([0] * 10**6, size, num_workers=1) for name, size in sizes.items()}
     machine_of = {id(sides[name].dataset): machine for name, machine in machines.items()}
     on_simulated_machines(monkeypatch, lambda workload: machine_of[id(workload.data.dataset)])
-    return compare(sides, train_step=0.001, progress=False)
+    return compare(sides, train_step=0.001, progress=False, budget=budget)
 
 
 def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatch):
@@ -136,10 +141,70 @@ def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatc
     assert [each.rates.keys() for each in found.rounds[:2]] == [{"now", "cached"}] * 2
     assert found["cached"].bottleneck.kind == "cpu"
     assert "cached is" in str(found)
-    # AND sides that are alike are not called faster
-    found = compared(monkeypatch, now=SLOW, other=SLOW)
-    assert found.ratios["other"].low < 1 < found.ratios["other"].high
-    assert "other is not shown to be faster than now" in found.report()
+    # AND it is decided at once
+    assert len(found.rounds) == LEAST_ROUNDS
+    # AND the next takes the place of a first one that fails
+    found = compared(monkeypatch, broken=AT_ONCE, now=SLOW, cached=FAST)
+    assert found.ratios.keys() == {"cached"}
+    assert "as fast as now in" in " ".join(found.report().split())
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "rows"),
+    [
+        (1.1, 0.03, {"faster"}),
+        (1 / 1.1, 0.03, {"slower"}),
+        (1.0, 0.03, {"equal", "not_shown"}),
+        (1.0, 0.003, {"equal"}),
+    ],
+)
+def test_ten_percent_are_shown_in_30_seconds_and_equal_sides_are_never_told_apart(monkeypatch, factor, noise, rows):
+    now = SimulatedMachine(cpu_s=0.04, noise_sd=noise)
+    found = compared(monkeypatch, now=now, other=replace(now, cpu_s=now.cpu_s / factor))
+    assert answer("other", found.ratios["other"], "now").kind in rows
+    assert found.seconds <= 30.0 + 1.0
+
+
+def paired(outcomes, budget_s=30.0, burst_s=1.0):
+    """Rounds of sides with these outcomes, a rate or a kind of failure for each round, the last one again and again."""
+    clock, begun = FakeClock(), []
+
+    def burst(name, number):
+        begun.append(name)
+        clock.advance(burst_s)
+        seen = outcomes[name][min(number, len(outcomes[name]) - 1)]
+        if isinstance(seen, str):
+            return Failure(kind=seen, phase="batches", message="no")
+        return replace(SHAPE, samples_per_s=Interval(value=seen, low=seen, high=seen, count=9))
+
+    budget = Budget(seconds=budget_s, started=0.0, clock=clock)
+    rounds = PairedRounds(dict.fromkeys(outcomes, burst_s), burst, budget, of=len(outcomes))
+    while rounds.run():
+        assert clock() <= budget_s
+    return rounds, begun
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "works", "runs"),
+    [
+        ({"a": [100.0], "b": [200.0]}, "ab", {"a": 4, "b": 4}),
+        ({"a": [100.0], "b": ["crashed", 200.0]}, "ab", {"a": 5, "b": 5}),  # once is chance
+        ({"a": [100.0], "b": [200.0, "crashed"]}, "a", {"a": 4, "b": 3}),
+        ({"a": [100.0], "b": ["deadline"], "c": [300.0]}, "ac", {"a": 4, "b": 1, "c": 4}),
+        ({"a": [100.0, "deadline"], "b": [200.0], "c": [300.0]}, "bc", {"a": 2, "b": 4, "c": 4}),
+        ({"a": [100.0], "b": [200.0], "c": [100.0, 104.0, 97.0, 101.0] * 9}, "abc", {"a": 13, "b": 4, "c": 13}),
+        ({"a": ["crashed"], "b": ["crashed"]}, "", {"a": 2, "b": 2}),
+    ],
+)
+def test_rounds_end_once_all_is_decided_and_who_fails_twice_or_hangs_once_is_out(outcomes, works, runs):
+    rounds, begun = paired(outcomes)
+    assert "".join(rounds.works()) == works
+    assert Counter(begun) == runs
+
+
+def test_a_round_that_does_not_fit_is_not_begun_and_each_of_two_is_first_as_often():
+    _, begun = paired({"a": [100.0, 130.0] * 9, "b": [130.0, 100.0] * 9}, budget_s=9.0)
+    assert "".join(begun) == "abbaabba"
 
 
 FAILING = {
@@ -162,7 +227,7 @@ def test_a_side_that_fails_is_an_answer(monkeypatch, sides):
 
 def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said(monkeypatch):
     small, large = SimulatedMachine(batch_size=16, cpu_s=0.02), SimulatedMachine(batch_size=32)
-    found = compared(monkeypatch, small=small, large=large)
+    found = compared(monkeypatch, 10, small=small, large=large)
     assert found.ratios["large"].value == pytest.approx(1.0, abs=0.1)
     assert Caution.BATCH_SIZES_DIFFER.said_by(found.notes[0])
     assert "(small 16, large 32)" in found.report()

@@ -73,15 +73,27 @@ def test_slow_rounds_cancel_and_those_that_miss_a_side_count_for_others_only():
         Effects(rounds).ratio("a", "d")
 
 
-def test_a_ratio_holds_at_whatever_round_one_stops():
+@pytest.mark.parametrize("noise", [0.03, 0.09, 0.2, 0.3])
+def test_a_ratio_holds_at_whatever_round_one_stops(noise):
     # GIVEN two equal sides, and somebody who stops as soon as one looks faster, after 2 to 12 rounds
     rng, missed = random.Random(0), 0
     for _ in range(400):
-        values = [[100.0 * math.exp(rng.gauss(0.0, 0.03)) for _ in "ab"] for _ in range(12)]
+        values = [[100.0 * math.exp(rng.gauss(0.0, noise)) for _ in "ab"] for _ in range(12)]
         seen = (Effects(rounds_of(values[:count])).ratio("a", "b") for count in range(2, 13))
         missed += any(not ratio.low <= 1.0 <= ratio.high for ratio in seen)
     # THEN the interval misses the truth in no more than 5 % of all runs, at any of its rounds
     assert missed <= 0.05 * 400
+
+
+@pytest.mark.parametrize(("count", "ratio", "told", "share"), [(2, 3.0, 2.0, 0.9), (3, 1.3, 1.0, 0.85)])
+def test_few_rounds_show_what_is_far_above_the_noise(count, ratio, told, share):
+    rng, shown = random.Random(0), 0
+    for _ in range(300):
+        values = [[base * math.exp(rng.gauss(0.0, 0.03)) for base in (ratio, 1.0)] for _ in range(count)]
+        shown += Effects(rounds_of(values)).ratio("a", "b").low > told
+    assert shown >= share * 300
+    # AND no single round does
+    assert Effects(rounds_of(values[:1])).ratio("a", "b").high == math.inf
 
 
 def test_the_fastest_of_equal_ones_has_its_true_rate_in_its_interval():
