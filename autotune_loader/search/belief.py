@@ -51,8 +51,8 @@ POOREST_BURST_SD = 0.2
 """Relative standard deviation of a burst whose few batches give no better interval."""
 MAX_FAILURES = 2
 """What has failed this often is out although it has succeeded, too; after a hang at once."""
-OF_MEMORY = ("out_of_memory", "oom_killed", "memory_guard", "shared_memory", "descriptors")
-"""Failures that fewer batches ahead may avoid."""
+OF_MEMORY, SHALLOW = ("out_of_memory", "oom_killed", "memory_guard", "descriptors"), 2
+"""Failures that fewer batches ahead may avoid, down to so many for each worker."""
 TORCHS = LoaderConfig()
 OF_WORKERS = ("oom_killed", "memory_guard", "crashed", "deadline", "descriptors", "shared_memory")
 """Failures of the workers, whatever other knobs were set."""
@@ -174,10 +174,7 @@ class Belief:
         memory with a deep queue says nothing of workers yet.
         """
         most = self._most_that_succeeded
-        shallow = [
-            t for t in self._failures if t[1] not in OF_MEMORY or t[0].batches_in_flight <= 2 * t[0].num_workers + 1
-        ]
-        failed = [config.num_workers for config, _ in shallow if config.num_workers > most]
+        failed = [c.num_workers for c, kind in self._failures if c.num_workers > most and not _is_of_queue(c, kind)]
         return min(max(most + 1, math.isqrt(most * min(failed))), min(failed) - 1) if failed else None
 
     @cached_property
@@ -205,9 +202,7 @@ class Belief:
         often = Counter(config.key() for config, _ in failed)
         often.update({config.key(): MAX_FAILURES for config, kind in failed if kind == "deadline"})
         out = {config for config, failures in often.items() if failures >= MAX_FAILURES or config not in tried}
-        fewest = min(
-            (config.batches_in_flight for config, kind in self._failures if kind in OF_MEMORY), default=math.inf
-        )
+        queues = [config.batches_in_flight for config, kind in self._failures if _is_of_queue(config, kind)]
         # A knob with which something failed, and nothing worked, is not what fails with fewer workers as well.
         bad = {knob for config, kind in failed if kind not in OF_WORKERS for knob in _odd(config)}
         bad -= {knob for config in tried for knob in _odd(config)}
@@ -216,7 +211,7 @@ class Belief:
             config
             for config in (each.key() for each in legal)
             if (self.most_workers is None or config.num_workers <= self.most_workers)
-            and (config.batches_in_flight <= fewest / 2 or not config.num_workers)
+            and config.batches_in_flight <= max(min(queues, default=math.inf) / 2, 1)
             and not bad & _odd(config)
         ]
         return [config for config in dict.fromkeys([*proposed, *tried]) if config not in out] or tried
@@ -289,6 +284,12 @@ def _own_sd(trial: Trial) -> float:
         return 0.0
     rate = measured.samples_per_s
     return min(math.log(rate.high / rate.value) / Z_95, POOREST_BURST_SD) if rate.is_telling else POOREST_BURST_SD
+
+
+def _is_of_queue(config: LoaderConfig, kind: FailureKind) -> bool:
+    """Whether fewer batches ahead may avoid the failure: of shared memory always, of memory where the queue is deep."""
+    is_deep = (config.prefetch_factor or 0) > SHALLOW
+    return kind == "shared_memory" or (kind in OF_MEMORY and is_deep)
 
 
 def _odd(config: LoaderConfig) -> frozenset[tuple[str, Any]]:

@@ -6,62 +6,64 @@ from types import SimpleNamespace
 import pytest
 
 from autotune_loader.diagnosis import Caution, Ended, Source, Undecided
-from autotune_loader.search.rounds import RoundsEnd
-from autotune_loader.search.space import Space
+from autotune_loader.search.belief import Belief
+from autotune_loader.search.space import Context, Space
 from autotune_loader.tuning.assemble import assembled, choice_of, source_of, why_undecided
-from autotune_loader.values import Failure, LoaderConfig, Round
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, with_workers
+from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 from tests.support.tuned import simulated_result, simulated_run, simulated_search
 
 OWN, TWO = LoaderConfig(), with_workers(2)
-AGREE, DISAGREE, ONE = [(1.0, 2.0), (1.0, 1.5)], [(1.0, 1.1), (1.0, 0.9)], [(1.0, 9.0)]
-NO_TIME, WORTHLESS = RoundsEnd.NO_TIME, RoundsEnd.NOT_WORTH_IT
+SAFE, NO_TIME, WORTHLESS = Ended.SAFE, Ended.BUDGET, Ended.NOT_WORTH_IT
+SHAPE = replace(
+    simulated_trials(SimulatedMachine(), TWO)[0].measurement, traces=(), samples=0, step_s=0.0, service_s=0.0
+)
 
 
-def a_search(rates, ended=NO_TIME, *, loss=0, foreign=0, capped=False, searched=(1, 1), own_ran=None, why=Ended.SAFE):
-    """A search whose rounds gave the user's own configuration and the winner these rates; perhaps they alone ran it."""
-    sides = [{side: rate for side, rate in zip((OWN, TWO), pair, strict=True) if rate} for pair in rates]
-    rounds = tuple(Round(rates=each, foreign_cpu_share=foreign) for each in sides)
-    ran = zip((OWN, TWO), searched, (own_ran, None), strict=False)
-    trials = [SimpleNamespace(config=c, samples_per_s=s, round=r, measurement=object()) for c, s, r in ran]
-    belief = SimpleNamespace(loss=lambda config: loss, choice=TWO)
-    return SimpleNamespace(
-        outcome=SimpleNamespace(winner=TWO, rounds=rounds, at_ceiling=capped) if rounds else None,
-        rounds=SimpleNamespace(ended=ended) if rounds else None, trials=trials, fastest=lambda: trials[-1],
-        run=SimpleNamespace(tolerance=0.02, baseline=OWN), twin=SimpleNamespace(belief=lambda study: belief),
-        study=None, ended=why,
-    )  # fmt: skip
+def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0):
+    """A search whose bursts gave the user's own configuration and another one these rates; it knows nothing else."""
+    pairs = [(None, searched), *enumerate(rounds)]
+    cells = [(c, rate, number) for number, rates in pairs for c, rate in zip((OWN, TWO), rates, strict=True) if rate]
+    trials = [
+        Trial.of(
+            i,
+            config,
+            replace(SHAPE, samples_per_s=Interval(value=rate, low=rate, high=rate, count=9), **share),
+            round=n,
+        )
+        for i, (config, rate, n) in enumerate(cells)
+        for share in ({"foreign_cpu_share": foreign},)
+    ]
+    belief = Belief(Space(max_workers=0, also=(TWO,)), Context(usable_cores=2), trials)
+    run = SimpleNamespace(tolerance=0.02, baseline=OWN)
+    return SimpleNamespace(trials=trials, belief=belief, run=run, ended=ended, fastest=lambda: trials[-1])
+
+
+FASTER, ALIKE = [(100.0, 200.0), (100.0, 190.0)], [(100.0, 110.0), (100.0, 90.0)]
 
 
 @pytest.mark.parametrize(
     ("search", "why", "best"),
     [
-        (a_search(AGREE, RoundsEnd.SAFE), None, TWO),
-        (a_search(DISAGREE, WORTHLESS), None, TWO),
-        (a_search([(1.0, 1.1)], capped=True), None, TWO),
-        # undecided, and two rounds agree that something is faster
-        (a_search(AGREE, loss=0.05), Undecided.CLOSE, TWO),
-        (a_search(AGREE, foreign=0.5), Undecided.BUSY, TWO),
-        # undecided, and they do not: the user's own
-        (a_search(DISAGREE, loss=0.05), Undecided.CLOSE, OWN),
-        (a_search(DISAGREE, WORTHLESS, loss=0.05), Undecided.TOO_NOISY, OWN),
-        (a_search(DISAGREE, foreign=0.5), Undecided.BUSY, OWN),
-        (a_search(ONE), Undecided.FEW_ROUNDS, OWN),
-        (a_search(ONE, searched=(1.0, 4.0)), Undecided.FEW_ROUNDS, TWO),
-        (a_search([(1.0, 0.9)], searched=(1.0, 4.0)), Undecided.FEW_ROUNDS, OWN),
-        (a_search(ONE, own_ran=0), Undecided.FEW_ROUNDS, TWO),
-        (a_search([(1.0, 1.1)], own_ran=0), Undecided.FEW_ROUNDS, OWN),
-        (a_search([], searched=(1.0, 4.0)), Undecided.NO_ROUNDS, TWO),
-        (a_search([], searched=(1.0, 1.4)), Undecided.NO_ROUNDS, OWN),
-        (a_search([], searched=(1.0,)), Undecided.ONE_TRIED, OWN),
-        (a_search([(None, 9.0), *ONE], loss=0.05), Undecided.CLOSE, OWN),
-        # interrupted: the best so far
-        (a_search([], why=Ended.INTERRUPTED), Undecided.NO_ROUNDS, TWO),
-        # and nothing that never ran, whatever is believed of it
-        (a_search([], searched=(1.0,), why=Ended.INTERRUPTED), Undecided.ONE_TRIED, OWN),
+        (a_search(FASTER, SAFE), None, TWO),
+        (a_search(ALIKE, SAFE), None, OWN),
+        # undecided, and it is almost certainly faster
+        (a_search(FASTER, NO_TIME, foreign=0.5), Undecided.BUSY, TWO),
+        (a_search(FASTER[:1], NO_TIME, searched=(100.0, 200.0)), Undecided.FEW_ROUNDS, TWO),
+        (a_search([], NO_TIME, searched=(100.0, 400.0)), Undecided.NO_ROUNDS, TWO),
+        # undecided, and it may not be: the user's own
+        (a_search(ALIKE, NO_TIME), Undecided.CLOSE, OWN),
+        (a_search(ALIKE, WORTHLESS), Undecided.TOO_NOISY, OWN),
+        (a_search(ALIKE, NO_TIME, foreign=0.5), Undecided.BUSY, OWN),
+        (a_search([(100.0, 101.0)], NO_TIME, searched=(100.0, 99.0)), Undecided.FEW_ROUNDS, OWN),
+        (a_search([], NO_TIME, searched=(100.0, 101.0)), Undecided.NO_ROUNDS, OWN),
+        (a_search([], NO_TIME, searched=(100.0, None)), Undecided.ONE_TRIED, OWN),
+        # interrupted: the best so far, and nothing that never ran, whatever is believed of it
+        (a_search([], Ended.INTERRUPTED, searched=(100.0, 400.0)), Undecided.NO_ROUNDS, TWO),
+        (a_search([], Ended.INTERRUPTED, searched=(100.0, None)), Undecided.ONE_TRIED, OWN),
     ],
 )
-def test_a_guess_is_the_users_own_unless_two_rounds_agree(search, why, best):
+def test_a_guess_is_the_users_own_unless_something_is_almost_certainly_faster(search, why, best):
     found = why_undecided(search)
     assert (found and found.kind) == (why and why.kind)
     assert choice_of(search, is_decided=found is None) == best

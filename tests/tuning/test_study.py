@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import pickle
 import shutil
 import stat
 import subprocess
@@ -14,10 +15,10 @@ import optuna
 import pytest
 
 from autotune_loader.diagnosis import Ended
-from autotune_loader.search.sampler import TwinSampler
+from autotune_loader.search.sampler import ROUND, TwinSampler
 from autotune_loader.search.space import Space
 from autotune_loader.tuning.assemble import assembled
-from autotune_loader.tuning.study import CHOSEN, MOST_REPEATS, ROUNDS, open_study
+from autotune_loader.tuning.study import CHOSEN, MOST_REPEATS, open_study
 from autotune_loader.values import Failure, LoaderConfig
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 from tests.support.tuned import simulated_run, simulated_search
@@ -39,24 +40,27 @@ def configs(found):
     return [trial.config for trial in searched(found)]
 
 
-def test_the_study_holds_exactly_what_ran_the_rounds_and_the_choice():
+def test_the_study_holds_every_burst_of_search_and_rounds_and_the_choice():
     told = Mock()
     found, _ = search_on(FAST_STEP, progress=told)
     result = assembled(found, 1.0)
     found.tell(result.best)
-    trials, study = searched(found), found.study
+    trials, study = found.trials, found.study
     # THEN the user's own comes first; parameters of the study are those of the configurations that ran, none is clipped
     assert trials[0].config == OWN
     assert [each.params["num_workers"] for each in study.trials] == [each.config.num_workers for each in trials]
+    assert [each.user_attrs.get(ROUND) for each in study.trials] == [each.round for each in trials]
     best = max(trials, key=lambda each: each.samples_per_s or 0.0)
     assert (study.best_params, study.best_value) == (found.run.space.params(best.config), best.samples_per_s)
-    # AND the sampler that proposed is the study's, and progress heard of everything
+    # AND the sampler that proposed is the study's, progress heard of everything, and pickled it is whole
     assert (type(study.sampler), result.study) == (TwinSampler, study)
     assert [call.args[0] for call in told.trial.call_args_list] == trials
-    assert [call.args[0] for call in told.round.call_args_list] == list(range(1, len(study.user_attrs[ROUNDS]) + 1))
-    # AND choice and rounds are its attributes
+    rounds = found.belief.rounds
+    assert [call.args[0] for call in told.round.call_args_list] == list(range(1, len(rounds) + 1))
+    assert len(pickle.loads(pickle.dumps(study)).trials) == len(trials)
+    # AND the choice is its attribute, and ran in two rounds
     assert LoaderConfig.from_dict(study.user_attrs[CHOSEN]) == result.best
-    assert study.user_attrs[ROUNDS][0][str(OWN)] == pytest.approx(result.rates_of(OWN)[0])
+    assert sum(result.best in each.rates for each in rounds) >= 2
 
 
 @pytest.fixture
@@ -90,15 +94,18 @@ def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_left(storag
     request.addfinalizer(functools.partial(os.umask, os.umask(0)))
     # GIVEN a search that was told to end after some trials, and another process that stands still in one more
     theirs = open_study(storage)
-    first = searched(search_on(FAST_STEP, study=theirs, budget_s=6.0)[0])
+    before, _ = search_on(FAST_STEP, study=theirs, budget_s=3.0)
+    first, theirs.sampler = searched(before), before.twin
+    before.twin.seconds_left = None
     running = Space(also=(OWN,)).suggest(theirs.ask())
     assert len(first) >= 2
+    assert running not in [trial.config for trial in first]
     assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.journal")] in ([], [0o600])
     # WHEN the same job is tuned with the same storage
     found, _ = search_on(FAST_STEP, study=open_study(storage))
     # THEN what was measured is known, none of it is run again in the search, and the trial of the other one is left to it
     known = searched(found)[: len(first)]
-    assert found.twin.belief(theirs).twin is not None
+    assert found.belief.twin is not None
     assert [(each.config, each.samples_per_s) for each in known] == [(e.config, e.samples_per_s) for e in first]
     assert len({*configs(found), running}) == len(configs(found)) + 1 > len(first) + 1
     assert [each.state.name for each in theirs.get_trials()].count("RUNNING") == 1
@@ -121,9 +128,18 @@ def test_another_sampler_proposes_until_it_repeats_itself():
     # GIVEN a space of three configurations
     space, sampler = Space(max_workers=1, prefetch_factors=(1, 2)), optuna.samplers.TPESampler(seed=0)
     found, _ = search_on(FAST_STEP, sampler=sampler, own=None, space=space, budget_s=1000.0)
-    assert (found.study.sampler, found.ended) == (sampler, Ended.SAMPLER)
+    assert found.study.sampler == sampler
     assert len({*configs(found)[-MOST_REPEATS - 1 :]}) <= 3
     assert len(configs(found)) < 60
+    # AND then what it has found takes turns, as trials of the study, too
+    assert len(found.belief.rounds) >= 2
+    assert {c for each in found.belief.rounds for c in each.rates} <= {*configs(found)}
+
+
+def test_a_grid_of_workers_alone_is_searched():
+    found, _ = search_on(FAST_STEP, sampler=optuna.samplers.GridSampler({"num_workers": [0, 2, 4]}), own=None)
+    assert {config.num_workers for config in configs(found)} >= {0, 2, 4}
+    assert all(trial.measurement for trial in found.trials)
 
 
 NO_CEILING = SimulatedMachine(step_s=0.005, noise_sd=0.03)
@@ -138,7 +154,7 @@ def test_a_search_ends_at_the_ceiling_or_in_time_for_rounds(machine, budget_s):
         assert len(searched(found)) <= 8
     # THEN the time is kept, but for one round that was under way
     assert clock() < budget_s + 5
-    assert found.outcome.rounds
+    assert found.belief.rounds
 
 
 def failing(kind, beyond):
@@ -174,7 +190,7 @@ def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(kind,
     # GIVEN a job for which every worker helps, on a machine where few can be had, perhaps fewer than the user's
     machine = SimulatedMachine(cores=cores, cpu_s=0.01, wait_s=0.02, step_s=0.001, fails=failing(kind, beyond=safe))
     found, clock = search_on(machine, own=own, probe=Hanging)
-    assert found.outcome.winner.num_workers == safe
+    assert assembled(found, clock()).best.num_workers == safe
     assert clock() <= 62
 
 
