@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -90,8 +91,8 @@ class Belief:
         return Twin.fit([Observation.of(config, m) for config, m in known], self.context) if known else None
 
     @cached_property
-    def draws(self) -> Draws:
-        """Rates as they may be, of every legal configuration and every one that was observed."""
+    def sustained(self) -> Draws:
+        """Rates as they may be in the midst of an epoch, of every legal configuration and every one that was observed."""
         configs = self._configs()
         solved = None if self.twin is None else self.twin.predict(configs)
         prior = draw(
@@ -100,12 +101,28 @@ class Belief:
         if self.twin is None or solved is None:
             return prior
         found = sufficient(configs, self.twin.observations, solved.loop_use)
-        return Draws(keys=prior.keys, paths=with_sufficiency(prior.paths, found), noise_sd=prior.noise_sd)
+        return replace(prior, paths=with_sufficiency(prior.paths, found))
+
+    @cached_property
+    def draws(self) -> Draws:
+        """The same of whole epochs: workers that do not live on start anew in each."""
+        begun = [(t.config.num_workers, m) for t in self._seen if t.config.num_workers and (m := t.measurement)]
+        batches, configs = self.context.epoch_batches, self.configs
+        if not begun or not batches:
+            return self.sustained
+        start_s = np.zeros(len(configs))
+        for index, config in enumerate(configs):
+            if config.num_workers and not self.space.as_kept(config).persistent_workers:
+                _, nearest = min(begun, key=lambda each: abs(each[0] - config.num_workers))
+                start_s[index] = max(nearest.first_batch_s - nearest.service_s, 0.0)
+        epoch = batches * begun[0][1].batch_size
+        paths = self.sustained.paths
+        return replace(self.sustained, paths=paths - np.log1p(start_s * np.exp(paths) / epoch))
 
     @property
     def configs(self) -> tuple[LoaderConfig, ...]:
         """Those that the draws are of, without what a burst cannot see."""
-        return self.draws.keys  # type: ignore[return-value]
+        return self.sustained.keys  # type: ignore[return-value]
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
@@ -137,10 +154,10 @@ class Belief:
         return float(self.draws.losses[:, self._where(config)].mean())
 
     def predicted(self, config: LoaderConfig) -> float | None:
-        """Samples/s that are expected; None before anything was measured, and of what is not in the grid."""
+        """Samples/s that a burst is expected to show; None before anything was measured, and of what is not in the grid."""
         if not self._seen or config.key() not in self.configs:
             return None
-        return math.exp(float(self.draws.paths[:, self._where(config)].mean()))
+        return math.exp(float(self.sustained.paths[:, self._where(config)].mean()))
 
     def is_faster(self, one: LoaderConfig, other: LoaderConfig, factor: float = 1.0) -> float:
         """Probability that one is more than so many times as fast as another."""

@@ -94,10 +94,9 @@ def _deepest(configs: Sequence[LoaderConfig], groups: Iterable[Sequence[int]]) -
 def with_sufficiency(paths: Floats, found: Sequence[Sufficient]) -> Floats:
     """The same rates, those with enough workers in each path as fast as any with more, but for what these lose.
 
-    They rise to the others, in full while they are known no better than by one burst, and the less the more bursts they have
-    had; then the others come down to them. So the luckiest of many that never ran does not outvote what was measured. Always
-    with the same draws of how far the headroom was misread, so that answers repeat. Where more workers were seen to be faster
-    beyond all luck, nothing is moved.
+    In each draw a sufficient configuration is raised to the larger one that is the fastest on average, less as its own rate is
+    better known. Then the larger ones are capped at its rate. The same draws say how far the headroom was misread, so that
+    answers repeat. Where more workers were seen to be faster beyond all luck, nothing is moved.
 
     Args:
         paths: logarithms of rates as they may be, shape (paths, configurations).
@@ -112,8 +111,8 @@ def with_sufficiency(paths: Floats, found: Sequence[Sufficient]) -> Floats:
             continue
         headroom = np.exp(each.log_headroom + each.headroom_sd * luck)
         lost = np.log1p(-np.clip(np.maximum(1.0 - headroom, each.least_loss), 0.0, MOST_LOST))
-        unknown = min(1.0, float(own.var()) / TYPICAL_NOISE**2) if math.isfinite(each.log_headroom) else 0.0
-        rise = unknown * np.maximum(ahead.max(axis=1) + lost, 0.0)
+        unknown = min(1.0, float(own.var()) / TYPICAL_NOISE**2)
+        rise = unknown * np.maximum(ahead[:, ahead.mean(axis=0).argmax()] + lost, 0.0)
         moved[:, each.position] = np.maximum(moved[:, each.position], own + rise)
         moved[:, larger] = np.minimum(moved[:, larger], (moved[:, each.position] - lost)[:, None])
     return moved

@@ -82,8 +82,9 @@ def what_next(
     elif worth < WORTH * pair_s or len(belief.rounds) >= MOST_ROUNDS:
         stop = "NOT_WORTH_IT"
     # Once workers have failed, more of them than have succeeded are tried before they are chosen.
-    wanted = [belief.choice_of(belief.configs), choice, *([] if stop else [rival])]
-    untried = [each for each in wanted if each.key() not in tried and each.key() not in elsewhere]
+    bold = belief.choice_of(belief.configs)
+    alone = [*([] if bold.key() in belief.proven else [bold]), *([] if stop else [rival])]
+    untried = [each for each in alone if each.key() not in tried and each.key() not in elsewhere]
     least_s = round_s(belief, [choice, own])
     if untried and (len(tried) < 2 or burst_s(belief, untried[0]) + least_s <= seconds_left):
         return Next(configs=(untried[0],))

@@ -74,7 +74,7 @@ def vetoed(space, config):
 @pytest.mark.parametrize(
     ("limit", "need", "words"),
     [
-        ("shm_bytes", 13 * MIB, "of /dev/shm"),
+        ("shm_bytes", 2 * 13 * MIB, "of /dev/shm for two loaders"),
         ("descriptors", 13 * 3 + RESERVED_DESCRIPTORS, f"{13 * 3 + RESERVED_DESCRIPTORS} of descriptors"),
         ("memory_bytes", 3 * WORKER_BASE_BYTES + 13 * MIB, "193 MiB of host memory"),
     ],
@@ -94,10 +94,10 @@ def test_vetoes_are_exact(limit, need, words):
 
 def test_a_larger_batch_needs_the_memory_of_its_samples():
     # GIVEN batches of 1 MiB with 8 samples, and room for 40 batches in flight
-    space = Space(batch=BatchCost(bytes=MIB, samples=8), batch_sizes=(None, 64), limits=Limits(shm_bytes=40 * MIB))
+    space = Space(batch=BatchCost(bytes=MIB, samples=8), batch_sizes=(None, 64), limits=Limits(shm_bytes=80 * MIB))
     # THEN four workers with two each are fine, but not with batches of eight times the size
     assert space.veto(with_workers(4)) is None
-    assert "72 MiB of /dev/shm" in vetoed(space, with_workers(4, batch_size=64)).message
+    assert "144 MiB of /dev/shm" in vetoed(space, with_workers(4, batch_size=64)).message
     # AND without workers the batch itself must fit
     tight = replace(space, limits=Limits(memory_bytes=8 * MIB))
     vetoed(tight, LoaderConfig(batch_size=64))
@@ -124,12 +124,13 @@ COSTS = {
     "what is usual": (with_workers(2, pin_memory=True), with_workers(2)),
     "a deeper queue that costs nothing": (with_workers(2, 8), with_workers(2, 4)),
     "no workers": (with_workers(0), with_workers(1, 8)),
+    "a queue of less memory": (with_workers(33, 2), with_workers(33, 8)),
 }
 
 
 @pytest.mark.parametrize(("cheaper", "dearer"), COSTS.values(), ids=COSTS)
 def test_costs_are_compared_as_people_would(cheaper, dearer):
-    space = replace(RICH, limits=Limits(memory_bytes=64 << 30))
+    space = replace(RICH, limits=Limits(memory_bytes=64 << 30), batch=BatchCost(bytes=18 * MIB))
     assert space.cost(space.as_kept(cheaper)) < space.cost(space.as_kept(dearer))
 
 
@@ -149,16 +150,18 @@ def test_the_rule(seen, expected):
 SET = {"pin_memory": True, "persistent_workers": True, "multiprocessing_context": "forkserver"}
 NONE, RULE, PINNED = with_workers(0), with_workers(3, 4), with_workers(0, pin_memory=True)
 BEGINNINGS = {
-    "own, rule, none": (Space(), with_workers(6), 0.02, [with_workers(6), RULE, NONE]),
-    "none twice": (Space(), RULE, 0.02, [RULE, NONE]),
-    "without a first batch": (Space(), None, None, [with_workers(4), NONE]),
+    "own, suggested, rule, none": (Space(), with_workers(6), 0.02, [with_workers(6), with_workers(5), RULE, NONE]),
+    "none twice": (Space(), RULE, 0.02, [RULE, with_workers(5), NONE]),
+    "the rule before no workers": (Space(), NONE, 0.02, [with_workers(5), RULE, NONE]),
+    "slow batches tell of no workers": (Space(), NONE, 2.0, [with_workers(5), with_workers(64)]),
+    "without a first batch": (Space(), None, None, [with_workers(5), with_workers(4), NONE]),
     "data that workers must not read": (Space(max_workers=0), None, 0.02, [NONE]),
-    "with what is set": (RICH, NONE, 0.02, [NONE, with_workers(3, 4, **SET), PINNED]),
+    "with what is set": (RICH, NONE, 0.02, [with_workers(5), with_workers(3, 4, **SET), PINNED]),
 }
 
 
 @pytest.mark.parametrize(("space", "own", "fetch_s", "expected"), BEGINNINGS.values(), ids=BEGINNINGS)
-def test_a_search_begins_with_the_users_own_the_rule_and_no_workers(space, own, fetch_s, expected):
-    context = Context(usable_cores=4, step_s=0.01)
+def test_a_search_begins_with_the_users_own_what_is_suggested_and_the_rule(space, own, fetch_s, expected):
+    context = Context(usable_cores=4, step_s=0.01, fetch_s=fetch_s, fetch_cpu_s=0.001)
     space = replace(space, also=() if own is None else (own,))
-    assert begin_with(space, context, own=own, fetch_s=fetch_s, fetch_cpu_s=0.001) == expected
+    assert begin_with(space, context, own=own, suggested=[with_workers(5)]) == expected

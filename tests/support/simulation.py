@@ -56,7 +56,7 @@ class SimulatedMachine:
     further_core: float = 1.0
     servers: int | None = None  # Workers whose waiting storage serves at once; None: all
     receive_growth: float = 0.0  # Relative growth of `receive_s` per worker
-    probe_s: float = 3.5  # Until a probe is warm: its start, imports, compilation
+    probe_s: float = 1.5  # Until a probe is warm: its start, imports, compilation; 1.1 s for a small model in memory
     start_s: float = 0.05
     worker_start_s: float = 0.02  # Workers start one after the other, then the first indices are handed out
     first_batch_extra_s: float = 0.02  # CPU seconds that every worker's first batch takes longer (imports, cold caches)

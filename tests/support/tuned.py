@@ -22,8 +22,6 @@ from autotune_loader.values import BurstPlan, LoaderConfig, Trial, WorkloadError
 from tests.support.schedules import Stream
 from tests.support.simulation import FakeClock, SimulatedProbe
 
-START_S = 3.5  # What starting a probe takes of a budget
-
 
 def with_workers(count, prefetch=2, **more):
     """A configuration with so many workers; without any, nothing is fetched ahead."""
@@ -78,7 +76,7 @@ def simulated_result(machine, *, seed=0, budget_s=60.0, epoch_batches=10_000, **
     """What `tune()` would return on this machine."""
     clock = FakeClock()
     probe = SimulatedProbe(machine, clock, seed=seed, epoch_batches=epoch_batches)
-    clock.advance(START_S)
+    clock.advance(machine.probe_s)
     run = simulated_run(machine, epoch_batches=epoch_batches, **given)
     return assembled(simulated_search(probe, run, clock, budget_s=budget_s), clock())
 
