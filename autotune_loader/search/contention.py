@@ -6,15 +6,16 @@ With b workers busy, of whom w want a CPU, and a step that uses k of N cores for
     f(r)    = 1 + alpha (r - 1) + beta r (r - 1)        caches and memory bandwidth: the Universal Scalability Law
     1/share = (1 - rho) min(1, N / w) + rho min(1, N / (w + k))
 
-alpha and beta show in the CPU seconds of a batch, time-sharing and gamma only in its wall seconds; so each pair is
-fitted to its own series, on a grid.
+alpha and beta show in the CPU seconds of a batch, time-sharing and gamma (storage that is busy) only in its wall seconds; so
+each is fitted to its own series, on a grid, beside what is usual. Without beta, machines on which more workers are slower are
+missed by 20 to 40 % (studies/regret/README.md).
 USL: N. Gunther, Guerrilla Capacity Planning (2007), chapter 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,33 +24,25 @@ from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import Floats
 from autotune_loader.search.space import Context
 
-BURST_SD = 0.02
-"""Relative standard deviation between the stage times of bursts of one configuration on a quiet machine."""
-FIRST_BATCH_SD = 0.3
-"""The same of the very first batch, fetched alone."""
-ALPHA_PRIOR = (0.03, 0.05)
-"""Mean and sd: JPEG decoding on 4 cores took 22 % more CPU with four busy than with one, array work less."""
-BETA_PRIOR = (0.0, 0.004)
-"""Mean and sd: coherence costs are rare for processes that share nothing."""
-GAMMA_PRIOR = (0.0, 0.03)
-"""Mean and sd of the stretch of waiting per further busy worker: storage that still scales is the common case."""
-STEP_CORES_PRIOR = (1.0, 0.3)
-"""Mean and sd of the step's true core use relative to its thread count; OpenMP threads also spin between regions."""
-# Grids on which the most likely values are looked for: evenly for shares, by factors for what may be near zero.
-ALPHAS = np.linspace(0.0, 0.6, 121)
-BETAS = np.concatenate([[0.0], np.geomspace(0.00005, 0.03, 30)])
-GAMMAS = np.concatenate([[0.0], np.geomspace(0.005, 2.0, 30)])
-STEP_CORES = np.linspace(0.0, 2.0, 21)  # relative to its threads
+BURST_SD, FIRST_BATCH_SD = 0.02, 0.3
+"""Relative standard deviation between the stage times of bursts of one configuration, and of the very first batch."""
+ALPHA_PRIOR, BETA_PRIOR, GAMMA_PRIOR = (0.03, 0.05), (0.0, 0.004), (0.0, 0.03)
+"""Mean and sd: JPEG decoding on 4 cores took 22 % more CPU with four busy than with one, coherence costs are rare for processes
+that share nothing, and storage that still scales is the common case."""
+ALPHAS, BETAS = (
+    axis.ravel()
+    for axis in np.meshgrid(np.linspace(0.0, 0.6, 121), np.concatenate([[0.0], np.geomspace(0.00005, 0.03, 30)]))
+)
+GAMMAS = np.concatenate([[0.0], np.geomspace(0.005, 2.0, 60)])
 
 
 def stretch(running: Floats, alpha: Any, beta: Any) -> Floats:
     """Factor on CPU seconds with this many processes running at once."""
-    more = np.maximum(running, 1.0) - 1.0
-    factor: Floats = 1.0 + alpha * more + beta * more * (more + 1.0)
+    factor: Floats = 1.0 + (alpha + beta * running) * (running - 1.0)
     return factor
 
 
-def share(wanting: Floats, step_busy: Floats, step_cores: Any, cores: Any) -> Floats:
+def share(wanting: Floats, step_busy: Floats, step_cores: float, cores: float) -> Floats:
     """Factor on wall seconds because `wanting` workers and, part of the time, the step's cores share `cores`."""
     alone = np.minimum(1.0, cores / np.maximum(wanting, 1e-9))
     with_step = np.minimum(1.0, cores / np.maximum(wanting + step_cores, 1e-9))
@@ -68,13 +61,12 @@ class Contention:
     wait_s: float
     """Seconds a batch waits (storage, network, sleep) with one worker busy."""
     gamma: float
-    step_cores: float
-    """Cores the step uses, relative to its threads."""
 
-    def cpu_wall_s(self, wanting: Floats, step_busy: Floats, step_threads: float, cores: Any) -> Floats:
-        """Wall seconds in which a batch wants the CPU."""
-        shared = share(wanting, step_busy, self.step_cores * step_threads, cores)
-        return self.cpu_s * stretch(np.minimum(wanting, cores), self.alpha, self.beta) * shared
+    def computing_s(self, wanting: Floats, step_busy: Floats, context: Context, cores: float) -> Floats:
+        """Wall seconds in which a batch wants the CPU, on so many cores."""
+        running = np.clip(wanting, 1.0, max(cores, 1.0))
+        shared = share(wanting, step_busy, min(context.step_cores, cores), cores)
+        return self.cpu_s * stretch(running, self.alpha, self.beta) * shared
 
     def waiting_s(self, busy: Floats) -> Floats:
         """Wall seconds in which a batch wants no CPU."""
@@ -88,71 +80,50 @@ def fit_contention(observations: Sequence[Observation], context: Context) -> Con
         observations: bursts with workers; a single one without them where there is nothing else.
         context: cores and step, and what the first batch of all took.
     """
-    step_threads, cores = context.step_cores, float(context.usable_cores)
+    cores = float(context.usable_cores)
     wall = np.maximum([o.service_s.mean() for o in observations], 1e-9)
     cpu = np.maximum([o.cpu_s.mean() for o in observations], 1e-9)
     busy = np.maximum([o.workers_at_work for o in observations], 1.0)
+    step_busy, sd = np.array([o.step_busy for o in observations]), sampling_sd(observations)
     # Waiting is what remains where the machine was least crowded; the rest of a crowded burst's wall time wants a CPU.
     least = int(np.argmin(busy))
     waiting = max(0.0, wall[least] - cpu[least])
     wanting = busy * np.clip((wall - waiting) / wall, np.minimum(cpu / wall, 1.0), 1.0)
-    sd = sampling_sd(observations)
-    running, alone = np.minimum(wanting, cores), [context.fetch_cpu_s] if context.fetch_cpu_s else []
-    anchored = (
-        np.append(cpu, alone),
-        np.append(running, np.ones(len(alone))),
-        np.append(sd, [FIRST_BATCH_SD] * len(alone)),
-    )
-    cpu_s, alpha, beta = _fit_cpu(*anchored)
-    gamma, step_cores = (grid.ravel() for grid in np.meshgrid(GAMMAS, STEP_CORES, indexing="ij"))
-    step_busy = np.array([o.step_busy for o in observations])
-    step = step_cores[:, None] * min(step_threads, cores)
-    computing = cpu_s * stretch(running, alpha, beta) * share(wanting, step_busy, step, cores)
-    growth = 1.0 + gamma[:, None] * (busy - 1.0)
-    weight, left = (sd * wall) ** -2, wall - computing
+    first = [context.fetch_cpu_s] if context.fetch_cpu_s else []
+    running = np.append(np.clip(wanting, 1.0, cores), [1.0] * len(first))
+    alone = np.log(np.append(cpu, first)) - np.log(stretch(running, ALPHAS[:, None], BETAS[:, None]))
+    weight = np.append(sd, [FIRST_BATCH_SD] * len(first)) ** -2
+    level = alone @ weight / weight.sum()
+    misfit = ((alone - level[:, None]) ** 2) @ weight + _penalty(ALPHAS, ALPHA_PRIOR) + _penalty(BETAS, BETA_PRIOR)
+    # The mean: alpha and beta stand in for one another, and the likeliest pair often has one of them at 0.
+    likely = np.exp(-0.5 * (misfit - misfit.min()))
+    cpu_s, alpha, beta = (float(values @ likely / likely.sum()) for values in (np.exp(level), ALPHAS, BETAS))
+    found = Contention(cpu_s=cpu_s, alpha=alpha, beta=beta, wait_s=0.0, gamma=0.0)
+    left = wall - found.computing_s(wanting, step_busy, context, cores)
+    growth, weight = 1.0 + GAMMAS[:, None] * (busy - 1.0), (sd * wall) ** -2
     wait = np.maximum((left * growth) @ weight / (growth**2 @ weight), 0.0)
-    misfit = ((left - wait[:, None] * growth) ** 2) @ weight
-    misfit += _penalty(gamma, GAMMA_PRIOR) + _penalty(step_cores, STEP_CORES_PRIOR)
+    misfit = ((left - wait[:, None] * growth) ** 2) @ weight + _penalty(GAMMAS, GAMMA_PRIOR)
     # The likeliest: where the bursts show no such stretch it is none, and a mean would not be.
     best = int(np.argmin(misfit))
-    return Contention(
-        cpu_s=cpu_s,
-        alpha=alpha,
-        beta=beta,
-        wait_s=float(wait[best]),
-        gamma=float(gamma[best]),
-        step_cores=float(step_cores[best]),
-    )
+    return replace(found, wait_s=float(wait[best]), gamma=float(GAMMAS[best]))
 
 
-def sampling_variance(observations: Sequence[Observation]) -> Floats:
-    """Relative variance of each burst's mean service time because it saw so few batches.
+def sampling_variance(observations: Sequence[Observation], stage: str = "service_s") -> Floats:
+    """Relative variance of the mean of a stage in each burst because it saw so few batches.
 
     The spread is that of all bursts together: one without one of the rare slow batches cannot know of them.
     """
-    counts = np.array([len(o.service_s) for o in observations], dtype=np.float64)
-    squares = sum(float(((o.service_s / max(o.service_s.mean(), 1e-12) - 1.0) ** 2).sum()) for o in observations)
+    samples = [getattr(each, stage) for each in observations]
+    counts = np.array([len(each) for each in samples], dtype=np.float64)
+    squares = sum(float(((each / max(each.mean(), 1e-12) - 1.0) ** 2).sum()) for each in samples)
     variance: Floats = squares / counts.sum() / counts
     return variance
 
 
-def sampling_sd(observations: Sequence[Observation]) -> Floats:
-    """Relative sd of each burst's mean service time: of a burst, and because it saw so few batches."""
-    sd: Floats = np.sqrt(BURST_SD**2 + sampling_variance(observations))
+def sampling_sd(observations: Sequence[Observation], stage: str = "service_s") -> Floats:
+    """Relative sd of the mean of a stage in each burst: of a burst, and because it saw so few batches."""
+    sd: Floats = np.sqrt(BURST_SD**2 + sampling_variance(observations, stage))
     return sd
-
-
-def _fit_cpu(cpu_s: Floats, running: Floats, sd: Floats) -> tuple[float, float, float]:
-    """CPU seconds of a batch alone, alpha and beta."""
-    alpha, beta = (grid.ravel() for grid in np.meshgrid(ALPHAS, BETAS, indexing="ij"))
-    alone = np.log(cpu_s) - np.log(stretch(running, alpha[:, None], beta[:, None]))
-    weight = sd**-2
-    level = alone @ weight / weight.sum()
-    misfit = ((alone - level[:, None]) ** 2) @ weight + _penalty(alpha, ALPHA_PRIOR) + _penalty(beta, BETA_PRIOR)
-    # The mean: alpha and beta stand in for one another, and the likeliest pair often has one of them at 0.
-    likely = np.exp(-0.5 * (misfit - misfit.min()))
-    likely /= likely.sum()
-    return float(np.exp(likely @ level)), float(likely @ alpha), float(likely @ beta)
 
 
 def _penalty(values: Floats, prior: tuple[float, float]) -> Floats:

@@ -125,7 +125,9 @@ class Twin:
         contention = fit_contention(fitted, context)
         receive_s = np.maximum([o.receive_s.mean() for o in fitted], 1e-9)
         typical_s = float(np.exp(np.log(receive_s).mean()))
-        receive = _line([o.workers_at_work for o in fitted], np.log(receive_s / typical_s), sampling_sd(fitted))
+        receive = _line(
+            [o.workers_at_work for o in fitted], np.log(receive_s / typical_s), sampling_sd(fitted, "receive_s")
+        )
         serial_steps = [float(o.step_s.mean()) / alone_s for o in serial]
         return cls(
             observations=observations,
@@ -213,10 +215,10 @@ class Twin:
     def _stages(self, workers: Ints, at_work: Floats, wanting: Floats, step_busy: Floats, cores: float) -> Stages:
         """Stage times under a load."""
         serial, fitted, threads = workers == 0, self.contention, self.context.step_cores
-        cpu_wall = fitted.cpu_wall_s(wanting, step_busy, threads, cores)
+        cpu_wall = fitted.computing_s(wanting, step_busy, self.context, cores)
         waiting = fitted.waiting_s(at_work)
         beside = np.where(serial, 0.0, wanting)
-        slowed = _step_share(beside, fitted.step_cores * threads, cores)
+        slowed = _step_share(beside, threads, cores)
         slowed = slowed * self.step.at(_starved(beside, threads, cores) if threads > 1 else at_work)
         return Stages(
             workers=workers,
@@ -243,9 +245,9 @@ def _step_line(fitted: Sequence[Observation], contention: Contention, context: C
     beside = np.array([o.num_workers > 0 for o in fitted])
     at_work = np.array([o.workers_at_work for o in fitted])
     disturbance = _starved(wanting, threads, cores) if threads > 1 else at_work
-    shared = alone_s * _step_share(wanting, contention.step_cores * threads, cores)
+    shared = alone_s * _step_share(wanting, threads, cores)
     off = np.log(np.maximum([o.step_s.mean() for o in fitted], 1e-12) / shared)
-    return _line(disturbance[beside], off[beside], sampling_sd(fitted)[beside])
+    return _line(disturbance[beside], off[beside], sampling_sd(fitted, "step_s")[beside])
 
 
 def _line(disturbance: Sequence[float] | Floats, values: Floats, noise_sd: Floats) -> Trend:
