@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
-from autotune_loader.search.observation import Observation
-from autotune_loader.search.space import WORKER_BASE_BYTES, Context, memory_bytes
-from autotune_loader.search.twin import Twin
-from autotune_loader.values import Z_95, Interval, LoaderConfig, Measurement, Trial
-
-UNTESTED_SD = 0.06
-"""How far rates lie off a twin that was fitted to them alone (relative; its goal is a median error of 3 %)."""
+from autotune_loader.search.belief import Belief
+from autotune_loader.search.space import WORKER_BASE_BYTES, Context, Space, memory_bytes
+from autotune_loader.values import Interval, LoaderConfig, Measurement, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the twin expects of one configuration."""
+    """What is expected of one configuration."""
 
     config: LoaderConfig
     samples_per_s: Interval
-    """Sustained rate; its interval is as wide as the bursts' own rates lie off the twin. `count` is the number of bursts."""
+    """Sustained rate, with its 95 % interval; `count` is the number of bursts."""
     memory_bytes: int | None
     """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
 
@@ -42,7 +38,7 @@ def predict(
     step_cores: float = 1.0,
     cores: float | None = None,
 ) -> list[Prediction]:
-    """What to expect of each configuration, by the twin of these trials.
+    """What to expect of each configuration, by what these trials say.
 
     Args:
         trials: what was measured.
@@ -57,27 +53,36 @@ def predict(
     """
     if cores is not None and not cores > 0:
         raise ValueError(f"cores={cores!r} must be more than 0, such as cores=2")
-    seen = [(t.config, t.measurement) for t in trials if t.measurement is not None and t.config.batch_size is None]
-    if not seen:
+    known = [t for t in trials if t.measurement is not None and t.config.batch_size is None]
+    if not known:
         raise ValueError(
             "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
         )
-    context = Context(usable_cores=usable_cores, step_cores=step_cores, step_s=step_s)
-    twin = Twin.fit([Observation.of(*each) for each in seen], context)
-    solved, tested = twin.predict(configs, cores), twin.predict([config for config, _ in seen])
-    off = np.log(tested.samples_per_s / [max(m.samples_per_s.value, 1e-12) for _, m in seen])
-    # As if one further burst had been off by what is usual: a single one says little.
-    sd = float(np.sqrt((off @ off + UNTESTED_SD**2) / (len(off) + 1)))
+    asked, context = (
+        [_plain(c) for c in configs],
+        Context(usable_cores=usable_cores, step_cores=step_cores, step_s=step_s),
+    )
+    space = Space(max_workers=0, also=tuple(asked))
+    belief = Belief(space, context, [replace(each, config=_plain(each.config)) for each in known])
+    logs, more = belief.sustained.of(asked).paths, np.zeros(len(asked))
+    if cores is not None and belief.twin is not None:
+        there, here = belief.twin.predict(asked, cores), belief.twin.predict(asked)
+        more = np.log(there.samples_per_s / here.samples_per_s)
+    low, high = np.exp(np.quantile(logs, [0.025, 0.975], axis=0) + more)
+    rates = np.exp(logs.mean(axis=0) + more)
     return [
         Prediction(
             config=config,
-            samples_per_s=Interval(
-                value=rate, low=rate * np.exp(-Z_95 * sd).item(), high=rate * np.exp(Z_95 * sd).item(), count=len(seen)
-            ),
-            memory_bytes=_peak_bytes(config, seen),
+            samples_per_s=Interval(value=rate, low=lowest, high=highest, count=len(known)),
+            memory_bytes=_peak_bytes(config, [(t.config, m) for t in known if (m := t.measurement)]),
         )
-        for config, rate in zip(configs, map(float, solved.samples_per_s), strict=True)
+        for config, rate, lowest, highest in zip(configs, *(each.tolist() for each in (rates, low, high)), strict=True)
     ]
+
+
+def _plain(config: LoaderConfig) -> LoaderConfig:
+    """Workers and prefetch alone, which is what the twin models."""
+    return LoaderConfig().with_workers(config.num_workers, config.prefetch_factor)
 
 
 def _peak_bytes(config: LoaderConfig, seen: Sequence[tuple[LoaderConfig, Measurement]]) -> int | None:
