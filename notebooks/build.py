@@ -132,7 +132,7 @@ INSPECT = (
         "study = None if STORAGE is None else optuna.load_study(study_name=None, storage=STORAGE)\n"
         "print(result.report())"
     ),
-    MARKDOWN("## The bursts as a pandas frame\n\nSI units; `round` is missing in the search; NA means not measured."),
+    MARKDOWN("## The bursts as a pandas frame\n\nSI units; `round` is missing where a burst ran alone; NA means not measured."),
     CODE(
         "frame = result.to_dataframe()\n"
         'columns = ["round", "num_workers", "prefetch_factor", "samples_per_s", "wait_share", "service_s", "step_s", "failure_kind"]\n'
@@ -166,7 +166,7 @@ INSPECT = (
     CODE('if params:\n    visualization.plot_parallel_coordinate(study, params=params, target_name="samples/s")'),
     CODE("if study is not None:\n    visualization.plot_timeline(study)"),
     MARKDOWN(
-        "## The sampler in a study of your own\n\n`TwinSampler` proposes in any `study.optimize()` whose value is samples/s. This one "
+        "## The sampler in a study of your own\n\n`TwinSampler` proposes in any `study.optimize()` that maximises samples/s. This one "
         "knows nothing of bursts; the objective is a formula."
     ),
     CODE(

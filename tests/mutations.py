@@ -31,24 +31,25 @@ class Mutation(NamedTuple):
 
 MUTATIONS = (
     Mutation(
-        "belief: an unsafe choice counts as safe", "search",
-        "self.probability(choice) >= SAFE", "self.probability(choice) <= SAFE", "search/test_belief.py -m unit",
+        "turns: an unsafe choice counts as safe", "search",
+        "belief.probability(choice) >= CERTAIN", "belief.probability(choice) <= CERTAIN", "search/test_turns.py -m unit",
     ),
     Mutation(
         "twin: one batch more is handed out ahead", "search",
         "where(serial, 1, workers * prefetch)", "where(serial, 1, workers * prefetch + 1)", "search/test_twin.py -m unit",
     ),
     Mutation(
-        "rounds: one failure more before a side is out", "search",
-        "self._failed[side] < MAX_FAILURES", "self._failed[side] <= MAX_FAILURES", "search/test_rounds.py -m unit",
+        "belief: one failure more before a configuration is out", "search",
+        "failures >= MAX_FAILURES or", "failures > MAX_FAILURES or", "search/test_turns.py -m unit",
     ),
     Mutation(
-        "rounds: they end before the choice is safe", "search",
-        "probability >= CERTAIN", "probability < CERTAIN", "search/test_rounds.py -m unit",
+        "turns: one round of the choice is enough", "search",
+        "stop and ran >= least_rounds", "stop and ran >= least_rounds - 1", "search/test_turns.py -m unit",
     ),
     Mutation(
-        "sampler: what is far from the ceiling reaches it", "search",
-        "rate >= CEILING_SHARE", "rate <= CEILING_SHARE", "search/test_sampler.py -m unit",
+        "turns: what is far from the ceiling reaches it", "search",
+        "means[config.key()] >= (1 - belief.tolerance)", "means[config.key()] <= (1 - belief.tolerance)",
+        "search/test_turns.py -m unit",
     ),
     Mutation(
         "elastic: batches of another lost worker are given out again", "autoloader",
@@ -117,7 +118,7 @@ def is_caught(folder: Path, mutation: Mutation) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
-    parser.add_argument("only", nargs="*", help="beginnings of names, such as rounds; all without one")
+    parser.add_argument("only", nargs="*", help="beginnings of names, such as turns; all without one")
     only = parser.parse_args().only
     chosen = [each for each in MUTATIONS if not only or each.name.startswith(tuple(only))]
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:

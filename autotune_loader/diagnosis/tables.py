@@ -133,10 +133,10 @@ class Undecided(Table):
 class Ended(Table):
     """Why a search tried nothing more."""
 
-    SAFE = "Search ended: no other setting is likely to be more than {tolerance:share} faster."
+    SAFE = "Search ended: no other setting{which} is likely to be more than {tolerance:share} faster."
     CEILING = "Search ended: it is as fast as the step alone."
     NOT_WORTH_IT = "Search ended: no further burst was worth its seconds."
-    BUDGET = "Search ended: the next burst would not have fitted into the budget."
+    BUDGET = "Search ended: the next burst or round would not have fitted into the budget."
     INTERRUPTED = "Search ended: it was interrupted."
     ASKED = "Search ended: the study was told to stop."
     FALLBACK = "No configuration worked; torch's defaults are given as a fallback."
@@ -176,6 +176,10 @@ class Caution(Table):
     BATCH_SIZE = "The batch size was tuned from {old} to {new}: tune the learning rate and its schedule again."
     OUT_OF_ORDER = "in_order=False: the order differs from run to run, even with a seed."
     EPOCH_NOT_SEEN = "persistent_workers=True: set_epoch() on the dataset does not reach workers that live on."
+    EPOCH_STARTS = (
+        "Workers start anew in each epoch, and epochs are short: the choice is by whole epochs, rates and ratios are without "
+        "the starts."
+    )
     FEWER_SAMPLES = "drop_last=True: each of {workers} workers drops its own last batch, so an epoch has fewer samples."
     DISTURBED = "Other processes kept more than {limit:share} of the cores busy in {busy} of {rounds:# paired round}."
     NOT_WRITTEN = "{path} was not written ({why}). result.save() elsewhere keeps the result."

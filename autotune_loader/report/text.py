@@ -87,7 +87,8 @@ def _choice(result: TuningResult) -> list[Finding]:
             Choice.NOT_COMPARED(baseline=before) if ratio is None else answer("It", ratio, before, result.tolerance)
         )
         if ratio is not None and not is_claimed(ratio) and ratio.value < MUCH_FASTER:
-            said.append(Choice.IF_MEMORY() if ratio.value > 1 else Choice.COSTS_LESS())
+            sizes = [(each.num_workers, each.batches_in_flight) for each in (best, result.baseline)]
+            said.append(Choice.COSTS_LESS() if sizes[0] < sizes[1] else Choice.IF_MEMORY())
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 
 
@@ -137,7 +138,7 @@ def _legend(rows: Sequence[Standing], result: TuningResult) -> str:
     """What the marks of these rows mean."""
     told = {
         BEST: ("not decided" if result.status == "undecided" else "chosen", any(row.is_best for row in rows)),
-        AS_FAST: ("as fast, but needs more workers or memory", any(row.is_as_fast for row in rows)),
+        AS_FAST: ("as fast, but no cheaper", any(row.is_as_fast for row in rows)),
         BASELINE: ("before tuning", any(row.is_baseline for row in rows)),
         FAILED: ("failed", any(row.rate is None for row in rows)),
     }

@@ -112,7 +112,7 @@ class TuningResult:
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
     trials: tuple[Trial, ...] = ()
-    """Every burst, of the search and of the paired rounds."""
+    """Every burst, alone or of a paired round."""
     study: Study | None = field(default=None, compare=False, repr=False)
     """The Optuna study, an ordinary one; None after `load()`."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

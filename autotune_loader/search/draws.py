@@ -3,8 +3,8 @@
     ln(rate observed) = truth of the thing + what its round had in common + noise
 
 How far beliefs may err, how noisy a burst is and how much rounds differ is averaged over a grid, each by how likely the
-observations are under it. Everything that is decided, in a search and in rounds, is counted over the same draws: which is
-chosen, how surely, what one more burst can teach, and what one more pair would add to that certainty.
+observations are under it. Everything that is decided is counted over the same draws: what is chosen, how surely, who is its
+rival, and what one more pair of both would add to that certainty.
 """
 
 from __future__ import annotations

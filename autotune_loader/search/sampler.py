@@ -1,4 +1,4 @@
-"""The sampler of the Optuna study: proposes every burst, of the search and of paired rounds, and says when to stop.
+"""The sampler of the Optuna study: proposes every burst, alone and in paired rounds, and says when to stop.
 
     sampler = TwinSampler()
     study = optuna.create_study(direction="maximize", sampler=sampler)
@@ -95,7 +95,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         asked.set_user_attr(RECORD, json.dumps(to_plain(_without_history(self._own[asked.number]))))
 
     def round_of(self, asked: optuna.trial.Trial) -> int | None:
-        """The paired round that a trial is part of; None of the search."""
+        """The paired round that a trial is part of; None where it runs alone."""
         found: int | None = self._rounds.get(asked.number, asked.user_attrs.get(ROUND))
         return found
 

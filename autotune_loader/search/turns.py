@@ -24,8 +24,8 @@ from autotune_loader.values import LoaderConfig
 WORTH = 0.01
 """A pair must add this much to the probability of a good choice for each of its seconds; at all while the caller's own may be
 as fast."""
-LEAST_ROUNDS, MOST_ROUNDS = 2, 40
-"""One burst gives no interval; and a search ends."""
+LEAST_ROUNDS, MOST_ROUNDS, MOST_ALONE = 2, 40, 16
+"""One burst gives no interval; and a search ends, also one of so many configurations that ran by themselves."""
 CLEARLY = 2.0
 """The caller's own sits out once it is slower by more than so many times the tolerance, almost certainly."""
 CEILING_PASSED = 0.15
@@ -79,7 +79,7 @@ def what_next(
         stop = "CEILING"
     elif belief.probability(choice) >= CERTAIN:
         stop = "SAFE"
-    elif worth < WORTH * pair_s or len(belief.rounds) >= MOST_ROUNDS:
+    elif worth < WORTH * pair_s or len(belief.rounds) >= MOST_ROUNDS or len(tried) >= MOST_ALONE:
         stop = "NOT_WORTH_IT"
     # Once workers have failed, more of them than have succeeded are tried before they are chosen.
     bold = belief.choice_of(belief.configs)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
+from statistics import fmean
 from typing import Any
 
 from autotune_loader.diagnosis import Caution, Ended, Source, Undecided, judged
@@ -80,7 +81,9 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
         as_fast=() if effects is None or undecided is not None else _as_fast(belief, effects, best),
         undecided=undecided,
-        ended=None if ended is None else ended(tolerance=run.tolerance),
+        ended=None
+        if ended is None
+        else ended(tolerance=run.tolerance, which="" if search.twin.is_open else " that ran"),
         step=warmup.step,
         stages=stage_times(pooled(each.measurement.stages for each in search.trials if each.measurement)),
         warnings=tuple(_cautions(search, best)),
@@ -198,7 +201,7 @@ def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
 def _measured_choice(belief: Belief) -> LoaderConfig:
     """The cheapest of those that count as equally fast, of those that ran in two rounds, or else in any burst.
 
-    None is chosen over a cheaper one that was faster by more than the tolerance in each round of both: a choice that the table
+    None is chosen over a cheaper one that was faster by more than the tolerance in the rounds of both: a choice that the table
     of rounds contradicts would be believed by nobody.
     """
     ran: Counter[LoaderConfig] = Counter(
@@ -210,7 +213,8 @@ def _measured_choice(belief: Belief) -> LoaderConfig:
     best, cost = belief.choice_of(among), belief.space.cost
     for each in sorted(often, key=cost):
         logs = log_ratios(belief.rounds, each, best)
-        if cost(each) < cost(best) and len(logs) >= LEAST_ROUNDS and min(logs) > math.log1p(belief.tolerance):
+        agree = len(logs) > LEAST_ROUNDS or min(logs, default=0.0) > 0
+        if cost(each) < cost(best) and agree and fmean(logs) > math.log1p(belief.tolerance):
             return each
     return best
 
@@ -234,6 +238,8 @@ def _disturbed(search: Search) -> int:
 
 def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
     yield from _of_training(best, search.run.workload.data)
+    if search.fastest() is not None and _starts_count(search.belief):
+        yield Caution.EPOCH_STARTS()
     yield from (Caution.NOTE(text=each) for each in search.run.notes)
     if busy := _disturbed(search):
         yield Caution.DISTURBED(limit=FOREIGN_CPU_LIMIT, busy=busy, rounds=len(search.belief.rounds))
@@ -243,6 +249,13 @@ def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
             kinds.setdefault(trial.failure.kind, []).append(trial.failure.message)
     for kind, messages in sorted(kinds.items()):
         yield Caution.FAILED(trials=len(messages), kind=kind, message=messages[0])
+
+
+def _starts_count(belief: Belief) -> bool:
+    """Whether workers of anything that ran start for more than the tolerance of an epoch."""
+    tried = {trial.config.key() for trial in belief.trials if trial.samples_per_s}
+    logs = (belief.sustained.paths - belief.draws.paths).mean(axis=0)
+    return any(log > belief.tolerance for config, log in zip(belief.configs, logs, strict=True) if config in tried)
 
 
 def _of_training(best: LoaderConfig, data: DataSide) -> Iterator[Finding]:

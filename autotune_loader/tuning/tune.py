@@ -1,6 +1,6 @@
 """`tune()`: the table of contents of one tuning run.
 
-arguments ─► bursts.open_probe ─► study.optimize(objective, callbacks) ─► rounds ─► diagnosis ─► result ─► loader.json
+arguments ─► bursts.open_probe ─► study.optimize(objective) ─► choice ─► diagnosis ─► result ─► loader.json
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def tune(  # noqa: PLR0913 - all that a user may say
 ) -> TuningResult:
     """Find the cheapest DataLoader configuration that is as fast as anything this machine can do.
 
-    An Optuna study proposes; short bursts of the real training run in a process of their own, which change nothing of the
-    caller's; the best few and what the caller has now are timed in turns. Ctrl-C returns the best found so far, with
-    `status="partial"`. Under torchrun every rank calls it: rank 0 decides, all ranks run each burst
-    at the same time, and Ctrl-C ends the job.
+    Short bursts of the real training run in a process of their own, which change nothing of the caller's. Each is a trial of an
+    Optuna study: what would be chosen, its rival and what the caller has now are timed in turns, until the choice loses no more
+    than the tolerance with a probability of 95 %. Ctrl-C returns the best found so far, with `status="partial"`. Under torchrun
+    every rank calls it: rank 0 decides, all ranks run each burst at the same time, and Ctrl-C ends the job.
 
     Args:
         data: a DataLoader, whose configuration becomes the baseline, or a dataset. A loader is only read, never iterated. What
@@ -79,17 +79,18 @@ def tune(  # noqa: PLR0913 - all that a user may say
         allow: what may be searched although it changes training or takes memory of the device: "in_order", "batch_size",
             "device_prefetch" (CUDA), "persistent_workers" (where the dataset knows its epoch).
         tolerance: configurations this close to the fastest count as equally fast; the cheapest of them is chosen.
-        study: an Optuna study of yours, with whatever storage, that maximises: it is gone on with, and told every trial, the
-            rounds and the choice. Several processes that tune one job with it pass over what another one runs.
-        sampler: any sampler of Optuna's, which the study has from then on; `TwinSampler` where none is given. Another one
-            searches for half of the budget, or until it repeats itself.
+        study: an Optuna study of yours, with whatever storage, that maximises. It is continued, and gets every burst as a trial
+            and the choice as an attribute; it keeps its sampler. Several processes that tune one job with it pass over what
+            another one runs.
+        sampler: any sampler of Optuna's, which `study` has from then on; `TwinSampler` where none is given. Another one
+            proposes for half of the budget, or until it repeats itself; then rounds of the best that it found are enqueued.
         output: write `loader.json` here. One that is there and fits job and machine has its best tried first.
         progress: show a line for each trial on stderr; None: on a terminal and in a notebook.
 
     Returns:
         The result. Its `status` is "undecided" when too little, or too disturbed, was measured to choose; then `best` is the
-        caller's own configuration, unless two rounds agree that another one is faster, or it is much faster. It is "fallback"
-        when no configuration worked, and `best` is torch's default.
+        caller's own configuration, unless another one is faster with a probability of 95 %. It is "fallback" when no
+        configuration worked, and `best` is torch's default.
 
     Raises:
         TypeError, ValueError: a wrong argument, named with a value that would work.

@@ -158,11 +158,11 @@ class Trial:
     """One burst of one configuration: exactly one of `measurement` and `failure` is there."""
 
     number: int
-    """Of a burst of the search that of its trial in the Optuna study; of a paired round its position in the result."""
+    """Of its trial in the Optuna study; without one its position in the result."""
     config: LoaderConfig
     """As it ran."""
     round: int | None = None
-    """Number of the paired round that it was run in, from 0; None for the search. Bursts of one round ran in turns."""
+    """Number of the paired round that it was run in, from 0; None where it ran alone. Bursts of one round ran in turns."""
     measurement: Measurement | None = None
     failure: Failure | None = None
     predicted_samples_per_s: float | None = None

@@ -69,7 +69,7 @@ def synthetic_result():
         trials.append(Trial(number=len(trials), config=LoaderConfig(num_workers=workers), failure=failure))
     found = TuningResult(
         best=BEST, status="complete", tuned_at="2026-11-26T12:00:00+00:00", baseline=NONE, batch_size=32, shuffle=True,
-        ended=Ended.SAFE(tolerance=0.02), step="SmallCnn, cross_entropy, SGD", stages=STAGES, as_fast=(DEEP,),
+        ended=Ended.SAFE(tolerance=0.02, which=""), step="SmallCnn, cross_entropy, SGD", stages=STAGES, as_fast=(DEEP,),
         warnings=(Caution.NOTE(text="The dataset's order <was> not shuffled & read twice."),),
         seconds=24.0, step_s=0.01, machine=MACHINE, trials=tuple(trials), ceiling=exactly(3200.0),
     )  # fmt: skip

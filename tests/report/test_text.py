@@ -46,7 +46,7 @@ b       0         -                400      375–425  2 rounds  12 %  640 MiB
 
 x       8        16                  -            -  failed       -        -
 
-> chosen  = as fast, but needs more workers or memory  b before tuning  x failed
+> chosen  = as fast, but no cheaper  b before tuning  x failed
 
 x 8 workers, prefetch 16: shared memory (batches): /dev/shm is full [/red];
   start with --shm-size=1g"""
@@ -74,7 +74,8 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         ({"status": "partial"}, "This is the best so far."),
         ({"best": NONE}, "Keep 0 workers, which you have: 1,195 samples/s (1,068 to 1,322). Nothing that"),
         ({"speedup": ratio(1.13, 0.85, 1.51)}, "Keep your settings if memory matters."),
-        ({"speedup": ratio(0.99, 0.95, 1.02)}, "It costs less, and counts as equally fast."),
+        ({"speedup": ratio(0.99, 0.95, 1.02)}, "Keep your settings if memory matters."),
+        ({"speedup": ratio(1.01, 0.95, 1.02), "baseline": THREE}, "It costs less, and counts as equally fast."),
         ({"speedup": None}, "It was not timed in turns with 0 workers"),
         ({"source": Source.STORAGE(sample=1e5)}, "Bursts read 97.7 KiB per sample from storage."),
         ({"step": "SmallCnn"}, "Step: SmallCnn."),

@@ -88,6 +88,12 @@ def test_when_every_burst_fails_the_defaults_are_given_with_the_error():
     assert any(Caution.FAILED.said_by(each) and "no such file" in each.sentence for each in found.warnings)
 
 
+@pytest.mark.parametrize(("epoch_batches", "told"), [(20, True), (10_000, False)])
+def test_a_choice_by_whole_epochs_says_so(epoch_batches, told):
+    found = simulated_result(SimulatedMachine(worker_start_s=0.2), epoch_batches=epoch_batches)
+    assert any(Caution.EPOCH_STARTS.said_by(each) for each in found.warnings) == told
+
+
 class PerBatch(SimulatedProbe):
     """A step that takes as long for every batch; samples cost the workers the same."""
 

@@ -51,7 +51,8 @@ def _draw(result: TuningResult, rows: tuple[Standing, ...], axes: canvas.Axes) -
     own = {row.config.num_workers: row for row in rows if row.is_baseline and row.rate}
     _draw_rates(axes, own, fmt="s", color=canvas.BLACK, markersize=8, zorder=5, label="before tuning")
     best = {row.config.num_workers: row for row in rows if row.is_best and row.rate}
-    _draw_rates(axes, best, fmt="*", color=canvas.VERMILLION, markersize=15, zorder=5, label="chosen")
+    label = "not decided" if result.status == "undecided" else "chosen"
+    _draw_rates(axes, best, fmt="*", color=canvas.VERMILLION, markersize=15, zorder=5, label=label)
     if failed:
         axes.plot(
             sorted(failed), [0.03 * top] * len(failed), "x", color=canvas.VERMILLION, markersize=8, label="failed"
