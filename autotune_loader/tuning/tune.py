@@ -19,7 +19,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_unknown_arguments, make_workload
-from autotune_loader.tuning.assemble import assembled, loader_parts, saved
+from autotune_loader.tuning.assemble import assembled, saved
 from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.options import check_study, parse_options
 from autotune_loader.tuning.run import Run, common_space, make_run
@@ -141,7 +141,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
                 search.tell(result.best)
                 return saved(result, options.output)
 
-            return replace(decided(ranks, opened.probe, decide), parts=loader_parts(workload))
+            return replace(decided(ranks, opened.probe, decide), parts=workload.data.parts)
 
 
 def earlier_best(output: str | None, run: Run) -> list[LoaderConfig]:
