@@ -23,7 +23,8 @@ from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.comparison import Comparison, Side, ratios_of
-from autotune_loader.tuning.arguments import make_workload
+from autotune_loader.search.belief import MAX_FAILURES
+from autotune_loader.tuning.arguments import make_workload, refuse
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import make_context
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 100
 """With fewer rounds two that are equal would be called faster or slower too often; and a comparison ends."""
-MAX_FAILURES = 2
-"""A side that failed this often is out ..."""
-OUT_AT_ONCE = ("deadline",)
-"""... and at once by these: it would hang again."""
 
 
 def compare(
@@ -85,7 +82,12 @@ def compare(
         entrants = {}
         for name, workload in workloads.items():
             shown.announce(f"starting {name}")
-            entrants[name] = _opened(workload, machine, options.budget_s, exits)
+            entrants[name] = entrant = _Entrant(workload=workload)
+            opening = open_probe(workload, machine, machine.memory_budget_bytes, budget_s=options.budget_s)
+            try:
+                entrant.opened = exits.enter_context(opening)
+            except WorkloadError as error:
+                entrant.failure = _failure_of(error)
         bounds = Budget(seconds=options.budget_s, started=time.monotonic(), clock=time.monotonic)
         for entrant in entrants.values():
             entrant.begin(machine, bounds)
@@ -116,11 +118,9 @@ class PairedRounds:
         """Run one more round, if all is not decided and it fits."""
         names = self._entrants()
         outcomes = {name: self._timed(name) for name in names}
-        measured = {name: each for name, each in outcomes.items() if isinstance(each, Measurement)}
-        foreign = [each.foreign_cpu_share for each in measured.values() if each.foreign_cpu_share is not None]
         if names:
-            rates = {name: each.samples_per_s.value for name, each in measured.items()}
-            self.rounds.append(Round(rates=rates, foreign_cpu_share=max(foreign, default=None)))
+            measured = {name: each for name, each in outcomes.items() if isinstance(each, Measurement)}
+            self.rounds.append(Round(rates={name: each.samples_per_s.value for name, each in measured.items()}))
         return bool(names)
 
     def works(self) -> list[str]:
@@ -132,7 +132,7 @@ class PairedRounds:
         outcome = self.burst(name, len(self.rounds))
         self.burst_s[name] = self.budget.clock() - begun
         if isinstance(outcome, Failure):
-            self._failed[name] += MAX_FAILURES if outcome.kind in OUT_AT_ONCE else 1
+            self._failed[name] += MAX_FAILURES if outcome.kind == "deadline" else 1  # it would hang again
         return outcome
 
     def _entrants(self) -> list[str]:
@@ -157,14 +157,13 @@ def _is_decided(name: str, ratio: Interval | None) -> bool:
 
 
 def _check_sides(sides: object) -> None:
-    example = 'sides={"now": loader, "then": other_loader} would work'
+    works = 'sides={"now": loader, "then": other_loader}'
     if not isinstance(sides, Mapping):
-        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {example}")
-    if len(sides) < 2:
-        raise ValueError(f"sides={dict(sides)!r:.60} holds {len(sides)} of the two sides that it takes; {example}")
+        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works} would work")
+    few = f"sides={dict(sides)!r:.60} holds {len(sides)} of the two sides that it takes"
+    refuse(len(sides) < 2, few, works, ValueError)
     for name in sides:
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"sides has the name {name!r}, which is not a text; {example}")
+        refuse(not (isinstance(name, str) and name), f"sides has the name {name!r}, which is not a text", works)
 
 
 def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> Workload:
@@ -176,10 +175,9 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
     import torch
 
     given, (loader, *rest) = {"model": model, **shared}, value if isinstance(value, tuple) and value else (value,)
-    if isinstance(value, tuple) and len(value) not in (2, 3):
-        raise TypeError(
-            f"sides[{name!r}] is a tuple of {len(value)}; (loader, train_step) or (loader, model, train_step) would work"
-        )
+    no_pair = isinstance(value, tuple) and len(value) not in (2, 3)
+    works = "(loader, train_step) or (loader, model, train_step)"
+    refuse(no_pair, f"sides[{name!r}] is a tuple of {1 + len(rest)}", works)
     if len(rest) == 1:
         given["model" if isinstance(rest[0], torch.nn.Module) else "train_step"] = rest[0]
     elif rest:
@@ -188,15 +186,6 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
         return make_workload(loader, **given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"sides[{name!r}]: {error}") from error
-
-
-def _opened(workload: Workload, machine: Machine, budget_s: float, exits: contextlib.ExitStack) -> _Entrant:
-    """A side with its warm probe, which is closed in the end; or with the reason why there is none."""
-    opening = open_probe(workload, machine, machine.memory_budget_bytes, budget_s=budget_s)
-    try:
-        return _Entrant(workload=workload, opened=exits.enter_context(opening))
-    except WorkloadError as error:
-        return _Entrant(workload=workload, failure=_failure_of(error))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,10 +229,6 @@ class _Entrant:
         self.failure = trial.failure or self.failure
         return trial.outcome
 
-    @property
-    def notes(self) -> Sequence[str]:
-        return (*self.workload.notes, *(self.opened.notes if self.opened is not None else ()))
-
 
 def _failure_of(error: WorkloadError) -> Failure:
     return Failure(
@@ -261,17 +246,18 @@ def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: M
         )
     works = paired.works()
     sides = tuple(_side(name, each, machine, works=name in works) for name, each in entrants.items())
+    notes = [
+        Caution.NOTE(text=f"{name}: {note}")
+        for name, each in entrants.items()
+        for note in (*each.workload.notes, *(() if each.opened is None else each.opened.notes))
+    ]
     return Comparison(
         sides=sides,
         rounds=tuple(each for each in paired.rounds if each.rates),
         rate_unit="batches/s" if any(counting.values()) else "samples/s",
         seconds=seconds,
-        notes=(*_about_batch_sizes(sides), *_notes(entrants)),
+        notes=(*_about_batch_sizes(sides), *notes),
     )
-
-
-def _notes(entrants: Mapping[str, _Entrant]) -> list[Finding]:
-    return [Caution.NOTE(text=f"{name}: {note}") for name, each in entrants.items() for note in each.notes]
 
 
 def _about_batch_sizes(sides: Sequence[Side]) -> list[Finding]:
