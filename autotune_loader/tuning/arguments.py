@@ -87,12 +87,9 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
         RuntimeError: this is no call of the user's: a spawned process imports the script.
     """
-    refuse(
-        getattr(current_process(), "_inheriting", False),
-        "a process that this script has started imports it, and tunes once more",
-        "the script's own code below `if __name__ == '__main__':`",
-        RuntimeError,
-    )
+    is_spawned = getattr(current_process(), "_inheriting", False)
+    again = "a process that this script has started imports it, and tunes once more"
+    refuse(is_spawned, again, "the script's own code below `if __name__ == '__main__':`", RuntimeError)
     _check_order(data, model)
     if isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool):
         batch_size = int(batch_size)  # numpy's

@@ -12,12 +12,12 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.bursts.parent import OpenProbe, open_probe
-from autotune_loader.diagnosis import Answer, Caution, Evidence, Finding, diagnose
+from autotune_loader.diagnosis import Answer, Caution, Evidence, diagnose
 from autotune_loader.diagnosis.tables import answer
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
@@ -116,24 +116,22 @@ class PairedRounds:
 
     def run(self) -> bool:
         """Run one more round, if all is not decided and it fits."""
-        names = self._entrants()
-        outcomes = {name: self._timed(name) for name in names}
+        names, rates = self._entrants(), dict[str, float]()
+        for name in names:
+            begun = self.budget.clock()
+            outcome = self.burst(name, len(self.rounds))
+            self.burst_s[name] = self.budget.clock() - begun
+            if isinstance(outcome, Measurement):
+                rates[name] = outcome.samples_per_s.value
+            else:
+                self._failed[name] += MAX_FAILURES if outcome.kind == "deadline" else 1  # it would hang again
         if names:
-            measured = {name: each for name, each in outcomes.items() if isinstance(each, Measurement)}
-            self.rounds.append(Round(rates={name: each.samples_per_s.value for name, each in measured.items()}))
+            self.rounds.append(Round(rates=rates))
         return bool(names)
 
     def works(self) -> list[str]:
         """Who has not failed too often; the others are compared with the first of them."""
         return [name for name in self.burst_s if self._failed[name] < MAX_FAILURES]
-
-    def _timed(self, name: str) -> Measurement | Failure:
-        begun = self.budget.clock()
-        outcome = self.burst(name, len(self.rounds))
-        self.burst_s[name] = self.budget.clock() - begun
-        if isinstance(outcome, Failure):
-            self._failed[name] += MAX_FAILURES if outcome.kind == "deadline" else 1  # it would hang again
-        return outcome
 
     def _entrants(self) -> list[str]:
         """Who runs in the next round, in this order: of two sides each is first as often, more are shuffled."""
@@ -213,8 +211,7 @@ class _Entrant:
         warmup = self.opened.warmup
         context = make_context(self.workload, warmup, machine)
         self.bursts = Bursts(self.opened.probe, context, budget, lambda: self.trials, warmup.first_batch_s)
-        step = self.bursts.step_alone() if self.workload.has_step else None
-        self.step = step if isinstance(step, Measurement) else None
+        self.step = self.bursts.step_alone() if self.workload.has_step else None
         self.burst()
 
     def burst(self, round_: int | None = None) -> Measurement | Failure:
@@ -251,20 +248,17 @@ def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: M
         for name, each in entrants.items()
         for note in (*each.workload.notes, *(() if each.opened is None else each.opened.notes))
     ]
+    sizes = {side.name: side.measurement.batch_size for side in sides if side.measurement is not None}
+    if sizes and max(sizes.values()) > 1.01 * min(sizes.values()):
+        differ = ", ".join(f"{name} {size:.3g}" for name, size in sizes.items())
+        notes.insert(0, Caution.BATCH_SIZES_DIFFER(sizes=differ))
     return Comparison(
         sides=sides,
         rounds=tuple(each for each in paired.rounds if each.rates),
         rate_unit="batches/s" if any(counting.values()) else "samples/s",
         seconds=seconds,
-        notes=(*_about_batch_sizes(sides), *notes),
+        notes=tuple(notes),
     )
-
-
-def _about_batch_sizes(sides: Sequence[Side]) -> list[Finding]:
-    sizes = {side.name: side.measurement.batch_size for side in sides if side.measurement is not None}
-    if not sizes or max(sizes.values()) <= 1.01 * min(sizes.values()):
-        return []
-    return [Caution.BATCH_SIZES_DIFFER(sizes=", ".join(f"{name} {size:.3g}" for name, size in sizes.items()))]
 
 
 def _side(name: str, entrant: _Entrant, machine: Machine, *, works: bool) -> Side:

@@ -166,8 +166,7 @@ class Search:
     def _time_step(self) -> None:
         """The step alone: the ceiling, and what the twin needs of it."""
         if self.run.workload.has_step:
-            measured = self.bursts.step_alone()
-            self.ceiling = measured if isinstance(measured, Measurement) else None
+            self.ceiling = self.bursts.step_alone()
         self.twin.ceiling, self.twin.context = self.ceiling_rate(), self.bursts.context
 
     def _search(self) -> None:
