@@ -184,8 +184,14 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def _device_name(device: str | torch.device, model: Any) -> str:
+    """The device that is asked for; "auto" is where the model is, or this process puts things by default, else CUDA if any."""
     if device == "auto":
-        return _auto_device(model)
+        used = [parameter.device for parameter in model.parameters()] if isinstance(model, torch.nn.Module) else []
+        for each in (*used, torch.get_default_device()):
+            if each.type not in ("cpu", "meta"):
+                return str(each)
+        # Not is_available(): it opens the driver, after which no child that this process forks could use CUDA. This asks NVML.
+        device = "cuda" if torch.cuda.device_count() else "cpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -194,16 +200,6 @@ def _device_name(device: str | torch.device, model: Any) -> str:
     is_missing = chosen.type == "cuda" and (chosen.index or 0) >= count
     refuse(is_missing, f"device={device!r} is not there (torch sees {count})", "device='auto'", ValueError)
     return _current_cuda() if chosen == torch.device("cuda") else str(chosen)
-
-
-def _auto_device(model: Any) -> str:
-    """Where the model is already, or where this process puts things by default; else CUDA where there is one."""
-    used = [parameter.device for parameter in model.parameters()] if isinstance(model, torch.nn.Module) else []
-    for device in (*used, torch.get_default_device()):
-        if device.type not in ("cpu", "meta"):
-            return str(device)
-    # Not is_available(): it opens the driver, after which no child that this process forks could use CUDA. This asks NVML.
-    return _current_cuda() if torch.cuda.device_count() else "cpu"
 
 
 def _current_cuda() -> str:

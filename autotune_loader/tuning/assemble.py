@@ -169,11 +169,9 @@ def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
     yield from (Caution.NOTE(text=each) for each in search.run.notes)
     if busy := _disturbed(search):
         yield Caution.DISTURBED(limit=FOREIGN_CPU_LIMIT, busy=busy, rounds=len(search.belief.rounds))
-    kinds: dict[str, list[str]] = {}
-    for trial in search.trials:
-        if trial.failure is not None:
-            kinds.setdefault(trial.failure.kind, []).append(trial.failure.message)
-    for kind, messages in sorted(kinds.items()):
+    failures = [trial.failure for trial in search.trials if trial.failure is not None]
+    for kind in sorted({each.kind for each in failures}):
+        messages = [each.message for each in failures if each.kind == kind]
         yield Caution.FAILED(trials=len(messages), kind=kind, message=messages[0])
 
 

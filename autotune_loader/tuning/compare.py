@@ -14,7 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.diagnosis import Answer, Caution, Evidence, diagnose
@@ -29,9 +31,6 @@ from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import make_context
 from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement, Round, Trial, WorkloadError, averaged
-
-if TYPE_CHECKING:
-    import torch
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 100
 """With fewer rounds two that are equal would be called faster or slower too often; and a comparison ends."""
@@ -170,8 +169,6 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
     Raises:
         TypeError, ValueError: it is none; the message begins with its name.
     """
-    import torch
-
     given, (loader, *rest) = {"model": model, **shared}, value if isinstance(value, tuple) and value else (value,)
     no_pair = isinstance(value, tuple) and len(value) not in (2, 3)
     works = "(loader, train_step) or (loader, model, train_step)"
