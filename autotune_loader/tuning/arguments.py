@@ -169,8 +169,9 @@ def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device:
 
 def _check_callable(**given: Any) -> None:
     for name, value in given.items():
-        instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
-        refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")
+        if value is not None and not callable(value):
+            instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
+            refuse(True, f"{name}={value!r} is not callable", f"{name}={instead}")
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:

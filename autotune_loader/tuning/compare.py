@@ -154,13 +154,14 @@ def _is_decided(name: str, ratio: Interval | None) -> bool:
 
 
 def _check_sides(sides: object) -> None:
-    works = 'sides={"now": loader, "then": other_loader}'
+    works = 'sides={"now": loader, "then": other_loader} would work'
     if not isinstance(sides, Mapping):
-        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works} would work")
-    few = f"sides={dict(sides)!r:.60} holds {len(sides)} of the two sides that it takes"
-    refuse(len(sides) < 2, few, works, ValueError)
+        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works}")
+    if len(sides) < 2:
+        raise ValueError(f"sides={dict(sides)!r:.60} holds {len(sides)} of the two sides that it takes; {works}")
     for name in sides:
-        refuse(not (isinstance(name, str) and name), f"sides has the name {name!r}, which is not a text", works)
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"sides has the name {name!r}, which is not a text; {works}")
 
 
 def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> Workload:

@@ -96,7 +96,7 @@ def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
             StageTime(
                 stage=stage,
                 where=max(own, key=lambda row: row.wall_s + row.cpu_s).where,
-                wall_share=wall_s / all_wall_s if all_wall_s else 0.0,
+                wall_share=wall_s / all_wall_s,
                 cpu_share=cpu_s / all_cpu_s if all_cpu_s else 0.0,
                 wall_s=wall_s / burst.samples,
                 cpu_s=cpu_s / burst.samples,
