@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autotune_loader.diagnosis.bottleneck import LARGE_BATCH_BYTES, LARGE_STAGE, bottleneck_of
 from autotune_loader.diagnosis.evidence import Evidence
-from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution
+from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution, Source
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values import HAND_OVER, OTHER_THREADS
+from autotune_loader.values import HAND_OVER, OTHER_THREADS, LoaderConfig, Measurement
+
+if TYPE_CHECKING:
+    from autotune_loader.machine.facts import Machine
+    from autotune_loader.pipeline.workload import DataSide
 
 BURSTS_DIFFER = 0.15
 """A burst and the step alone may differ by so much, and nothing is wrong."""
@@ -25,6 +30,8 @@ CHEAPER = {
 }
 NO_LINES = (HAND_OVER, OTHER_THREADS)
 """Stages that are no lines of the user's."""
+FROM_MEMORY_BYTES = 64
+"""Less than this for each sample is what reading the code of the first batch takes."""
 
 
 def diagnose(evidence: Evidence) -> tuple[Finding, tuple[Finding, ...]]:
@@ -123,3 +130,28 @@ def ceiling_doubt(evidence: Evidence) -> Finding | None:
     in_loop = evidence.samples_per_s / (1 - wait) if wait <= HARDLY_STEPS else evidence.samples_per_s
     fastest = max([in_loop, *rates])
     return Caution.CEILING_PASSED(alone=alone, rate=fastest) if fastest > (1 + BURSTS_DIFFER) * alone else None
+
+
+def source_of(measured: Measurement, data: DataSide, machine: Machine) -> Finding | None:
+    """Where bursts had their samples from, and where training will have them from; None where no kernel tells."""
+    sample, samples = measured.read_bytes_per_sample, data.samples_per_epoch()
+    if sample is None:
+        return None
+    if sample < FROM_MEMORY_BYTES:
+        return Source.MEMORY()
+    whole = None if samples is None else round(sample * samples)
+    fits = None if whole is None else machine.holds(whole)
+    row = Source.STORAGE if fits is None else Source.STORAGE_AT_FIRST if fits else Source.STORAGE_ALWAYS
+    return row(sample=sample, data=whole, memory=machine.memory.total_bytes)
+
+
+def changes_in_training(best: LoaderConfig, data: DataSide) -> Iterator[Finding]:
+    """What a configuration changes beside the rate."""
+    if best.batch_size is not None and data.batch_size:
+        yield Caution.BATCH_SIZE(old=data.batch_size, new=best.batch_size)
+    if not best.in_order:
+        yield Caution.OUT_OF_ORDER()
+    if best.persistent_workers and data.has_epochs:
+        yield Caution.EPOCH_NOT_SEEN()
+    if data.is_iterable and data.drop_last and best.num_workers > 1:
+        yield Caution.FEWER_SAMPLES(workers=best.num_workers)

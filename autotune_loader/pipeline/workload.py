@@ -131,6 +131,14 @@ class DataSide:
         size = f"[{length}]" if length is not None else ""
         return f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}{size}"
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a loader that is made anew takes over."""
+        names = ["collate_fn", "worker_init_fn", "generator"]
+        if self.has_own_order:
+            names += ["dataset", "sampler" if self.batch_sampler is None else "batch_sampler"]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
     def samples_per_epoch(self) -> int | None:
         """Samples that one epoch delivers; None where the dataset or sampler does not tell."""
         return length_of(self.sampler if self.sampler is not None else self.dataset)
@@ -184,6 +192,16 @@ class Workload:
     """The configuration of the user's own loader, where one was given."""
     notes: tuple[str, ...] = ()
     """What the user should be told about how the arguments were read."""
+
+    @property
+    def shuffles(self) -> bool | None:
+        """Whether the user's loader shuffles; None for an order of its own, or that of a stream.
+
+        A dataset alone says nothing of it: bursts shuffle, as training does, and a loader made of it has DataLoader's default.
+        """
+        if self.data.is_iterable or self.data.has_own_order:
+            return None
+        return self.own_config is not None and self.data.is_shuffled
 
     @property
     def has_step(self) -> bool:

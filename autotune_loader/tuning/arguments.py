@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from multiprocessing import current_process
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -40,7 +40,6 @@ ANSWERS = {
 """What an object that is neither dataset nor loader can do, and the call for it; the first that it can do decides."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-_Part = TypeVar("_Part")
 
 
 def refuse(applies: bool, wrong: str, works: str, kind: type[Exception] = TypeError) -> None:
@@ -51,14 +50,14 @@ def refuse(applies: bool, wrong: str, works: str, kind: type[Exception] = TypeEr
 
 def answers_unknown_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """`tune`, with an answer for arguments that it does not have: a DataLoader says what it does not."""
-    known = inspect.signature(tune).parameters
+    known, of_loader = (inspect.signature(each).parameters for each in (tune, DataLoader))
 
     @functools.wraps(tune)
     def answering(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         for name in kwargs.keys() - known.keys():
             nearest = difflib.get_close_matches(name, known, n=1)
             works = f"{nearest[0]}=..." if nearest else f"one of {', '.join(known)}"
-            works = in_a_loader(name) if name in _loader_arguments() else works
+            works = in_a_loader(name) if name in of_loader else works
             refuse(True, f"{name}={kwargs[name]!r:.60} is not an argument of tune()", works)
         return tune(*args, **kwargs)
 
@@ -68,10 +67,6 @@ def answers_unknown_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_
 def in_a_loader(name: str) -> str:
     """The call that gives `tune()` what it has no argument for."""
     return f"tune(DataLoader(dataset, {name}=..., ...), model)"
-
-
-def _loader_arguments() -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(DataLoader).parameters
 
 
 def make_workload(  # noqa: PLR0913 - what tune() is given
@@ -86,49 +81,31 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
     optimizer: Any = None,
     device: str | torch.device = "auto",
 ) -> Workload:
-    """The workload, and in its notes how the arguments were read.
-
-    Args:
-        data: as in `tune()`, like all that follow.
-        model: what the step trains.
-        batch_size: samples per batch.
-        collate_fn: of the DataLoader.
-        worker_init_fn: of the DataLoader.
-        train_step: the whole step, or its seconds.
-        loss_fn: of the inferred step.
-        optimizer: of the inferred step.
-        device: where the step runs.
+    """The workload that these arguments of `tune()` make, and in its notes how they were read.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
         RuntimeError: this is no call of the user's: a spawned process imports the script.
     """
-    refuse(
-        getattr(current_process(), "_inheriting", False),
-        "a process that this script has started imports it, and tunes once more",
-        "the script's own code below `if __name__ == '__main__':`",
-        RuntimeError,
-    )
+    is_spawned = getattr(current_process(), "_inheriting", False)
+    again = "a process that this script has started imports it, and tunes once more"
+    refuse(is_spawned, again, "the script's own code below `if __name__ == '__main__':`", RuntimeError)
     _check_order(data, model)
     if isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool):
         batch_size = int(batch_size)  # numpy's
     require_int("batch_size", batch_size, minimum=1, or_none=True)
-    train_step = _as_step_time(train_step)
     of_loader = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
-    for name, value in {"loss_fn": loss_fn, "train_step": train_step, **of_loader}.items():
-        instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
-        refuse(value is not None and not callable(value), f"{name}={value!r} is not callable", f"{name}={instead}")
+    _check_callable(**of_loader)
     training = _training(model, train_step, loss_fn, optimizer, device)
     found, notes = _unwrapped(data)
     own_config = None
-    if _kind(found) == "loader":
+    if isinstance(found, DataLoader):
         own_config = LoaderConfig.from_loader(found)
         for name, value in {"batch_size": batch_size, **of_loader}.items():
-            twice = (
-                f"{name}={value!r:.60} was given together with a DataLoader (and not its dataset), which has its own"
-            )
+            twice = f"{name}={value!r:.60} was given beside a DataLoader that has its own"
             refuse(value is not None, twice, f"{name}=None", ValueError)
-        side, notes = _data_of_loader(found), [*_own_iteration(found), *notes]
+        side, notes = DataSide.from_loader(found), [*_own_iteration(found), *notes]
+        _check_again(data=side.dataset, sampler=side.sampler, batch_sampler=side.batch_sampler)
     else:
         _check_dataset(found)
         if batch_size is None:
@@ -148,57 +125,53 @@ def _check_order(data: Any, model: Any) -> None:
         folder = f"data=torchvision.datasets.ImageFolder({os.fspath(data)!r})"
         refuse(True, f"data={data!r} is a path, not a dataset", folder)
     refuse(isinstance(data, type), f"data={given} is a class", f"data={given}(...)")
-    refuse(_kind(data) == "module", f"data={given} is a model, which comes second", in_order)
-    refuse(_kind(model) in ("loader", "dataset"), f"model={_shown(model)} holds data, which comes first", in_order)
+    refuse(isinstance(data, torch.nn.Module), f"data={given} is a model, which comes second", in_order)
+    holds_data = isinstance(model, (DataLoader, Dataset))
+    refuse(holds_data, f"model={_shown(model)} holds data, which comes first", in_order)
 
 
 # The step
 
 
-def _as_step_time(train_step: Any) -> Any:
-    """A number of seconds as the wait that it stands for; all else as it is."""
-    if isinstance(train_step, bool) or not isinstance(train_step, (int, float)):
-        return train_step
-    wrong = f"train_step={train_step!r} is not the seconds of a step"
-    refuse(not 0 < train_step < math.inf, wrong, "train_step=0.05", ValueError)
-    return StepTime(float(train_step))
-
-
 def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device: str | torch.device) -> TrainingSide:
     """The training step, of what was given for it."""
-    if isinstance(train_step, StepTime):
-        return TrainingSide(train_step=train_step)
+    if isinstance(train_step, (int, float)) and not isinstance(train_step, bool):
+        no_time = f"train_step={train_step!r} is not the seconds of a step"
+        refuse(not 0 < train_step < math.inf, no_time, "train_step=0.05", ValueError)
+        return TrainingSide(train_step=StepTime(float(train_step)))
+    _check_callable(loss_fn=loss_fn, train_step=train_step)
     shown, a_step = f"model={_shown(model)}", "train_step=lambda model, batch: ..."
     refuse(isinstance(model, type), f"{shown} is a class", f"{shown}(...)")
     refuse(model is not None and train_step is None and not callable(model), f"{shown} is not callable", a_step)
-    called = (
-        f"train_step={_shown(train_step)} is called as train_step(model, batch), which its signature does not allow"
-    )
+    called = f"train_step={_shown(train_step)} is called with model and batch, which its signature does not allow"
     refuse(train_step is not None and not _takes_two(train_step), called, a_step)
     steps = optimizer is None or callable(optimizer) or all(hasattr(optimizer, name) for name in ("step", "zero_grad"))
     no_optimizer = f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer"
     refuse(not steps, no_optimizer, "optimizer=torch.optim.AdamW, or one over the model's parameters,")
+    if isinstance(loss_fn, type):
+        try:
+            loss_fn = loss_fn()
+        except TypeError as error:
+            named = f"loss_fn={_shown(loss_fn)}"
+            refuse(True, f"{named} is a class that cannot be made without arguments ({error})", f"{named}(...)")
     model = _without_ranks(model)
-    named = model.named_modules() if _kind(model) == "module" else ()
+    parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     return TrainingSide(
         model=model,
         train_step=train_step,
-        loss_fn=_loss_of(loss_fn) if isinstance(loss_fn, type) else loss_fn,
+        loss_fn=loss_fn,
         optimizer=optimizer,
         device=_device_name(device, model),
         precision=getattr(getattr(model, "_trainer", None), "precision_plugin", None),
-        compiled=tuple(name for name, part in named if getattr(part, "_compiled_call_impl", None) is not None),
+        compiled=tuple(name for name, part in parts if getattr(part, "_compiled_call_impl", None) is not None),
     )
 
 
-def _loss_of(loss_class: type) -> Any:
-    try:
-        return loss_class()
-    except TypeError as error:
-        name = f"loss_fn={loss_class.__name__}"
-        raise TypeError(
-            f"{name} is a class that cannot be made without arguments ({error}); {name}(...) would work"
-        ) from error
+def _check_callable(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            instead = "0.05 (seconds) or train_step=lambda model, batch: ..." if name == "train_step" else "None"
+            refuse(True, f"{name}={value!r} is not callable", f"{name}={instead}")
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
@@ -207,13 +180,19 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     except TypeError:
         return False
     except ValueError:  # written in C
-        return True
+        pass
     return True
 
 
 def _device_name(device: str | torch.device, model: Any) -> str:
+    """The device that is asked for; "auto" is where the model is, or this process puts things by default, else CUDA if any."""
     if device == "auto":
-        return _auto_device(model)
+        used = [parameter.device for parameter in model.parameters()] if isinstance(model, torch.nn.Module) else []
+        for each in (*used, torch.get_default_device()):
+            if each.type not in ("cpu", "meta"):
+                return str(each)
+        # Not is_available(): it opens the driver, after which no child that this process forks could use CUDA. This asks NVML.
+        device = "cuda" if torch.cuda.device_count() else "cpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -222,16 +201,6 @@ def _device_name(device: str | torch.device, model: Any) -> str:
     is_missing = chosen.type == "cuda" and (chosen.index or 0) >= count
     refuse(is_missing, f"device={device!r} is not there (torch sees {count})", "device='auto'", ValueError)
     return _current_cuda() if chosen == torch.device("cuda") else str(chosen)
-
-
-def _auto_device(model: Any) -> str:
-    """Where the model is already, or where this process puts things by default; else CUDA where there is one."""
-    used = [parameter.device for parameter in model.parameters()] if _kind(model) == "module" else []
-    for device in (*used, torch.get_default_device()):
-        if device.type not in ("cpu", "meta"):
-            return str(device)
-    # Not is_available(): it opens the driver, after which no child that this process forks could use CUDA. This asks NVML.
-    return _current_cuda() if torch.cuda.device_count() else "cpu"
 
 
 def _current_cuda() -> str:
@@ -248,25 +217,15 @@ def _without_ranks(model: Any) -> Any:
     inner = getattr(model, "_orig_mod", model)
     if type(inner).__name__ != "DistributedDataParallel":
         return model
-    if inner is model:
-        return model.module
-    return torch.compile(inner.module)
+    return model.module if inner is model else torch.compile(inner.module)
 
 
 # The data
 
 
-def _data_of_loader(loader: Any) -> DataSide:
-    _check_again("data", loader.dataset)
-    side = DataSide.from_loader(loader)
-    for name in ("sampler", "batch_sampler"):
-        _check_again(name, getattr(side, name))
-    return side
-
-
 def _check_dataset(dataset: Any) -> None:
     """As torch has it: a map-style dataset has samples and a length."""
-    _check_again("data", dataset)
+    _check_again(data=dataset)
     if isinstance(dataset, IterableDataset):
         return
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
@@ -274,11 +233,12 @@ def _check_dataset(dataset: Any) -> None:
     refuse(not len(dataset), "data is empty (len(data) == 0)", "a dataset with at least one sample", ValueError)
 
 
-def _check_again(name: str, value: Any) -> None:
+def _check_again(**parts: Any) -> None:
     """Refuse what can be read only once. An IterableDataset that is its own iterator may start over; the probe tries it."""
-    if isinstance(value, Iterator) and not isinstance(value, IterableDataset):
-        anew = "an IterableDataset whose __iter__ makes a new iterator" if name == "data" else "a list of it"
-        refuse(True, f"{name}={value!r} can be read only once, and tuning would use it up", anew)
+    for name, value in parts.items():
+        if isinstance(value, Iterator) and not isinstance(value, IterableDataset):
+            anew = "an IterableDataset whose __iter__ makes a new iterator" if name == "data" else "a list of it"
+            refuse(True, f"{name}={value!r} can be read only once, and tuning would use it up", anew)
 
 
 def _check_epoch(side: DataSide) -> list[str]:
@@ -306,7 +266,7 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
     is_group, is_stream = isinstance(given, (list, tuple, Mapping)), isinstance(given, IterableDataset)
     if isinstance(given, DataLoader) or (hasattr(given, "__getitem__") and not is_group and not is_stream):
         return given, []
-    name, parts = type(given).__name__, _parts_of_type(given, DataLoader, depth=1 if is_group else SEARCH_DEPTH)
+    name, parts = type(given).__name__, _loaders_in(given, depth=1 if is_group else SEARCH_DEPTH)
     found = dict({id(part): (path, part) for path, part in parts}.values())
     if len(found) == 1:
         ((path, loader),) = found.items()
@@ -316,11 +276,8 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
         ]
     if isinstance(given, Mapping) and given and not found:
         keys = ", ".join(map(repr, given))
-        refuse(
-            0 not in given,
-            f"data={name} has the keys {keys:.60}, and a dataset 0, 1, 2",
-            f"data[{next(iter(given))!r}]",
-        )
+        no_index = f"data={name} has the keys {keys:.60}, and a dataset 0, 1, 2"
+        refuse(0 not in given, no_index, f"data[{next(iter(given))!r}]")
     if is_stream or (not found and (is_group or isinstance(given, Iterator))):
         return given, []
     held = f"data={name} holds {len(found)} DataLoaders ({', '.join(found)})"
@@ -349,11 +306,9 @@ def _own_iteration(loader: DataLoader[Any]) -> list[str]:
     ]
 
 
-def _parts_of_type(
-    value: Any, kind: type[_Part], path: str = "", depth: int = SEARCH_DEPTH
-) -> Iterator[tuple[str, _Part]]:
-    """What an object holds of a kind, in attributes, lists and dicts, with its path."""
-    if isinstance(value, kind):
+def _loaders_in(value: Any, path: str = "", depth: int = SEARCH_DEPTH) -> Iterator[tuple[str, DataLoader[Any]]]:
+    """The DataLoaders that an object holds, in attributes, lists and dicts, with their paths."""
+    if isinstance(value, DataLoader):
         yield path, value
     elif depth:
         held: Mapping[Any, Any] = getattr(value, "__dict__", {})
@@ -361,17 +316,10 @@ def _parts_of_type(
             held = value if isinstance(value, Mapping) else dict(enumerate(value))
         for name, part in islice(dict(held).items(), MOST_PARTS):
             step = f"[{name!r}]" if is_group else f".{name}" if path else name
-            yield from _parts_of_type(part, kind, path + step, depth - 1)
+            yield from _loaders_in(part, path + step, depth - 1)
 
 
 def _shown(value: Any) -> str:
     """The name of a class or function, else of its class: a value's own text may be long, slow, or raise."""
     named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
     return str(named.__qualname__)
-
-
-def _kind(value: Any) -> Literal["module", "loader", "dataset", ""]:
-    """Which of torch's a value is."""
-    if isinstance(value, torch.nn.Module):
-        return "module"
-    return "loader" if isinstance(value, DataLoader) else "dataset" if isinstance(value, Dataset) else ""

@@ -74,17 +74,17 @@ class Bursts:
     ) -> None:
         self._probe, self.context, self._trials = probe, context, trials
         self._budget, self._first_batch_s = budget, first_batch_s
-        self._prefills: dict[LoaderConfig, float] = {}
 
-    def step_alone(self) -> Measurement | Failure:
+    def step_alone(self) -> Measurement | None:
         """The step on one cached batch again and again, which no loader can exceed; the context learns what it takes."""
         measured = self._probe.step_ceiling(CEILING_BURST)
-        if isinstance(measured, Measurement):
-            cores = self.context.step_cores
-            if measured.cpu_share is not None:
-                # A step that sleeps or waits for a device keeps no core busy, whatever its threads.
-                cores = min(cores, measured.cpu_share * self.context.usable_cores)
-            self.context = replace(self.context, step_s=measured.step_s, step_cores=cores)
+        if isinstance(measured, Failure):
+            return None
+        cores = self.context.step_cores
+        if measured.cpu_share is not None:
+            # A step that sleeps or waits for a device keeps no core busy, whatever its threads.
+            cores = min(cores, measured.cpu_share * self.context.usable_cores)
+        self.context = replace(self.context, step_s=measured.step_s, step_cores=cores)
         return measured
 
     def run(
@@ -107,15 +107,21 @@ class Bursts:
         return Trial.of(number, config, outcome, seconds=seconds, round=round_, predicted_samples_per_s=predicted)
 
     def _prefill_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
-        """Seconds before the first batch, as the first traced burst of the configuration has it."""
-        key = config.key()
-        if key not in self._prefills:
-            traced = [(each.config, m) for each in trials if (m := each.measurement) is not None and m.traces]
-            own = [m for each, m in traced if each.key() == key]
-            if not own:
-                return 0.0
-            self._prefills[key] = prefill_s(config, own[0], self.context)
-        return self._prefills[key]
+        """Seconds that the workers need to fill their queues before the loop begins, as the first traced burst has it.
+
+        Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the
+        loop gets its batches later and steps more slowly: bursts of half a second read 3 to 8 workers with a prefetch of 8 low
+        by 5 to 25 % (studies/fidelity/README.md). 0 where the burst was as training is.
+        """
+        bursts = (each.measurement for each in trials if each.measurement and each.config.key() == config.key())
+        measured = next((each for each in bursts if each.traces), None)
+        if measured is None or queued_share(measured.traces, workers=config.num_workers) <= FILLING_SHARE:
+            return 0.0
+        computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
+        if computing + self.context.step_cores <= CROWDED_SHARE * self.context.usable_cores:
+            return 0.0
+        others_s = ((config.prefetch_factor or 1) - 1) * measured.service_s
+        return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)
 
     def _lasting(self, config: LoaderConfig, plan: BurstPlan, trials: Sequence[Trial]) -> BurstPlan:
         """The plan for one configuration: long enough for some turns of its workers, and with a deadline."""
@@ -130,8 +136,7 @@ class Bursts:
 
     def _least_window_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
         """Seconds for some turns of the workers, as in the burst with the most similar number of them."""
-        seen = [(each.config.num_workers, m) for each in trials if (m := each.measurement) is not None]
-        seen = [each for each in seen if each[0]]
+        seen = [(each.config.num_workers, m) for each in trials if each.config.num_workers and (m := each.measurement)]
         if not seen or not config.num_workers:
             return 0.0
         workers, nearest = min(seen, key=lambda each: abs(each[0] - config.num_workers))
@@ -147,22 +152,6 @@ class Bursts:
         patient_s = max(SHORTEST_DEADLINE_S if has_workers else UNKNOWN_DEADLINE_S, DEADLINE_FACTOR * slowest_s)
         least_s = max(2 * slowest_s, FETCHES_TO_WAIT_FOR * self._first_batch_s)
         return max(min(patient_s, max(self._budget.left() / 2, LEAST_DEADLINE_S)), least_s)
-
-
-def prefill_s(config: LoaderConfig, measured: Measurement, context: Context) -> float:
-    """Seconds that the workers need to fill their queues before the loop begins; 0 where the burst was as training is.
-
-    Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the loop
-    gets its batches later and steps more slowly: bursts of half a second read 3 to 8 workers with a prefetch of 8 low by 5 to
-    25 % (studies/fidelity/README.md).
-    """
-    computing = config.num_workers * measured.service_cpu_s / max(measured.service_s, 1e-9)
-    if computing + context.step_cores <= CROWDED_SHARE * context.usable_cores:
-        return 0.0
-    if queued_share(measured.traces, workers=config.num_workers) <= FILLING_SHARE:
-        return 0.0
-    others_s = ((config.prefetch_factor or 1) - 1) * measured.service_s
-    return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)
 
 
 def _may_read_again(trials: Sequence[Trial], round_: int) -> bool:

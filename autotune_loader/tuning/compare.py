@@ -12,32 +12,28 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from autotune_loader.bursts.parent import OpenProbe, open_probe
-from autotune_loader.diagnosis import Answer, Caution, Evidence, Finding, diagnose
+from autotune_loader.diagnosis import Answer, Caution, Evidence, diagnose
 from autotune_loader.diagnosis.tables import answer
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.comparison import Comparison, Side, ratios_of
-from autotune_loader.tuning.arguments import make_workload
+from autotune_loader.search.belief import MAX_FAILURES
+from autotune_loader.tuning.arguments import make_workload, refuse
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import make_context
 from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement, Round, Trial, WorkloadError, averaged
 
-if TYPE_CHECKING:
-    import torch
-
 LEAST_ROUNDS, MOST_ROUNDS = 4, 100
 """With fewer rounds two that are equal would be called faster or slower too often; and a comparison ends."""
-MAX_FAILURES = 2
-"""A side that failed this often is out ..."""
-OUT_AT_ONCE = ("deadline",)
-"""... and at once by these: it would hang again."""
 
 
 def compare(
@@ -85,7 +81,12 @@ def compare(
         entrants = {}
         for name, workload in workloads.items():
             shown.announce(f"starting {name}")
-            entrants[name] = _opened(workload, machine, options.budget_s, exits)
+            entrants[name] = entrant = _Entrant(workload=workload)
+            opening = open_probe(workload, machine, machine.memory_budget_bytes, budget_s=options.budget_s)
+            try:
+                entrant.opened = exits.enter_context(opening)
+            except WorkloadError as error:
+                entrant.failure = _failure_of(error)
         bounds = Budget(seconds=options.budget_s, started=time.monotonic(), clock=time.monotonic)
         for entrant in entrants.values():
             entrant.begin(machine, bounds)
@@ -114,26 +115,22 @@ class PairedRounds:
 
     def run(self) -> bool:
         """Run one more round, if all is not decided and it fits."""
-        names = self._entrants()
-        outcomes = {name: self._timed(name) for name in names}
-        measured = {name: each for name, each in outcomes.items() if isinstance(each, Measurement)}
-        foreign = [each.foreign_cpu_share for each in measured.values() if each.foreign_cpu_share is not None]
+        names, rates = self._entrants(), dict[str, float]()
+        for name in names:
+            begun = self.budget.clock()
+            outcome = self.burst(name, len(self.rounds))
+            self.burst_s[name] = self.budget.clock() - begun
+            if isinstance(outcome, Measurement):
+                rates[name] = outcome.samples_per_s.value
+            else:
+                self._failed[name] += MAX_FAILURES if outcome.kind == "deadline" else 1  # it would hang again
         if names:
-            rates = {name: each.samples_per_s.value for name, each in measured.items()}
-            self.rounds.append(Round(rates=rates, foreign_cpu_share=max(foreign, default=None)))
+            self.rounds.append(Round(rates=rates))
         return bool(names)
 
     def works(self) -> list[str]:
         """Who has not failed too often; the others are compared with the first of them."""
         return [name for name in self.burst_s if self._failed[name] < MAX_FAILURES]
-
-    def _timed(self, name: str) -> Measurement | Failure:
-        begun = self.budget.clock()
-        outcome = self.burst(name, len(self.rounds))
-        self.burst_s[name] = self.budget.clock() - begun
-        if isinstance(outcome, Failure):
-            self._failed[name] += MAX_FAILURES if outcome.kind in OUT_AT_ONCE else 1
-        return outcome
 
     def _entrants(self) -> list[str]:
         """Who runs in the next round, in this order: of two sides each is first as often, more are shuffled."""
@@ -157,14 +154,14 @@ def _is_decided(name: str, ratio: Interval | None) -> bool:
 
 
 def _check_sides(sides: object) -> None:
-    example = 'sides={"now": loader, "then": other_loader} would work'
+    works = 'sides={"now": loader, "then": other_loader} would work'
     if not isinstance(sides, Mapping):
-        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {example}")
+        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works}")
     if len(sides) < 2:
-        raise ValueError(f"sides={dict(sides)!r:.60} holds {len(sides)} of the two sides that it takes; {example}")
+        raise ValueError(f"sides={dict(sides)!r:.60} holds {len(sides)} of the two sides that it takes; {works}")
     for name in sides:
         if not isinstance(name, str) or not name:
-            raise TypeError(f"sides has the name {name!r}, which is not a text; {example}")
+            raise TypeError(f"sides has the name {name!r}, which is not a text; {works}")
 
 
 def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> Workload:
@@ -173,13 +170,10 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
     Raises:
         TypeError, ValueError: it is none; the message begins with its name.
     """
-    import torch
-
     given, (loader, *rest) = {"model": model, **shared}, value if isinstance(value, tuple) and value else (value,)
-    if isinstance(value, tuple) and len(value) not in (2, 3):
-        raise TypeError(
-            f"sides[{name!r}] is a tuple of {len(value)}; (loader, train_step) or (loader, model, train_step) would work"
-        )
+    no_pair = isinstance(value, tuple) and len(value) not in (2, 3)
+    works = "(loader, train_step) or (loader, model, train_step)"
+    refuse(no_pair, f"sides[{name!r}] is a tuple of {1 + len(rest)}", works)
     if len(rest) == 1:
         given["model" if isinstance(rest[0], torch.nn.Module) else "train_step"] = rest[0]
     elif rest:
@@ -188,15 +182,6 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
         return make_workload(loader, **given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"sides[{name!r}]: {error}") from error
-
-
-def _opened(workload: Workload, machine: Machine, budget_s: float, exits: contextlib.ExitStack) -> _Entrant:
-    """A side with its warm probe, which is closed in the end; or with the reason why there is none."""
-    opening = open_probe(workload, machine, machine.memory_budget_bytes, budget_s=budget_s)
-    try:
-        return _Entrant(workload=workload, opened=exits.enter_context(opening))
-    except WorkloadError as error:
-        return _Entrant(workload=workload, failure=_failure_of(error))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,8 +209,7 @@ class _Entrant:
         warmup = self.opened.warmup
         context = make_context(self.workload, warmup, machine)
         self.bursts = Bursts(self.opened.probe, context, budget, lambda: self.trials, warmup.first_batch_s)
-        step = self.bursts.step_alone() if self.workload.has_step else None
-        self.step = step if isinstance(step, Measurement) else None
+        self.step = self.bursts.step_alone() if self.workload.has_step else None
         self.burst()
 
     def burst(self, round_: int | None = None) -> Measurement | Failure:
@@ -239,10 +223,6 @@ class _Entrant:
         self.trials.append(trial)
         self.failure = trial.failure or self.failure
         return trial.outcome
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return (*self.workload.notes, *(self.opened.notes if self.opened is not None else ()))
 
 
 def _failure_of(error: WorkloadError) -> Failure:
@@ -261,24 +241,22 @@ def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: M
         )
     works = paired.works()
     sides = tuple(_side(name, each, machine, works=name in works) for name, each in entrants.items())
+    notes = [
+        Caution.NOTE(text=f"{name}: {note}")
+        for name, each in entrants.items()
+        for note in (*each.workload.notes, *(() if each.opened is None else each.opened.notes))
+    ]
+    sizes = {side.name: side.measurement.batch_size for side in sides if side.measurement is not None}
+    if sizes and max(sizes.values()) > 1.01 * min(sizes.values()):
+        differ = ", ".join(f"{name} {size:.3g}" for name, size in sizes.items())
+        notes.insert(0, Caution.BATCH_SIZES_DIFFER(sizes=differ))
     return Comparison(
         sides=sides,
         rounds=tuple(each for each in paired.rounds if each.rates),
         rate_unit="batches/s" if any(counting.values()) else "samples/s",
         seconds=seconds,
-        notes=(*_about_batch_sizes(sides), *_notes(entrants)),
+        notes=tuple(notes),
     )
-
-
-def _notes(entrants: Mapping[str, _Entrant]) -> list[Finding]:
-    return [Caution.NOTE(text=f"{name}: {note}") for name, each in entrants.items() for note in each.notes]
-
-
-def _about_batch_sizes(sides: Sequence[Side]) -> list[Finding]:
-    sizes = {side.name: side.measurement.batch_size for side in sides if side.measurement is not None}
-    if not sizes or max(sizes.values()) <= 1.01 * min(sizes.values()):
-        return []
-    return [Caution.BATCH_SIZES_DIFFER(sizes=", ".join(f"{name} {size:.3g}" for name, size in sizes.items()))]
 
 
 def _side(name: str, entrant: _Entrant, machine: Machine, *, works: bool) -> Side:

@@ -48,7 +48,9 @@ def parse_options(
         TypeError, ValueError: naming the option, its value and one that would work.
     """
     require_int("max_workers", max_workers, minimum=0, or_none=True)
-    names = _names(allow)
+    names: list[Any] = [allow] if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [None]
+    are_names = all(isinstance(each, str) for each in names)
+    refuse(not are_names, f"allow={allow!r} is not a collection of names", "allow=('in_order',)")
     for name in sorted(names):
         require_choice("allow", name, ALLOWABLE)
     is_share = isinstance(tolerance, (int, float)) and 0 <= tolerance < 1
@@ -58,38 +60,28 @@ def parse_options(
     if progress is not None:
         require_bool("progress", progress)
     return TuneOptions(
-        budget_s=parse_seconds("budget", budget),
+        budget_s=_seconds_of(budget),
         max_workers=max_workers,
-        allow=names,
+        allow=frozenset(names),
         tolerance=tolerance,
         output=None if output is None else os.fsdecode(output),  # type: ignore[arg-type]
         progress=progress,
     )
 
 
-def parse_seconds(name: str, value: object) -> float:
-    """Seconds from a number, "90", "90s", "3m" or "1h".
-
-    Raises:
-        TypeError, ValueError: it is none of these, or too short to measure anything.
-    """
-    works = f"{name}='60s' would work"
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(f"{name}={value!r} is neither seconds nor a text such as '60s'; {works}")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+def _seconds_of(budget: object) -> float:
+    """Seconds from a number, "90", "90s", "3m" or "1h"."""
+    given, works = f"budget={budget!r}", "budget='60s'"
+    is_either = isinstance(budget, (int, float, str)) and not isinstance(budget, bool)
+    refuse(not is_either, f"{given} is neither seconds nor a text such as '60s'", works)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(budget))
     if match is None or match[2].lower() not in _UNITS_S:
-        raise ValueError(f"{name}={value!r} cannot be read (units: {', '.join(filter(None, _UNITS_S))}); {works}")
+        units = ", ".join(filter(None, _UNITS_S))
+        raise ValueError(f"{given} cannot be read (units: {units}); {works} would work")
     seconds = float(match[1]) * _UNITS_S[match[2].lower()]
-    if not SHORTEST_BUDGET_S <= seconds < float("inf"):
-        raise ValueError(f"{name}={value!r} is not at least {SHORTEST_BUDGET_S:.0f} s; {works}")
+    is_long = SHORTEST_BUDGET_S <= seconds < float("inf")
+    refuse(not is_long, f"{given} is not at least {SHORTEST_BUDGET_S:.0f} s", works, ValueError)
     return seconds
-
-
-def _names(allow: object) -> frozenset[str]:
-    names = [allow] if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [None]
-    are_names = all(isinstance(each, str) for each in names)
-    refuse(not are_names, f"allow={allow!r} is not a collection of names", "allow=('in_order',)")
-    return frozenset(map(str, names))
 
 
 def check_study(study: Any, sampler: Any) -> None:

@@ -51,9 +51,8 @@ class Run:
 def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: TuneOptions) -> Run:
     """The run of a workload whose probe is warm."""
     data, warmup = workload.data, opened.warmup
-    most, why = _max_workers(data, warmup, machine, options.max_workers)
-    space = _make_space(workload, warmup, machine, options.allow, most)
-    notes = [*workload.notes, *opened.notes, *why]
+    space = _make_space(workload, warmup, machine, options)
+    notes = [*workload.notes, *opened.notes, *filter(None, [machine.why_no_workers])]
     if "batch_size" in options.allow and len(space.batch_sizes) == 1:
         why_not = f"an epoch of {data.samples_per_epoch()} samples has room for no other than {data.batch_size}"
         if data.batch_size is None:
@@ -81,18 +80,16 @@ def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> 
     )
 
 
-def _make_space(
-    workload: Workload, warmup: WarmupReport, machine: Machine, allow: Collection[str], max_workers: int
-) -> Space:
+def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, options: TuneOptions) -> Space:
     """The legal configurations of this workload on this machine, within what the user allows."""
     data, (kind, _, index) = workload.data, workload.training.device.partition(":")
     of_device = dict(enumerate(gpu.memory_bytes for gpu in machine.gpus)) if kind == "cuda" else {}
     accelerated = kind != "cpu" and not warmup.on_accelerator
-    own = workload.own_config
+    own, allow = workload.own_config, options.allow
     # Persistent workers of a dataset that is told its epoch would never hear of the next.
     keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in allow)
     return Space(
-        max_workers=max_workers,
+        max_workers=_max_workers(data, warmup, machine, options.max_workers),
         pin_memory=(True, False) if accelerated else (False,),
         device_prefetch=(0, 1, 2) if accelerated and kind == "cuda" and "device_prefetch" in allow else (0,),
         persistent_workers=keeps,
@@ -120,13 +117,12 @@ def _batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ..
     return (None, *(size for size in sizes if size >= 1 and size != own and (most is None or size <= most)))
 
 
-def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: int | None) -> tuple[int, list[str]]:
-    """The most workers that are right here, and why where that is news to the user."""
-    caps, why = [MOST_WORKERS, asked, data.shards, data.batches_per_epoch()], list[str]()
+def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: int | None) -> int:
+    """The most workers that are right here."""
     if machine.why_no_workers is not None:
-        caps, why = [0], [machine.why_no_workers]
-    caps += [] if warmup.most_workers is None else [warmup.most_workers]
-    return min(each for each in caps if each is not None), why
+        return 0
+    caps = (MOST_WORKERS, asked, data.shards, data.batches_per_epoch(), warmup.most_workers)
+    return min(each for each in caps if each is not None)
 
 
 def common_space(spaces: Sequence[Space]) -> Space:

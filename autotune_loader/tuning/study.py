@@ -8,13 +8,13 @@ because samplers ignore a bare FAIL and propose it again.
 
 from __future__ import annotations
 
-import importlib
 import os
-import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import optuna
 
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.diagnosis.tables import Ended
@@ -25,9 +25,6 @@ from autotune_loader.search.sampler import ORDER, ROUND, TwinSampler, quiet_optu
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.run import Run
 from autotune_loader.values import LoaderConfig, Measurement, Trial, what_works
-
-if TYPE_CHECKING:
-    import optuna
 
 JOB, CHOSEN = "job", "chosen"
 """Attributes of a study: whose trials it has, and the configuration that was chosen."""
@@ -47,7 +44,6 @@ def open_study(storage: str | None = None, name: str = "autotune_loader") -> opt
     Raises:
         ValueError: the storage cannot be opened.
     """
-    optuna = _imported_optuna()
     kept: Any = storage
     with quiet_optuna():
         try:
@@ -70,14 +66,6 @@ def open_study(storage: str | None = None, name: str = "autotune_loader") -> opt
             # Neither the URL nor what databases and their drivers say of it is quoted: it may have a password.
             works = what_works("storage", "study.journal")
             raise ValueError(f"storage cannot be opened ({type(error).__name__}){works}") from None
-
-
-def _imported_optuna() -> Any:
-    """Optuna, imported in a thread: it keeps errors of what is not installed, and with them the frames of `tune()`."""
-    thread = threading.Thread(target=importlib.import_module, args=("optuna",))
-    thread.start()
-    thread.join()
-    return importlib.import_module("optuna")
 
 
 class Search:
@@ -166,8 +154,7 @@ class Search:
     def _time_step(self) -> None:
         """The step alone: the ceiling, and what the twin needs of it."""
         if self.run.workload.has_step:
-            measured = self.bursts.step_alone()
-            self.ceiling = measured if isinstance(measured, Measurement) else None
+            self.ceiling = self.bursts.step_alone()
         self.twin.ceiling, self.twin.context = self.ceiling_rate(), self.bursts.context
 
     def _search(self) -> None:
@@ -191,8 +178,6 @@ class Search:
 
     def _objective(self, asked: optuna.Trial) -> float:
         """One trial: samples/s of the configuration that the sampler proposes."""
-        import optuna
-
         run, begun = self.run, self.budget.clock()
         config, number = run.space.suggest(asked), self.twin.round_of(asked)
         known = next((each for each in reversed(self.trials) if each.config == config), None)

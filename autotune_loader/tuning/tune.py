@@ -11,25 +11,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import optuna
+import torch
 
 from autotune_loader.bursts.parent import open_probe
 from autotune_loader.bursts.protocol import Probe
+from autotune_loader.diagnosis.units import counted
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_unknown_arguments, make_workload
-from autotune_loader.tuning.assemble import assembled, loader_parts, saved
+from autotune_loader.tuning.assemble import assembled, saved
 from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.options import check_study, parse_options
 from autotune_loader.tuning.run import Run, common_space, make_run
 from autotune_loader.tuning.study import Search
 from autotune_loader.tuning.torchrun import decided, joined_ranks
 from autotune_loader.values import ConfigFileError, LoaderConfig, require_writable
-
-if TYPE_CHECKING:
-    import optuna
-    import torch
 
 
 @answers_unknown_arguments
@@ -124,8 +124,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
             run = make_run(workload, opened, machine, options)
             if ranks is not None:
                 run = replace(run, space=common_space(ranks.from_all(run.space)))
-            workers = f"{run.space.max_workers} worker{'' if run.space.max_workers == 1 else 's'}"
-            shown.announce(f"step: {run.warmup.step}; up to {workers}")
+            shown.announce(f"step: {run.warmup.step}; up to {counted(run.space.max_workers, 'worker')}")
 
             def decide(probe: Probe) -> TuningResult:
                 search = Search(
@@ -142,7 +141,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
                 search.tell(result.best)
                 return saved(result, options.output)
 
-            return replace(decided(ranks, opened.probe, decide), parts=loader_parts(workload))
+            return replace(decided(ranks, opened.probe, decide), parts=workload.data.parts)
 
 
 def earlier_best(output: str | None, run: Run) -> list[LoaderConfig]:

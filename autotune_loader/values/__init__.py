@@ -20,7 +20,7 @@ from autotune_loader.values.measurement import (
     averaged,
 )
 from autotune_loader.values.serialization import from_plain, require_writable, to_plain, what_works, write_json
-from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS, Seen, StageSamples, StageTime, pooled
+from autotune_loader.values.stages import HAND_OVER, OTHER_THREADS, Seen, StageSamples, StageTime, pooled, stage_times
 from autotune_loader.values.statistics import (
     TYPICAL_NOISE,
     Z_95,
@@ -41,6 +41,6 @@ __all__ = [
     "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Seen",
     "StageSamples", "StageTime", "Trial", "TunerError", "WorkloadError", "after_first_of_each", "averaged",
     "correlated_mean_interval", "from_plain", "log_ratios", "mean_interval", "pooled", "require_bool",
-    "require_choice", "require_int", "require_writable", "student_t_quantile", "to_plain", "what_works",
+    "require_choice", "require_int", "require_writable", "stage_times", "student_t_quantile", "to_plain", "what_works",
     "write_json",
 ]  # fmt: skip

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 HAND_OVER, OTHER_THREADS = "hand over", "other threads"
 """Stages beside the others: a thread writes batches to the queue, and libraries may have threads of their own."""
+OTHERS_SHARE = 0.05
+"""More of a worker's CPU than this in threads beside the one that makes batches is a row of its own."""
+FEWEST_S = 0.02
+"""Seconds that were clocked: of less nothing is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +75,31 @@ def pooled(reports: Iterable[StageSamples | None]) -> StageSamples | None:
     names = ("samples", "cpu_s", "queue_cpu_s")
     totals = {name: math.fsum(getattr(each, name) for each in known) for name in names}
     return StageSamples(seen=tuple(Seen(*line, *seconds) for line, seconds in lines.items()), **totals)
+
+
+def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
+    """Where a sample's time in a worker goes, the longest stage first; empty where too little was seen to say."""
+    if burst is None or burst.samples <= 0 or math.fsum(row.wall_s for row in burst.seen) < FEWEST_S:
+        return ()
+    rows = [*burst.seen, Seen(HAND_OVER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s)]
+    others_s = burst.cpu_s - math.fsum(each.cpu_s for each in rows)
+    if others_s > OTHERS_SHARE * burst.cpu_s:
+        rows.append(Seen(OTHER_THREADS, "threads of the dataset or of its libraries", 0.0, others_s))
+    all_wall_s, all_cpu_s = math.fsum(row.wall_s for row in rows), math.fsum(row.cpu_s for row in rows)
+    stages: dict[str, list[Seen]] = {}
+    for row in rows:
+        stages.setdefault(row.stage, []).append(row)
+    times = []
+    for stage, own in stages.items():
+        wall_s, cpu_s = math.fsum(row.wall_s for row in own), math.fsum(row.cpu_s for row in own)
+        times.append(
+            StageTime(
+                stage=stage,
+                where=max(own, key=lambda row: row.wall_s + row.cpu_s).where,
+                wall_share=wall_s / all_wall_s,
+                cpu_share=cpu_s / all_cpu_s if all_cpu_s else 0.0,
+                wall_s=wall_s / burst.samples,
+                cpu_s=cpu_s / burst.samples,
+            )
+        )
+    return tuple(sorted(times, key=lambda each: (-each.wall_share, -each.cpu_share)))

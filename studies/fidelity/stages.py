@@ -15,9 +15,8 @@ import numpy as np
 
 from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.tuning.assemble import stage_times
 from autotune_loader.tuning.bursting import SEARCH_BURST
-from autotune_loader.values import LoaderConfig, pooled
+from autotune_loader.values import LoaderConfig, pooled, stage_times
 from studies.workloads import Items, StudyWorkload, accelerated, jpeg, workload_of
 
 NUMBERS = np.eye(300)

@@ -14,8 +14,7 @@ from autotune_loader.pipeline import stage_clock
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.tuning.assemble import stage_times
-from autotune_loader.values import HAND_OVER, OTHER_THREADS, LoaderConfig, Seen, StageSamples, pooled
+from autotune_loader.values import HAND_OVER, OTHER_THREADS, LoaderConfig, Seen, StageSamples, pooled, stage_times
 
 
 class Clock:

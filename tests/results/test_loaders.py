@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.assemble import loader_parts, shuffles
 from autotune_loader.values import LoaderConfig
 from tests.support.schedules import Stream
 
@@ -28,7 +27,7 @@ def result_of(loader, best=TUNED):
     """As `tune(loader)` gives it back, of parts of this loader."""
     workload = make_workload(loader)
     own = {"batch_size": best.batch_size or workload.data.batch_size, "drop_last": workload.data.drop_last}
-    parts = {"shuffle": shuffles(workload), "parts": loader_parts(workload)}
+    parts = {"shuffle": workload.shuffles, "parts": workload.data.parts}
     return replace(synthetic_result(), best=best, **own, **parts)
 
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from autotune_loader.diagnosis import Caution, Ended, Source, Undecided
+from autotune_loader.diagnosis.judge import source_of
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.space import Context, Space
-from autotune_loader.tuning.assemble import assembled, choice_of, source_of, why_undecided
+from autotune_loader.tuning.assemble import assembled, choice_of, why_undecided
 from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 from tests.support.tuned import simulated_result, simulated_run, simulated_search

@@ -8,10 +8,10 @@ from torch.utils.data import TensorDataset
 
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.diagnosis import Caution
+from autotune_loader.diagnosis.judge import changes_in_training
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.search.space import Limits, Space
-from autotune_loader.tuning.assemble import _of_training
 from autotune_loader.tuning.options import parse_options
 from autotune_loader.tuning.run import common_space, make_run
 from autotune_loader.values import LoaderConfig
@@ -128,6 +128,6 @@ def test_the_tightest_limits_of_all_ranks_hold_for_each():
     ],
 )
 def test_what_a_choice_changes_in_training_is_said(best, side, row, words):
-    found = list(_of_training(LoaderConfig(**best), side))
+    found = list(changes_in_training(LoaderConfig(**best), side))
     assert [each.kind for each in found] == ([] if row is None else [row.kind])
     assert all(words in each.sentence for each in found)
