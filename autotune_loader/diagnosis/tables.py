@@ -137,6 +137,7 @@ class Ended(Table):
     CEILING = "Search ended: it is as fast as the step alone."
     NOT_WORTH_IT = "Search ended: no further burst was worth its seconds."
     BUDGET = "Search ended: the next burst or round would not have fitted into the budget."
+    FAILING = "Search ended: one burst after the other failed."
     INTERRUPTED = "Search ended: it was interrupted."
     ASKED = "Search ended: the study was told to stop."
     FALLBACK = "No configuration worked; torch's defaults are given as a fallback."

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -68,6 +68,7 @@ class Belief:
         trials: all that was measured.
         tolerance: relative difference that counts as equally fast.
         is_open: whether configurations that never ran are believed of, too.
+        barred: what cannot run, without what a burst cannot see.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class Belief:
         *,
         tolerance: float = 0.02,
         is_open: bool = True,
+        barred: Collection[LoaderConfig] = (),
     ) -> None:
         self.space, self.context, self.tolerance, self._is_open = space, context, tolerance, is_open
+        self._barred = barred
         self.trials = tuple(trials)
         self._seen = [trial for trial in trials if trial.log_rate is not None]
 
@@ -93,7 +96,7 @@ class Belief:
     @cached_property
     def sustained(self) -> Draws:
         """Rates as they may be in the midst of an epoch, of every legal configuration and every one that was observed."""
-        configs = self._configs()
+        configs = self.configs
         solved = None if self.twin is None else self.twin.predict(configs)
         prior = draw(
             configs, self._mean(configs, solved), _covariance(configs, self.space, solved), self._observed(configs)
@@ -119,10 +122,10 @@ class Belief:
         paths = self.sustained.paths
         return replace(self.sustained, paths=paths - np.log1p(start_s * np.exp(paths) / epoch))
 
-    @property
+    @cached_property
     def configs(self) -> tuple[LoaderConfig, ...]:
-        """Those that the draws are of, without what a burst cannot see."""
-        return self.sustained.keys  # type: ignore[return-value]
+        """What is believed of, without what a burst cannot see: what may be proposed, and what works."""
+        return tuple(self._configs())
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
@@ -131,14 +134,15 @@ class Belief:
         for trial in self.trials:
             if trial.round is not None:
                 found.setdefault(trial.round, []).append(trial)
-        return tuple(_round(found[number]) for number in sorted(found))
+        rounds = (_round(found[number]) for number in sorted(found))
+        return tuple(each for each in rounds if each.rates)
 
     # The choice
 
     @property
     def choice(self) -> LoaderConfig | None:
         """The cheapest of those that count as equally fast; None where nothing has succeeded."""
-        return self.choice_of(self.proven) if self._seen else None
+        return self.choice_of(self.proven) if self._seen and self.proven else None
 
     def choice_of(self, configs: Sequence[LoaderConfig]) -> LoaderConfig:
         """The same, of some configurations alone."""
@@ -211,7 +215,6 @@ class Belief:
         return [each for each in failed if each[1] in OF_WORKERS or (each[1] != "infeasible" and not _odd(each[0]))]
 
     def _configs(self) -> list[LoaderConfig]:
-        """What is believed of: what may be proposed, and what was observed."""
         useful = None if self.twin is None else self.twin.useful_workers
         limits = [n for n in (self.most_workers, self.context.epoch_batches, useful) if n is not None]
         tried = list(dict.fromkeys(trial.config.key() for trial in self._seen))
@@ -220,6 +223,7 @@ class Belief:
         often.update({config.key(): MAX_FAILURES for config, kind in failed if kind == "deadline"})
         out = {config for config, failures in often.items() if failures >= MAX_FAILURES or config not in tried}
         queues = [config.batches_in_flight for config, kind in self._failures if _is_of_queue(config, kind)]
+        out.update(self._barred)
         # A knob with which something failed, and nothing worked, is not what fails with fewer workers as well.
         bad = {knob for config, kind in failed if kind not in OF_WORKERS for knob in _odd(config)}
         bad -= {knob for config in tried for knob in _odd(config)}
@@ -231,7 +235,7 @@ class Belief:
             and config.batches_in_flight <= max(min(queues, default=math.inf) / 2, 1)
             and not bad & _odd(config)
         ]
-        return [config for config in dict.fromkeys([*proposed, *tried]) if config not in out] or tried
+        return [config for config in dict.fromkeys([*proposed, *tried]) if config not in out]
 
     def _where(self, config: LoaderConfig) -> int:
         return self.configs.index(config.key())

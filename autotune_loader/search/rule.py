@@ -84,7 +84,7 @@ def begin_with(
     wanted = [*([own] if own is not None and own.num_workers else []), *suggested, space.as_kept(space.as_set(rule))]
     if (context.fetch_s or 0.0) + (context.step_s or 0.0) <= SLOW_BATCH_S:
         wanted.append(space.as_kept(space.as_set(LoaderConfig())))
-    return list({config.key(): config for config in wanted if space.veto(config) is None}.values())
+    return list({config.key(): config for config in wanted if space.holds(config)}.values())
 
 
 def _ratio(numerator: float, denominator: float) -> float:

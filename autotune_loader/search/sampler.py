@@ -16,6 +16,7 @@ import datetime
 import json
 import math
 import os
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,8 @@ LOST_S = 60.0
 """A trial of another process that has run this long is taken for lost: not every storage knows heartbeats."""
 TORCHS_DEPTH = 2
 """What DataLoader has where no prefetch_factor is given."""
+LOCK = threading.RLock()
+"""Of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled."""
 WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
 
 
@@ -75,10 +78,14 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         self.stop_reason: StopReason | None = None
         """Why it proposes nothing more; None while it does."""
         self._own: dict[int, Trial] = {}
-        self._turns = deque[tuple[LoaderConfig, int | None, int]]()
-        """What is next: configuration, number of the round, place in it."""
+        self._turns = deque[tuple[LoaderConfig, int | None]]()
+        """What is next: configuration, and its place in a round."""
+        self._round = 0
+        """The latest, by the number of its first trial, which is unique in any storage."""
         self._rounds: dict[int, int] = {}
         """Of each trial that was proposed here for one."""
+        self._proposed: dict[int, LoaderConfig] = {}
+        """To each trial; none is proposed twice by itself, whatever the objective makes of it."""
         self._belief: tuple[object, Belief] | None = None
         self._random = optuna.samplers.RandomSampler(seed=0)
 
@@ -111,83 +118,109 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
 
     def belief(self, study: optuna.Study) -> Belief:
         """What these trials say of every configuration; of those that ran alone, where another sampler proposes."""
-        trials, is_open = self.trials(study), self._is_open(study)
-        version = (self.space, self.context, is_open, tuple((each.number, each.round) for each in trials))
+        done, is_open = self.trials(study), self._is_open(study)
+        # What an objective of the user's does not ask for has one value, and workers are as many as it asks for.
+        asked = [each for each in study.get_trials(deepcopy=False) if each.params.get("num_workers")]
+        is_deep = not asked or any("prefetch_factor" in each.params for each in asked)
+        most = min([self.space.max_workers, *(each.distributions["num_workers"].high for each in asked[-1:])])
+        most = max([most, *(own.num_workers for own in self.space.also)])
+        depths = self.space.prefetch_factors if is_deep else (TORCHS_DEPTH,)
+        space = replace(self.space, max_workers=min(most, self.space.max_workers), prefetch_factors=depths)
+        # An earlier run with the same study may have been allowed more.
+        trials = [each for each in done if each.failure is not None or self.space.holds(each.config)]
+        # And what it makes of a proposal, where it cannot ask for that, is another configuration.
+        ended = {each.number for each in study.get_trials(deepcopy=False) if each.state.is_finished()}
+        barred = {config.key() for number, config in self._proposed.items() if number in ended}
+        barred -= {each.config.key() for each in done}
+        version = (space, self.context, is_open, tuple((each.number, each.round) for each in trials), len(barred))
         if self._belief is None or self._belief[0] != version:
-            # A knob that the user's own objective does not ask for has one value.
-            asked = [p for each in study.get_trials(deepcopy=False) if (p := each.params).get("num_workers")]
-            is_deep = not asked or any("prefetch_factor" in params for params in asked)
-            space = self.space if is_deep else replace(self.space, prefetch_factors=(TORCHS_DEPTH,))
-            known = Belief(space, self.context, trials, tolerance=self.tolerance, is_open=is_open)
+            known = Belief(space, self.context, trials, tolerance=self.tolerance, is_open=is_open, barred=barred)
             self._belief = version, known
         return self._belief[1]
 
     # What to do next
 
-    def upcoming(self, study: optuna.Study) -> tuple[LoaderConfig, int | None, int] | None:
-        """What to measure next, the number of its round, and its place in it; None where nothing is worth it.
+    def upcoming(self, study: optuna.Study) -> LoaderConfig | None:
+        """What to measure next; None where nothing is worth it.
 
         Passes over what failed, and over what others measure at this moment.
         """
-        if not self._turns:
-            with np.errstate(all="ignore"):  # a script may have made of an underflow an error
-                self._plan(study)
-        return self._turns[0] if self._turns else None
+        with LOCK:
+            if not self._turns:
+                with np.errstate(all="ignore"):  # a script may have made of an underflow an error
+                    self._plan(study)
+            return self._turns[0][0] if self._turns else None
 
     def stop_when_safe(self, study: optuna.Study, _trial: FrozenTrial) -> None:
         """A callback of `study.optimize`: ends it when the choice is safe, or when no burst is worth its time."""
         if self.upcoming(study) is None and not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             study.stop()
 
-    def take(self, study: optuna.Study) -> tuple[LoaderConfig, int | None, int] | None:
-        """As `upcoming`, and it counts as begun."""
-        return None if self.upcoming(study) is None else self._turns.popleft()
+    def take(self, study: optuna.Study, number: int) -> tuple[LoaderConfig, dict[str, int]] | None:
+        """As `upcoming`, for the trial of this number; and the attributes of a trial that is part of a round."""
+        with LOCK:
+            if self.upcoming(study) is None:
+                return None
+            config, place = self._turns.popleft()
+            self._proposed[number] = config
+            if place is None:
+                return config, {}
+            self._round = number if place == 0 else self._round
+            self._rounds[number] = self._round
+            return config, {ROUND: self._round, ORDER: place}
 
     def is_within_round(self) -> bool:
         """Whether a round has begun that is not complete."""
-        return any(order for *_, order in self._turns)
+        return any(place for _, place in self._turns)
 
     def _plan(self, study: optuna.Study) -> None:
-        belief, elsewhere = self.belief(study), self._elsewhere(study)
-        taken, limit = {trial.config.key() for trial in belief.trials} | elsewhere, belief.most_workers
-        # A study of another sampler is only watched: what that one never proposes must not keep it going.
+        belief, choice = self.belief(study), self.belief(study).choice
+        taken, limit = {trial.config.key() for trial in belief.trials}, belief.most_workers
+        elsewhere = self._elsewhere(study) if choice is not None else set()
+        elsewhere |= {config.key() for config in self._proposed.values()}
+        left_s = math.inf if self.seconds_left is None else self.seconds_left()
         first = self.first if self._is_open(study) else []
         first = [config for config in first if limit is None or config.num_workers <= limit]
-        first += [self.space.as_kept(self.space.as_set(LoaderConfig()))] if belief.choice is None else []
+        first += [self.space.as_kept(self.space.as_set(LoaderConfig()))] if choice is None else []
         for config in first:
-            if config.key() not in taken:
-                self._turns.append((config, None, 0))
+            if config.key() not in taken | elsewhere:
+                if left_s > 0 or len(taken) < 2:
+                    self._turns.append((config, None))
+                else:
+                    self.stop_reason = "BUDGET"
                 return
-        if belief.choice is None:
+        if choice is None:
             return
         found = what_next(
             belief,
             baseline=self.baseline,
             ceiling=self.ceiling,
-            seconds_left=math.inf if self.seconds_left is None else self.seconds_left(),
+            seconds_left=left_s,
             elsewhere=elsewhere,
             # In a study of another sampler that is only watched nobody runs rounds.
             least_rounds=LEAST_ROUNDS if self.is_open is not None or study.sampler is self else 0,
         )
         self.stop_reason = found.stop
-        number = 1 + max((trial.round for trial in belief.trials if trial.round is not None), default=-1)
-        for place, config in enumerate(found.configs):
-            self._turns.append((config, number if found.is_round else None, place))
+        self._turns += [(config, place if found.is_round else None) for place, config in enumerate(found.configs)]
 
     # What Optuna asks of a sampler
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
         return self.space.distributions() if _maximises(study) else {}
 
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """A trial takes its turn, also where each knob has one value, so that Optuna asks for none."""
+        if not _maximises(study) or "num_workers" in trial.system_attrs.get("fixed_params", {}):
+            return
+        _, attributes = self.take(study, trial.number) or (None, {})
+        for name, value in attributes.items():
+            study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's own samplers do
+
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         _refuse_several(study)
-        config, number, order = self.take(study) or (self.belief(study).choice or LoaderConfig(), None, 0)
-        if number is not None:
-            self._rounds[trial.number] = number
-            for name, value in ((ROUND, number), (ORDER, order)):
-                study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's own samplers do
+        config = self._proposed.get(trial.number) or self.belief(study).choice or LoaderConfig()
         return {name: value for name, value in self.space.params(config).items() if name in search_space}
 
     def sample_independent(

@@ -142,13 +142,13 @@ class Space:
     def suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
         """The configuration of a trial, exactly as Optuna proposes it; what only workers have is asked with workers only.
 
-        A knob that the sampler refuses with a ValueError, such as one that a `GridSampler` does not list, stays as it is.
+        A knob beside workers that the sampler refuses (ValueError), as a `GridSampler` does that lacks it, stays as it is.
         """
         values: dict[str, Any] = {}
         for name, each in self.distributions().items():  # the number of workers is the first
             if name in WITHOUT_WORKERS and not values.get("num_workers"):
                 continue
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(*((ValueError,) if values else ())):
                 if hasattr(each, "choices"):
                     values[name] = trial.suggest_categorical(name, each.choices)
                 else:
@@ -174,6 +174,15 @@ class Space:
         return next((own for own in self.also if self.params(own) == self.params(made)), made)
 
     # What is legal, and what it costs
+
+    def holds(self, config: LoaderConfig) -> bool:
+        """Whether a study of this space can propose it, and it may be tried: not all of a file or of an earlier study is."""
+        params, legal = self.params(config), self.distributions()
+        contained = (
+            value in each.choices if hasattr(each := legal[name], "choices") else each.low <= value <= each.high
+            for name, value in params.items()
+        )
+        return all(contained) and self.config(params).key() == config.key() and self.veto(config) is None
 
     def veto(self, config: LoaderConfig) -> Failure | None:
         """Why a configuration must not be tried on this machine; None when it may."""

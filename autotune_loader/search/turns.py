@@ -35,7 +35,10 @@ MOST_OVERRUN_S = 2.0
 START_S, FEWEST_BATCHES = 0.5, 3
 """What a burst takes that never ran, where its batches are slow: so many of them, and its start."""
 
-StopReason = Literal["SAFE", "CEILING", "NOT_WORTH_IT", "BUDGET"]
+MOST_FAILED = 8
+"""A search ends when so many bursts in a row have failed."""
+
+StopReason = Literal["SAFE", "CEILING", "NOT_WORTH_IT", "BUDGET", "FAILING"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ def what_next(
     """
     choice, tried = belief.choice, {trial.config.key() for trial in belief.trials}
     assert choice is not None
+    if len(belief.trials) > MOST_FAILED and all(trial.failure for trial in belief.trials[-MOST_FAILED:]):
+        return Next(stop="FAILING")
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
     rival, worth = belief.rival(choice) or (choice, 0.0)
     slower = belief.is_faster(choice, own)

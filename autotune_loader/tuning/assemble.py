@@ -36,7 +36,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
     best = choice_of(search, is_decided=undecided is None)
     ended = search.ended
     status: Status = "complete" if undecided is None else "undecided"
-    if search.fastest() is None:
+    if belief.choice is None:
         ended, status, undecided = Ended.FALLBACK, "fallback", None
     elif ended is Ended.INTERRUPTED:
         status, undecided = "partial", None
@@ -111,17 +111,18 @@ def why_undecided(search: Search) -> Finding | None:
     """Why the bursts do not decide, and what would; None where they do."""
     belief, ended, rounds = search.belief, search.ended, search.belief.rounds
     tried = {each.config.key() for each in search.trials if each.measurement is not None}
-    if ended in (Ended.SAFE, Ended.CEILING) or not tried:
+    busy = _disturbed(search)
+    if len(belief.configs) > 1 and busy > MUCH_DISTURBED * len(rounds):
+        return Undecided.BUSY(busy=busy, rounds=len(rounds))
+    if ended in (Ended.SAFE, Ended.CEILING) or belief.choice is None:
         return None
     if not rounds:
         return Undecided.ONE_TRIED() if len(tried) < 2 else Undecided.NO_ROUNDS()
-    busy = _disturbed(search)
-    if busy > MUCH_DISTURBED * len(rounds):
-        return Undecided.BUSY(busy=busy, rounds=len(rounds))
     had_time = ended is Ended.NOT_WORTH_IT
     if len(rounds) < LEAST_ROUNDS and not had_time:
         return Undecided.FEW_ROUNDS(rounds=len(rounds))
-    if belief.loss(_measured_choice(belief)) > search.run.tolerance:
+    best = _measured_choice(belief)
+    if best.key() not in belief.configs or belief.loss(best) > search.run.tolerance:
         why = Undecided.TOO_NOISY if had_time else Undecided.CLOSE
         return why(rounds=len(rounds), tolerance=search.run.tolerance)
     return None
@@ -130,11 +131,12 @@ def why_undecided(search: Search) -> Finding | None:
 def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
     """What to use: undecided the user's own, unless something that ran is almost certainly faster."""
     belief, baseline = search.belief, search.run.baseline
-    if search.fastest() is None:
+    if belief.choice is None:
         return LoaderConfig()
     best = _measured_choice(belief)
     measured = {each.config for each in search.trials if each.measurement is not None}
-    if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or baseline not in measured:
+    is_there = baseline in measured and {baseline.key(), best.key()} <= {*belief.configs}
+    if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or not is_there:
         return best
     return best if belief.is_faster(best, baseline) >= CERTAIN else baseline
 
@@ -151,6 +153,8 @@ def _measured_choice(belief: Belief) -> LoaderConfig:
     in_bursts = [each.config for each in belief.trials if each.samples_per_s and each.config.key() in belief.configs]
     often = [config for config, count in ran.items() if count >= LEAST_ROUNDS]
     among: list[LoaderConfig] = list(dict.fromkeys(often or in_bursts))
+    if not among:  # what worked at first has failed since
+        return next(each.config for each in belief.trials if each.samples_per_s)
     best, cost = belief.choice_of(among), belief.space.cost
     for each in sorted(often, key=cost):
         logs = log_ratios(belief.rounds, each, best)
@@ -170,7 +174,7 @@ def _disturbed(search: Search) -> int:
 
 def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
     yield from changes_in_training(best, search.run.workload.data)
-    if search.fastest() is not None and _starts_count(search.belief):
+    if search.belief.choice is not None and _starts_count(search.belief):
         yield Caution.EPOCH_STARTS()
     yield from (Caution.NOTE(text=each) for each in search.run.notes)
     if busy := _disturbed(search):

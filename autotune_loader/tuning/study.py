@@ -21,7 +21,7 @@ from autotune_loader.diagnosis.tables import Ended
 from autotune_loader.report.progress import Progress
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with
-from autotune_loader.search.sampler import ORDER, ROUND, TwinSampler, quiet_optuna
+from autotune_loader.search.sampler import ROUND, TwinSampler, quiet_optuna
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.run import Run
 from autotune_loader.values import LoaderConfig, Measurement, Trial, what_works
@@ -170,9 +170,9 @@ class Search:
             for config in twin.first:
                 study.enqueue_trial(run.space.params(config), skip_if_exists=True)
             study.optimize(self._objective, callbacks=[self._stop_sampling])
-            while (turn := twin.take(study)) is not None:
-                config, number, order = turn
-                study.enqueue_trial(run.space.params(config), user_attrs={ROUND: number, ORDER: order})
+            while (turn := twin.take(study, len(study.get_trials(deepcopy=False)))) is not None:
+                config, attributes = turn
+                study.enqueue_trial(run.space.params(config), user_attrs=attributes)
                 study.optimize(self._objective, n_trials=1, callbacks=[self._show_round])
         self.ended = Ended[twin.stop_reason or "ASKED"]
 
@@ -200,7 +200,7 @@ class Search:
         """A callback: the last side of a round has run."""
         if done.user_attrs.get(ROUND) is not None and not self.twin.is_within_round():
             rounds = self.belief.rounds
-            self._progress.round(len(rounds), rounds[-1].rates, self.budget.left())
+            self._progress.round(len(rounds), rounds[-1].rates if rounds else {}, self.budget.left())
 
     def _stop_sampling(self, study: optuna.Study, _: optuna.trial.FrozenTrial) -> None:
         """A callback: another sampler has had its share of the budget, or repeats itself."""

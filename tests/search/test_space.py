@@ -156,7 +156,7 @@ BEGINNINGS = {
     "slow batches tell of no workers": (Space(), NONE, 2.0, [with_workers(5), with_workers(64)]),
     "without a first batch": (Space(), None, None, [with_workers(5), with_workers(4), NONE]),
     "data that workers must not read": (Space(max_workers=0), None, 0.02, [NONE]),
-    "with what is set": (RICH, NONE, 0.02, [with_workers(5), with_workers(3, 4, **SET), PINNED]),
+    "with what is set, and no suggestion without it": (RICH, NONE, 0.02, [with_workers(3, 4, **SET), PINNED]),
 }
 
 

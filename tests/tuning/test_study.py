@@ -200,3 +200,45 @@ def test_a_failure_that_may_pass_is_tried_once_more():
     found, _ = search_on(machine)
     assert not answers
     assert all(trial.measurement for trial in found.trials)
+
+
+@pytest.mark.parametrize("own", [None, OWN])
+def test_with_one_legal_configuration_the_search_ends(own):
+    found, clock = search_on(FAST_STEP, own=own, space=Space(max_workers=0), budget_s=5.0)
+    assert clock() <= 6
+    assert assembled(found, clock()).status == "complete"
+
+
+def test_what_an_earlier_run_was_allowed_is_not_chosen_by_one_that_is_not():
+    wide, study = Space(in_order=(True, False)), open_study()
+    before = len(search_on(FAST_STEP, space=wide, study=study)[0].trials)
+    odd = LoaderConfig(num_workers=5, prefetch_factor=8, in_order=False)
+    found, clock = search_on(FAST_STEP, space=Space(max_workers=2), study=study, suggestions=[odd])
+    best = assembled(found, clock()).best
+    assert (best.in_order, best.num_workers <= 2) == (True, True)
+    assert odd not in [trial.config for trial in found.trials[before:]]
+
+
+class Breaking(SimulatedProbe):
+    """From some burst on everything fails."""
+
+    kind, after = "crashed", 2
+
+    def burst(self, config, plan):
+        if len(self.bursts) >= self.after:
+            self.bursts.append(config)
+            self._clock.advance(plan.deadline_s if self.kind == "deadline" else 0.1)
+            return Failure(kind=self.kind, phase="batches", message="no more")
+        return super().burst(config, plan)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5, 7])
+@pytest.mark.parametrize("kind", ["crashed", "deadline"])
+def test_where_everything_fails_after_some_bursts_the_search_ends_with_a_result(monkeypatch, kind, after):
+    monkeypatch.setattr(Breaking, "kind", kind)
+    monkeypatch.setattr(Breaking, "after", after)
+    found, clock = search_on(FAST_STEP, probe=Breaking, budget_s=30.0)
+    result = assembled(found, clock())
+    assert len(found.trials) < after + 12
+    assert clock() < 30.0 + 2 * 20.0
+    assert after or result.status == "fallback"
