@@ -158,7 +158,7 @@ INSPECT = (
     ),
     CODE(
         "from optuna.visualization import matplotlib as visualization\n\n"
-        "tried = [] if study is None else [name for trial in study.trials for name in trial.params]\n"
+        "tried = [] if study is None else [name for trial in study.trials if trial.value for name in trial.params]\n"
         'params = [name for name in ("num_workers", "prefetch_factor") if name in tried]\n'
         "if params:\n"
         '    visualization.plot_slice(study, params=params, target_name="samples/s")'

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Collection
+from pathlib import Path
 
 from autotune_loader.values import PlatformError
 
@@ -32,3 +34,11 @@ def host_busy_s(cpus: Collection[int] | None = None) -> list[float]:
         return []
     meant = [each for number, each in enumerate(times) if cpus is None or number in cpus]
     return [each.user + each.nice + each.system + each.irq + each.softirq for each in meant]
+
+
+def cpu_model() -> str:
+    """The name of the CPU, as the kernel has it; empty where it does not tell."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return ""

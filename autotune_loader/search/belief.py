@@ -41,9 +41,7 @@ UNMODELLED_SD = 0.1
 CERTAIN = 0.95
 """A choice is safe when it loses no more than the tolerance against the best of all with this probability."""
 SURE = 0.9
-"""A configuration counts as equally fast when it does so with this probability, or ..."""
-ALIKE = 0.9
-"""... with this share of that of the surest, or more; the cheapest of them is chosen."""
+"""A configuration counts as equally fast when it does so with this probability, or where none does, with the highest."""
 LIKELY = 0.5
 """A probability below this tells little."""
 NEAR_BEST = 0.1
@@ -261,7 +259,7 @@ class Belief:
 
 
 def equally_fast(draws: Draws, tolerance: float) -> list[int]:
-    """Positions of those that count as equally fast: within the tolerance of the best about as probably as any, or surely.
+    """Positions of those that count as equally fast: within the tolerance of the best almost surely, or as surely as any.
 
     While no such probability tells much, those that are expected to lose the least.
     """
@@ -269,7 +267,7 @@ def equally_fast(draws: Draws, tolerance: float) -> list[int]:
     if within.max() < LIKELY:
         losses = draws.losses.mean(axis=0)
         return [int(index) for index in np.flatnonzero(losses <= losses.min() + NEAR_BEST * tolerance)]
-    return [int(index) for index in np.flatnonzero(within >= min(SURE, ALIKE * float(within.max())))]
+    return [int(index) for index in np.flatnonzero(within >= min(SURE, float(within.max())))]
 
 
 def choose(draws: Draws, costs: Sequence[tuple[float, ...]], tolerance: float) -> int:

@@ -29,6 +29,7 @@ class Prediction:
         return f"{self.config}: {self.samples_per_s} samples/s expected{memory}"
 
 
+@np.errstate(all="ignore")  # a script may have made an error of an underflow
 def predict(
     trials: Sequence[Trial],
     configs: Sequence[LoaderConfig],

@@ -115,6 +115,8 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
     notes += _check_epoch(side)
     if training.compiled:
         notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
+    if training.model is not None and training.model is not model:
+        notes.append("the step is timed without DistributedDataParallel's all-reduce, which its training has beside it")
     return Workload(data=side, training=training, own_config=own_config, notes=tuple(notes))
 
 

@@ -139,6 +139,8 @@ class PairedRounds:
         order = [name for name in works[1:] if not _is_decided(name, ratios.get(name))]
         is_over = number >= MOST_ROUNDS or not (order or number < LEAST_ROUNDS)
         order = works[:1] + order
+        while len(order) > 2 and sum(self.burst_s[name] for name in order) > self.budget.left():
+            order.remove(max(order[1:], key=self.burst_s.__getitem__))  # the others shall have an answer
         if is_over or sum(self.burst_s[name] for name in order) > self.budget.left():
             return []
         if len(order) > 2:
@@ -265,7 +267,11 @@ def _side(name: str, entrant: _Entrant, machine: Machine, *, works: bool) -> Sid
     trials = entrant.trials
     measured = [each.measurement for each in trials if each.measurement is not None and each.round is not None]
     if not (works and measured):
-        error = "no round was completed" if failure is None else f"{failure.kind}: {failure.message}"
+        error = (
+            "the budget had no room for a round with it; a larger one would decide"
+            if failure is None
+            else f"{failure.kind}: {failure.message}"
+        )
         return Side(name=name, config=config, error=error, traceback=None if failure is None else failure.traceback)
     together = averaged(measured)
     evidence = Evidence.of(

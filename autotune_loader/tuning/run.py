@@ -9,6 +9,7 @@ from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.bursts.protocol import WarmupReport
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.machine.host import cpu_model
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.search.space import MOST_WORKERS, BatchCost, Context, Limits, Space
 from autotune_loader.tuning.options import TuneOptions
@@ -43,9 +44,10 @@ class Run:
 
     @property
     def identity(self) -> str:
-        """What the trials of one study have in common; those of another job would mislead."""
-        data, warmup = self.workload.data, self.warmup
-        return f"{data.description}, batches of {data.batch_size}, {warmup.step}, {self.context.usable_cores} cores"
+        """What the trials of one study have in common; those of another job, or of an unlike machine, would mislead."""
+        data, gpus = self.workload.data, {gpu.name for gpu in self.machine.gpus}
+        devices = ", ".join([f"{self.context.usable_cores} cores", cpu_model(), *sorted(gpus)])
+        return f"{data.description}, batches of {data.batch_size}, {self.warmup.step}, {devices}"
 
 
 def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: TuneOptions) -> Run:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import torch
 
@@ -136,8 +137,9 @@ def tune(  # noqa: PLR0913 - all that a user may say
                     progress=shown,
                     suggestions=earlier_best(options.output, run),
                 )
-                search.decide()
-                result = assembled(search, time.monotonic() - called)
+                with np.errstate(all="ignore"):  # a script may have made an error of an underflow
+                    search.decide()
+                    result = assembled(search, time.monotonic() - called)
                 search.tell(result.best)
                 return saved(result, options.output)
 

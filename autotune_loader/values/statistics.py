@@ -184,7 +184,8 @@ def student_t_quantile(probability: float, freedom: int) -> float:
     import numpy as np
 
     edges, step = np.linspace(0.0, math.pi / 2, QUANTILE_STEPS + 1, retstep=True)
-    within = np.cumsum(np.cos(edges[:-1] + step / 2) ** (freedom - 1))
+    with np.errstate(under="ignore"):  # a script may have made an error of it
+        within = np.cumsum(np.cos(edges[:-1] + step / 2) ** (freedom - 1))
     angle = np.interp((2 * probability - 1) * within[-1], np.append(0.0, within), edges)
     return math.sqrt(freedom) * math.tan(angle)
 
