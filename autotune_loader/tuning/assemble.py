@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -142,21 +141,20 @@ def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
 
 
 def _measured_choice(belief: Belief) -> LoaderConfig:
-    """The cheapest of those that count as equally fast, of those that ran in two rounds, or else in any burst.
+    """The cheapest of those that count as equally fast, of those that ran in two rounds, unless another is surely faster.
 
     None is chosen over a cheaper one that was faster by more than the tolerance in the rounds of both: a choice that the table
     of rounds contradicts would be believed by nobody.
     """
-    ran: Counter[LoaderConfig] = Counter(
-        config for each in belief.rounds for config in each.rates if config.key() in belief.configs
-    )
-    in_bursts = [each.config for each in belief.trials if each.samples_per_s and each.config.key() in belief.configs]
-    often = [config for config, count in ran.items() if count >= LEAST_ROUNDS]
-    among: list[LoaderConfig] = list(dict.fromkeys(often or in_bursts))
-    if not among:  # what worked at first has failed since
-        return next(each.config for each in belief.trials if each.samples_per_s)
-    best, cost = belief.choice_of(among), belief.space.cost
-    for each in sorted(often, key=cost):
+    measured = list(dict.fromkeys(each.config for each in belief.trials if each.samples_per_s))
+    works = [config for config in measured if config.key() in belief.configs]
+    if not works:  # what worked at first has failed since
+        return measured[0]
+    ran = [config for config in works if sum(config in each.rates for each in belief.rounds) >= LEAST_ROUNDS]
+    best, cost = belief.choice_of(works), belief.space.cost
+    if ran and belief.is_faster(best, often := belief.choice_of(ran)) < CERTAIN:
+        best = often
+    for each in sorted(ran, key=cost):
         logs = log_ratios(belief.rounds, each, best)
         agree = len(logs) > LEAST_ROUNDS or min(logs, default=0.0) > 0
         if cost(each) < cost(best) and agree and fmean(logs) > math.log1p(belief.tolerance):
