@@ -122,7 +122,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         # What an objective of the user's does not ask for has one value, and workers are as many as it asks for.
         asked = [each for each in study.get_trials(deepcopy=False) if each.params.get("num_workers")]
         is_deep = not asked or any("prefetch_factor" in each.params for each in asked)
-        most = min([self.space.max_workers, *(each.distributions["num_workers"].high for each in asked[-1:])])
+        bounds = [getattr(each.distributions["num_workers"], "high", self.space.max_workers) for each in asked[-1:]]
+        most = min([self.space.max_workers, *bounds])
         most = max([most, *(own.num_workers for own in self.space.also)])
         depths = self.space.prefetch_factors if is_deep else (TORCHS_DEPTH,)
         space = replace(self.space, max_workers=min(most, self.space.max_workers), prefetch_factors=depths)

@@ -22,8 +22,7 @@ from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.values import LoaderConfig
 
 WORTH = 0.01
-"""A pair must add this much to the probability of a good choice for each of its seconds; at all while the caller's own may be
-as fast."""
+"""A pair must add this much to the probability of a good choice for each of its seconds."""
 LEAST_ROUNDS, MOST_ROUNDS, MOST_ALONE = 2, 40, 16
 """One burst gives no interval; and a search ends, also one of so many configurations that ran by themselves."""
 CLEARLY = 2.0
@@ -75,10 +74,7 @@ def what_next(
         return Next(stop="FAILING")
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
     rival, worth = belief.rival(choice) or (choice, 0.0)
-    slower = belief.is_faster(choice, own)
-    pair_s = (
-        max(sum(burst_s(belief, each) for each in (choice, rival)), 1.0) if slower >= CERTAIN or own == choice else 1.0
-    )
+    pair_s = max(sum(burst_s(belief, each) for each in (choice, rival)), 1.0)
     stop: StopReason | None = None
     if is_at_ceiling(belief, choice, ceiling):
         stop = "CEILING"
