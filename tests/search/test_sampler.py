@@ -87,7 +87,6 @@ ODD = {
     "fewer workers than the rule says": lambda trial: trial.suggest_int("num_workers", 0, 4),
     "one worker at least": lambda trial: trial.suggest_int("num_workers", 1, 64),
     "in steps": lambda trial: trial.suggest_int("num_workers", 0, 64, step=4),
-    "choices": lambda trial: trial.suggest_categorical("num_workers", [0, 2, 8]),
     "one value": lambda trial: trial.suggest_int("num_workers", 2, 2),
 }
 
