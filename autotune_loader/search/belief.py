@@ -121,11 +121,6 @@ class Belief:
         return replace(self.sustained, paths=paths - np.log1p(start_s * np.exp(paths) / epoch))
 
     @cached_property
-    def configs(self) -> tuple[LoaderConfig, ...]:
-        """What is believed of, without what a burst cannot see: what may be proposed, and what works."""
-        return tuple(self._configs())
-
-    @cached_property
     def rounds(self) -> tuple[Round, ...]:
         """The paired rounds, in order."""
         found: dict[int, list[Trial]] = {}
@@ -212,7 +207,9 @@ class Belief:
         failed = [(t.config, t.failure.kind) for t in self.trials if t.failure is not None]
         return [each for each in failed if each[1] in OF_WORKERS or (each[1] != "infeasible" and not _odd(each[0]))]
 
-    def _configs(self) -> list[LoaderConfig]:
+    @cached_property
+    def configs(self) -> tuple[LoaderConfig, ...]:
+        """What is believed of, without what a burst cannot see: what may be proposed, and what works."""
         useful = None if self.twin is None else self.twin.useful_workers
         limits = [n for n in (self.most_workers, self.context.epoch_batches, useful) if n is not None]
         tried = list(dict.fromkeys(trial.config.key() for trial in self._seen))
@@ -220,8 +217,8 @@ class Belief:
         often = Counter(config.key() for config, _ in failed)
         often.update({config.key(): MAX_FAILURES for config, kind in failed if kind == "deadline"})
         out = {config for config, failures in often.items() if failures >= MAX_FAILURES or config not in tried}
-        queues = [config.batches_in_flight for config, kind in self._failures if _is_of_queue(config, kind)]
         out.update(self._barred)
+        queues = [config.batches_in_flight for config, kind in self._failures if _is_of_queue(config, kind)]
         # A knob with which something failed, and nothing worked, is not what fails with fewer workers as well.
         bad = {knob for config, kind in failed if kind not in OF_WORKERS for knob in _odd(config)}
         bad -= {knob for config in tried for knob in _odd(config)}
@@ -233,7 +230,7 @@ class Belief:
             and config.batches_in_flight <= max(min(queues, default=math.inf) / 2, 1)
             and not bad & _odd(config)
         ]
-        return [config for config in dict.fromkeys([*proposed, *tried]) if config not in out]
+        return tuple(config for config in dict.fromkeys([*proposed, *tried]) if config not in out)
 
     def _where(self, config: LoaderConfig) -> int:
         return self.configs.index(config.key())

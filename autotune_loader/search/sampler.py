@@ -32,14 +32,21 @@ from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.space import Context, Space
 from autotune_loader.search.turns import LEAST_ROUNDS, StopReason, what_next
-from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement, Trial, from_plain, to_plain
+from autotune_loader.values import (
+    TORCH_PREFETCH_FACTOR,
+    Failure,
+    Interval,
+    LoaderConfig,
+    Measurement,
+    Trial,
+    from_plain,
+    to_plain,
+)
 
 RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
 """Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""
 LOST_S = 60.0
 """A trial of another process that has run this long is taken for lost: not every storage knows heartbeats."""
-TORCHS_DEPTH = 2
-"""What DataLoader has where no prefetch_factor is given."""
 LOCK = threading.RLock()
 """Of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled."""
 WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
@@ -120,17 +127,16 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         """What these trials say of every configuration; of those that ran alone, where another sampler proposes."""
         done, is_open = self.trials(study), self._is_open(study)
         # What an objective of the user's does not ask for has one value, and workers are as many as it asks for.
-        asked = [each for each in study.get_trials(deepcopy=False) if each.params.get("num_workers")]
+        all_trials = study.get_trials(deepcopy=False)
+        asked = [each for each in all_trials if each.params.get("num_workers")]
         is_deep = not asked or any("prefetch_factor" in each.params for each in asked)
         bounds = [getattr(each.distributions["num_workers"], "high", self.space.max_workers) for each in asked[-1:]]
-        most = min([self.space.max_workers, *bounds])
-        most = max([most, *(own.num_workers for own in self.space.also)])
-        depths = self.space.prefetch_factors if is_deep else (TORCHS_DEPTH,)
-        space = replace(self.space, max_workers=min(most, self.space.max_workers), prefetch_factors=depths)
+        depths = self.space.prefetch_factors if is_deep else (TORCH_PREFETCH_FACTOR,)
+        space = replace(self.space, max_workers=min([self.space.max_workers, *bounds]), prefetch_factors=depths)
         # An earlier run with the same study may have been allowed more.
         trials = [each for each in done if each.failure is not None or self.space.holds(each.config)]
         # And what it makes of a proposal, where it cannot ask for that, is another configuration.
-        ended = {each.number for each in study.get_trials(deepcopy=False) if each.state.is_finished()}
+        ended = {each.number for each in all_trials if each.state.is_finished()}
         barred = {config.key() for number, config in self._proposed.items() if number in ended}
         barred -= {each.config.key() for each in done}
         version = (space, self.context, is_open, tuple((each.number, each.round) for each in trials), len(barred))
@@ -175,7 +181,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         return any(place for _, place in self._turns)
 
     def _plan(self, study: optuna.Study) -> None:
-        belief, choice = self.belief(study), self.belief(study).choice
+        belief = self.belief(study)
+        choice = belief.choice
         taken, limit = {trial.config.key() for trial in belief.trials}, belief.most_workers
         elsewhere = self._elsewhere(study) if choice is not None else set()
         elsewhere |= {config.key() for config in self._proposed.values()}

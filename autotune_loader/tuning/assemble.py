@@ -39,7 +39,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         ended, status, undecided = Ended.FALLBACK, "fallback", None
     elif ended is Ended.INTERRUPTED:
         status, undecided = "partial", None
-    context, rounds = search.bursts.context, [each for each in belief.rounds if each.rates]
+    context = search.bursts.context
     found = TuningResult(
         best=best,
         status=status,
@@ -76,8 +76,8 @@ def assembled(search: Search, seconds: float) -> TuningResult:
             gpu_busy_share=measured.gpu_busy_share,
             source=source_of(measured, data, run.machine),
         )
-    if any(best in each.rates for each in rounds):
-        effects = Effects(rounds)
+    if any(best in each.rates for each in belief.rounds):
+        effects = Effects(belief.rounds)
         speedup = effects.ratio(best, run.baseline) if best != run.baseline in effects.keys else None
         found = replace(
             found,

@@ -135,7 +135,8 @@ class Search:
                     raise
                 self.ended = Ended.INTERRUPTED
             finally:
-                self.study.sampler = before if self._is_theirs and self._sampler is None else self.study.sampler
+                if self._is_theirs and self._sampler is None:
+                    self.study.sampler = before
 
     def tell(self, chosen: LoaderConfig) -> None:
         """Write the choice into the study."""

@@ -1,6 +1,6 @@
 """Frozen records, errors, statistics and serialisation: what everything else is written in."""
 
-from autotune_loader.values.config import FOR_AUTOLOADER, WITHOUT_WORKERS, LoaderConfig
+from autotune_loader.values.config import FOR_AUTOLOADER, TORCH_PREFETCH_FACTOR, WITHOUT_WORKERS, LoaderConfig
 from autotune_loader.values.errors import (
     ConfigFileError,
     MachineMismatchError,
@@ -36,11 +36,11 @@ from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_o
 from autotune_loader.values.validation import require_bool, require_choice, require_int
 
 __all__ = [
-    "FOR_AUTOLOADER", "HAND_OVER", "MAIN_PROCESS", "OTHER_THREADS", "TYPICAL_NOISE", "WITHOUT_WORKERS", "Z_95", "BatchTrace",
-    "BurstPlan", "ConfigFileError", "Effects", "Failure", "FailureKind", "FailurePhase", "Interval", "LoaderConfig",
-    "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Seen",
-    "StageSamples", "StageTime", "Trial", "TunerError", "WorkloadError", "after_first_of_each", "averaged",
-    "correlated_mean_interval", "from_plain", "log_ratios", "mean_interval", "pooled", "require_bool",
-    "require_choice", "require_int", "require_writable", "stage_times", "student_t_quantile", "to_plain", "what_works",
-    "write_json",
+    "FOR_AUTOLOADER", "HAND_OVER", "MAIN_PROCESS", "OTHER_THREADS", "TORCH_PREFETCH_FACTOR", "TYPICAL_NOISE",
+    "WITHOUT_WORKERS", "Z_95", "BatchTrace", "BurstPlan", "ConfigFileError", "Effects", "Failure", "FailureKind",
+    "FailurePhase", "Interval", "LoaderConfig", "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError",
+    "PlatformError", "Round", "Seen", "StageSamples", "StageTime", "Trial", "TunerError", "WorkloadError",
+    "after_first_of_each", "averaged", "correlated_mean_interval", "from_plain", "log_ratios", "mean_interval", "pooled",
+    "require_bool", "require_choice", "require_int", "require_writable", "stage_times", "student_t_quantile", "to_plain",
+    "what_works", "write_json",
 ]  # fmt: skip
