@@ -32,7 +32,7 @@ from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, die_wit
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.batches import BatchShape, samples_in, tensors_in
 from autotune_loader.pipeline.by_value import why_not_pickled
-from autotune_loader.pipeline.prefetch import fresh
+from autotune_loader.pipeline.prefetch import accelerator, fresh
 from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide, Workload, draws_nothing, wrapped_datasets
@@ -114,7 +114,7 @@ class Bench:
             phase = "step"
             announce(phase)
             step = self._step = build_step(self._training, self._first.batch)
-            self._timeline = None if step.device.type != "cuda" else Timeline(step.device)
+            self._timeline = None if accelerator(step.device) is None else Timeline(step.device)
             warm_up(step, self._first.batch, self._timeline)
         except StopIteration:
             return Message(failure=Failure(kind="no_data", phase=phase, message="the dataset delivered no batch"))

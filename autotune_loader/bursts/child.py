@@ -36,12 +36,13 @@ from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import cut_channels, die_with_parent, own_files, own_shared_memory
+from autotune_loader.pipeline.prefetch import accelerator
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import Failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 """Of the caller's handlers none is to run in a fork."""
-USES_CUDA = f"this process uses CUDA, which no fork of it can; {AGAINST_SECONDS}"
+IN_USE = f"this process uses {{device}}, which no fork of it can; {AGAINST_SECONDS}"
 """Or has asked `torch.cuda.is_available()`."""
 
 
@@ -85,12 +86,14 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
 
     def live() -> None:
         _become_own_process(caller, connection, output, scratch)
-        steps_on_gpu = torch.device(workload.training.device).type == "cuda"
-        if steps_on_gpu and torch.cuda._is_in_bad_fork():
-            failure = Failure(kind="user_exception", phase="start", message=USES_CUDA)
+        module = accelerator(workload.training.device)
+        if module is not None and module._is_in_bad_fork():
+            failure = Failure(
+                kind="user_exception", phase="start", message=IN_USE.format(device=workload.training.device)
+            )
             send(Connection(connection), Message(failure=failure))
             return
-        notes, in_forks = confine(), not steps_on_gpu  # no fork of a process that uses CUDA can use it
+        notes, in_forks = confine(), module is None  # no fork of a process that uses CUDA can use it
         serve(Connection(connection), lambda: Bench(workload, lambda: workload.data, seed), notes, in_forks=in_forks)
 
     caller = os.getpid()

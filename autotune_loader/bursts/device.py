@@ -1,6 +1,6 @@
-"""The GPU that a step runs on, as a burst sees it: when it did what, and how much memory it took.
+"""The accelerator that a step runs on, as a burst sees it: when it did what, and how much memory it took.
 
-A GPU runs behind the host, which hands it work and goes on. So marks are laid between its pieces of work, and read when it
+It runs behind the host, which hands it work and goes on. So marks are laid between its pieces of work, and read when it
 has passed them; it is waited for at the window's edges only, since waiting in between would change what is measured.
 
     host     batch 1 ── hand over ── batch 2 ── hand over ── batch 3 ...
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune_loader.pipeline.prefetch import CudaLane
+from autotune_loader.pipeline.prefetch import Lane, accelerator
 from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values import MAIN_PROCESS, BatchTrace
 
@@ -28,7 +28,7 @@ be waited for when the burst is over."""
 
 
 class Timeline:
-    """A CUDA device, by events on its current stream. Times are seconds of the host's clock.
+    """An accelerator, by events on its current stream. Times are seconds of the host's clock.
 
     Args:
         device: such as `torch.device("cuda:1")`; without an index it is the current one.
@@ -38,17 +38,17 @@ class Timeline:
     """The host's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.lane = CudaLane(device)
+        self._device, self._module = device, accelerator(device)
+        self.lane = Lane(device)
         """A way to copy batches ahead of the step; one, since each new stream would fill a memory pool of its own."""
 
     def open(self) -> None:
         """The window's first edge: wait until the device is idle, and begin to count its time."""
         if self._device.index is not None:
             # The pinning thread uses the current device; on another one it would open a context, which takes memory.
-            torch.cuda.set_device(self._device)
+            self._module.set_device(self._device)
         self.synchronize()
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._module.reset_peak_memory_stats(self._device)
         self._zero = self.mark()
         self._zero.synchronize()
         self._zero_s = self.now()
@@ -56,8 +56,8 @@ class Timeline:
     def mark(self) -> Any:
         """A mark behind all that the device was given so far; costs no waiting."""
         # Blocking: a host that waits for it sleeps, where it would otherwise spin and take a core from the workers.
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._module.Event(enable_timing=True, blocking=True)
+        event.record(self._module.current_stream(self._device))
         return event
 
     def passed(self, mark: Any) -> float | None:
@@ -70,11 +70,11 @@ class Timeline:
 
     def synchronize(self) -> None:
         """The window's last edge: wait until the device has done all it was given."""
-        torch.cuda.synchronize(self._device)
+        self._module.synchronize(self._device)
 
     def peak_bytes(self) -> int:
         """Most memory that torch has allocated on the device since `open`."""
-        return int(torch.cuda.max_memory_allocated(self._device))
+        return int(self._module.max_memory_allocated(self._device))
 
 
 class Passage(NamedTuple):

@@ -186,7 +186,7 @@ class _ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    is_dense = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
+    is_dense = tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
     has_more = tensor.__dict__ or tensor._backward_hooks or tensor.grad_fn is not None
     return is_dense and not has_more and not tensor.is_conj() and not tensor.is_neg()
 

@@ -37,6 +37,7 @@ from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.processes import memory_guarded
+from autotune_loader.pipeline.prefetch import accelerator
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement, MemoryUse, WorkloadError
 
@@ -68,7 +69,7 @@ THREADS = (
     "hands rows to one, as to a logger, waits for ever: leave saving and logging out of the step"
 )
 OVER_BUDGET = f"{{config}} took more than 90 % of the memory budget of {{mib:.0f}} MiB and was stopped; {MEMORY_ADVICE}"
-CUDA_CONTEXT_BYTES = 1 << 29
+CONTEXT_BYTES = 1 << 29
 """What a second process takes of a GPU before it has any tensor there, at the least."""
 NO_ROOM = (
     "a second copy of the model on {device} takes at least {needed:.1f} GB, and {free:.1f} GB are free: move it to the CPU "
@@ -136,12 +137,13 @@ def _check_device(workload: Workload) -> None:
     Raises:
         WorkloadError: it does not.
     """
-    model, device = workload.training.model, torch.device(workload.training.device)
-    if device.type != "cuda" or not torch.cuda.is_initialized() or not isinstance(model, torch.nn.Module):
+    model, device = workload.training.model, workload.training.device
+    module = accelerator(device)
+    if module is None or not module.is_initialized() or not isinstance(model, torch.nn.Module):
         return
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers())) + CUDA_CONTEXT_BYTES
+    module.empty_cache()
+    free, _ = module.mem_get_info(device)
+    needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers())) + CONTEXT_BYTES
     if needed > free:
         raise WorkloadError(NO_ROOM.format(device=device, needed=needed / 1e9, free=free / 1e9))
 

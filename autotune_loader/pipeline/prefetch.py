@@ -1,4 +1,4 @@
-"""Copy batches to the device ahead of the training loop, on a CUDA stream of their own.
+"""Copy batches to an accelerator ahead of the training loop, on a stream of their own.
 
 loader stream       copy 1   copy 2   copy 3
 training stream              step 1   step 2   step 3
@@ -16,9 +16,40 @@ import torch
 from autotune_loader.pipeline.batches import fields_of, is_dataclass
 from autotune_loader.values import LoaderConfig, require_int
 
+ASKED = (
+    "Event",
+    "Stream",
+    "stream",
+    "current_stream",
+    "synchronize",
+    "set_device",
+    "mem_get_info",
+    "max_memory_allocated",
+)
+"""What torch's module of an accelerator must have: a timeline of marks, streams beside one another, and its memory."""
+
+
+def accelerator(device: Any) -> Any:
+    """Torch's module of the accelerator that a device is of, such as `torch.cuda`; None for the CPU.
+
+    Raises:
+        ValueError: it is not there, or torch has no streams and events for it.
+    """
+    chosen = torch.device(device)
+    if chosen.type in ("cpu", "meta"):
+        return None
+    module: Any = getattr(torch, chosen.type, None)
+    if not all(hasattr(module, name) for name in ASKED):
+        instead = "train_step=0.05, the seconds of one step, would work"
+        raise ValueError(f"device={str(device)!r} has no streams and timed events in torch; {instead}")
+    count = module.device_count()  # of CUDA by NVML: it does not open the driver
+    if (chosen.index or 0) >= count:
+        raise ValueError(f"device={str(device)!r} is not there (torch sees {count}); device='cpu' would work")
+    return module
+
 
 class DevicePrefetcher:
-    """Iterates a loader, with every batch on `device`; on CUDA, copied while the step before it runs.
+    """Iterates a loader, with every batch on `device`; on an accelerator, copied while the step before it runs.
 
     Batches may be nested: tensors, mappings, sequences, named tuples, dataclasses, and objects with a `.to()` method; what is
     none of these passes through. Order and number of batches are the loader's own, and an exception of the loader comes
@@ -27,12 +58,11 @@ class DevicePrefetcher:
     Args:
         loader: Any iterable of batches; `len()` works if it works on the loader.
         device: Where batches go: "cuda", "cuda:1", 1, "cpu", a `torch.device`.
-        depth: Batches that are ahead of the training loop; each takes its size in device memory. Without CUDA there are none.
+        depth: Batches that are ahead of the training loop; each takes its size in device memory. On the CPU there are none.
 
     Raises:
         TypeError: `depth` is not an integer.
-        ValueError: `depth` is below 1.
-        RuntimeError: `device` is CUDA and there is none.
+        ValueError: `depth` is below 1; or `device` is not there, or has no streams in torch.
     """
 
     def __init__(self, loader: Iterable[Any], device: Any, depth: int = 1) -> None:
@@ -40,24 +70,22 @@ class DevicePrefetcher:
         self.loader = loader
         self.device = torch.device(device)
         self.depth = depth
-        if self.device.type == "cuda" and not torch.cuda.device_count():  # asks NVML, and does not open the driver
-            raise RuntimeError(f"device={device!r} needs CUDA, which is not available here; device='cpu' would work")
-        self._lane: CudaLane | None = None
+        self._is_accelerated = accelerator(self.device) is not None
+        self._lane: Lane | None = None
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        if self.device.type != "cuda":
+        if not self._is_accelerated:
             return (move(batch, self.device) for batch in self.loader)
-        if self._lane is None:  # kept: each new stream would fill a memory pool of its own
-            self._lane = CudaLane(self.device)
+        self._lane = self._lane or Lane(self.device)  # kept: each new stream would fill a memory pool of its own
         return prefetched(self.loader, self._lane, self.depth)
 
 
 def prefetched_as_tuned(loader: Any, config: LoaderConfig, device: Any) -> Any:
-    """The loader behind a `DevicePrefetcher` of the tuned depth; itself where none was tuned, or off CUDA."""
-    if not config.device_prefetch or torch.device(device).type != "cuda":
+    """The loader behind a `DevicePrefetcher` of the tuned depth; itself where none was tuned, or on the CPU."""
+    if not config.device_prefetch or accelerator(device) is None:
         return loader
     return DevicePrefetcher(loader, device, depth=config.device_prefetch)
 
@@ -67,7 +95,7 @@ def prefetched(loader: Iterable[Any], lane: Any, depth: int) -> Iterator[Any]:
 
     Args:
         loader: any iterable of batches.
-        lane: `CudaLane`, or what has its `send` and `receive`.
+        lane: a `Lane`, or what has its `send` and `receive`.
         depth: how many are ahead.
     """
     ahead: deque[Any] = deque()
@@ -88,24 +116,24 @@ def prefetched(loader: Iterable[Any], lane: Any, depth: int) -> Iterator[Any]:
     yield from rest()
 
 
-class CudaLane:
-    """Copies on a side stream of one device, each beside the step that is launched after it was begun."""
+class Lane:
+    """Copies on a side stream of one accelerator, each beside the step that is launched after it was begun."""
 
     def __init__(self, device: Any) -> None:
-        self._device = device
-        self.stream = torch.cuda.Stream(device)
+        self._device, self._module = device, accelerator(device)
+        self.stream = self._module.Stream(device)
 
     def send(self, batch: Any) -> tuple[Any, Any]:
         """Begin to copy; the batch, and an event behind the copy, are to be given to `receive`."""
         # The allocator hands memory of batches that have been dropped to the next copy: their steps must be done by then.
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self.stream):
             return move(batch, self._device), self.stream.record_event()
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
         """The batch on the device, safe to use on the current stream."""
         moved, copied = sent
-        torch.cuda.current_stream(self._device).wait_event(copied)
+        self._module.current_stream(self._device).wait_event(copied)
         return moved
 
 

@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from autotune_loader.pipeline.prefetch import accelerator
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.values import LoaderConfig, require_int
 
@@ -190,28 +191,20 @@ def _device_name(device: str | torch.device, model: Any) -> str:
     """The device that is asked for; "auto" is where the model is, or this process puts things by default, else CUDA if any."""
     if device == "auto":
         used = [parameter.device for parameter in model.parameters()] if isinstance(model, torch.nn.Module) else []
-        for each in (*used, torch.get_default_device()):
-            if each.type not in ("cpu", "meta"):
-                return str(each)
+        placed = [each for each in (*used, torch.get_default_device()) if each.type not in ("cpu", "meta")]
         # Not is_available(): it opens the driver, after which no child that this process forks could use CUDA. This asks NVML.
-        device = "cuda" if torch.cuda.device_count() else "cpu"
+        device = placed[0] if placed else "cuda" if torch.cuda.device_count() else "cpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r} is not a torch device; device='auto' would work") from error
-    count = torch.cuda.device_count() if chosen.type == "cuda" else 0
-    is_missing = chosen.type == "cuda" and (chosen.index or 0) >= count
-    refuse(is_missing, f"device={device!r} is not there (torch sees {count})", "device='auto'", ValueError)
-    return _current_cuda() if chosen == torch.device("cuda") else str(chosen)
-
-
-def _current_cuda() -> str:
-    """The device that this process has set, which another process would not have; "cuda" where it has set none."""
-    if torch.cuda.is_initialized():
-        chosen = torch.cuda.current_device()
-    else:  # as launchers mean it
-        chosen = int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count())
-    return f"cuda:{chosen}" if chosen else "cuda"
+    module = accelerator(chosen)
+    if module is None or chosen.index is not None:
+        return str(chosen)
+    # What this process has set, which another one would not have; where it has set none, as launchers mean it.
+    rank = int(os.environ.get("LOCAL_RANK", 0)) % module.device_count()
+    number = module.current_device() if module.is_initialized() else rank
+    return f"{chosen.type}:{number}" if number else chosen.type
 
 
 def _without_ranks(model: Any) -> Any:

@@ -93,7 +93,7 @@ def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, opti
     return Space(
         max_workers=_max_workers(data, warmup, machine, options.max_workers),
         pin_memory=(True, False) if accelerated else (False,),
-        device_prefetch=(0, 1, 2) if accelerated and kind == "cuda" and "device_prefetch" in allow else (0,),
+        device_prefetch=(0, 1, 2) if accelerated and "device_prefetch" in allow else (0,),
         persistent_workers=keeps,
         in_order=(True, False) if "in_order" in allow else (True,),
         multiprocessing_context=own.multiprocessing_context if own else None,

@@ -181,8 +181,9 @@ def test_what_no_other_process_can_read_is_named():
 @pytest.mark.process
 def test_a_model_that_only_a_fork_could_have_while_this_process_uses_cuda_is_told_what_works(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     model = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4))  # cannot be pickled
-    says = r"^model cannot be taken .*this process uses CUDA.*train_step=0\.05, the seconds of one step"
+    says = r"^model cannot be taken .*this process uses cuda.*train_step=0\.05, the seconds of one step"
     job = workload([1.0] * 8, training=TrainingSide(model=model, device="cuda"))
     with pytest.raises(WorkloadError, match=says), opened(job):
         pass

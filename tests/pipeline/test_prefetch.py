@@ -56,7 +56,7 @@ def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_
         next(iter(prefetcher))  # left early
         assert asked == [0, 1, 2]
     assert len(prefetcher) == len(loader) == 7
-    # AND what is tuned for CUDA, or not tuned, leaves a loader as it is
+    # AND what is tuned for an accelerator, or not tuned, leaves a loader as it is
     for depth, device in ((2, "cpu"), (0, "cuda")):
         assert prefetched_as_tuned(loader, LoaderConfig(device_prefetch=depth), device) is loader
 
@@ -65,7 +65,7 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="depth=0 is below 1; depth=1 would work"):
         DevicePrefetcher([], "cpu", depth=0)
-    with pytest.raises(RuntimeError, match="device='cuda' needs CUDA"):
+    with pytest.raises(ValueError, match=r"device='cuda' is not there \(torch sees 0\); device='cpu' would work"):
         DevicePrefetcher([], "cuda")
 
 

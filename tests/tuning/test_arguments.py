@@ -66,6 +66,7 @@ class ThreadLoader(DataLoader):
         (SAMPLES, None, {"loss_fn": nn.AdaptiveLogSoftmaxWithLoss}, TypeError, r"loss_fn=A.* is a class .*\(...\) would work"),
         (SAMPLES, None, {"device": "gpu:7"}, ValueError, r"device='gpu:7' is not a torch device; device='auto' would work"),
         (SAMPLES, None, {"device": "cuda:97"}, ValueError, r"device='cuda:97' is not there \(torch sees \d+\)"),
+        (SAMPLES, None, {"device": "mps"}, ValueError, r"device='mps' has no streams .*; train_step=0.05, .*would work"),
         # the parts of a loader
         (SAMPLES, None, {"batch_size": -1}, ValueError, r"batch_size=-1 .* would work"),
         (SAMPLES, None, {"collate_fn": []}, TypeError, r"collate_fn=\[\] is not callable"),
@@ -132,7 +133,7 @@ def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(given, op
 
 DEVICES = {
     "no GPU": ("auto", "meta", "meta", None, "0", "cpu"),
-    "torch's default": ("auto", "cpu", "cuda:1", None, "0", "cuda:1"),
+    "torch's default": ("auto", "cpu", "cuda:1", 0, "0", "cuda:1"),
     "a GPU": ("auto", "cpu", "cpu", 0, "0", "cuda"),
     "what is set": ("auto", "cpu", "cpu", 2, "0", "cuda:2"),
     "cuda is what is set": ("cuda", "cpu", "cpu", 2, "0", "cuda:2"),
