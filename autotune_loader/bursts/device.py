@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +104,7 @@ class Passages:
         self._on_the_way: deque[Passage] = deque()
         self._free = 0.0
         self._steps: list[tuple[float, float]] = []
+        self._copies: list[float] = []
 
     def note(self, passage: Passage) -> None:
         """Keep a batch in mind, and hold the host when it is too far ahead; the device does not notice."""
@@ -124,12 +126,15 @@ class Passages:
         """What is known of the device between two moments, by fields of `Measurement`."""
         at_work = sum(max(0.0, min(done, end) - max(begun, start)) for begun, done in self._steps)
         busy_share = at_work / (end - start) if end > start else None
-        return {"gpu_busy_share": busy_share, "gpu_memory_bytes": self._timeline.peak_bytes()}
+        copies = [took for took, (begun, _) in zip(self._copies, self._steps, strict=True) if start <= begun <= end]
+        copy_s = fmean(copies) if copies else None
+        return {"gpu_busy_share": busy_share, "copy_s": copy_s, "gpu_memory_bytes": self._timeline.peak_bytes()}
 
     def _trace_of(self, seen: Passage) -> BatchTrace | None:
         copied, done = self._timeline.passed(seen.copied), self._timeline.passed(seen.done)
         if done is None or copied is None:
             return None
+        self._copies.append(max(0.0, copied - max(seen.received, self._steps[-1][1] if self._steps else 0.0)))
         self._steps.append((copied, done))
         requested = max(seen.requested, self._free)
         worker, fetch_start, fetch_end, collate_end, cpu_s, samples = seen.fetch[:6]

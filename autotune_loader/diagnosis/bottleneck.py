@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, Evidence
+from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, IDLE_SHARE, Evidence
 from autotune_loader.diagnosis.tables import Bottleneck, Fact
 from autotune_loader.results.record import Finding
 
@@ -23,6 +23,8 @@ COMPUTING_SHARE = 0.6
 """A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network."""
 HAND_OVER_SHARE = 0.3
 """Receiving a batch costs more than this share of the loop: handing over is the bottleneck."""
+COPY_SHARE = 0.5
+"""Copies are the bottleneck where they are more than this share of what a batch takes beyond its step."""
 HARDLY_WAITS = 0.05
 """The loop has its batches in time, or is as fast as the step alone, as far as clocks tell."""
 MUCH_SLOWER = 0.8
@@ -31,8 +33,6 @@ MUCH_LONGER = 1.25
 """A step that takes so many times what it takes alone is worth a word: waiting alone does not explain the gain there is."""
 RARELY_FETCHES = 0.2
 """Workers that fetch for less than this share of their time are not what a loop waits for."""
-IDLE_SHARE = 0.15
-"""More of the cores idle than this: there is one to gain with, and a fetch that waits does so for something else."""
 LARGE_STAGE = 0.2
 """A stage that takes more than this share of a worker is worth naming."""
 LARGE_BATCH_BYTES = 1 << 20
@@ -64,6 +64,8 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.START_UP
     if evidence.ceiling is not None and evidence.samples_per_s >= (1 - HARDLY_WAITS) * evidence.ceiling.value:
         return Bottleneck.STEP
+    if evidence.copying_s > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
+        return Bottleneck.COPY
     if wait < HARDLY_WAITS:
         return _never_waiting(evidence)
     if evidence.ran_out is not None:
@@ -127,6 +129,8 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         case Bottleneck.HAND_OVER:
             receiving = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
             yield receiving(size=evidence.batch_bytes, receive=evidence.receive_s)
+        case Bottleneck.COPY:
+            yield Fact.COPYING(size=evidence.batch_bytes, copy=evidence.copying_s)
         case Bottleneck.MEMORY if trial is not None and trial.failure is not None:
             yield Fact.RAN_OUT(config=trial.config, kind=trial.failure.kind.replace("_", " "))
         case Bottleneck.UNCLEAR:

@@ -96,6 +96,11 @@ def _advice(evidence: Evidence, bottleneck: Finding) -> Iterator[Finding]:
             row = Advice.SEND_LESS if is_large else Advice.HAND_OVER_LESS_OFTEN
             yield row(size=evidence.batch_bytes, receive=evidence.receive_s)
             yield Advice.AUTOLOADER_HANDS_OVER(workers=config.num_workers)
+        case Bottleneck.COPY:
+            if not config.device_prefetch:
+                yield Advice.COPY_AHEAD()
+            if evidence.batch_bytes >= LARGE_BATCH_BYTES:
+                yield Advice.SEND_LESS(size=evidence.batch_bytes)
         case Bottleneck.MEMORY:
             trial = evidence.ran_out
             is_shared = trial and trial.failure and trial.failure.kind == "shared_memory"

@@ -44,6 +44,7 @@ class Bottleneck(Table):
     STORAGE = "Bottleneck: waiting for storage or network."
     CORES = "Bottleneck: waiting for a core."
     HAND_OVER = "Bottleneck: handing batches over from workers to the training process."
+    COPY = "Bottleneck: copying batches to the device."
     MEMORY = "Bottleneck: memory."
     START_UP = "Bottleneck: starting epochs, which takes {share:share} of the time."
     IN_MEMORY = "Bottleneck: none. Fetching a batch takes {fetch:seconds}, so no worker is needed."
@@ -72,6 +73,7 @@ class Fact(Table):
     FETCHES = "A worker fetches for {share:share} of its time."
     STAGE_WAITS = "{stage} takes {share:share} of a worker's waiting ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
+    COPYING = "Copying a batch of {size:bytes} adds {copy:seconds} to its step."
     RECEIVING_ONE = "Receiving a batch takes {receive:seconds}."
     RAN_OUT = "{config} ran out of it ({kind})."
     BUSY = "Other processes kept {share:share} of the cores busy."
@@ -89,6 +91,7 @@ class Advice(Table):
     CHEAPER_TRANSFORMS = "Make transforms cheaper (smaller images, a faster decoder): {cpu:seconds} of CPU per sample."
     LARGER_READS = "Read larger pieces (tar shards, Parquet), or from a local disk."
     SEND_LESS = "Send less per batch (uint8 instead of float32, cropped in the worker): it carries {size:bytes}."
+    COPY_AHEAD = 'Copy ahead of the step: tune(..., allow="device_prefetch") tries it, DevicePrefetcher does it.'
     HAND_OVER_LESS_OFTEN = "Hand over less often, in larger batches: even a small one takes {receive:seconds}."
     AUTOLOADER_HANDS_OVER = "Try AutoLoader(dataset, num_workers={workers}, tune=False), which hands over at less cost."
     MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or make batches smaller."

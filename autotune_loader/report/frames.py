@@ -25,7 +25,7 @@ _TEXT |= {"stage", "where", "side", "config", "bottleneck", "error"}
 _KNOBS = [field.name for field in fields(LoaderConfig)]
 _OF_BURST = (
     *("samples_per_s", "samples_per_s_low", "samples_per_s_high", "predicted_samples_per_s", "wait_share"),
-    *("first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s", "cpu_share", "foreign_cpu_share"),
+    *("first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s", "copy_s", "cpu_share", "foreign_cpu_share"),
     *("rss_bytes", "pss_bytes", "shm_bytes", "gpu_busy_share", "gpu_memory_bytes", "seconds"),
     *("failure_kind", "failure_phase", "failure_message"),
 )

@@ -103,6 +103,9 @@ class Measurement:
     gpu_busy_share: float | None = None
     """Share of the window in which the device was in a step, by its own events: gaps between kernels count, copies do not.
     None off a GPU."""
+    copy_s: float | None = None
+    """Mean seconds in which the copy of a batch to the device, beside no step, keeps the next one from beginning; None off a
+    device. A step that moves its batches has them in `step_s`."""
     gpu_memory_bytes: int | None = None
     """Peak memory of the job on the device, as torch allocated it; None off a device."""
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)
@@ -200,7 +203,16 @@ class Trial:
 def averaged(bursts: Sequence[Measurement]) -> Measurement:
     """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
     last, rates = bursts[-1], [each.samples_per_s.value for each in bursts]
-    names = ("wait_share", "service_s", "service_cpu_s", "receive_s", "step_s", "cpu_share", "foreign_cpu_share")
+    names = (
+        "wait_share",
+        "service_s",
+        "service_cpu_s",
+        "receive_s",
+        "step_s",
+        "copy_s",
+        "cpu_share",
+        "foreign_cpu_share",
+    )
     known = {name: [v for each in bursts if (v := getattr(each, name)) is not None] for name in names}
     means: dict[str, Any] = {name: fmean(values) if values else None for name, values in known.items()}
     return replace(

@@ -19,7 +19,7 @@ OUT=${OUT:-$PWD/studies/gpu/results}
 LIMIT_S=${LIMIT_S:-300}
 export OUT PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
-if [ -d .whl ]; then
+if [ -d .whl ] && [ "${1:-all}" != check ]; then
     site=$(mktemp -d /tmp/autotune-loader-site.XXXXXX)
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" .whl/*.whl || exit 1
     PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"

@@ -132,6 +132,8 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
     assert found.samples_per_s.value == pytest.approx(4 / period_s, rel=0.02)
     assert found.step_s == pytest.approx(step_s, rel=0.01)
     assert found.wait_share == pytest.approx(wait_share, abs=0.03)
+    hidden_s = step_s if times.get("ahead") else 0.0
+    assert found.copy_s == pytest.approx(max(0.0, times.get("copy_s", 0.0) - hidden_s), abs=2e-4)
     # copies are no work, nor is waiting
     assert found.gpu_busy_share == pytest.approx(step_s / period_s, abs=0.03)
     # the device is waited for at the edges of the window only, at its end for three steps, or 60 ms
