@@ -1,11 +1,10 @@
 #!/bin/sh
 # Everything that needs a GPU, in parts of at most five minutes. From the repository's root:
 #
-#     sh studies/gpu/run.sh              # all of them, about sixteen minutes
-#     sh studies/gpu/run.sh quick        # the tests marked gpu, then the whole code in small: shows what does not run
-#     sh studies/gpu/run.sh first        # resnet_jpeg and images: tune(), the grid, AutoLoader, in turns; pinned memory
-#     sh studies/gpu/run.sh second       # AutoLoader on images, Lightning, Hugging Face, compare()
-#     sh studies/gpu/run.sh third        # transformer, large_batches; AutoLoader from nothing
+#     sh studies/gpu/run.sh              # all of them, about twelve minutes
+#     sh studies/gpu/run.sh first        # the tests marked gpu; resnet_jpeg: tune(), the grid, AutoLoader, in turns
+#     sh studies/gpu/run.sh second       # images and transformer likewise
+#     sh studies/gpu/run.sh third        # pinned memory; AutoLoader on images and from nothing; Hugging Face, Lightning, compare()
 #     sh studies/gpu/run.sh check        # on a CPU, before a GPU is asked for: the same code in small
 #
 # What is measured is printed as it comes, a line that begins with RECORD each, and kept in $OUT, or in studies/gpu/results
@@ -41,7 +40,7 @@ limited() {
 }
 # Each by name as it ends, should time be up; a warning of another torch is no failure.
 tests() {
-    limited 170 tests.txt -m pytest -o addopts=-v -o filterwarnings=default -m gpu -p no:cacheprovider -rs --durations=10 \
+    limited 130 tests.txt -m pytest -o addopts=-v -o filterwarnings=default -m gpu -p no:cacheprovider -rs --durations=10 \
         $TESTS "$@"
 }
 study() { limited 170 "$1.txt" -m studies.gpu --only "$1"; }
@@ -51,15 +50,16 @@ small() {
     limited 150 small.txt -m studies.gpu --device "$1" --quick --only "$2"
     for each in images hugging_face lightning compare live watch; do uses "$each" 60 --device "$1" --quick; done
 }
-quick() { tests; small cuda resnet_jpeg,images; }
-first() { limited 20 registered.txt -m studies.gpu.registered; study resnet_jpeg; study images; }
-second() {
+first() { tests; study resnet_jpeg; }
+second() { study images; study transformer; }
+third() {
+    limited 20 registered.txt -m studies.gpu.registered
     uses images 60
-    uses lightning 80
-    uses compare 70
-    uses hugging_face 90
+    uses live 70
+    uses hugging_face 80
+    uses lightning 60
+    uses compare 60
 }
-third() { study transformer; study large_batches; uses live 70; }
 check() { LIMIT_S=900; small cpu resnet_jpeg,images,transformer,large_batches; tests --collect-only; }
 
 part=${1:-all}
@@ -68,8 +68,8 @@ if [ "$part" != check ]; then
     uname -r && nproc && free -m && df -h /dev/shm /tmp
 fi
 case $part in
-quick | first | second | third | check) "$part" ;;
-all) for each in quick first second third; do "$each"; begun=$(date +%s); done ;;
-*) echo "$part is no part; quick, first, second, third, check or all would work" >&2 && exit 2 ;;
+first | second | third | check) "$part" ;;
+all) for each in first second third; do "$each"; begun=$(date +%s); done ;;
+*) echo "$part is no part; first, second, third, check or all would work" >&2 && exit 2 ;;
 esac
 exit $status
