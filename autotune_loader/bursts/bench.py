@@ -233,6 +233,7 @@ class Bench:
             counts_batches=counts_batches,
             most_workers=0 if alone or why_none else 1 if repeats else None,
             default_threads=torch.get_num_threads(),
+            **accelerator_facts(step.device),
             notes=(*step.notes, *(note for note, holds in told.items() if holds), *([] if alone else why_none)),
         )
 
@@ -253,6 +254,16 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
         costs_more_than_it_tells = len(took) * min(took) > WARM_UP_S or len(took) >= MOST_WARM_UP_STEPS
         if settled or (len(took) > 1 and costs_more_than_it_tells):
             return
+
+
+def accelerator_facts(device: torch.device) -> dict[str, Any]:
+    """Name and memory of the accelerator that steps run on, by fields of `WarmupReport`; what this process holds is its own."""
+    if device.type == "cpu":
+        return {}
+    of_device = torch.get_device_module(device)
+    free, _ = of_device.mem_get_info(device)
+    name = of_device.get_device_properties(device).name
+    return {"device_name": name, "device_bytes": free + of_device.memory_reserved(device)}
 
 
 def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, worker: int) -> None:

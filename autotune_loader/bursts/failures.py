@@ -25,6 +25,10 @@ DEVICE_MEMORY_ADVICE = (
     f"the training begins); {AGAINST_SECONDS}"
 )
 DEVICE_TAKEN_ADVICE = f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}"
+DEVICE_FILES_ADVICE = (
+    "where nothing has used CUDA since boot, run `nvidia-modprobe -u -c 0` first: the process of the bursts may not make the "
+    "device files"
+)
 DESCRIPTORS_ADVICE = "raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system')"
 COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
 NOT_MOVED_ADVICE = "a train_step gets the batch as the loader gives it, and moves it to the device as your loop does"
@@ -39,6 +43,7 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     # the first is torch's, of whatever device; the last cuBLAS's and cuDNN's
     (r"outofmemoryerror|cuda (error: )?out of memory|status_alloc_failed", "device_memory", DEVICE_MEMORY_ADVICE),
     (r"busy or unavailable", "user_exception", DEVICE_TAKEN_ADVICE),
+    (r"cuda unknown error|no cuda-capable device|no cuda gpus", "user_exception", DEVICE_FILES_ADVICE),
     (r"out of memory|can(not|'t) allocate memory", "out_of_memory", MEMORY_ADVICE),
     (r"killed by signal: killed", "oom_killed", f"a worker {KILLED}"),
     (IN_FORKED, "user_exception", "the dataset uses CUDA: use 0 workers or start method 'spawn'"),

@@ -55,6 +55,10 @@ class WarmupReport:
     IterableDataset would repeat each other."""
     default_threads: int
     """Threads that a step on the CPU has."""
+    device_name: str | None = None
+    """The accelerator's, or that of the part of it that MIG gives; None on a CPU."""
+    device_bytes: int | None = None
+    """Memory of the accelerator that no other process has."""
     notes: tuple[str, ...] = ()
     """What the user should know of how it runs."""
 

@@ -1,1 +1,1 @@
-"""The machine as it is: cores, memory, GPUs, process trees, and the meters that watch them."""
+"""The machine as it is: cores, memory, process trees, and the meters that watch them."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.machine.fingerprint import NO_GPU, Fingerprint
 from autotune_loader.machine.limits import (
     Cores,
     MemoryBudget,
@@ -32,14 +30,6 @@ DAEMONIC = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuDevice:
-    """One device that CUDA sees."""
-
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What this process may use, with the source of every bound."""
 
@@ -52,10 +42,6 @@ class Machine:
     """Descriptors a process may hold; None without a limit."""
     world_size: int
     """Ranks of this job on this node."""
-    gpus: tuple[GpuDevice, ...]
-    """What CUDA sees, in its order: the second is `cuda:1`."""
-    gpu_reason: str | None
-    """Why nothing is known about GPUs."""
     why_no_workers: str | None = None
     """Why this process cannot start workers; None where it can."""
 
@@ -83,41 +69,40 @@ class Machine:
         total = self.memory.total_bytes
         return None if total is None else data_bytes <= CACHE_SHARE * total
 
-    def fingerprint(self, *, dataset: str = "") -> Fingerprint:
+    def fingerprint(self, *, dataset: str = "", gpu: str | None = None) -> Fingerprint:
         """The part of this that a measurement depends on.
 
         Args:
             dataset: What identifies the data, such as its class and length.
+            gpu: Name of the device that was measured on; None asks torch, where it is imported.
         """
         torch = sys.modules.get("torch")  # who measures has imported it
+        if gpu is None and torch is not None:  # CUDA is not opened: no process that is forked afterwards could use it
+            name = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
+            gpu = name if torch.cuda.device_count() else NO_GPU
         return Fingerprint(
             usable_cores=self.usable_cores,
             memory_bytes=self.memory.total_bytes,
             shm_bytes=self.shm.total_bytes if self.shm else None,
-            gpus=tuple(gpu.name for gpu in self.gpus),
+            gpu=gpu,
             dataset=dataset,
             torch=None if torch is None else str(torch.__version__),
         )
 
 
-def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Machine:
+def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
     """What this process may use here and now.
 
     Args:
         root: Where `/proc`, `/sys` and `/dev` are looked up.
         environ: Where variables are looked up.
-        nvml: As `visible_gpus` takes it. CUDA is never initialised here: a process that forks workers afterwards could not
-            use it in them.
     """
-    gpus, gpu_reason = visible_gpus(nvml, environ)
     return Machine(
         cores=usable_cores(root, environ),
         memory=memory_budget(root),
         shm=shared_memory(root),
         open_files=open_files_limit(),
         world_size=local_world_size(environ),
-        gpus=gpus,
-        gpu_reason=gpu_reason,
         why_no_workers=DAEMONIC if multiprocessing.current_process().daemon else None,
     )
 
@@ -125,41 +110,3 @@ def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.e
 def start_method() -> str:
     """How `multiprocessing` starts processes here, without settling it: asking plainly would fix the default."""
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-
-
-def visible_gpus(nvml: Any = None, environ: Mapping[str, str] = os.environ) -> tuple[tuple[GpuDevice, ...], str | None]:
-    """The devices that CUDA shows, and why nothing is known of any; None where it is.
-
-    Args:
-        nvml: the module `pynvml`, or a stand-in; imported if None.
-        environ: where `CUDA_VISIBLE_DEVICES` is looked up, which NVML does not know.
-    """
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError as error:
-            return (), f"nvidia-ml-py is not installed ({error})"
-    try:
-        nvml.nvmlInit()
-        gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        mask = environ.get("CUDA_VISIBLE_DEVICES")
-        uuids = [nvml.nvmlDeviceGetUUID(gpu) for gpu in gpus]
-        shown = [gpus[position] for position in (range(len(gpus)) if mask is None else _masked(mask, uuids))]
-        sizes = [(nvml.nvmlDeviceGetName(gpu), int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)) for gpu in shown]
-    except nvml.NVMLError as error:  # no driver; or a call that WSL2 or a Jetson does not have
-        return (), f"NVML: {error}"
-    return tuple(GpuDevice(name=name, memory_bytes=size) for name, size in sizes), None
-
-
-def _masked(mask: str, uuids: Sequence[str]) -> list[int]:
-    """By index or by the beginning of a UUID, up to the first entry that means no device, as CUDA does it."""
-    shown: list[int] = []
-    for entry in map(str.strip, mask.split(",")):
-        if entry.isdecimal():
-            meant = [int(entry)] if int(entry) < len(uuids) else []
-        else:
-            meant = [position for position, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
-        if len(meant) != 1:
-            break
-        shown += meant
-    return shown

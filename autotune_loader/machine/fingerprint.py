@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 ALIKE = 0.05
 """Kernels of one machine type differ in what they keep for themselves."""
+NO_GPU = "none"
 COMPARED = {
     "usable_cores": ("usable cores", "its workers may be too many", "more workers may be faster"),
     "memory_bytes": ("memory", "its workers may not fit", ""),
     "shm_bytes": ("shared memory", "batches in flight may not fit", ""),
-    "gpus": ("GPU", "the step takes another time", ""),
+    "gpu": ("GPU", "the step takes another time", ""),
     "dataset": ("dataset", "a sample costs another time", ""),
 }
 """What a field is called, what a difference that matters does, and what another one does."""
@@ -27,8 +28,8 @@ class Fingerprint:
     """The tightest limit, not what happened to be free."""
     shm_bytes: int | None = None
     """Size of `/dev/shm`."""
-    gpus: tuple[str, ...] = ()
-    """Names, in CUDA's order."""
+    gpu: str | None = NO_GPU
+    """Name of the GPU that steps run on."""
     dataset: str = ""
     """Class and length."""
     torch: str | None = None
@@ -53,8 +54,7 @@ def differences(tuned: Fingerprint, here: Fingerprint) -> list[Difference]:
             continue
         if name.endswith("_bytes") and abs(now - before) <= ALIKE * before:
             continue
-        # How many GPUs there are is the launcher's business; another model takes another time for a step.
-        matters = set(before) != set(now) if name == "gpus" else name == "dataset" or now < before
+        matters = isinstance(now, str) or now < before
         effect = worse if matters else better
         sentence = f"{what}: {_text(before)} then, {_text(now)} here" + (f"; {effect}" if effect else "")
         found.append(Difference(sentence, matters))
@@ -62,6 +62,4 @@ def differences(tuned: Fingerprint, here: Fingerprint) -> list[Difference]:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(value) or "none"
     return f"{value / 2**20:.0f} MiB" if isinstance(value, int) and value >= 1 << 20 else str(value)

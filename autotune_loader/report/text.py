@@ -25,6 +25,7 @@ from autotune_loader.diagnosis.units import (
     seconds_text,
     share_text,
 )
+from autotune_loader.machine.fingerprint import NO_GPU
 from autotune_loader.report.table import WIDTH, table_text, wrapped
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
@@ -203,7 +204,8 @@ def _how(result: TuningResult) -> Iterator[str]:
 def _machine_words(tuned_at: str | None, machine: Any) -> str:
     """When and where, such as "2026-11-26, photos.Photos[1200], 4 cores, 16 GiB, no GPU, torch 2.6.0"."""
     told = [(tuned_at or "")[:10], machine.dataset, counted(machine.usable_cores, "core")]
-    told += [bytes_text(machine.memory_bytes), ", ".join(machine.gpus) or "no GPU", f"torch {machine.torch}"]
+    gpu = "no GPU" if machine.gpu == NO_GPU else machine.gpu
+    told += [bytes_text(machine.memory_bytes), gpu, f"torch {machine.torch}"]
     return ", ".join(filter(None, told))
 
 

@@ -11,12 +11,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from autotune_loader.machine.fingerprint import NO_GPU, Difference, Fingerprint, differences
 from autotune_loader.values import ConfigFileError, LoaderConfig, MachineMismatchError, require_choice
-
-if TYPE_CHECKING:
-    from autotune_loader.machine.fingerprint import Difference, Fingerprint
 
 _Kind = TypeVar("_Kind")
 OnMismatch = Literal["fit", "strict", "ignore"]
@@ -51,7 +49,8 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
             `./loader.json`.
         on_mismatch: what to do when this machine differs, in a way that matters, from the one it was tuned on. `"fit"` warns,
             and takes away workers that fewer cores cannot feed, and what needs a GPU where there is none. `"strict"` raises.
-            `"ignore"` gives the configuration as it is.
+            `"ignore"` gives the configuration as it is. CUDA is not opened: whether there is a GPU is seen once torch is
+            imported, and which one once the job uses it.
 
     Raises:
         ConfigFileError: the file cannot be read, or there is none; the message names the place.
@@ -78,7 +77,6 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
 def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Difference]]:
     """This machine, and how it differs from the one that a file was tuned on."""
     from autotune_loader.machine.facts import inspect_machine
-    from autotune_loader.machine.fingerprint import differences
 
     here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
     return here, differences(tuned_on, here)
@@ -131,14 +129,14 @@ def fit(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> Loade
     if here.usable_cores < tuned_on.usable_cores:
         workers = max(workers * here.usable_cores // tuned_on.usable_cores, min(workers, here.usable_cores))
     config = config.with_workers(workers)
-    return config if here.gpus or not tuned_on.gpus else replace(config, pin_memory=False, device_prefetch=0)
+    lacks_gpu = here.gpu == NO_GPU and tuned_on.gpu not in (None, NO_GPU)
+    return replace(config, pin_memory=False, device_prefetch=0) if lacks_gpu else config
 
 
 def _machine_of(raw: Mapping[str, Any]) -> Fingerprint | None:
     """The machine that a file names; None where it names none."""
     if (told := raw.get("machine")) is None:
         return None
-    from autotune_loader.machine.fingerprint import Fingerprint
     from autotune_loader.values import from_plain
 
     tuned_on = from_plain(told, Fingerprint)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
+import torch
+
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.bursts.protocol import WarmupReport
 from autotune_loader.machine.facts import Machine
@@ -40,13 +42,13 @@ class Run:
     @property
     def fingerprint(self) -> Fingerprint:
         """What the result depends on."""
-        return self.machine.fingerprint(dataset=self.workload.data.description)
+        return self.machine.fingerprint(dataset=self.workload.data.description, gpu=self.warmup.device_name)
 
     @property
     def identity(self) -> str:
         """What the trials of one study have in common; those of another job, or of an unlike machine, would mislead."""
-        data, gpus = self.workload.data, {gpu.name for gpu in self.machine.gpus}
-        devices = ", ".join([f"{self.context.usable_cores} cores", cpu_model(), *sorted(gpus)])
+        data, gpu = self.workload.data, self.warmup.device_name
+        devices = ", ".join(filter(None, [f"{self.context.usable_cores} cores", cpu_model(), gpu]))
         return f"{data.description}, batches of {data.batch_size}, {self.warmup.step}, {devices}"
 
 
@@ -84,8 +86,11 @@ def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> 
 
 def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, options: TuneOptions) -> Space:
     """The legal configurations of this workload on this machine, within what the user allows."""
-    data, (kind, _, index) = workload.data, workload.training.device.partition(":")
-    of_device = dict(enumerate(gpu.memory_bytes for gpu in machine.gpus)) if kind == "cuda" else {}
+    data, device = workload.data, torch.device(workload.training.device)
+    kind = device.type
+    device_bytes = warmup.device_bytes
+    if device_bytes is not None:  # the model of this process is the one that will be trained
+        device_bytes += torch.get_device_module(device).memory_reserved(device)
     accelerated = kind != "cpu" and not warmup.on_accelerator
     own, allow = workload.own_config, options.allow
     # Persistent workers of a dataset that is told its epoch would never hear of the next.
@@ -102,7 +107,7 @@ def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, opti
             shm_bytes=machine.shm_budget_bytes,
             memory_bytes=machine.memory_budget_bytes,
             descriptors=machine.open_files,
-            device_bytes=of_device.get(int(index or 0)),
+            device_bytes=device_bytes,
         ),
         batch=BatchCost(bytes=warmup.batch_bytes, tensors=warmup.batch_tensors, samples=warmup.samples),
         also=() if own is None else (own,),

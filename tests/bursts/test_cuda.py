@@ -132,7 +132,8 @@ def test_tune_searches_the_roads_to_the_device_and_makes_the_loader():
     model = torch.nn.Linear(16, 4).cuda()
     options = {"max_workers": 1, "allow": ("device_prefetch",), "budget": 20, "progress": False}
     result = tune(rows(), model, train_step=train, batch_size=8, **options)
-    # THEN pinning was among the trials, and the GPU's memory is known
+    # THEN pinning was among the trials, and the GPU's name and memory are known
+    assert result.machine.gpu == torch.cuda.get_device_name()
     assert any(trial.config.pin_memory for trial in result.trials)
     assert all(trial.measurement.gpu_memory_bytes for trial in result.trials if trial.measurement is not None)
     assert next(iter(result.make_loader(rows(), device="cuda"))).shape == (8, 16)

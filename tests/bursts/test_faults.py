@@ -70,6 +70,8 @@ LOST_DEVICE = [
         # a second process does not fit the GPU
         (torch.OutOfMemoryError("Allocation on device 0 would exceed ..."), "device_memory", "train_step=0.05"),
         (RuntimeError("CUDA error: all CUDA devices are busy or unavailable"), "user_exception", "train_step=0.05"),
+        (RuntimeError("CUDA unknown error - this may be due to ..."), "user_exception", "nvidia-modprobe -u -c 0"),
+        (RuntimeError("No CUDA GPUs are available"), "user_exception", "nvidia-modprobe -u -c 0"),
         *((each, "user_exception", "") for each in LOST_DEVICE),
         # of a convolution: a batch that was not moved, and one in another precision
         (RuntimeError(TYPES.format("torch.FloatTensor")), "user_exception", "moves it to the device"),

@@ -199,7 +199,7 @@ def test_json_is_all_there_is_on_stdout_and_nothing_that_is_printed_is_lost(tune
     assert sorted(captured.err.splitlines()) == ["a child prints", "the factory prints"]
 
 
-OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=1 << 30, gpus=("H100",), torch="2.6.0")
+OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=1 << 30, gpu="H100", torch="2.6.0")
 FROM_ANOTHER = (  # what matters comes first
     r"2026-11-26, 1,024 cores, 1 GiB,\s+H100, torch 2.6.0.\n\n! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
 )

@@ -12,9 +12,10 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+import torch
 
 from autotune_loader.machine import host
-from autotune_loader.machine.facts import GpuDevice, inspect_machine, visible_gpus
+from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.fingerprint import Fingerprint, differences
 from autotune_loader.machine.limits import open_files_limit
 
@@ -143,56 +144,22 @@ def test_inspecting_settles_nothing_and_another_system_is_told_at_once_what_work
     assert "load_config()" in told
 
 
-A, B, C = "GPU-aaaa1111-0000", "GPU-aabb2222-0000", "GPU-cccc3333-0000"
-
-
-def nvml(*uuids, **changes):
-    """A stand-in for `pynvml`: GPUs that are named like their UUID."""
-    functions = {
-        "NVMLError": LookupError,
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetCount": lambda: len(uuids),
-        "nvmlDeviceGetHandleByIndex": uuids.__getitem__,
-        "nvmlDeviceGetUUID": str,
-        "nvmlDeviceGetName": str,
-        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=16 << 30),
-    }
-    return SimpleNamespace(**functions | changes)
-
-
 @pytest.mark.parametrize(
-    ("mask", "shown"),
-    [
-        # the expected devices stand here one by one: what CUDA shows for a mask is not computed a second time
-        (None, [A, B, C]),
-        ("", []),
-        ("2,0", [C, A]),
-        (" 1 , 2 ", [B, C]),
-        ("0,-1,2", [A]),  # the first invalid entry ends the list
-        ("GPU-aa", []),  # ambiguous
-        (f"GPU-cccc,{A}", [C, A]),
-        (f"{B},GPU-ffff,{A}", [B]),
-    ],
+    ("count", "is_open", "gpu"), [(0, False, "none"), (2, False, None), (2, True, "NVIDIA H100")], ids=str
 )
-def test_a_mask_shows_what_cuda_shows(mask, shown):
-    found = visible_gpus(nvml(A, B, C), {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask})
-    assert found == (tuple(GpuDevice(name=each, memory_bytes=16 << 30) for each in shown), None)
-
-
-@pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetMemoryInfo"])
-def test_why_nothing_is_known_is_said_and_what_is_known_is_in_the_fingerprint(refused):
-    refuses = {refused: Mock(side_effect=LookupError("Not Supported"))}
-    assert visible_gpus(nvml(A, B, C, **refuses), {}) == ((), "NVML: Not Supported")
-    assert inspect_machine(environ={}, nvml=nvml(A)).fingerprint().gpus == (A,)
-
-
-def test_the_stand_in_has_only_names_that_the_real_binding_has():
-    pynvml = pytest.importorskip("pynvml")
-    assert [name for name in vars(nvml()) if not hasattr(pynvml, name)] == []
+def test_a_gpu_is_named_where_it_is_open_or_was_measured_on_and_cuda_is_not_opened(count, is_open, gpu, monkeypatch):
+    name = Mock(return_value="NVIDIA H100") if is_open else Mock(side_effect=AssertionError("CUDA was opened"))
+    told = {"device_count": lambda: count, "is_initialized": lambda: is_open, "get_device_name": name}
+    for function, answer in told.items():
+        monkeypatch.setattr(torch.cuda, function, answer)
+    machine = inspect_machine(environ={})
+    assert (machine.fingerprint().gpu, machine.fingerprint(gpu="NVIDIA T4").gpu) == (gpu, "NVIDIA T4")
+    monkeypatch.delitem(sys.modules, "torch")
+    assert machine.fingerprint().gpu is None
 
 
 TUNED = Fingerprint(
-    usable_cores=16, memory_bytes=64 << 30, shm_bytes=8 << 30, gpus=("NVIDIA H100",), dataset="Images[1000]"
+    usable_cores=16, memory_bytes=64 << 30, shm_bytes=8 << 30, gpu="NVIDIA H100", dataset="Images[1000]"
 )
 
 
@@ -204,8 +171,9 @@ TUNED = Fingerprint(
         ({"memory_bytes": 16 << 30}, "65536 MiB then, 16384 MiB here; its workers may not fit", True),
         ({"shm_bytes": 64 << 20}, "8192 MiB then, 64 MiB here", True),
         ({"shm_bytes": 16 << 30}, "8192 MiB then, 16384 MiB here", False),
-        ({"gpus": ("NVIDIA T4",)}, "NVIDIA H100 then, NVIDIA T4 here", True),
-        ({"gpus": ("NVIDIA H100", "NVIDIA H100")}, "NVIDIA H100 then, NVIDIA H100, NVIDIA H100 here", False),
+        ({"gpu": "NVIDIA T4"}, "GPU: NVIDIA H100 then, NVIDIA T4 here; the step takes another time", True),
+        ({"gpu": "none"}, "GPU: NVIDIA H100 then, none here", True),
+        ({"gpu": None}, None, None),
         ({"dataset": "Images[2000]"}, "Images[1000] then, Images[2000] here", True),
         # the same, not known, hardly different
         ({"shm_bytes": (8 << 30) - (100 << 20), "memory_bytes": None, "dataset": "", "torch": "2.7.1"}, None, None),

@@ -55,11 +55,11 @@ UNBOUNDED = Interval(value=100.0, low=-math.inf, high=math.inf, count=1)
     "changes",
     [
         {},
-        {"rate": UNBOUNDED, "speedup": UNBOUNDED},
+        {"rate": UNBOUNDED, "speedup": UNBOUNDED, "machine": replace(HERE, gpu=None)},
         {"best": replace(BEST, batch_size=64, device_prefetch=2), "batch_size": 64},
         {"baseline": replace(BEST, in_order=False, multiprocessing_context="spawn"), "as_fast": (LoaderConfig(), BEST)},
     ],
-    ids=["a run", "intervals without bounds", "a tuned batch size", "other configurations"],
+    ids=["a run", "intervals without bounds, a GPU that is not known", "a tuned batch size", "other configurations"],
 )
 def test_what_is_saved_comes_back_without_single_batches(tmp_path, changes):
     result, path = finished_run(**changes), tmp_path / "new" / "folder" / "loader.json"
@@ -178,8 +178,9 @@ def test_what_is_no_file_is_answered_with_how_to_make_one(tmp_path, name):
 
 
 ALL = LoaderConfig(num_workers=8, prefetch_factor=4, pin_memory=True, device_prefetch=2)
-EIGHT = replace(HERE, usable_cores=8, gpus=("A100",))
-MORE, FEWER, NO_GPU = replace(EIGHT, usable_cores=64), replace(EIGHT, usable_cores=2), replace(EIGHT, gpus=())
+EIGHT = replace(HERE, usable_cores=8, gpu="A100")
+WITHOUT_GPU = {"pin_memory": False, "device_prefetch": 0}
+MORE, FEWER = replace(EIGHT, usable_cores=64), replace(EIGHT, usable_cores=2)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,9 @@ MORE, FEWER, NO_GPU = replace(EIGHT, usable_cores=64), replace(EIGHT, usable_cor
         (FEWER, "fit", "usable cores: 8 then, 2 here.*; changed to 2 workers", {"num_workers": 2}),
         (FEWER, "ignore", None, {}),
         (FEWER, "strict", "8 then, 2 here.*on_mismatch='fit'", None),
-        (NO_GPU, "fit", "none here.*; changed to 8 workers", {"pin_memory": False, "device_prefetch": 0}),
+        (replace(EIGHT, gpu="T4"), "fit", "GPU: A100 then, T4 here; the step takes another time", {}),
+        (replace(EIGHT, gpu="none"), "fit", "none here.*; changed to 8 workers", WITHOUT_GPU),
+        (replace(FEWER, gpu=None), "fit", "8 then, 2 here.*; changed to 2 workers", {"num_workers": 2}),
     ],
 )
 def test_another_machine_is_told_with_both_values_and_what_changed(path, monkeypatch, here, on_mismatch, told, changes):

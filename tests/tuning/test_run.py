@@ -1,11 +1,14 @@
 """What of workload, machine and `allow=` makes the space that is searched, and what a choice changes in training."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from autotune_loader.bursts.bench import accelerator_facts
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.diagnosis import Caution
 from autotune_loader.diagnosis.judge import changes_in_training
@@ -107,6 +110,20 @@ def test_what_is_searched_is_safe_here_or_allowed_and_the_rest_is_the_users_own(
     assert getattr(run.space, knob) == unless_allowed
     assert run.baseline == given.get("own", LoaderConfig())
     assert allowed is None or getattr(run_of(allow=knob, **given).space, knob) == allowed
+
+
+def test_the_accelerator_is_the_one_that_the_child_has_and_its_memory_is_what_no_other_job_holds(monkeypatch):
+    # GIVEN 80 bytes, of which another job has 30, the child 10 and this process, whose model will be trained, 5
+    asked = {"mem_get_info": (35, 80), "get_device_properties": SimpleNamespace(name="H100 MIG 1g.10gb")}
+    for function, answer in asked.items():
+        monkeypatch.setattr(torch.cuda, function, {torch.device("cuda:1"): answer}.get)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", Mock(side_effect=[10, 5]))
+    run = run_of(**CUDA, **accelerator_facts(torch.device("cuda:1")))
+    assert (run.space.limits.device_bytes, run.fingerprint.gpu) == (50, "H100 MIG 1g.10gb")
+    assert run.identity.endswith(", H100 MIG 1g.10gb")
+    # AND a step on the CPU has none
+    assert accelerator_facts(torch.device("cpu")) == {}
+    assert run_of().space.limits.device_bytes is None
 
 
 def test_the_tightest_limits_of_all_ranks_hold_for_each():
