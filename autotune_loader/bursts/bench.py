@@ -14,6 +14,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from autotune_loader.bursts.device import Timeline
 from autotune_loader.bursts.failures import (
@@ -53,6 +54,9 @@ SLOW_BATCHES = (
     "with a smaller batch_size."
 )
 
+PINNED_BATCHES = 4
+"""Batches in pinned memory at once, where the loop takes each as it comes: one that is pinned, one that waits, one that is
+copied, one that the loop keeps. Locking the pages of each takes long the first time, and training pays for it once."""
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
 """The fewest that can differ, and one batch of each is enough."""
 SHORTEST_TIMEOUT_S, SPAWNED_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 60.0, 10.0
@@ -93,6 +97,7 @@ class Bench:
         self._data = replace(workload.data, worker_init_fn=functools.partial(begin_worker, inner, sharing))
         self._training, self._read_private = workload.training, read_private
         self._seed, self._reading = seed, Reading(self._data, seed)
+        self._has_pinned = False
 
     def prepare(self, say: Callable[[Message], None]) -> Message:
         """Fetch one batch in this process, build the step from it and warm the step up; that it is warm, or why not.
@@ -139,6 +144,8 @@ class Bench:
         def make_loader() -> Any:
             if request.what == "step_ceiling":
                 return self._first
+            if config.pin_memory and not self._has_pinned:
+                self._has_pinned = bool([pin_memory(self._first.batch) for _ in range(PINNED_BATCHES)])
             data = self._data  # in which no burst without workers may fill a cache
             if not has_workers and not draws_nothing(data.dataset, data.collate):
                 data = self._read_private()
@@ -258,9 +265,8 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
 
 def accelerator_facts(device: torch.device) -> dict[str, Any]:
     """Name and memory of the accelerator that steps run on, by fields of `WarmupReport`; what this process holds is its own."""
-    if device.type == "cpu":
+    if (of_device := accelerator(device)) is None:
         return {}
-    of_device = torch.get_device_module(device)
     free, _ = of_device.mem_get_info(device)
     name = of_device.get_device_properties(device).name
     return {"device_name": name, "device_bytes": free + of_device.memory_reserved(device)}

@@ -117,6 +117,7 @@ def test_the_accelerator_is_the_one_that_the_child_has_and_its_memory_is_what_no
     asked = {"mem_get_info": (35, 80), "get_device_properties": SimpleNamespace(name="H100 MIG 1g.10gb")}
     for function, answer in asked.items():
         monkeypatch.setattr(torch.cuda, function, {torch.device("cuda:1"): answer}.get)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_reserved", Mock(side_effect=[10, 5]))
     run = run_of(**CUDA, **accelerator_facts(torch.device("cuda:1")))
     assert (run.space.limits.device_bytes, run.fingerprint.gpu) == (50, "H100 MIG 1g.10gb")
