@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune_loader.pipeline.prefetch import Lane, accelerator
+from autotune_loader.pipeline.prefetch import Lane, accelerator, move
 from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values import MAIN_PROCESS, BatchTrace
 
@@ -68,6 +68,10 @@ class Timeline:
     def wait(self, mark: Any) -> None:
         """Wait until the device has passed a mark; what was given to it after that goes on."""
         mark.synchronize()
+
+    def move(self, batch: Any) -> Any:
+        """The batch on the device, or on its way there."""
+        return move(batch, self._device)
 
     def synchronize(self) -> None:
         """The window's last edge: wait until the device has done all it was given."""

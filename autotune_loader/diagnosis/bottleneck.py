@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, IDLE_SHARE, Evidence
+from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, Evidence
 from autotune_loader.diagnosis.tables import Bottleneck, Fact
 from autotune_loader.results.record import Finding
 
@@ -33,6 +33,8 @@ MUCH_LONGER = 1.25
 """A step that takes so many times what it takes alone is worth a word: waiting alone does not explain the gain there is."""
 RARELY_FETCHES = 0.2
 """Workers that fetch for less than this share of their time are not what a loop waits for."""
+IDLE_SHARE = 0.15
+"""More of the cores idle than this: there is one to gain with, and a fetch that waits does so for something else."""
 LARGE_STAGE = 0.2
 """A stage that takes more than this share of a worker is worth naming."""
 LARGE_BATCH_BYTES = 1 << 20
@@ -64,7 +66,7 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.START_UP
     if evidence.ceiling is not None and evidence.samples_per_s >= (1 - HARDLY_WAITS) * evidence.ceiling.value:
         return Bottleneck.STEP
-    if evidence.copying_s > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
+    if (evidence.copy_s or 0.0) > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
         return Bottleneck.COPY
     if wait < HARDLY_WAITS:
         return _never_waiting(evidence)
@@ -130,7 +132,7 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
             receiving = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
             yield receiving(size=evidence.batch_bytes, receive=evidence.receive_s)
         case Bottleneck.COPY:
-            yield Fact.COPYING(size=evidence.batch_bytes, copy=evidence.copying_s)
+            yield Fact.COPYING(size=evidence.batch_bytes, copy=evidence.copy_s)
         case Bottleneck.MEMORY if trial is not None and trial.failure is not None:
             yield Fact.RAN_OUT(config=trial.config, kind=trial.failure.kind.replace("_", " "))
         case Bottleneck.UNCLEAR:
@@ -145,7 +147,7 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         yield None if ceiling is None else Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value)
     elif row is not Bottleneck.START_UP:
         gain, alone_s = evidence.headroom or 0.0, 0.0 if ceiling is None else evidence.batch_size / ceiling.value
-        if alone_s and (evidence.step_s or 0.0) > MUCH_LONGER * alone_s:
+        if alone_s and row is not Bottleneck.COPY and (evidence.step_s or 0.0) > MUCH_LONGER * alone_s:
             yield Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
         yield Fact.AT_MOST(factor=1 + gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
 

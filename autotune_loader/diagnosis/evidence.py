@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from autotune_loader.values import FailureKind, Interval, LoaderConfig, Measurem
 
 FOREIGN_CPU_LIMIT = 0.25
 """A burst or round above this foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
-IDLE_SHARE = 0.15
-"""More of the cores idle than this: there is one to gain with, and a fetch that waits does so for something else."""
 SAME_RATE = 0.05
 """Bursts whose rates differ by less are no faster than each other."""
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
@@ -45,7 +42,7 @@ class Evidence:
     receive_s: float | None = None
     """What the loop takes to receive a batch that lies ready; 0 where none did."""
     copy_s: float | None = None
-    """In which the copy to the device keeps a step from beginning; None off a device."""
+    """What the copy to the device adds to a step; None off a device."""
     starting_share: float = 0.0
     """Share of the time in the starts of epochs."""
     batches: int | None = None
@@ -109,18 +106,6 @@ class Evidence:
         if self.wait_share is None or self.wait_share >= 1:
             return None
         return self.wait_share / (1 - self.wait_share)
-
-    @property
-    def copying_s(self) -> float:
-        """Seconds that copying a batch to the device adds to a step; one that moves its batches is longer by them than alone.
-
-        Where workers take all cores from the step it takes longer for that, too: then its own copies are not known.
-        """
-        if self.copy_s is None:
-            return 0.0
-        has_cores = (self.cpu_share or 0.0) <= 1 - IDLE_SHARE
-        alone_s = self.batch_size / self.ceiling.value if self.ceiling is not None and has_cores else math.inf
-        return self.copy_s + max(0.0, (self.step_s or 0.0) - alone_s)
 
     @property
     def fetching_share(self) -> float:

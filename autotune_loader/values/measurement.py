@@ -104,8 +104,8 @@ class Measurement:
     """Share of the window in which the device was in a step, by its own events: gaps between kernels count, copies do not.
     None off a GPU."""
     copy_s: float | None = None
-    """Mean seconds in which the copy of a batch to the device, beside no step, keeps the next one from beginning; None off a
-    device. A step that moves its batches has them in `step_s`."""
+    """Mean seconds in which the copy of a batch to the device keeps its step from beginning; None off a device. Of a step that
+    moves its batches, and so has them in `step_s`: seconds of a copy alone."""
     gpu_memory_bytes: int | None = None
     """Peak memory of the job on the device, as torch allocated it; None off a device."""
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)
