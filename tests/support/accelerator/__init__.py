@@ -34,7 +34,7 @@ def built(folder: Path) -> Path:
     import torch
 
     source = HERE / "simulated.cpp"
-    stamp = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()
+    stamp = hashlib.sha256(source.read_bytes() + Path(__file__).read_bytes() + torch.__version__.encode()).hexdigest()
     package, record = folder / "simulated_accelerator", folder / "simulated_accelerator-0.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     record.mkdir(exist_ok=True)

@@ -150,6 +150,18 @@ def manual_seed_all(seed: int) -> None:
     """Random numbers of the device are the CPU's."""
 
 
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
 def _index(device: Any) -> int:
     index = device if isinstance(device, int) else torch.device("sim" if device is None else device).index
     return current_device() if index is None else index

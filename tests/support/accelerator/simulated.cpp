@@ -10,7 +10,6 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
-#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -24,8 +23,8 @@
 
 namespace {
 using namespace at;
-using Strings = std::vector<std::string>;
 constexpr auto kSim = kPrivateUse1;
+constexpr DispatchKeySet kKeys(DispatchKey::PrivateUse1);
 constexpr int kMostDevices = 8;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -46,14 +45,13 @@ struct Simulation {
   std::map<std::tuple<DeviceIndex, StreamId, size_t>, std::vector<Block*>> freed;
   std::map<const char*, size_t> pinned;
   Memory memory[kMostDevices];
-  Strings hazards;
+  std::vector<std::string> hazards;
 };
 Simulation& sim = *new Simulation;  // tensors may outlive it
 thread_local DeviceIndex current_device = 0;
 thread_local StreamId current_stream[kMostDevices] = {};
 thread_local bool in_kernel = false;  // the copies of the CPU fallback are none of the device's
 using Lock = std::lock_guard<std::mutex>;
-
 DeviceIndex index_of(Device device) { return device.has_index() ? device.index() : current_device; }
 
 void use() {  // what every call of the device begins with
@@ -75,31 +73,24 @@ Span launched(DeviceIndex device, double seconds) {  // behind what the current 
   return {begin, end = begin + seconds};
 }
 
-Block* block_of(const Tensor& tensor) { return static_cast<Block*>(tensor.storage().data_ptr().get_context()); }
-
-void note_hazard(const char* what, Block* block, double early_s) {
-  sim.hazards.push_back(c10::str(what, ", ", early_s * 1e3, " ms early, in ", block->size, " bytes of sim:", int(block->device)));
-}
-
-void note_read(const Tensor& tensor, Span span) {
-  Block* block = block_of(tensor);
+// What begins to read or write a tensor: a hazard where the bytes are not written yet, or are still in use.
+void note(const Tensor& tensor, Span span, bool writes) {
+  TORCH_CHECK(tensor.is_privateuseone(), "Expected all tensors to be on the same device, but found one on ", tensor.device());
+  auto* block = static_cast<Block*>(tensor.storage().data_ptr().get_context());
   if (!block) return;  // of a tensor without elements
-  if (span.begin < block->written) note_hazard("read before it is written", block, block->written - span.begin);
-  block->read = std::max(block->read, span.end);
-}
-
-void note_write(const Tensor& tensor, Span span) {
-  Block* block = block_of(tensor);
-  if (!block) return;
-  double busy = std::max(block->written, block->read);
-  if (span.begin < busy) note_hazard("written while in use", block, busy - span.begin);
-  block->written = std::max(block->written, span.end);
+  double ready = writes ? std::max(block->written, block->read) : block->written;
+  if (span.begin < ready)
+    sim.hazards.push_back(c10::str(writes ? "written while in use, " : "read before it is written, ",
+                                   1e3 * (ready - span.begin), " ms early: ", block->size, " bytes"));
+  double& mine = writes ? block->written : block->read;
+  mine = std::max(mine, span.end);
 }
 
 void release_cached() {
-  for (auto& [key, blocks] : sim.freed)
+  for (auto& [key, blocks] : sim.freed) {
     for (Block* block : blocks) sim.memory[block->device].reserved -= block->size, std::free(block->data), delete block;
-  sim.freed.clear();
+    blocks.clear();
+  }
 }
 
 void free_block(void* context) {
@@ -115,26 +106,24 @@ struct CachingAllocator final : Allocator {
     use();
     Lock lock(sim.mutex);
     auto device = current_device;
+    auto stream = current_stream[device];
     size_t size = (bytes + 511) / 512 * 512;
     if (!size) return {nullptr, nullptr, &free_block, Device(kSim, device)};
-    auto stream = current_stream[device];
     auto& memory = sim.memory[device];
     auto& cached = sim.freed[{device, stream, size}];
-    Block* block = nullptr;
-    if (!cached.empty()) {
-      block = cached.back(), cached.pop_back();
-    } else {
+    if (cached.empty()) {
       if (memory.reserved + size > sim.total) release_cached();
       TORCH_CHECK_WITH(OutOfMemoryError, memory.reserved + size <= sim.total, "CUDA out of memory. Tried to allocate ", size,
                        " bytes on sim:", int(device), " of ", sim.total, ", of which ", memory.allocated, " are in use.");
-      block = new Block{static_cast<char*>(std::malloc(size)), size, device, stream};
+      cached.push_back(new Block{static_cast<char*>(std::malloc(size)), size, device, stream});
       memory.reserved += size;
     }
+    Block* block = cached.back();
+    cached.pop_back();
     memory.allocated += size;
     memory.peak = std::max(memory.peak, memory.allocated);
     return {block->data, block, &free_block, Device(kSim, device)};
   }
-  DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 } caching_allocator;
 REGISTER_ALLOCATOR(kSim, &caching_allocator)
@@ -153,7 +142,6 @@ struct PinnedAllocator final : Allocator {
     sim.pinned[data] = bytes;
     return {data, data, &unpin, Device(kCPU)};
   }
-  DeleterFnPtr raw_deleter() const override { return &unpin; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 } pinned_allocator;
 
@@ -192,14 +180,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   DeviceIndex deviceCount() const noexcept override { return sim.devices; }
-  Stream getStream(Device device) const override { return of(device, current_stream[index_of(device)]); }
+  Stream getStream(Device device) const noexcept override { return of(device, current_stream[index_of(device)]); }
   Stream getDefaultStream(Device device) const override { return of(device, 0); }
   Stream getNewStream(Device device, int) const override {
     use();
     Lock lock(sim.mutex);
     return of(device, ++sim.last_stream);
   }
-  Stream exchangeStream(Stream stream) const override {
+  Stream exchangeStream(Stream stream) const noexcept override {
     Stream old = getStream(stream.device());
     current_stream[stream.device_index()] = stream.id();
     return old;
@@ -219,12 +207,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const Stream& stream) const override { sleep_until(end(stream)); }
   void synchronizeEvent(void* event) const override { use(), sleep_until(event ? static_cast<Mark*>(event)->at : 0); }
   void synchronizeDevice(const DeviceIndex device) const override {
-    use();
     double last = 0;
-    {
-      Lock lock(sim.mutex);
-      for (auto& [stream, end] : sim.ends) last = std::max(last, stream.first == device ? end : 0);
-    }
+    for (StreamId id = 0; id <= sim.last_stream; ++id) last = std::max(last, end(of(Device(kSim, device), id)));
     sleep_until(last);
   }
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
@@ -241,7 +225,7 @@ Tensor on_host(const Tensor& tensor) {  // the same bytes
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
-  if (!in_kernel) use();
+  use();
   on_host(to).copy_(on_host(from));
   if (in_kernel) return to;
   bool crosses = from.is_cpu() || to.is_cpu();
@@ -251,8 +235,8 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     Lock lock(sim.mutex);
     double seconds = crosses ? from.nbytes() / sim.bytes_per_s * (pinned ? 1 : sim.pageable_slower) : 0;
     span = launched((from.is_cpu() ? to : from).device().index(), seconds);
-    if (!from.is_cpu()) note_read(from, span);
-    if (!to.is_cpu()) note_write(to, span);
+    if (!from.is_cpu()) note(from, span, false);
+    if (!to.is_cpu()) note(to, span, true);
   }
   if (crosses && !(pinned && non_blocking)) sleep_until(span.end);
   return to;
@@ -264,26 +248,25 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 Scalar item(const Tensor& tensor) {
-  auto host = tensor.to(kCPU);  // a copy that is waited for
-  return native::_local_scalar_dense_cpu(host);
+  return native::_local_scalar_dense_cpu(tensor.to(kCPU));  // a copy that is waited for
 }
 
 Tensor empty(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device> device,
              std::optional<bool>, std::optional<MemoryFormat> format) {
   DeviceGuard guard(*device);
-  return at::detail::empty_generic(size, &caching_allocator, DispatchKeySet(DispatchKey::PrivateUse1), dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, &caching_allocator, kKeys, dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>,
                      std::optional<Device> device, std::optional<bool>) {
   DeviceGuard guard(*device);
-  return at::detail::empty_strided_generic(size, stride, &caching_allocator, DispatchKeySet(DispatchKey::PrivateUse1), dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, &caching_allocator, kKeys, dtype_or_default(dtype));
 }
 
 std::vector<Tensor> ours(const torch::jit::Stack& stack, size_t count) {  // of the arguments or results on top of the stack
   std::vector<Tensor> found;
-  auto add = [&](const IValue& value) {
-    if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_privateuseone()) found.push_back(value.toTensor());
+  auto add = [&](const IValue& value) {  // one that is not defined is on no device
+    if (value.isTensor() && value.toTensor().is_privateuseone()) found.push_back(value.toTensor());
   };
   for (auto value = stack.end() - count; value != stack.end(); ++value) {
     if (!value->isList()) add(*value);
@@ -292,28 +275,31 @@ std::vector<Tensor> ours(const torch::jit::Stack& stack, size_t count) {  // of 
   return found;
 }
 
-void work(double seconds, const std::vector<Tensor>& reads) {
+void work(double seconds, TensorList reads) {
   use();
   Lock lock(sim.mutex);
   Span span = launched(reads.empty() ? current_device : reads[0].device().index(), seconds);
-  for (const Tensor& tensor : reads) note_read(tensor, span);
+  for (const Tensor& tensor : reads) note(tensor, span, false);
 }
 
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto reads = ours(*stack, op.schema().arguments().size());
   work(0, reads);
-  struct InKernel { InKernel() { in_kernel = true; } ~InKernel() { in_kernel = false; } };
   {
     DeviceGuard guard(Device(kSim, reads.empty() ? current_device : reads[0].device().index()));
-    InKernel inside;
+    struct Inside { Inside() { in_kernel = true; } ~Inside() { in_kernel = false; } } inside;
     native::cpu_fallback(op, stack);
   }
   Lock lock(sim.mutex);
-  for (const Tensor& tensor : ours(*stack, op.schema().returns().size())) note_write(tensor, launched(tensor.device().index(), 0));
+  for (const Tensor& tensor : ours(*stack, op.schema().returns().size()))
+    note(tensor, launched(tensor.device().index(), 0), true);
 }
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
+
+// Autocast may be asked for, and changes nothing.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
@@ -324,7 +310,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &native::as_strided_tensorimpl);
   m.impl("view", &native::view);
   m.impl("_reshape_alias", &native::_reshape_alias);
-  m.impl("unfold", &native::unfold);
   m.impl("resize_", &native::resize_);
   m.impl("set_.source_Storage", [](Tensor& self, Storage source) -> Tensor& { return native::set_(self, source); });
   m.impl("set_.source_Storage_storage_offset", &native::set_storage_cpu_);
@@ -335,8 +320,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 TORCH_LIBRARY(sim, m) {
-  m.def("work(float seconds, Tensor[] reads) -> ()", [](double seconds, const std::vector<Tensor>& reads) { work(seconds, reads); });
-  m.def("use", [] { use(); });
+  m.def("work(float seconds, Tensor[] reads) -> ()", &work);
+  m.def("use", &use);
   m.def("is_used", [] { return sim.user == getpid(); });
   m.def("is_in_bad_fork", [] { return sim.user && sim.user != getpid(); });
   m.def("fail", [] { sim.has_failed = true; });
