@@ -24,6 +24,9 @@ from typing import Any
 import pytest
 from preloaded import FRAMEWORKS, PreloadedPython
 
+from tests.support.accelerator import compiler
+from tests.support.accelerator.process import SimulatedPython
+
 KINDS = ("process", "system", "acceptance", "gpu")
 LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
@@ -76,6 +79,16 @@ def warm_probe(request: pytest.FixtureRequest) -> Iterator[None]:
 def preloaded_frameworks() -> Iterator[PreloadedPython]:
     """The same, with Lightning, Transformers, Accelerate and Datasets: for few tests, as they take seconds themselves."""
     python = PreloadedPython(*FRAMEWORKS)
+    yield python
+    python.close()
+
+
+@pytest.fixture(scope="session")
+def simulated() -> Iterator[SimulatedPython]:
+    """Runs functions and scripts where torch has the simulated accelerator; the process of the tests itself never has."""
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    python = SimulatedPython()
     yield python
     python.close()
 

@@ -13,6 +13,7 @@ what it forks may.
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib
 import importlib.util
 import json
@@ -82,24 +83,30 @@ class Run:
 
 
 class PreloadedPython:
-    """The parent of all scripts; `more` modules are imported where they are installed."""
+    """The parent of all scripts; `more` modules are imported where they are installed.
 
-    def __init__(self, *more: str) -> None:
+    Args:
+        more: names of modules.
+        environ: what its environment, and that of its scripts, has besides.
+    """
+
+    def __init__(self, *more: str, environ: Mapping[str, str] | None = None) -> None:
         modules = [*MODULES, *(name for name in more if importlib.util.find_spec(name.partition(".")[0]))]
         self._started: list[Run] = []
+        self._environ = dict(environ or {})
         self._ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a request is a message
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": str(ROOT), **self._environ},
             )
 
     def start(self, *argv: str, folder: Path, environ: dict[str, str] | None = None) -> Run:
         """Run a script with its arguments in a folder, in a session of its own."""
         stream = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
-        request = {"argv": argv, "folder": str(folder), "environ": {**os.environ, **(environ or {})}}
+        request = {"argv": argv, "folder": str(folder), "environ": {**os.environ, **self._environ, **(environ or {})}}
         return self._fork(request, stream, ())
 
     def Popen(  # noqa: N802
@@ -205,4 +212,5 @@ if __name__ == "__main__":
         importlib.import_module(name)
     with open(os.devnull) as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)
+    gc.freeze()  # what is imported is not gone through once more at the end of each script, which takes most of a second
     become(**serve(socket.socket(fileno=int(sys.argv[1]))))

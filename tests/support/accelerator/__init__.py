@@ -1,0 +1,79 @@
+"""A simulated accelerator for tests: the device "sim", on which real models train, and on which work and copies take time.
+
+    built(folder) ──► folder/simulated_accelerator/{__init__.py, simulated.so}
+                      folder/simulated_accelerator-0.dist-info/entry_points.txt   group torch.backends
+
+Torch loads such a backend by itself, so every process with the folder on PYTHONPATH has `torch.device("sim")` and `torch.sim`
+(see `device.py`) once it has imported torch. The process of pytest never has.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ENTRY_POINTS = "[torch.backends]\nsim = simulated_accelerator:register\n"
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine."""
+    return shutil.which("c++") or shutil.which("g++")
+
+
+def built(folder: Path) -> Path:
+    """The folder, with the accelerator compiled for this torch; what is there already is not compiled again.
+
+    Raises:
+        RuntimeError: there is no C++ compiler, or it failed.
+    """
+    import torch
+
+    source = HERE / "simulated.cpp"
+    stamp = hashlib.sha256(source.read_bytes() + Path(__file__).read_bytes() + torch.__version__.encode()).hexdigest()
+    package, record = folder / "simulated_accelerator", folder / "simulated_accelerator-0.dist-info"
+    package.mkdir(parents=True, exist_ok=True)
+    record.mkdir(exist_ok=True)
+    with (folder / "stamp").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.seek(0)
+        if lock.read() != stamp:
+            _compile(source, package / "simulated.so")
+            lock.truncate(0)
+            lock.write(stamp)
+        for path, text in {
+            package / "__init__.py": (HERE / "device.py").read_text(),
+            record / "METADATA": "Metadata-Version: 2.1\nName: simulated-accelerator\nVersion: 0\n",
+            record / "entry_points.txt": ENTRY_POINTS,
+        }.items():
+            if not path.exists() or path.read_text() != text:
+                path.write_text(text)
+    return folder
+
+
+def _compile(source: Path, library: Path) -> None:
+    import torch
+
+    if (command := compiler()) is None:
+        raise RuntimeError("the simulated accelerator needs a C++ compiler: c++ or g++ on PATH would work")
+    root = Path(torch.__file__).parent
+    made = library.with_suffix(f".{os.getpid()}")
+    flags = [
+        "-O1",
+        "-std=c++20",
+        "-fPIC",
+        "-shared",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
+    includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    done = subprocess.run([command, *flags, *includes, source, "-o", made, *libraries], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(
+            f"the simulated accelerator does not compile with torch {torch.__version__}:\n{done.stderr[-4000:]}"
+        )
+    made.rename(library)

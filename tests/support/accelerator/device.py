@@ -1,0 +1,167 @@
+"""`torch.sim`: the names of `torch.cuda` on a simulated device, and how a test says what its hardware does.
+
+This file is copied beside the compiled `simulated.so`, and torch loads it as an out-of-tree backend (`__init__.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_settings: dict[str, Any] = {"bytes_per_s": 12e9, "pageable_slower": 2.0, "memory_bytes": 8 << 30, "devices": 1}
+_ops: Any = torch.ops.sim
+Stream = torch.Stream
+
+
+def register() -> None:
+    """Make "sim" a device of torch in this process; `SIMULATED` in its environment is what `configure` takes, as JSON."""
+    torch.ops.load_library(Path(__file__).with_name("simulated.so"))
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend()
+    configure(**json.loads(os.environ.get("SIMULATED", "{}")))
+
+
+def configure(**settings: float) -> None:
+    """Set what the hardware is: of copies `bytes_per_s` from pinned memory, and the factor `pageable_slower` from other memory;
+    `memory_bytes` of each of so many `devices`. Processes that this one starts have it, too.
+    """
+    if unknown := settings.keys() - _settings:
+        raise TypeError(f"unknown settings: {sorted(unknown)}; known are {sorted(_settings)}")
+    _settings.update(settings)
+    _ops.configure(*_settings.values())
+    os.environ["SIMULATED"] = json.dumps(_settings)
+
+
+def work(seconds: float, *reads: torch.Tensor) -> None:
+    """Launch a kernel that takes this long on the current stream, and reads these tensors until its end."""
+    _ops.work(seconds, reads)
+
+
+def fail() -> None:
+    """A kernel fails: from now on every call of the device raises in this process."""
+    _ops.fail()
+
+
+def hazards() -> list[str]:
+    """What CUDA would have read before it was written, or overwritten before it was read: a wait is missing."""
+    return _ops.hazards()
+
+
+def Event(enable_timing: bool = False, blocking: bool = False) -> torch.Event:  # noqa: N802 - as torch.cuda has it
+    return torch.Event("sim", enable_timing=enable_timing, blocking=blocking)
+
+
+@contextlib.contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    device, before = current_device(), current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
+
+
+@contextlib.contextmanager
+def device(device: Any) -> Iterator[None]:
+    before = current_device()
+    set_device(device)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
+def current_stream(device: Any = None) -> torch.Stream:
+    return torch.accelerator.current_stream(_index(device))
+
+
+def set_device(device: Any) -> None:
+    _ops.use()
+    torch.accelerator.set_device_index(_index(device))
+
+
+def current_device() -> int:
+    return torch.accelerator.current_device_index()
+
+
+def device_count() -> int:
+    return _settings["devices"]  # torch.accelerator asks here, too
+
+
+def synchronize(device: Any = None) -> None:
+    _ops.synchronize(_index(device))
+
+
+def memory_allocated(device: Any = None) -> int:
+    return _ops.memory(_index(device))[0]
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return _ops.memory(_index(device))[1]
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    _ops.reset_peak(_index(device))
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    _, _, reserved, total = _ops.memory(_index(device))
+    return total - reserved, total
+
+
+def empty_cache() -> None:
+    _ops.empty_cache()
+
+
+def get_device_name(device: Any = None) -> str:
+    return "Simulated accelerator"
+
+
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(name=get_device_name(device), total_memory=mem_get_info(device)[1])
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def is_initialized() -> bool:
+    return _ops.is_used()
+
+
+def _is_in_bad_fork() -> bool:
+    return _ops.is_in_bad_fork()
+
+
+def manual_seed_all(seed: int) -> None:
+    """Random numbers of the device are the CPU's."""
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+def _index(device: Any) -> int:
+    index = device if isinstance(device, int) else torch.device("sim" if device is None else device).index
+    return current_device() if index is None else index
