@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-_settings: dict[str, Any] = {"bytes_per_s": 12e9, "pageable_slower": 2.0, "memory_bytes": 8 << 30, "devices": 1}
+_settings: dict[str, Any] = {
+    "bytes_per_s": 12e9,
+    "pageable_slower": 2.0,
+    "memory_bytes": 8 << 30,
+    "devices": 1,
+    "pinning_s": 0.0,
+}
 _ops: Any = torch.ops.sim
 Stream = torch.Stream
 
@@ -32,7 +38,8 @@ def register() -> None:
 
 def configure(**settings: float) -> None:
     """Set what the hardware is: of copies `bytes_per_s` from pinned memory, and the factor `pageable_slower` from other memory;
-    `memory_bytes` of each of so many `devices`. Processes that this one starts have it, too.
+    `memory_bytes` of each of so many `devices`; `pinning_s` that it takes to pin memory which none before had. Processes that
+    this one starts have it, too.
     """
     if unknown := settings.keys() - _settings:
         raise TypeError(f"unknown settings: {sorted(unknown)}; known are {sorted(_settings)}")
@@ -115,6 +122,10 @@ def max_memory_allocated(device: Any = None) -> int:
 
 def reset_peak_memory_stats(device: Any = None) -> None:
     _ops.reset_peak(_index(device))
+
+
+def memory_reserved(device: Any = None) -> int:
+    return _ops.memory(_index(device))[2]
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

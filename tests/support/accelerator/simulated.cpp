@@ -35,7 +35,7 @@ struct Block { char* data; size_t size; DeviceIndex device; StreamId stream; dou
 struct Memory { size_t allocated = 0, peak = 0, reserved = 0; };
 struct Simulation {
   std::mutex mutex;
-  double bytes_per_s = 12e9, pageable_slower = 2;
+  double bytes_per_s = 12e9, pageable_slower = 2, pinning_s = 0;
   size_t total = size_t(8) << 30;
   int devices = 1;
   pid_t user = 0;  // the process that uses the device
@@ -44,6 +44,7 @@ struct Simulation {
   std::map<std::pair<DeviceIndex, StreamId>, double> ends;
   std::map<std::tuple<DeviceIndex, StreamId, size_t>, std::vector<Block*>> freed;
   std::map<const char*, size_t> pinned;
+  std::multimap<size_t, char*> unpinned;  // free, and kept for the next of its size
   Memory memory[kMostDevices];
   std::vector<std::string> hazards;
 };
@@ -130,15 +131,23 @@ REGISTER_ALLOCATOR(kSim, &caching_allocator)
 
 void unpin(void* data) {
   Lock lock(sim.mutex);
-  sim.pinned.erase(static_cast<char*>(data));
-  std::free(data);
+  auto found = sim.pinned.find(static_cast<char*>(data));
+  sim.unpinned.emplace(found->second, static_cast<char*>(data));
+  sim.pinned.erase(found);
 }
 
 struct PinnedAllocator final : Allocator {
   DataPtr allocate(size_t bytes) override {
     use();
     Lock lock(sim.mutex);
-    char* data = static_cast<char*>(std::malloc(std::max(bytes, size_t(1))));
+    char* data;
+    if (auto kept = sim.unpinned.find(bytes); kept != sim.unpinned.end()) {
+      data = kept->second;
+      sim.unpinned.erase(kept);
+    } else {
+      data = static_cast<char*>(std::malloc(std::max(bytes, size_t(1))));
+      sleep_until(now() + sim.pinning_s);
+    }
     sim.pinned[data] = bytes;
     return {data, data, &unpin, Device(kCPU)};
   }
@@ -334,9 +343,10 @@ TORCH_LIBRARY(sim, m) {
   m.def("reset_peak", [](int64_t device) { sim.memory[device].peak = sim.memory[device].allocated; });
   m.def("empty_cache", [] { Lock lock(sim.mutex); release_cached(); });
   m.def("hazards", [] { Lock lock(sim.mutex); return sim.hazards; });
-  m.def("configure", [](double bytes_per_s, double pageable_slower, int64_t memory_bytes, int64_t devices) {
+  m.def("configure", [](double bytes_per_s, double pageable_slower, int64_t memory_bytes, int64_t devices, double pinning_s) {
     TORCH_CHECK(devices <= kMostDevices, "devices=", devices, " is more than ", kMostDevices);
     sim.bytes_per_s = bytes_per_s, sim.pageable_slower = pageable_slower, sim.total = memory_bytes, sim.devices = devices;
+    sim.pinning_s = pinning_s;
   });
   RegisterPrivateUse1HooksInterface(&hooks);
 }
