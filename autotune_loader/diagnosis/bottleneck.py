@@ -147,7 +147,7 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         yield None if ceiling is None else Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value)
     elif row is not Bottleneck.START_UP:
         gain, alone_s = evidence.headroom or 0.0, 0.0 if ceiling is None else evidence.batch_size / ceiling.value
-        if alone_s and row is not Bottleneck.COPY and (evidence.step_s or 0.0) > MUCH_LONGER * alone_s:
+        if alone_s and (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > MUCH_LONGER * alone_s:
             yield Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
         yield Fact.AT_MOST(factor=1 + gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
 

@@ -1,0 +1,199 @@
+"""The doors on the simulated accelerator, in real processes: the device's own times come out, and what binds is named.
+
+Steps, copies and fetches take what a test says; what comes of them is known (`torch.sim`, tests/support/accelerator).
+"""
+
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from autotune_loader import DevicePrefetcher, compare, tune
+from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.values import BurstPlan, LoaderConfig, WorkloadError
+from tests.support.bursts import Made, measured, opened, workload
+
+pytestmark = pytest.mark.process
+
+BATCH, BYTES = 4, 400_000
+PAGEABLE, PINNED = (LoaderConfig(num_workers=1, pin_memory=pinned) for pinned in (False, True))
+AHEAD = LoaderConfig(num_workers=1, pin_memory=True, device_prefetch=1)
+PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01, deadline_s=30.0)
+
+
+class Model(torch.nn.Module):
+    """Gives a loss, as a model of transformers does; its device takes `step_s` for it, and its host `host_s`."""
+
+    def __init__(self, step_s, host_s):
+        super().__init__()
+        self.step_s, self.host_s, self.weight = step_s, host_s, torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        torch.sim.work(self.step_s, x)
+        time.sleep(self.host_s)
+        return (self.weight * x[0, 0]).sum()
+
+
+def job(fetch_s=0.0005, step_s=0.01, copy_s=0.001, host_s=0.0, own=False, pinning_s=0.0):
+    """Data, model and step: a step of its own moves its batch."""
+    torch.sim.configure(bytes_per_s=BYTES / copy_s, pinning_s=pinning_s)
+
+    def make(index):
+        time.sleep(fetch_s)
+        return {"x": torch.zeros(BYTES // BATCH // 4)}
+
+    def step(model, batch):
+        return model(batch["x"].to("sim", non_blocking=True))
+
+    return Made(make, 4096), Model(step_s, host_s), step if own else None
+
+
+def tuned(options, **times):
+    data, model, step = job(**times)
+    result = tune(data, model, train_step=step, batch_size=BATCH, device="sim", budget=3, progress=False, **options)
+    assert result.measurement_of(result.best).gpu_memory_bytes >= BYTES
+    assert result.machine.gpu == "Simulated accelerator"
+    assert not torch.sim.is_initialized()  # the caller's process has not opened it
+    return result.bottleneck.kind, BATCH / result.rate.value, BATCH / result.ceiling.value, result.best
+
+
+STEP_BOUND = {"step_s": 0.030}
+LOADER_BOUND = {"fetch_s": 0.030, "step_s": 0.005, "own": True}
+COPY_BOUND = {"copy_s": 0.030, "step_s": 0.010}
+AHEAD_TOO = {"allow": "device_prefetch"}
+
+
+@pytest.mark.parametrize(
+    ("times", "options", "kind", "period_s"),
+    [
+        (STEP_BOUND, {}, "step", 0.031),
+        (LOADER_BOUND, {"max_workers": 1}, "storage", 0.120),
+        (COPY_BOUND, {}, "copy", 0.040),
+        ({**COPY_BOUND, "own": True}, AHEAD_TOO, "copy", 0.030),
+    ],
+)
+def test_tune_finds_what_binds_by_construction_and_the_devices_periods(simulated, times, options, kind, period_s):
+    found, period, ceiling, best = simulated.call(tuned, options, **times)
+    assert (found, period) == (kind, pytest.approx(period_s, rel=0.05))
+    assert ceiling == pytest.approx(times["step_s"], rel=0.05)
+    assert best.pin_memory or kind == "storage"  # pageable copies take twice as long, and the host waits
+    assert (best.device_prefetch > 0) == (options is AHEAD_TOO)
+
+
+def bursts(configs, **times):
+    """Of each configuration: seconds of a batch, of its step and of what its copy adds, and the share of waiting."""
+    data, model, step = job(**times)
+    side = TrainingSide(model=model, train_step=step, device="sim")
+    with opened(workload(data, BATCH, side)) as probe:
+        found = [measured(probe.probe, config, PLAN) for config in configs]
+    return [(BATCH / each.samples_per_s.value, each.step_s, each.copy_s, each.wait_share) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("times", "of_configs"),
+    [
+        # the host goes on while the device works: a wait for each step would make it their sum
+        ({"step_s": 0.030, "host_s": 0.020}, {PINNED: (0.031, 0.030, 0.001, 1 / 31)}),
+        ({"step_s": 0.010, "host_s": 0.060}, {PINNED: (0.060, 0.060, 0.001, 1 / 60)}),
+        # a copy lies before its step, and from pageable memory takes twice as long; ahead it lies beside the step before
+        (
+            {"copy_s": 0.015, "step_s": 0.020},
+            {PAGEABLE: (0.050, 0.020, 0.030, 0.6), PINNED: (0.035, 0.020, 0.015, 15 / 35), AHEAD: (0.020, 0.020, 0.0, 0)},
+        ),
+        # one that moves its batch has its copy in its step
+        (
+            {"copy_s": 0.015, "step_s": 0.020, "own": True},
+            {PAGEABLE: (0.050, 0.050, 0.030, 0), PINNED: (0.035, 0.035, 0.015, 0), AHEAD: (0.020, 0.020, 0.0, 0)},
+        ),
+        # memory that is pinned for the first time is no part of the rate
+        ({"step_s": 0.020, "pinning_s": 0.2}, {PINNED: (0.021, 0.020, 0.001, 1 / 21)}),
+    ],
+)  # fmt: skip
+def test_a_burst_has_the_devices_times(simulated, times, of_configs):
+    found = simulated.call(bursts, list(of_configs), **times)
+    for (period_s, step_s, copy_s, wait), known in zip(found, of_configs.values(), strict=True):
+        assert (period_s, step_s) == pytest.approx(known[:2], rel=0.05)
+        assert copy_s == pytest.approx(known[2], abs=0.001)
+        assert wait == pytest.approx(known[3], abs=0.04)
+
+
+def compared():
+    data, model, _ = job(**COPY_BOUND)
+    sides = {str(each.pin_memory): DataLoader(data, BATCH, **each.to_kwargs()) for each in (PAGEABLE, PINNED)}
+    found = compare(sides, model, device="sim", budget=10, progress=False)
+    return found.ratios["True"].value, {side.name: side.bottleneck.kind for side in found.sides}
+
+
+def test_compare_tells_what_pinning_brings(simulated):
+    ratio, kinds = simulated.call(compared)
+    assert ratio == pytest.approx(70 / 40, rel=0.05)
+    assert kinds == {"False": "copy", "True": "copy"}
+
+
+def prefetched(copy_s, step_s, depth):
+    """Seconds of a batch, and what CUDA would have read too soon or overwritten too early."""
+    torch.sim.configure(bytes_per_s=BYTES / copy_s)
+    batches = DevicePrefetcher([torch.full((BYTES // 4,), float(each)).pin_memory() for each in range(8)], "sim", depth)
+    means, marks = [], []
+    for batch in batches:
+        torch.sim.work(step_s, batch)
+        means.append(batch.mean())
+        marks.append(torch.sim.current_stream().record_event(torch.sim.Event(enable_timing=True)))
+    torch.sim.synchronize()
+    return marks[0].elapsed_time(marks[-1]) / 7e3, torch.stack(means).tolist(), torch.sim.hazards()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(("copy_s", "step_s"), [(0.015, 0.030), (0.030, 0.015)])
+def test_batches_copied_ahead_are_whole_and_cost_the_longer_of_copy_and_step(simulated, copy_s, step_s, depth):
+    period_s, values, hazards = simulated.call(prefetched, copy_s, step_s, depth)
+    assert (values, hazards) == ([float(each) for each in range(8)], [])
+    assert period_s == pytest.approx(0.030, rel=0.05)
+
+
+def failing(trouble):
+    """What tune() says of a step with trouble on the device, once it is warm."""
+    data, model, _ = job()
+
+    def step(model, batch):
+        model.steps = getattr(model, "steps", 0) + 1
+        if model.steps > 30 and trouble == "kernel":
+            torch.sim.fail()
+        held = torch.empty(1 << 34, device="sim") if model.steps > 30 and trouble == "memory" else None
+        return model(batch["x"].to("sim")) if held is None else None
+
+    return said(data, model, step)
+
+
+def in_use():
+    """Where a model can only be forked, and this process uses the device."""
+    data, _, _ = job()
+    return said(data, torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4)).to("sim"))
+
+
+def without_room():
+    """Where the device has no room for a second model."""
+    torch.sim.configure(memory_bytes=600 << 20)
+    return said([torch.zeros(1 << 14)] * 64, torch.nn.Linear(1 << 14, 1 << 12).to("sim"))
+
+
+def said(data, model, step=None):
+    try:
+        result = tune(data, model, train_step=step, batch_size=BATCH, device="sim", budget=3, progress=False)
+    except WorkloadError as error:
+        return str(error)
+    return "\n".join(result.warnings)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    [
+        ((failing, "kernel"), "device-side assert triggered"),
+        ((failing, "memory"), "use a smaller batch, or free what else is on the device"),
+        ((in_use,), "this process uses sim, which no fork of it can; train_step=0.05"),
+        ((without_room,), "a second copy of the model on sim takes at least 0.8 GB, and 0.4 GB are free: move it"),
+    ],
+)
+def test_trouble_with_the_device_ends_tune_in_a_sentence(simulated, trouble, says):
+    assert says in simulated.call(*trouble)
