@@ -52,6 +52,26 @@ MUTATIONS = (
         "search/test_turns.py -m unit",
     ),
     Mutation(
+        "loop: the mark behind the copy is laid behind the step", "bursts",
+        "copied = timeline.mark()\n        step.train(on_device)", "step.train(on_device)\n        copied = timeline.mark()",
+        "system/test_accelerated.py -k has_the_devices_times",
+    ),
+    Mutation(
+        "passages: the host waits for all that the device has", "bursts",
+        "self._timeline.wait(self._on_the_way[-most - 1].done)", "self._timeline.synchronize()",
+        "system/test_accelerated.py -k has_the_devices_times",
+    ),
+    Mutation(
+        "prefetcher: a step does not wait for its copy", "pipeline",
+        "self._module.current_stream(self._device).wait_event(copied)", "copied.query()",
+        "system/test_accelerated.py -k copied_ahead",
+    ),
+    Mutation(
+        "prefetcher: a copy does not wait for the step that reads its memory", "pipeline",
+        "self.stream.wait_stream(self._module.current_stream(self._device))", "self.stream.query()",
+        "system/test_accelerated.py -k copied_ahead",
+    ),
+    Mutation(
         "elastic: batches of another lost worker are given out again", "autoloader",
         "self._give_again(number, number + 1)", "self._give_again(number + 1, None)",
         "autoloader/test_elastic.py -k killed_workers",

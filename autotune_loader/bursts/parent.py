@@ -9,6 +9,7 @@ A child that dies or hangs is killed with its group; the next request starts a n
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -48,7 +49,8 @@ FORK_DEADLINE_S = 15.0
 DEATH_S = 0.5
 """A process whose connection has ended is gone within this time, and then tells how."""
 PAYLOAD_MEMORY_SHARE, LARGEST_PAYLOAD_BYTES = 0.3, 8 << 30
-"""What is sent is in memory once more. It may take this share of what is available, and no more than takes seconds to copy."""
+"""What is sent is in memory once more. It may take this share of what is available, and no more than takes seconds to copy, but
+where nothing else would work."""
 LAST_WORDS_BYTES = 16384
 """Of what a process that died has printed: the end of it holds the error, and C++ a long traceback behind it."""
 RUN = (
@@ -114,10 +116,10 @@ def open_probe(
         while (taken := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < FIRST_OWN_FD:
             exits.callback(os.close, taken)
         os.close(taken)
-        _check_device(workload)
+        most = math.inf if _uses_device(workload) else LARGEST_PAYLOAD_BYTES  # no fork could train
+        most = min(most, int((machine.memory_budget_bytes or LARGEST_PAYLOAD_BYTES) * PAYLOAD_MEMORY_SHARE))
         try:
-            share = int((machine.memory.available_bytes or LARGEST_PAYLOAD_BYTES) * PAYLOAD_MEMORY_SHARE)
-            fds = exits.enter_context(packed(workload, Settings.read(workload), min(LARGEST_PAYLOAD_BYTES, share)))
+            fds = exits.enter_context(packed(workload, Settings.read(workload), int(most)))
             opened = started(fds, max(START_DEADLINE_S, budget_s))
         except (NotSentError, WorkloadError) as fresh:
             reason = str(fresh).splitlines()[0].removesuffix(ENDS_TRAINING)
@@ -131,21 +133,23 @@ def open_probe(
         yield opened
 
 
-def _check_device(workload: Workload) -> None:
-    """Give back device memory that this process holds for later, and see whether a second model fits beside the first.
+def _uses_device(workload: Workload) -> bool:
+    """Whether this process uses the device; then memory of it that is held for later is given back.
 
     Raises:
-        WorkloadError: it does not.
+        WorkloadError: a second model does not fit beside the first.
     """
     model, device = workload.training.model, workload.training.device
     module = accelerator(device)
-    if module is None or not module.is_initialized() or not isinstance(model, torch.nn.Module):
-        return
+    if module is None or not module.is_initialized():
+        return False
     module.empty_cache()
     free, _ = module.mem_get_info(device)
-    needed = sum(each.nbytes for each in (*model.parameters(), *model.buffers())) + CONTEXT_BYTES
+    parts = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    needed = sum(each.nbytes for each in parts) + CONTEXT_BYTES
     if needed > free:
         raise WorkloadError(NO_ROOM.format(device=device, needed=needed / 1e9, free=free / 1e9))
+    return True
 
 
 class ProcessProbe:

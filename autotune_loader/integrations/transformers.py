@@ -47,6 +47,12 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
         warnings.warn(
             f"bursts train model(**batch).loss without the Trainer's own {names}; pass train_step=", stacklevel=2
         )
+    if args.n_gpu > 1:
+        warnings.warn(
+            f"the Trainer shares each batch out among {args.n_gpu} GPUs (DataParallel), and bursts train on one, which takes "
+            "longer; torchrun, with a process for each GPU, would work",
+            stacklevel=2,
+        )
     optimizer = functools.partial(torch.optim.AdamW, lr=args.learning_rate)
     with trainer.accelerator.autocast():  # bf16 and fp16 of the arguments
         result = tune(

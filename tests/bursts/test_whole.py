@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader.bursts.packing import TooLargeError, read_archive, write_archive
-from autotune_loader.pipeline.workload import StepTime, TrainingSide
 from autotune_loader.values import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, QUICK, TWO_WORKERS, Made, measured, opened, run, workload
 
@@ -176,19 +175,6 @@ def test_what_no_other_process_can_read_is_named():
         with pytest.raises(WorkloadError, match=says), opened(workload(dataset)):
             pass
         assert dataset[0] == 7  # nobody has taken anything of it
-
-
-@pytest.mark.process
-def test_a_model_that_only_a_fork_could_have_while_this_process_uses_cuda_is_told_what_works(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    model = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4))  # cannot be pickled
-    says = r"^model cannot be taken .*this process uses cuda.*train_step=0\.05, the seconds of one step"
-    job = workload([1.0] * 8, training=TrainingSide(model=model, device="cuda"))
-    with pytest.raises(WorkloadError, match=says), opened(job):
-        pass
-    # AND against the seconds of a step nothing is needed of the device
-    run(workload([1.0] * 8, training=TrainingSide(train_step=StepTime(0.001))), ALONE)
 
 
 MIB = 1 << 20

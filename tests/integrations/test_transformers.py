@@ -76,7 +76,10 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, m
     with pytest.warns(UserWarning, match="own compute_loss; pass train_step="):
         tune_trainer(trainer)
     tune_trainer(trainer, train_step=0.01)  # warnings are errors here
-    assert was_on == [True, True]
+    trainer.args._n_gpu = 2
+    with pytest.warns(UserWarning, match="shares each batch out among 2 GPUs .* torchrun"):
+        tune_trainer(trainer, train_step=0.01)
+    assert was_on == [True] * 3
 
 
 def test_a_loader_of_the_trainers_own_is_measured_and_what_it_does_not_heed_is_said(trainer_of, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import DevicePrefetcher, compare, tune
+from autotune_loader.bursts import parent
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan, LoaderConfig, WorkloadError
 from tests.support.bursts import Made, measured, opened, workload
@@ -35,7 +36,7 @@ class Model(torch.nn.Module):
         return (self.weight * x[0, 0]).sum()
 
 
-def job(fetch_s=0.0005, step_s=0.01, copy_s=0.001, host_s=0.0, own=False, pinning_s=0.0):
+def job(fetch_s=0.0005, step_s=0.01, copy_s=0.001, host_s=0.0, own=False, blocking=False, pinning_s=0.0):
     """Data, model and step: a step of its own moves its batch."""
     torch.sim.configure(bytes_per_s=BYTES / copy_s, pinning_s=pinning_s)
 
@@ -44,7 +45,7 @@ def job(fetch_s=0.0005, step_s=0.01, copy_s=0.001, host_s=0.0, own=False, pinnin
         return {"x": torch.zeros(BYTES // BATCH // 4)}
 
     def step(model, batch):
-        return model(batch["x"].to("sim", non_blocking=True))
+        return model(batch["x"].to("sim", non_blocking=not blocking))
 
     return Made(make, 4096), Model(step_s, host_s), step if own else None
 
@@ -106,6 +107,8 @@ def bursts(configs, **times):
             {"copy_s": 0.015, "step_s": 0.020, "own": True},
             {PAGEABLE: (0.050, 0.050, 0.030, 0), PINNED: (0.035, 0.035, 0.015, 0), AHEAD: (0.020, 0.020, 0.0, 0)},
         ),
+        # and one that waits for its copy waits for nothing that its step would not have waited for
+        ({"copy_s": 0.015, "step_s": 0.020, "own": True, "blocking": True}, {PINNED: (0.035, 0.035, 0.015, 0)}),
         # memory that is pinned for the first time is no part of the rate
         ({"step_s": 0.020, "pinning_s": 0.2}, {PINNED: (0.021, 0.020, 0.001, 1 / 21)}),
     ],
@@ -172,6 +175,13 @@ def in_use():
     return said(data, torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4)).to("sim"))
 
 
+def too_large_to_copy_in_seconds():
+    """Where the data are more than is copied as long as a fork would do, and this process uses the device."""
+    parent.LARGEST_PAYLOAD_BYTES = 1 << 20
+    data, model = torch.utils.data.TensorDataset(torch.zeros(4096, 256)), torch.nn.Linear(256, 1).to("sim")
+    return said(data, model, lambda model, batch: model(batch[0].to("sim")).mean())
+
+
 def without_room():
     """Where the device has no room for a second model."""
     torch.sim.configure(memory_bytes=600 << 20)
@@ -183,7 +193,7 @@ def said(data, model, step=None):
         result = tune(data, model, train_step=step, batch_size=BATCH, device="sim", budget=3, progress=False)
     except WorkloadError as error:
         return str(error)
-    return "\n".join(result.warnings)
+    return "\n".join([*result.summary, *result.warnings])
 
 
 @pytest.mark.parametrize(
@@ -192,6 +202,7 @@ def said(data, model, step=None):
         ((failing, "kernel"), "device-side assert triggered"),
         ((failing, "memory"), "use a smaller batch, or free what else is on the device"),
         ((in_use,), "this process uses sim, which no fork of it can; train_step=0.05"),
+        ((too_large_to_copy_in_seconds,), "that the step alone can do"),
         ((without_room,), "a second copy of the model on sim takes at least 0.8 GB, and 0.4 GB are free: move it"),
     ],
 )
