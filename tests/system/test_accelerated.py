@@ -31,8 +31,8 @@ class Model(torch.nn.Module):
         self.step_s, self.host_s, self.weight = step_s, host_s, torch.nn.Parameter(torch.ones(1))
 
     def forward(self, x):
-        torch.sim.work(self.step_s, x)
         time.sleep(self.host_s)
+        torch.sim.work(self.step_s, x)
         return (self.weight * x[0, 0]).sum()
 
 
