@@ -54,10 +54,10 @@ SLOW_BATCHES = (
     "with a smaller batch_size."
 )
 
-PINNED_BATCHES = 4
-"""Batches in pinned memory at once, where the loop takes each as it comes: one that is pinned, one that waits, one that is
-copied, one that the loop keeps. Locking the pages of each takes long the first time (H200: 55 ms for 38.5 MB, 8 ms for a copy
-into them later), and training pays for it once."""
+IN_HAND, MOST_PINNING_S = 3, 2.0
+"""Batches that are pinned beside those in flight: one that is being pinned, one on its way, one that the loop keeps. Locking
+the pages of each takes long the first time (H200: 55 ms for 38.5 MB, 8 ms for a copy into them later) and holds up the device's
+calls. Training pays for it once, so it is no part of a rate; a burst takes no longer than this for it."""
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
 """The fewest that can differ, and one batch of each is enough."""
 SHORTEST_TIMEOUT_S, SPAWNED_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 60.0, 10.0
@@ -98,7 +98,7 @@ class Bench:
         self._data = replace(workload.data, worker_init_fn=functools.partial(begin_worker, inner, sharing))
         self._training, self._read_private = workload.training, read_private
         self._seed, self._reading = seed, Reading(self._data, seed)
-        self._copy_s = dict[bool, float]()
+        self._pinned, self._copy_s = 0, dict[bool, float]()
         """Of the first batch, by whether it is pinned; empty off a device."""
 
     def prepare(self, say: Callable[[Message], None]) -> Message:
@@ -146,8 +146,8 @@ class Bench:
         def make_loader() -> Any:
             if request.what == "step_ceiling":
                 return self._first
-            if self._timeline is not None and config.pin_memory not in self._copy_s:
-                self._copy_s[config.pin_memory] = copy_s(self._first.batch, self._timeline, pinned=config.pin_memory)
+            if self._timeline is not None:
+                self._begin_copies(config, self._timeline)
             data = self._data  # in which no burst without workers may fill a cache
             if not has_workers and not draws_nothing(data.dataset, data.collate):
                 data = self._read_private()
@@ -189,6 +189,17 @@ class Bench:
             self._say(message)
             os._exit(0)
         return message
+
+    def _begin_copies(self, config: LoaderConfig, timeline: Timeline) -> None:
+        """Have as much pinned memory as a burst will have in use, and see once what the device takes for a copy."""
+        batch, held = self._first.batch, list[Any]()
+        if config.pin_memory and config.batches_in_flight + IN_HAND > self._pinned:
+            until = time.monotonic() + MOST_PINNING_S
+            while len(held) < config.batches_in_flight + IN_HAND and time.monotonic() < until:
+                held.append(pin_memory(batch))
+            self._pinned = len(held)
+        if config.pin_memory not in self._copy_s:
+            self._copy_s[config.pin_memory] = copy_s([*held, *[batch] * IN_HAND][:IN_HAND], timeline)
 
     def begin_elsewhere(self) -> None:
         """Let the next burst read other samples, where nothing is heard of how far the last one came."""
@@ -269,12 +280,11 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
             return
 
 
-def copy_s(batch: Any, timeline: Timeline, *, pinned: bool) -> float:
-    """Seconds that the device takes to copy a batch, at the best of a few; torch keeps memory of pinned ones for the next."""
-    held = [pin_memory(batch) if pinned else batch for _ in range(PINNED_BATCHES)]
+def copy_s(batches: list[Any], timeline: Timeline) -> float:
+    """Seconds that the device takes to copy a batch, at the best of a few."""
     timeline.open()
     marks = [timeline.mark()]
-    for each in held:
+    for each in batches:
         timeline.move(each)
         marks.append(timeline.mark())
     timeline.synchronize()

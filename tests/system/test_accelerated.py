@@ -19,6 +19,7 @@ pytestmark = pytest.mark.process
 
 BATCH, BYTES = 4, 400_000
 PAGEABLE, PINNED = (LoaderConfig(num_workers=1, pin_memory=pinned) for pinned in (False, True))
+DEEP = LoaderConfig(num_workers=1, prefetch_factor=12, pin_memory=True)
 AHEAD = LoaderConfig(num_workers=1, pin_memory=True, device_prefetch=1)
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01, deadline_s=30.0)
 
@@ -110,7 +111,7 @@ def bursts(configs, **times):
         # and one that waits for its copy waits for nothing that its step would not have waited for
         ({"copy_s": 0.015, "step_s": 0.020, "own": True, "blocking": True}, {PINNED: (0.035, 0.035, 0.015, 0)}),
         # memory that is pinned for the first time is no part of the rate
-        ({"step_s": 0.020, "pinning_s": 0.2}, {PINNED: (0.021, 0.020, 0.001, 1 / 21)}),
+        ({"step_s": 0.020, "pinning_s": 0.1}, {PINNED: (0.021, 0.020, 0.001, 1 / 21), DEEP: (0.021, 0.020, 0.001, 1 / 21)}),
     ],
 )  # fmt: skip
 def test_a_burst_has_the_devices_times(simulated, times, of_configs):
