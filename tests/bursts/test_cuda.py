@@ -4,16 +4,14 @@ The logic is tested on any machine with a fake device (tests/bursts/test_device.
 """
 
 import gc
-import os
 
 import pytest
 import torch
 
 from autotune_loader import tune
-from autotune_loader.bursts.packing import read_archive, write_archive
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan, LoaderConfig, WorkloadError
-from tests.support.bursts import ALONE, ONE_WORKER, measured, opened, workload
+from tests.support.bursts import ALONE, ONE_WORKER, assert_views_travel_once, measured, opened, workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -56,16 +54,7 @@ def test_a_burst_is_timed_by_the_device_and_knows_its_memory():
 
 
 def test_views_of_one_storage_on_the_gpu_travel_once():
-    base = torch.rand(1 << 20, device="cuda")
-    layer = torch.nn.Linear(4, 4).cuda()
-    held = ([base[at::16] for at in range(16)], layer, base.bfloat16().requires_grad_())
-    with os.fdopen(os.memfd_create("test"), "rb") as file:
-        write_archive(file.fileno(), held, 8 << 20)  # 6 MiB
-        views, linear, half = read_archive(file.fileno())
-    assert {view.untyped_storage().data_ptr() for view in views} == {views[0].data_ptr()} != {base.data_ptr()}
-    for own, travelled in (*zip(held[0], views, strict=True), (layer.weight, linear.weight), (held[2], half)):
-        assert torch.equal(own, travelled)
-        assert (own.device, own.requires_grad) == (travelled.device, travelled.requires_grad)
+    assert_views_travel_once("cuda")
 
 
 def allocated_bytes():

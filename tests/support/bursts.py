@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
+from autotune_loader.bursts.packing import read_archive, write_archive
 from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
@@ -68,6 +71,20 @@ def failed(probe: Any, kind: FailureKind, config: LoaderConfig = ALONE, plan: Bu
     assert isinstance(outcome, Failure), outcome
     assert outcome.kind == kind, outcome
     return outcome
+
+
+def assert_views_travel_once(device: str) -> None:
+    """Views of one storage on a device are sent as one, and arrive as views of one, whatever else lies there."""
+    base = torch.rand(1 << 20, device=device)
+    layer = torch.nn.Linear(4, 4).to(device)
+    held = ([base[at::16] for at in range(16)], layer, base.bfloat16().requires_grad_())
+    with os.fdopen(os.memfd_create("test"), "rb") as file:
+        write_archive(file.fileno(), held, 8 << 20)  # 6 MiB
+        views, linear, half = read_archive(file.fileno())
+    assert {view.untyped_storage().data_ptr() for view in views} == {views[0].data_ptr()} != {base.data_ptr()}
+    for own, travelled in (*zip(held[0], views, strict=True), (layer.weight, linear.weight), (held[2], half)):
+        assert torch.equal(own, travelled)
+        assert (own.device, own.requires_grad) == (travelled.device, travelled.requires_grad)
 
 
 def orphaned_segments() -> set[str]:

@@ -13,7 +13,7 @@ from autotune_loader import DevicePrefetcher, compare, tune
 from autotune_loader.bursts import parent
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan, LoaderConfig, WorkloadError
-from tests.support.bursts import Made, measured, opened, workload
+from tests.support.bursts import Made, assert_views_travel_once, measured, opened, workload
 
 pytestmark = pytest.mark.process
 
@@ -154,6 +154,10 @@ def test_batches_copied_ahead_are_whole_and_cost_the_longer_of_copy_and_step(sim
     period_s, values, hazards = simulated.call(prefetched, copy_s, step_s, depth)
     assert (values, hazards) == ([float(each) for each in range(8)], [])
     assert period_s == pytest.approx(0.030, rel=0.05)
+
+
+def test_views_of_one_storage_on_the_device_travel_once(simulated):
+    simulated.call(assert_views_travel_once, "sim")
 
 
 def failing(trouble):
