@@ -1,11 +1,11 @@
 """`python -m studies.gpu`: does tuning reach what the GPU and the loader allow? A job from end to end, a row of one table.
 
     python -m studies.gpu                              # a GPU, about two minutes a job
-    python -m studies.gpu --only transformer --budget 20
-    python -m studies.gpu --device cpu --quick         # the same code in small, where there is no GPU: a smoke test
+    python -m studies.gpu --only transformer --rounds 2
+    python -m studies.gpu --device sim --quick         # the same code in small, where there is no GPU (see run.sh)
 
 Each thing that was measured is printed at once, a line that begins with RECORD; a run that is cut off keeps them. Figures of
-`--quick` say that the code runs, and nothing else.
+`--quick` say that the code runs, and on the simulated accelerator whether the verdicts are right.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 
 from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.pipeline.prefetch import accelerator
 from autotune_loader.values import Round
-from studies.gpu.jobs import FULL, JOBS, QUICK
+from studies.gpu.jobs import FULL, JOBS, QUICK, SIMULATED_BYTES_PER_S, VERDICTS
 from studies.gpu.training import TUNED, Loop, Rate, bursts_of, in_turns, medians, record, recorded
 from studies.regret.oracle import paired_ratio
 
@@ -75,10 +76,11 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     rounds = [Round(rates={key: runs[i].samples_per_s for key, runs in rates.items()}) for i in range(effort.rounds)]
     regret, live = paired_ratio(rounds, TUNED, str(best)), paired_ratio(rounds, LIVE, TUNED)
     default, tuned = (medians(rates)[key] for key in (DEFAULT, TUNED))
-    errors = _twin_errors(result, grid)
+    errors, verdict = _twin_errors(result, grid), result.bottleneck.kind
+    is_right = accelerator(device) is None or verdict in VERDICTS[loop.job.binds]  # a CPU has no copies
     return [
         f"{name} ({loop.job.binds})",
-        result.bottleneck.kind,
+        verdict if is_right else f"{verdict}, which is wrong",
         f"{default:,.1f}",
         f"{tuned:,.1f} ({tuned / default:.2f}x)",
         f"{tuned / limit:.1%} of {limit:,.1f}",
@@ -128,29 +130,32 @@ def _share(value: float | None) -> str:
 def machine(device: str) -> str:
     """What the figures depend on; named as in studies/README.md, never by a host's name."""
     facts = inspect_machine()
-    name = torch.cuda.get_device_name(device) if device != "cpu" else "cpu"
+    module = accelerator(device)
+    name = module.get_device_name(device) if module is not None else "cpu"
     memory = round((facts.memory.total_bytes or 0) / 2**30)
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}"
     return f"`{facts.usable_cores}c-{memory}g-{name.lower().replace(' ', '-')}`, {versions}"
 
 
 def check_device(parser: argparse.ArgumentParser, device: str) -> None:
-    if device != "cpu" and not torch.cuda.is_available():
-        parser.exit(2, "there is no CUDA device here; --device cpu --quick runs the same code in small\n")
+    try:
+        module = accelerator(device)
+    except (RuntimeError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
+    if hasattr(module, "configure"):
+        module.configure(bytes_per_s=SIMULATED_BYTES_PER_S)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.gpu", description=__doc__)
-    parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu only makes sense with --quick")
+    parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu and sim with --quick")
     parser.add_argument("--only", default=",".join(JOBS), help="jobs, by commas")
     parser.add_argument("--quick", action="store_true", help="tiny jobs, for a test of the code")
-    parser.add_argument("--budget", type=float, help="seconds of each tuning run")
     parser.add_argument("--workers", help="of the grid, by commas; from the cores without it")
     parser.add_argument("--rounds", type=int, help="in which the last few take turns")
     chosen = parser.parse_args(arguments)
     check_device(parser, chosen.device)
-    effort = Effort(budget_s=4.0, run_s=0.2, rounds=2, workers=(0, 2)) if chosen.quick else Effort()
-    effort = effort if chosen.budget is None else replace(effort, budget_s=chosen.budget)
+    effort = Effort(budget_s=2.0, run_s=0.1, rounds=1, workers=(0, 2)) if chosen.quick else Effort()
     workers = tuple(map(int, chosen.workers.split(","))) if chosen.workers else effort.workers
     effort = replace(effort, workers=workers, rounds=chosen.rounds or effort.rounds)
     torch.backends.cudnn.benchmark = True

@@ -1,4 +1,4 @@
-"""Training jobs on a GPU, each with a bottleneck that is known by construction; pure torch, and small copies for a CPU.
+"""Training jobs on a GPU, each with a bottleneck that is known by construction; pure torch, and small copies without one.
 
     resnet_jpeg       loader     JPEG files decoded and augmented, a ResNet-18 in bfloat16: faster than cores decode
     images            transfer   decoded pictures normalised to float32, the same model: 38.5 MB for each batch of 64
@@ -37,6 +37,8 @@ class Size:
     """So often each picture is in an epoch; a short epoch would be mostly starts of workers where cores are many."""
     picture: tuple[int, int] = (500, 375)
     crop: int = 224
+    decoded: int = 224
+    """Side of the pictures that come decoded."""
     batch: int = 64
     width: int = 64
     """Channels of the ResNet's first stage."""
@@ -48,9 +50,13 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    pictures=32, times=2, picture=(64, 48), crop=32, batch=8, width=4, layers=1, embedding=16, tokens=16,
-    large_bytes=1 << 20,
+    pictures=16, times=16, picture=(800, 600), crop=32, decoded=128, batch=4, width=4, layers=1, embedding=16,
+    tokens=16, large_bytes=1 << 18,
 )  # fmt: skip
+SIMULATED_BYTES_PER_S = 4e7
+"""Of the simulated accelerator's copies: what binds a small job there is what binds the large one on a GPU."""
+VERDICTS = {"loader": {"cpu", "cores"}, "transfer": {"hand_over", "copy"}, "step": {"step"}, "copy": {"copy"}}
+"""What `tune()` may say of a job, by what binds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,33 +141,40 @@ class Sums(nn.Module):
 
 
 def picture_step(model: Any, batch: Any) -> torch.Tensor:
-    """Classify pictures, in bfloat16 on CUDA."""
-    pictures, labels = to_model(model, batch)
+    """Classify pictures, in bfloat16 on a GPU."""
+    pictures, labels = to_model(model, batch, 1e-3)
     with bfloat16_on(pictures.device):
         scores = model(pictures)
     return nn.functional.cross_entropy(scores.float(), labels)
 
 
 def token_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    """Predict the next token, in bfloat16 on CUDA."""
-    batch = to_model(model, batch)
+    """Predict the next token, in bfloat16 on a GPU."""
+    batch = to_model(model, batch, 20e-3)
     with bfloat16_on(batch.device):
         scores = model(batch)
     return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def sum_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model(to_model(model, batch))  # type: ignore[no-any-return]
+    return model(to_model(model, batch, 1e-4))  # type: ignore[no-any-return]
 
 
-def to_model(model: Any, batch: Any) -> Any:
-    """The batch where the model is: an own step gets it as the loader gives it. From pinned memory the host does not wait."""
-    return move(batch, next(model.parameters()).device)
+def to_model(model: Any, batch: Any, simulated_s: float) -> Any:
+    """The batch where the model is: an own step gets it as the loader gives it. From pinned memory the host does not wait.
+
+    The simulated accelerator takes so many seconds for the step, since its arithmetic takes it none.
+    """
+    device = next(model.parameters()).device
+    batch = move(batch, device)
+    if device.type == "sim":
+        torch.get_device_module(device).work(simulated_s)
+    return batch
 
 
 def bfloat16_on(device: torch.device) -> torch.autocast:
     # Most CPUs only emulate it.
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type != "cpu")
 
 
 class InMemory(Dataset[Any]):
@@ -205,7 +218,7 @@ def resnet_jpeg(size: Size) -> Job:
 
 def images(size: Size) -> Job:
     return Job(
-        name="images", binds="transfer", dataset=Pictures(size.crop, size.pictures * size.times), model=resnet(size.width),
+        name="images", binds="transfer", dataset=Pictures(size.decoded, size.pictures * size.times), model=resnet(size.width),
         train_step=picture_step, batch_size=size.batch,
     )  # fmt: skip
 

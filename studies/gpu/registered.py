@@ -5,7 +5,7 @@ and that a worker has written again each time.
 
 pageable      `batch.to(device, non_blocking=True)` from the mapped memory
 pinned        `batch.pin_memory()` by one thread, as torch's pinning thread does it, then the copy
-registered    the memory is given to `cudaHostRegister` once; the copy is asynchronous
+registered    CUDA alone: the memory is given to `cudaHostRegister` once; the copy is asynchronous
 
 Milliseconds are the host's until the call returns, and until the device has the batch; medians of 50.
 """
@@ -17,12 +17,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from autotune_loader.autoloader.segments import Segment
-from studies.gpu.training import record
+from autotune_loader.pipeline.prefetch import accelerator
+from studies.gpu.training import record, synchronize
 
 SHAPE = (64, 3, 224, 224)
 SEGMENTS, TIMES = 4, 50
@@ -55,7 +57,6 @@ def milliseconds(batches: list[torch.Tensor], send: Callable[[torch.Tensor], Any
 
 def first_blocks(batch: torch.Tensor) -> list[float]:
     """Milliseconds of pinning a batch, six times into memory of its own; the last one into memory that another has had."""
-    torch.cuda.init()
     took, held = [], []
     for number in range(7):
         begun = time.perf_counter()
@@ -71,20 +72,19 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu shows that the code runs, and nothing else")
     device = torch.device(parser.parse_args().device)
     held = [batch_over(number) for number in range(SEGMENTS)]
-    batches, has_cuda = [batch for _, batch in held], device.type == "cuda"
-    wait: Callable[[], None] = torch.cuda.synchronize if has_cuda else lambda: None
+    batches, module, wait = [batch for _, batch in held], accelerator(device), partial(synchronize, device)
     ways: dict[str, Callable[[torch.Tensor], Any]] = {"pageable": lambda batch: batch.to(device, non_blocking=True)}
-    if has_cuda:
+    if module is not None:
         ways["pinned"] = lambda batch: batch.pin_memory().to(device, non_blocking=True)
         ways["only pinned"] = lambda batch: batch.pin_memory()
     torch.set_num_threads(1)
-    if has_cuda:
+    if module is not None:
         record("registered", "the first blocks of pinned memory", ms=first_blocks(batches[0]))
     for name, send in ways.items():
         record("registered", name, **milliseconds(batches, send, wait))
-    if not has_cuda:
+    if not hasattr(module, "cudart"):
         return
-    runtime: Any = torch.cuda.cudart()
+    runtime = module.cudart()
     took = []
     for segment, _ in held:
         begun = time.perf_counter()

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Everything that needs a GPU, in parts of at most five minutes. From the repository's root:
+# Everything that needs a GPU, in parts of at most five minutes (README.md has them). From the repository's root:
 #
-#     sh studies/gpu/run.sh              # all of them, about twelve minutes
-#     sh studies/gpu/run.sh first        # the tests marked gpu; resnet_jpeg: tune(), the grid, AutoLoader, in turns
-#     sh studies/gpu/run.sh second       # images and transformer likewise
-#     sh studies/gpu/run.sh third        # pinned memory; AutoLoader on images and from nothing; Hugging Face, Lightning, compare()
-#     sh studies/gpu/run.sh check        # on a CPU, before a GPU is asked for: the same code in small
+#     sh studies/gpu/run.sh [first | second | third]
+#     PYTHON=.venv/bin/python sh studies/gpu/run.sh check [--device cpu]
+#
+# `check` runs the same code in small before a GPU is asked for: on the simulated accelerator of the tests, which it builds into
+# build/accelerator and which needs a C++ compiler, or on the CPU.
 #
 # What is measured is printed as it comes, a line that begins with RECORD each, and kept in $OUT, or in studies/gpu/results
 # without it. Needs python3 with torch for CUDA, numpy, Pillow, pandas, psutil and pytest; of the rest, what is missing is taken
@@ -45,11 +45,6 @@ tests() {
 }
 study() { limited 170 "$1.txt" -m studies.gpu --only "$1"; }
 uses() { name=$1 seconds=$2; shift 2; limited "$seconds" "$name.txt" -m studies.gpu.uses "$name" "$@"; }
-small() {
-    limited 20 registered.txt -m studies.gpu.registered --device "$1"
-    limited 150 small.txt -m studies.gpu --device "$1" --quick --only "$2"
-    for each in images hugging_face lightning compare live watch; do uses "$each" 60 --device "$1" --quick; done
-}
 first() { tests; study resnet_jpeg; }
 second() { study images; study transformer; }
 third() {
@@ -60,7 +55,16 @@ third() {
     uses lightning 60
     uses compare 60
 }
-check() { LIMIT_S=900; small cpu resnet_jpeg,images,transformer,large_batches; tests --collect-only; }
+check() {
+    device=${3:-sim}
+    if [ "$device" = sim ]; then
+        PYTHONPATH="$("$PYTHON" -m tests.support.accelerator build/accelerator):$PYTHONPATH" || exit 1
+    fi
+    limited 20 registered.txt -m studies.gpu.registered --device "$device"
+    limited 150 small.txt -m studies.gpu --device "$device" --quick
+    limited 150 uses.txt -m studies.gpu.uses --device "$device" --quick
+    tests --collect-only
+}
 
 part=${1:-all}
 if [ "$part" != check ]; then
@@ -68,7 +72,7 @@ if [ "$part" != check ]; then
     uname -r && nproc && free -m && df -h /dev/shm /tmp
 fi
 case $part in
-first | second | third | check) "$part" ;;
+first | second | third | check) "$part" "$@" ;;
 all) for each in first second third; do "$each"; begun=$(date +%s); done ;;
 *) echo "$part is no part; first, second, third, check or all would work" >&2 && exit 2 ;;
 esac

@@ -103,7 +103,7 @@ def hugging_face(device: str, size: Size, seconds: float) -> None:
             save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no",
         )  # fmt: skip
         trainer = transformers.Trainer(model, arguments, train_dataset=Dicts(job.dataset), callbacks=[Stop()])
-        result = tune_trainer(trainer, budget=15.0 if seconds > 1 else 4.0, progress=False)
+        result = tune_trainer(trainer, budget=15.0 if seconds > 1 else 2.0, progress=False)
         record("hugging_face", TUNED, says=list(result.summary), seconds=result.seconds, bursts=bursts_of(result))
 
         def train(config: LoaderConfig) -> Rate:
@@ -130,9 +130,9 @@ def lightning(device: str, size: Size, seconds: float) -> None:
     job = JOBS["resnet_jpeg"](size)
 
     class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
+        def __init__(self, config: LoaderConfig) -> None:
             super().__init__()
-            self.model, self.config = resnet(size.width), LoaderConfig()
+            self.model, self.config = resnet(size.width), config
 
         def training_step(self, batch: Any, index: int) -> Any:
             return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
@@ -151,19 +151,15 @@ def lightning(device: str, size: Size, seconds: float) -> None:
         nonlocal clock
         clock = Clock(module.config, size.batch, seconds / 3, device)
         trainer = pl.Trainer(
-            accelerator="cpu" if device == "cpu" else "cuda", devices=1, precision="bf16-mixed", callbacks=[Stop()],
-            max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            accelerator=torch.device(device).type, devices=1, precision=32 if device == "cpu" else "bf16-mixed",
+            callbacks=[Stop()], max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
         )  # fmt: skip
         return clock.rate(partial(trainer.fit, module))
 
-    def train(config: LoaderConfig) -> Rate:
-        module = Module()
-        module.config = config
-        return fit(module)
-
     clock = Clock(LoaderConfig(), size.batch, seconds, device)
-    module = tuned(Module(), budget=15.0 if seconds > 1 else 4.0, progress=False)
+    module = tuned(Module(LoaderConfig()), budget=15.0 if seconds > 1 else 2.0, progress=False)
     fit(module)
     result = module.tuning_result
     record("lightning", TUNED, says=list(result.summary), seconds=result.seconds, bursts=bursts_of(result))
-    beside_others("lightning", result.best, train, os.cpu_count() or 1)
+    beside_others("lightning", result.best, lambda config: fit(Module(config)), os.cpu_count() or 1)

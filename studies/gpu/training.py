@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult
-from autotune_loader.pipeline.prefetch import move
+from autotune_loader.pipeline.prefetch import accelerator, move
 from studies.gpu.jobs import Job
 
 # Batches before the clock starts: workers are up, and queues filled at the start no longer flatter.
@@ -39,7 +39,7 @@ class Rate:
 
     samples_per_s: float
     gpu_util: float | None
-    """NVML's utilisation, mean over the run; None off CUDA, or where NVML does not answer."""
+    """NVML's utilisation, mean over the run; None where the device has none, or NVML does not answer."""
 
 
 def recorded(job: str, what: str, rate: Rate) -> Rate:
@@ -62,8 +62,8 @@ def medians(rates: Mapping[str, list[Rate]]) -> dict[str, float]:
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if (module := accelerator(device)) is not None:
+        module.synchronize(device)
 
 
 class Loop:
@@ -71,7 +71,7 @@ class Loop:
 
     Args:
         job: what is trained.
-        device: such as "cuda".
+        device: such as "cuda"; one that `accelerator` knows, or the CPU.
         seconds: of one timed run.
     """
 
@@ -121,11 +121,12 @@ class Utilisation:
     """NVML's utilisation of a device while a block lasts, sampled by a thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._seen, self._ended = device, list[float](), threading.Event()
+        self._device, self._module = device, accelerator(device)
+        self._seen, self._ended = list[float](), threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Utilisation:
-        if self._device.type == "cuda":
+        if hasattr(self._module, "utilization"):
             self._thread.start()
         return self
 
@@ -140,7 +141,7 @@ class Utilisation:
     def _sample(self) -> None:
         try:
             while not self._ended.wait(SAMPLE_S):
-                self._seen.append(torch.cuda.utilization(self._device) / 100)
+                self._seen.append(self._module.utilization(self._device) / 100)
         except Exception as error:  # no NVML, or none that may be asked, as under MIG
             print(f"no utilisation: {error}", flush=True)
 

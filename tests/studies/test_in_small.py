@@ -1,4 +1,4 @@
-"""Studies run in small: killed again and again, the jobs of a GPU on a CPU, a library tried."""
+"""Studies run in small: killed again and again, a job of a GPU on a simulated one, a library tried."""
 
 import pytest
 import torch
@@ -25,13 +25,15 @@ def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(tmp_path, 
     assert [figures[name] for name in kills.LEFT] == [0, 0]
 
 
-def test_a_job_runs_in_small_on_a_cpu(capsys, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)  # put back afterwards
-    jobs.main(["--device", "cpu", "--quick", "--only", "transformer", "--budget", "2"])
-    lines = capsys.readouterr().out.splitlines()
+def test_a_job_runs_in_small_on_an_accelerator_and_its_verdict_is_right(simulated, tmp_path):
+    arguments = ["--device", "sim", "--quick", "--only", "transformer", "--workers", "2"]
+    run = simulated.start(jobs.__file__, *arguments, folder=tmp_path)
+    assert run.wait(60) == 0, run.output
+    lines = run.output.splitlines()
     assert sum(line.startswith("RECORD") for line in lines) >= 8
-    cells = lines[-1].split(" | ")
-    assert (len(cells), cells[0]) == (len(jobs.COLUMNS), "| transformer (step)")
+    cells = dict(zip(jobs.COLUMNS, lines[-1].strip("| ").split(" | "), strict=True))
+    assert cells[jobs.COLUMNS[0]] == "transformer (step)"
+    assert cells["verdict"] == "step"
 
 
 @pytest.mark.parametrize(
