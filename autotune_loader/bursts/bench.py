@@ -197,7 +197,7 @@ class Bench:
             until = time.monotonic() + MOST_PINNING_S
             while len(held) < config.batches_in_flight + IN_HAND and time.monotonic() < until:
                 held.append(pin_memory(batch))
-            self._pinned = len(held)
+            self._pinned = max(self._pinned, len(held))
         if config.pin_memory not in self._copy_s:
             self._copy_s[config.pin_memory] = copy_s([*held, *[batch] * IN_HAND][:IN_HAND], timeline)
 
