@@ -126,7 +126,7 @@ class Log:
 
     @property
     def behind(self) -> int:
-        """Batches that the loop has had and that are not in the log yet."""
+        """Batches that the loop has had and that are not in the log yet, or one or two more where an epoch begins."""
         return (len(self.marks) + 1) // 2
 
     def since(self, batch: int) -> list[BatchTrace]:
