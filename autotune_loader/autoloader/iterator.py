@@ -34,7 +34,7 @@ class TunedIter(torchs.BaseIter):  # type: ignore[misc]
     _config: LoaderConfig
 
     def _begin(self, live: Any, begun: float) -> None:
-        self._live, self._tuner, self._log, self._begun = live, live.tuner, live.found.log, begun
+        self._live, self._tuner, self._log = live, live.tuner, live.found.log
         self._loop = self._log.begin(begun)
 
     def __next__(self) -> Any:
@@ -79,9 +79,10 @@ class TunedIter(torchs.BaseIter):  # type: ignore[misc]
         raise NotImplementedError
 
     def _end(self) -> None:
-        self._loop.end(now := time.monotonic())
-        if self._log.current is self._loop:
-            self._tuner.epoch(now - self._begun, self._num_yielded)
+        loop, batches = self._loop, self._num_yielded
+        loop.end(now := time.monotonic())
+        if self._log.current is loop:
+            self._log.marks.note(now, lambda end: self._tuner.epoch(end - loop.begun, batches))
 
 
 class AskedIter(TunedIter, ElasticIter):

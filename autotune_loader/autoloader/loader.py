@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
@@ -159,7 +160,9 @@ class AutoLoader(DataLoader[T_co]):
     @property
     def _live(self) -> Live:
         options = ("tune", "on_change", "max_workers", "workers", "fetch_threads")
-        return live_of(self, self._line, how=self._how, **{name: getattr(self, name) for name in options})
+        live = live_of(self, self._line, how=self._how, **{name: getattr(self, name) for name in options})
+        live.found.log.marks.settle(time.monotonic())
+        return live
 
     found = _Told("_live.found", "What is known; it lives on without loader and data.")
     config = _Told("_live.found.config", "What runs from the next batch on.")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median_low
 from typing import NamedTuple
 
-from autotune_loader.pipeline.loop_log import OFTEN, Log, heavy_s, longest_s, measurement
+from autotune_loader.pipeline.loop_log import Log, longest_s, measurement
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, Measurement
 
 BLOCK_S, BLOCK_BATCHES, MOST_BLOCKS = 0.25, 6, 10
@@ -96,7 +96,7 @@ class Meter:
     def applied(self, config: LoaderConfig, now: float, in_flight: int = 0) -> None:
         """It runs. So many batches that were begun before do not count, nor does one of each worker."""
         if self._running != config:
-            self._running, self._first = config, self._log.end
+            self._running, self._first = config, self._log.end + self._log.behind
             self._since = self._first + in_flight + max(1, config.num_workers)
             self._since_s, self._since_at = self._log.totals.active_s, now
 
@@ -123,14 +123,8 @@ class Meter:
         least = workers * math.ceil((SLOW_BATCHES if seconds > SLOW_S else request.batches) / workers)
         if self._running != config or count < least or seconds < request.seconds:
             return None
-        rows, heavy = log.since(max(self._since, log.end - LATEST)), heavy_s(log.steps)
-        at = [number for number, row in enumerate(rows) if heavy is not None and row.step_s > heavy]
-        if len(at) > 1:  # from the end of one to the end of another
-            rows = rows[at[0] + 1 : at[-1] + 1]
-        elif heavy is not None and count < 2 * OFTEN:
-            return None
-        else:  # workers deliver in turns, and often at the same time
-            rows = rows[len(rows) % workers :]
+        rows = log.since(max(self._since, log.end - LATEST))
+        rows = rows[len(rows) % workers :]  # workers deliver in turns, and often at the same time
         of = measurement(rows, longest_s(log.steps), config.num_workers)
         if of is None or of.samples_per_s.count < max(min(workers, count // 2), SLOW_BATCHES):
             return None

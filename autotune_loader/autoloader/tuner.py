@@ -8,7 +8,7 @@
     ledger  own seconds and the price of the next trial stay below 0.5 s + 1 % of the time trained + half of the proven gain
 
 A step is a pause if it is long and rare (`loop_log.longest_s`), and so is a wait. Neither is measured, nor is what lay ready
-when it was over. Heavy steps that come back often are measured from one to another.
+when it was over.
 All of it reads one log of batches and says which configuration is wanted; it starts nothing and has no clock.
 """
 

@@ -3,10 +3,10 @@
 iter() ── asks ── receives ── step ── asks ── receives ── step ── asks ── is told that the epoch is over
  starts    waits               steps   waits               steps   waits
 
-Seconds are of one monotonic clock, which the caller reads. A step is a pause (evaluation, a checkpoint, a notebook left
+Seconds are of one monotonic clock, which the caller reads; with an accelerator, of when it was through with its work (`Marks`),
+so that batches are counted a little later. A step is a pause (evaluation, a checkpoint, a notebook left
 alone), and not counted, if it is longer than 0.5 s, than 20 median steps, and than twice what comes back once in 80 steps: an
-evaluation every 100 steps is a pause, and the synchronisation of an asynchronous device every 50 steps is a step. Torch is not
-needed here.
+evaluation every 100 steps is a pause, and what takes as long every 50 steps is a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from autotune_loader.pipeline.marks import Marks
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, Measurement
 
 MOST_ROWS = 20_000
@@ -24,11 +26,8 @@ LATEST_STEPS = 1_000
 """By so many steps a long one is judged."""
 PAUSE_S, PAUSE_STEPS, PAUSE_USUAL = 0.5, 20.0, 2.0
 """A pause takes longer than this, than so many median steps, and than so many times what comes back often."""
-HEAVY_STEPS, HEAVY_SHARE = 5.0, 0.2
-"""A heavy step takes so many median ones; heavy steps count if they are such a share of all."""
 OFTEN, LEAST_OFTEN = 80, 3
-"""What comes once in so many steps comes back often, and has come at least so many times. A device's queue holds about 1,000
-kernels, so that its synchronisation stands for some tens of steps; evaluations are rarer."""
+"""What comes once in so many steps comes back often, and has come at least so many times."""
 
 Fetch = tuple[int, float, float, float, float]
 """worker, fetch_start, fetch_end, collate_end, cpu_s: the first fields of a `BatchTrace`."""
@@ -40,17 +39,6 @@ def longest_s(seconds: Sequence[float]) -> float:
     count = len(ordered)
     often = ordered[-min(count, max(LEAST_OFTEN, count // OFTEN + 1))]
     return max(PAUSE_S, PAUSE_STEPS * ordered[(count - 1) // 2], PAUSE_USUAL * often)
-
-
-def heavy_s(seconds: Sequence[float]) -> float | None:
-    """What takes longer comes back often and is a large part of the series: that is to be measured from one to another."""
-    ordered = sorted(seconds)
-    count = len(ordered)
-    least = HEAVY_STEPS * ordered[(count - 1) // 2]
-    longest = longest_s(ordered)
-    heavy = [each for each in ordered[count // 2 :] if least < each <= longest]
-    is_often = len(heavy) >= max(LEAST_OFTEN, count // OFTEN)
-    return least if is_often and sum(heavy) > HEAVY_SHARE * sum(ordered) else None
 
 
 def measurement(rows: Sequence[BatchTrace], longest_step_s: float, workers: int | None = None) -> Measurement | None:
@@ -96,6 +84,8 @@ class Totals:
     started_s: float = 0.0
     """Of that, from `iter()` until the first batch of an epoch."""
     stepped_s: float = 0.0
+    asking_s: float = 0.0
+    """Of the loop itself, between asking for a batch and receiving it, also while an accelerator was at work."""
 
     @property
     def active_s(self) -> float:
@@ -120,7 +110,7 @@ class Log:
     """One loader's, over all its epochs. Rows are those of the loop that was begun last."""
 
     def __init__(self) -> None:
-        self.totals = Totals()
+        self.totals, self.marks = Totals(), Marks()
         self.rows: list[BatchTrace] = []
         """The latest batches; `forgotten` older ones were dropped."""
         self.forgotten = 0
@@ -133,6 +123,11 @@ class Log:
     @property
     def end(self) -> int:
         return self.forgotten + len(self.rows)
+
+    @property
+    def behind(self) -> int:
+        """Batches that the loop has had and that are not in the log yet, or one or two more where an epoch begins."""
+        return (len(self.marks) + 1) // 2
 
     def since(self, batch: int) -> list[BatchTrace]:
         """The batches from this number on, those that are remembered."""
@@ -165,46 +160,76 @@ class Log:
 
 
 class Loop:
-    __slots__ = ("_asked", "_begun", "_fetch", "_log", "_received", "_rows", "_samples", "batches", "is_over")
+    __slots__ = (
+        "_asked",
+        "_fetch",
+        "_log",
+        "_own_asked",
+        "_received",
+        "_rows",
+        "_samples",
+        "batches",
+        "begun",
+        "is_over",
+    )
 
     def __init__(self, log: Log, now: float) -> None:
-        self._log, self._rows, self._begun = log, log.rows, now
+        self._log, self._rows, self.begun = log, log.rows, now
         self._asked, self._received, self._samples = now, 0.0, 0
+        self._own_asked = now
         self._fetch: Fetch | None = None
         self.batches, self.is_over = 0, False
+        log.marks.note(now, self._begin)
 
     def started(self, now: float) -> None:
         """`iter()` has returned: what it took was waiting."""
-        totals, self._asked = self._log.totals, now
-        totals.waited_s += now - self._begun
-        totals.started_s += now - self._begun
+        self._log.marks.note(now, self._started)
 
     def ask(self, now: float) -> None:
         """The loop asks for a batch: its step has ended."""
+        self._own_asked = now
+        self._log.marks.note(now, self._ask)
+
+    def receive(self, now: float, samples: int, fetch: Fetch | None = None) -> None:
+        """The loop has a batch; `fetch` is its history, None where torch's workers made it."""
+        self.batches += 1
+        self._log.totals.asking_s += now - self._own_asked
+        self._log.marks.note(now, partial(self._receive, self.batches == 1, samples, fetch))
+
+    def end(self, now: float) -> None:
+        """The loop is told that the epoch is over."""
+        if not self.is_over:
+            self.is_over = True
+            self._log.marks.note(now, self._end)
+
+    def _begin(self, now: float) -> None:
+        self.begun = self._asked = now
+
+    def _started(self, now: float) -> None:
+        totals, self._asked = self._log.totals, now
+        totals.waited_s += now - self.begun
+        totals.started_s += now - self.begun
+
+    def _ask(self, now: float) -> None:
         received = self._received
         if received:
             self._log.step(now - received)
-            if self._fetch is not None and self._log.current is self:
+            if self._fetch is not None and (self._log.current is self or self.is_over):
                 self._rows.append(BatchTrace(*self._fetch, self._samples, self._asked, received, now))
                 if len(self._rows) > 2 * MOST_ROWS:
                     self._log.trim()
             self._received = 0.0
         self._asked = now
 
-    def receive(self, now: float, samples: int, fetch: Fetch | None = None) -> None:
-        """The loop has a batch; `fetch` is its history, None where torch's workers made it."""
+    def _receive(self, is_first: bool, samples: int, fetch: Fetch | None, now: float) -> None:
         totals, waited_s = self._log.totals, now - self._asked
-        if not self.batches:
+        if is_first:
             totals.epochs += 1
             totals.started_s += waited_s
-        self.batches += 1
         totals.batches += 1
         totals.samples += samples
         totals.waited_s += waited_s
         self._fetch, self._samples, self._received = fetch, samples, now
 
-    def end(self, now: float) -> None:
-        """The loop is told that the epoch is over."""
-        if not self.is_over:
-            self.is_over = True
-            self._log.totals.waited_s += now - self._asked
+    def _end(self, now: float) -> None:
+        self._log.totals.waited_s += now - self._asked

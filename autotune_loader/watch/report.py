@@ -29,6 +29,8 @@ OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.HAND_OVER,
 
 def seen_of(session: Session) -> ProcessReport:
     """What is known now of the loaders that gave a batch: once, for the terminal and for the files."""
+    for each in session.loaders:
+        each.log.marks.settle(time.monotonic(), is_end=True)
     known = [each for each in session.loaders if each.log.totals.batches]
     script_s = sum(each.log.totals.active_s for each in known)
     reports = [_report_of(each, script_s, session.plan) for each in known]
@@ -132,7 +134,7 @@ def evidence_of(loader: ScriptLoader, script_s: float) -> Evidence:
     totals, workers = loader.log.totals, loader.own.num_workers
     making, fetch_s = (loader.in_workers if workers else loader.in_loop).of_one, None
     if making is not None:
-        whole_s = workers * totals.active_s if workers else totals.waited_s
+        whole_s = workers * totals.active_s if workers else totals.asking_s
         fetch_s = max(making.cpu_s, whole_s / totals.batches - making.queued_s)
     receiving, cores = loader.in_loop.of_one if workers else None, usable_cores().usable
     return Evidence(

@@ -98,7 +98,7 @@ class Training:
         if self._left == 0:
             self._next_epoch(tuner)
         if tuner is not None:
-            self._loop.ask(self.now)
+            self._loop.ask(self._passed)
             if self.now >= tuner.wake:
                 tuner.look(self.now)
                 if tuner.wanted != self._config:
@@ -115,13 +115,18 @@ class Training:
             fetch = (MAIN_PROCESS, asked, self.now, self.now, took * self.cpu)
         self.samples += SAMPLES
         if tuner is not None:
-            self._loop.receive(self.now, SAMPLES, fetch)
+            self._loop.receive(self._passed, SAMPLES, fetch)
         self._step()
         self._left -= 1
         if self._left == 0 and tuner is not None:
-            self._loop.ask(self.now)
-            self._loop.end(self.now)
+            self._loop.ask(self._passed)
+            self._loop.end(self._passed)
             tuner.epoch(self.now - self._begun, self.epoch_batches)
+
+    @property
+    def _passed(self) -> float:
+        """When the device has done what it was given by now."""
+        return max(self.now, self._device)
 
     def _step(self) -> None:
         step_s = self._noisy(self.step_s)

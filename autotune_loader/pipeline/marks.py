@@ -1,0 +1,87 @@
+"""When an accelerator has done what it was given, for a loop that hands it work and goes on: nobody waits for it.
+
+host      ask ▪── receive ▪ launch │ ask ▪── receive ▪ launch │ ask ▪─────────── receive ▪ launch
+device            step ────────────────────│ step ─────────────────────│ idle ─── step ──────────
+
+A mark (an event) is laid behind the work at each of these moments. What passes between asking and receiving on the device is
+what training waits for data; what passes on the host is mostly not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Marks:
+    """Moments of a loop, told in order with the time at which the accelerator has passed them, in seconds of the host's clock.
+
+    Where this process uses none, or a thread takes the batches, a moment is told at once and as it is.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = deque[tuple[float, Any, Callable[[float], object]]]()
+        self._device: tuple[Any, int] | None = None
+        self._last: Any = None
+        self._time = 0.0
+
+    def __len__(self) -> int:
+        """Moments that the accelerator has not passed."""
+        return len(self._ahead)
+
+    def note(self, now: float, tell: Callable[[float], object]) -> None:
+        if (mark := self._mark()) is None and not self._ahead:
+            tell(now)
+            return
+        self._ahead.append((now, mark, tell))
+        self.settle(now)
+
+    def settle(self, now: float, *, is_end: bool = False) -> None:
+        """Tell of the moments that have passed; at the end, of all others as if they did now."""
+        while self._ahead:
+            moment, mark, tell = self._ahead[0]
+            try:
+                if mark is None:
+                    passed = moment
+                elif mark.query():
+                    passed = now if self._last is None else self._time + self._last.elapsed_time(mark) / 1e3
+                elif is_end:
+                    mark, passed = None, now
+                else:
+                    return
+            except RuntimeError:  # the device is lost
+                mark, passed = None, moment
+            self._last, self._time = mark, max(self._time, moment, min(passed, now))
+            self._ahead.popleft()
+            tell(self._time)
+
+    def _mark(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():  # the main thread may capture a graph meanwhile
+            return None
+        try:
+            self._device = self._device or _device_in_use()
+            if self._device is None:
+                return None
+            module, index = self._device
+            event = module.Event(enable_timing=True)
+            event.record(module.current_stream(index))
+        except Exception:  # whatever it is, it is no reason to end somebody's training
+            return None
+        return event
+
+
+def _device_in_use() -> tuple[Any, int] | None:
+    """Torch's module of an accelerator, and the number of a device that holds memory: the current one, if it does.
+
+    No device is opened to see it.
+    """
+    for name in ("cuda", torch._C._get_privateuse1_backend_name()):
+        module = vars(torch).get(name)
+        if module is not None and module.is_initialized():
+            indices = module.current_device(), *range(module.device_count())
+            return next(((module, index) for index in indices if module.memory_reserved(index)), None)
+    return None
