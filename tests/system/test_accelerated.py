@@ -3,11 +3,12 @@
 Steps, copies and fetches take what a test says; what comes of them is known (`torch.sim`, tests/support/accelerator).
 """
 
+import inspect
 import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 
 from autotune_loader import DevicePrefetcher, compare, tune
 from autotune_loader.bursts import parent
@@ -15,7 +16,11 @@ from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan, LoaderConfig, WorkloadError
 from tests.support.bursts import Made, assert_views_travel_once, measured, opened, workload
 
-pytestmark = pytest.mark.process
+PINS_FOR_ANY = "accelerator" in inspect.getsource(dataloader)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not PINS_FOR_ANY, reason="needs a torch whose DataLoader pins for other devices than CUDA"),
+]
 
 BATCH, BYTES = 4, 400_000
 PAGEABLE, PINNED = (LoaderConfig(num_workers=1, pin_memory=pinned) for pinned in (False, True))
