@@ -164,7 +164,10 @@ class Bench:
             if isinstance(outcome, Failure):
                 return Message(failure=outcome)
             if self._step.is_own and request.what == "burst" and not config.device_prefetch:  # its copy is in its step
-                outcome = replace(outcome, copy_s=self._copy_s.get(config.pin_memory))
+                copied_s = self._copy_s.get(
+                    config.pin_memory
+                )  # None off a device; and a step may use a part of its batch
+                outcome = replace(outcome, copy_s=copied_s and min(copied_s, outcome.step_s))
             return Message(measurement=outcome)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
@@ -196,7 +199,7 @@ class Bench:
         if config.pin_memory and config.batches_in_flight + IN_HAND > self._pinned:
             until = time.monotonic() + MOST_PINNING_S
             while len(held) < config.batches_in_flight + IN_HAND and time.monotonic() < until:
-                held.append(pin_memory(batch))
+                held.append(pin_memory(fresh(batch)))
             self._pinned = max(self._pinned, len(held))
         if config.pin_memory not in self._copy_s:
             self._copy_s[config.pin_memory] = copy_s([*held, *[batch] * IN_HAND][:IN_HAND], timeline)

@@ -194,6 +194,23 @@ def too_large_to_copy_in_seconds():
     return said(data, model, lambda model, batch: model(batch[0].to("sim")).mean())
 
 
+class InPlace(dict):
+    """A batch that moves and pins itself, as those of transformers and PyTorch Geometric do."""
+
+    def to(self, device, non_blocking):
+        self["x"] = self["x"].to(device, non_blocking=non_blocking)
+        return self
+
+    def pin_memory(self):
+        self["x"] = self["x"].pin_memory()
+        return self
+
+
+def in_place():
+    data, model, _ = job()
+    return said(DataLoader(data, BATCH, collate_fn=lambda rows: InPlace(torch.utils.data.default_collate(rows))), model)
+
+
 def without_room():
     """Where the device has no room for a second model."""
     torch.sim.configure(memory_bytes=600 << 20)
@@ -201,8 +218,9 @@ def without_room():
 
 
 def said(data, model, step=None):
+    data = data if isinstance(data, DataLoader) else DataLoader(data, BATCH)
     try:
-        result = tune(data, model, train_step=step, batch_size=BATCH, device="sim", budget=3, progress=False)
+        result = tune(data, model, train_step=step, device="sim", budget=3, progress=False)
     except WorkloadError as error:
         return str(error)
     return "\n".join([*result.summary, *result.warnings])
@@ -214,6 +232,7 @@ def said(data, model, step=None):
         ((failing, "kernel"), "device-side assert triggered"),
         ((failing, "memory"), "use a smaller batch, or free what else is on the device"),
         ((in_use,), "this process uses sim, which no fork of it can; train_step=0.05"),
+        ((in_place,), " samples/s"),
         ((too_large_to_copy_in_seconds,), " samples/s"),
         ((without_room,), "a second copy of the model on sim takes at least 0.8 GB, and 0.4 GB are free: move it"),
     ],
