@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+_passed: dict[Any, tuple[Any, float]] = {}
+"""The mark that a device was seen to pass last, and when: of any loop, as one of an evaluation asks seldom."""
+
 
 class Marks:
     """Moments of a loop, told in order with the time at which the accelerator has passed them, in seconds of the host's clock.
@@ -26,7 +29,6 @@ class Marks:
     def __init__(self) -> None:
         self._ahead = deque[tuple[float, Any, Callable[[float], object]]]()
         self._device: tuple[Any, int] | None = None
-        self._last: Any = None
         self._time = 0.0
 
     def __len__(self) -> int:
@@ -44,18 +46,22 @@ class Marks:
         """Tell of the moments that have passed; at the end, of all others as if they did now."""
         while self._ahead:
             moment, mark, tell = self._ahead[0]
+            last, last_s = _passed.get(self._device, (None, 0.0))
             try:
                 if mark is None:
                     passed = moment
                 elif mark.query():
-                    passed = now if self._last is None else self._time + self._last.elapsed_time(mark) / 1e3
+                    passed = now if last is None else last_s + last.elapsed_time(mark) / 1e3
                 elif is_end:
                     mark, passed = None, now
                 else:
                     return
             except RuntimeError:  # the device is lost
                 mark, passed = None, moment
-            self._last, self._time = mark, max(self._time, moment, min(passed, now))
+            passed = max(moment, min(passed, now))
+            if mark is not None:
+                _passed[self._device] = mark, passed
+            self._time = max(self._time, passed)
             self._ahead.popleft()
             tell(self._time)
 
