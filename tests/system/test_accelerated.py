@@ -211,6 +211,21 @@ def in_place():
     return said(DataLoader(data, BATCH, collate_fn=lambda rows: InPlace(torch.utils.data.default_collate(rows))), model)
 
 
+class Length:
+    """Its `to` goes to other units."""
+
+    def to(self, unit):
+        raise ValueError(f"no such unit: {unit}")
+
+
+def moved_in_parts():
+    """By a step of its own, which is all that knows how the batch moves."""
+    data, model, step = job(own=True)
+    return said(
+        DataLoader(data, BATCH, collate_fn=lambda rows: {"x": rows[0]["x"][None], "length": Length()}), model, step
+    )
+
+
 def without_room():
     """Where the device has no room for a second model."""
     torch.sim.configure(memory_bytes=600 << 20)
@@ -233,6 +248,7 @@ def said(data, model, step=None):
         ((failing, "memory"), "use a smaller batch, or free what else is on the device"),
         ((in_use,), "this process uses sim, which no fork of it can; train_step=0.05"),
         ((in_place,), " samples/s"),
+        ((moved_in_parts,), " samples/s"),
         ((too_large_to_copy_in_seconds,), " samples/s"),
         ((without_room,), "a second copy of the model on sim takes at least 0.8 GB, and 0.4 GB are free: move it"),
     ],
