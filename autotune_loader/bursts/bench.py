@@ -98,8 +98,8 @@ class Bench:
         self._data = replace(workload.data, worker_init_fn=functools.partial(begin_worker, inner, sharing))
         self._training, self._read_private = workload.training, read_private
         self._seed, self._reading = seed, Reading(self._data, seed)
-        self._pinned, self._copy_s = 0, dict[bool, float]()
-        """Of the first batch, by whether it is pinned; empty off a device."""
+        self._pinned, self._copy_s = 0, dict[bool, float | None]()
+        """Of the first batch, by whether it is pinned, where the step is the user's own; empty off a device."""
 
     def prepare(self, say: Callable[[Message], None]) -> Message:
         """Fetch one batch in this process, build the step from it and warm the step up; that it is warm, or why not.
@@ -164,7 +164,10 @@ class Bench:
             if isinstance(outcome, Failure):
                 return Message(failure=outcome)
             if self._step.is_own and request.what == "burst" and not config.device_prefetch:  # its copy is in its step
-                outcome = replace(outcome, copy_s=self._copy_s.get(config.pin_memory))
+                copied_s = self._copy_s.get(
+                    config.pin_memory
+                )  # None off a device; and a step may use a part of its batch
+                outcome = replace(outcome, copy_s=copied_s and min(copied_s, outcome.step_s))
             return Message(measurement=outcome)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):
@@ -191,15 +194,19 @@ class Bench:
         return message
 
     def _begin_copies(self, config: LoaderConfig, timeline: Timeline) -> None:
-        """Have as much pinned memory as a burst will have in use, and see once what the device takes for a copy."""
+        """Have as much pinned memory as a burst will have in use, and see once what the device takes for a copy that the
+        user's step makes.
+        """
         batch, held = self._first.batch, list[Any]()
         if config.pin_memory and config.batches_in_flight + IN_HAND > self._pinned:
             until = time.monotonic() + MOST_PINNING_S
             while len(held) < config.batches_in_flight + IN_HAND and time.monotonic() < until:
-                held.append(pin_memory(batch))
+                held.append(pin_memory(fresh(batch)))
             self._pinned = max(self._pinned, len(held))
-        if config.pin_memory not in self._copy_s:
-            self._copy_s[config.pin_memory] = copy_s([*held, *[batch] * IN_HAND][:IN_HAND], timeline)
+        if self._step.is_own and config.pin_memory not in self._copy_s:
+            self._copy_s[config.pin_memory] = None
+            with suppress(Exception):  # only its step knows how it moves; it may not fit as a whole
+                self._copy_s[config.pin_memory] = copy_s([*held, *[batch] * IN_HAND][:IN_HAND], timeline)
 
     def begin_elsewhere(self) -> None:
         """Let the next burst read other samples, where nothing is heard of how far the last one came."""

@@ -93,13 +93,12 @@ class TrainingStep:
 
     def ready(self, batch: Any) -> Any:
         """The batch as a loader that copies ahead delivers it: on the device, unless the step takes it from the host only."""
-        moved = move(batch, self.device)
-        try:
-            if self.is_own:
-                self.train(fresh(moved))
-        except StepError:
-            return batch
-        return moved
+        if not self.is_own:
+            return move(batch, self.device)
+        with contextlib.suppress(Exception):  # it may not move at all, or be too large to as a whole
+            self.train(fresh(moved := move(batch, self.device)))
+            return moved
+        return batch
 
     def run(self, batch: Any) -> None:
         """Take a batch as the loader delivers it, move it to the device and train on it; raises as `train` does."""

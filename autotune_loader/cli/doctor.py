@@ -100,6 +100,8 @@ def gpus_text() -> str:
         known = {str(at): ask(nvml.nvmlDeviceGetHandleByIndex, at) for at in range(nvml.nvmlDeviceGetCount())}
     except nvml.NVMLError as error:
         return f"none that NVML shows ({error})"
+    if not known:
+        return "none"
     mask, shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)), list[str]()
     known |= {str(ask(nvml.nvmlDeviceGetUUID, gpu)): gpu for gpu in known.values()}
     for entry in map(str.strip, mask.split(",")):

@@ -66,7 +66,7 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.START_UP
     if evidence.ceiling is not None and evidence.samples_per_s >= (1 - HARDLY_WAITS) * evidence.ceiling.value:
         return Bottleneck.STEP
-    if (evidence.copy_s or 0.0) > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
+    if evidence.saved_s > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
         return Bottleneck.COPY
     if wait < HARDLY_WAITS:
         return _never_waiting(evidence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,6 +114,12 @@ class Evidence:
         if self.config.num_workers == 0 or self.fetch_s is None:
             return 1.0
         return min(1.0, self.fetch_s / (self.config.num_workers * self.period_s))
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds that a batch would take less if its copy took none: workers that always fetch bring none sooner."""
+        rest_s = self.period_s * (1 - self.fetching_share) if self.config.num_workers else math.inf
+        return min(self.copy_s or 0.0, rest_s)
 
     @property
     def bursts(self) -> list[tuple[LoaderConfig, Measurement]]:

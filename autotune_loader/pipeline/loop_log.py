@@ -179,6 +179,7 @@ class Loop:
         self._own_asked = now
         self._fetch: Fetch | None = None
         self.batches, self.is_over = 0, False
+        log.marks.looks = 0
         log.marks.note(now, self._begin)
 
     def started(self, now: float) -> None:

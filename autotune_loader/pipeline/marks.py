@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 
+_settling = threading.Lock()
+_passed: dict[Any, tuple[Any, float]] = {}
+"""The mark that a device was seen to pass last, and when: of any loop, as one of an evaluation asks seldom."""
+
 
 class Marks:
     """Moments of a loop, told in order with the time at which the accelerator has passed them, in seconds of the host's clock.
@@ -26,7 +30,8 @@ class Marks:
     def __init__(self) -> None:
         self._ahead = deque[tuple[float, Any, Callable[[float], object]]]()
         self._device: tuple[Any, int] | None = None
-        self._last: Any = None
+        self.looks = 0
+        """How often a device in use was looked for since a loop began."""
         self._time = 0.0
 
     def __len__(self) -> int:
@@ -42,30 +47,43 @@ class Marks:
 
     def settle(self, now: float, *, is_end: bool = False) -> None:
         """Tell of the moments that have passed; at the end, of all others as if they did now."""
+        if _settling.acquire(blocking=False):  # else another thread does, such as one that asks for figures
+            try:
+                self._settle(now, is_end)
+            finally:
+                _settling.release()
+
+    def _settle(self, now: float, is_end: bool) -> None:
         while self._ahead:
             moment, mark, tell = self._ahead[0]
+            last, last_s = _passed.get(self._device, (None, 0.0))
             try:
                 if mark is None:
                     passed = moment
                 elif mark.query():
-                    passed = now if self._last is None else self._time + self._last.elapsed_time(mark) / 1e3
+                    passed = now if last is None else last_s + last.elapsed_time(mark) / 1e3
                 elif is_end:
                     mark, passed = None, now
                 else:
                     return
             except RuntimeError:  # the device is lost
                 mark, passed = None, moment
-            self._last, self._time = mark, max(self._time, moment, min(passed, now))
+            passed = max(moment, min(passed, now))
+            if mark is not None:
+                _passed[self._device] = mark, passed
+            self._time = max(self._time, passed)
             self._ahead.popleft()
             tell(self._time)
 
     def _mark(self) -> Any:
-        if threading.current_thread() is not threading.main_thread():  # the main thread may capture a graph meanwhile
-            return None
         try:
-            self._device = self._device or _device_in_use()
             if self._device is None:
-                return None
+                self.looks += 1
+                if self.looks & (self.looks - 1):  # ever more seldom: it takes longer than all else here
+                    return None
+                self._device = _device_in_use()
+            if self._device is None or threading.current_thread() is not threading.main_thread():
+                return None  # the main thread may capture a graph meanwhile
             module, index = self._device
             event = module.Event(enable_timing=True)
             event.record(module.current_stream(index))

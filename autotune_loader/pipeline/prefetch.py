@@ -40,7 +40,7 @@ def accelerator(device: Any) -> Any:
         return None
     module: Any = getattr(torch, chosen.type, None)
     if not all(hasattr(module, name) for name in ASKED):
-        instead = "train_step=0.05, the seconds of one step, would work"
+        instead = "device='cpu', or in tune() train_step=0.05, the seconds of one step, would work"
         raise ValueError(f"device={str(device)!r} has no streams and timed events in torch; {instead}")
     count = module.device_count()  # of CUDA by NVML: it does not open the driver
     if (chosen.index or 0) >= count:
@@ -139,22 +139,31 @@ class Lane:
 
 def move(batch: Any, device: Any) -> Any:
     """The batch with all that can move on `device`; containers are new, of the same type; what cannot move is kept."""
-    to = None if isinstance(batch, type) else getattr(batch, "to", None)
-    if callable(to):
-        try:
-            return to(device, non_blocking=True)
-        except TypeError:  # a method of the user's that does not take it
-            return to(device)
-    return rebuilt(batch, lambda value: move(value, device))
+    if not _moves(batch):
+        return rebuilt(batch, lambda value: move(value, device))
+    batch = _apart(batch)
+    try:
+        return batch.to(device, non_blocking=True)
+    except TypeError:  # a method of the user's that does not take it
+        return batch.to(device)
 
 
 def fresh(batch: Any) -> Any:
-    """The batch in containers of its own, for a step that takes things out of them; what is no container is the same."""
+    """The batch in containers of its own, for a step that takes things out of them or moves them; tensors are the same."""
     return rebuilt(batch, fresh)
 
 
+def _moves(batch: Any) -> bool:
+    return not isinstance(batch, type) and callable(getattr(batch, "to", None))
+
+
+def _apart(batch: Any) -> Any:
+    """What its `to` may change: that of transformers and PyTorch Geometric works in place."""
+    return copy.copy(batch) if _moves(batch) and not isinstance(batch, torch.Tensor) else batch
+
+
 def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """A new container of the same type with what a function makes of each value; what is no container is kept."""
+    """A new container of the same type with what a function makes of each value; what is none and does not move is kept."""
     if is_dataclass(batch):
         changed = copy.copy(batch)  # its constructor may not take every field, and it may be frozen
         for name, value in fields_of(batch).items():
@@ -173,4 +182,4 @@ def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
             return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
         except TypeError:  # a subclass with a constructor of its own
             return tuple(values) if isinstance(batch, tuple) else values
-    return batch
+    return _apart(batch)

@@ -1,6 +1,8 @@
 """Loops that launch their steps on an accelerator and go on: what the device waits for data counts, not what the host waits."""
 
 import json
+import sys
+import threading
 
 import pytest
 
@@ -79,3 +81,23 @@ def tuned(head, fetch_s, step_s, sync_every, batches):
 def test_workers_are_found_by_what_the_device_waits(fetch_s, step_s, sync_every, batches, workers, simulated):
     is_in_order, found, bottleneck = simulated.call(tuned, HEAD, fetch_s, step_s, sync_every, batches)
     assert (is_in_order, found in workers, bottleneck) == (True, True, "step")
+
+
+def asked_by_a_thread(head, batches):
+    names = {}
+    exec(head, names)
+    from autotune_loader import AutoLoader
+
+    sys.setswitchinterval(1e-5)
+    loader = AutoLoader(names["Slow"](batches, 0), batch_size=names["BATCH"])
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: [loader.metrics() for _ in iter(stop.is_set, True)])
+    thread.start()
+    seen, _ = names["trained"](loader, 5e-5, 0)
+    stop.set()
+    thread.join()
+    return len(seen), loader.metrics() and loader.log.totals.samples
+
+
+def test_figures_may_be_asked_for_by_another_thread(simulated):
+    assert simulated.call(asked_by_a_thread, HEAD, 500) == (2000, 2000)

@@ -11,7 +11,7 @@ static int answer(const char *call, long gpu) {
   return is_refused ? atoi(asked + length + 1) : 0;
 }
 int nvmlInitWithFlags(unsigned flags) { return answer("nvmlInit", 0); }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = getenv("NO_GPU") ? 0 : 3; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned at, long *gpu) { *gpu = at; return answer("nvmlDeviceGetHandleByIndex", at); }
 int nvmlDeviceGetHandleByUUID(const char *uuid, long *gpu) { *gpu = 3; return strcmp(uuid, uuids[3]) ? 6 : 0; }
 int nvmlDeviceGetUUID(long gpu, char *text, unsigned size) { return snprintf(text, size, "%s", uuids[gpu]) < 0; }

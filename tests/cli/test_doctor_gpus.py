@@ -61,6 +61,10 @@ def test_what_nvml_does_not_tell_is_said_in_words_and_the_other_gpus_are_shown(m
     assert gpus(LD_LIBRARY_PATH=str(driver), FAKE_NVML=refused, **environ) == told
 
 
+def test_a_driver_without_a_gpu_shows_none(driver):
+    assert gpus(LD_LIBRARY_PATH=str(driver), NO_GPU="1") == "none"
+
+
 def test_a_machine_without_a_driver_has_no_gpu_to_show(tmp_path):
     (tmp_path / "libnvidia-ml.so.1").touch()  # no library, whatever this machine has
     assert gpus(LD_LIBRARY_PATH=str(tmp_path)) == "none that NVML shows (NVML Shared Library Not Found)"

@@ -61,7 +61,15 @@ NO_STORAGE = {
     "fetch_queued_s": 0.001,
     "ceiling": None,
 }
-COPIES_ITSELF = {"copy_s": 0.014, "wait_share": 0.01, "step_s": 0.03, "cpu_share": 0.3, "on_accelerator": True}
+COPIES = {"copy_s": 0.01, "fetch_s": 0.04}
+COPIES_ITSELF = {
+    "copy_s": 0.014,
+    "fetch_s": 0.04,
+    "wait_share": 0.01,
+    "step_s": 0.03,
+    "cpu_share": 0.3,
+    "on_accelerator": True,
+}
 NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5}
 
 # Kind, what differs from a loader limited by the CPU, words of the bottleneck, words of some advice (None: no advice).
@@ -89,8 +97,10 @@ CASES = {
         "A step takes 25 ms in the loop and 4.2 ms alone, as loader and step share the cores. A loader without", ""),
     "handing over": ("hand_over", {"receive_s": 0.02}, "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
     "small batches": ("hand_over", SMALL, "90 % of the time", "Hand over less often"),
-    "copies": ("copy", {"copy_s": 0.01}, "Copying a batch of 4 MiB adds 10 ms to its step.", "DevicePrefetcher does it."),
-    "copies ahead": ("copy", {"copy_s": 0.01, "config": replace(FOUR, device_prefetch=2)}, "adds 10 ms", "uint8"),
+    "copies": ("copy", COPIES, "Copying a batch of 4 MiB adds 10 ms to its step.", "DevicePrefetcher does it."),
+    "copies ahead": ("copy", {**COPIES, "config": replace(FOUR, device_prefetch=2)}, "adds 10 ms", "uint8"),
+    "workers that copies do not hold up": ("storage", {**READS, "copy_s": 0.014, "fetch_s": 0.124}, "", "Read larger"),
+    "copies after fetches": ("copy", {**READS, "copy_s": 0.014, "config": LoaderConfig()}, "adds 14 ms", "DevicePrefetcher"),
     "a step that copies": ("copy", COPIES_ITSELF, "adds 14 ms to its step. The loop waits for data 1 % of", "allow=\"device_"),
     "a step without a core": ("unclear", {**COPIES_ITSELF, "copy_s": 0.001}, "1,000/s of the 2,000/s", None),
     "memory that ran out": ("memory", {"trials": (failed("oom_killed"),)},

@@ -103,6 +103,17 @@ def test_the_device_s_clock_does_not_drift_from_the_host_s(device, clock_speed):
     assert log.totals.active_s == pytest.approx(device.now, abs=0.1)
 
 
+def test_loops_that_take_turns_have_each_their_own_steps(device):
+    training, evaluation = Log(), Log()
+    for _ in range(3):
+        looped(device, 0.009, 0.02, 0, training)
+        looped(device, 0.009, 0.015, 0, evaluation)
+    device.now = device.free
+    for log, step_s in ((training, 0.02), (evaluation, 0.015)):
+        log.marks.settle(device.now)
+        assert (log.totals.batches, log.totals.stepped_s) == (300, pytest.approx(300 * step_s))
+
+
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_what_a_device_has_not_passed_at_the_end_is_counted(device, is_lost):
     log = Log()

@@ -23,6 +23,17 @@ class Frozen:
     total: int = dataclasses.field(init=False, default=7)
 
 
+class InPlace:
+    """Moves itself, as batches of transformers and PyTorch Geometric do."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def to(self, device):
+        self.x = self.x.to(device)
+        return self
+
+
 def test_copies_are_depth_batches_ahead_and_an_exception_comes_after_the_batches_before_it():
     events = []
 
@@ -98,6 +109,10 @@ def test_what_moves_in_its_own_way_is_moved_so():
     moved = move(Frozen(x=torch.ones(2)), "meta")
     assert (moved.x.device.type, moved.total) == ("meta", 7)
     assert move(MappingProxyType({"x": torch.ones(1)}), "meta")["x"].device.type == "meta"
+    # what moves itself leaves the batch that is kept for later as it was, also where a step moves its own
+    kept = {"graph": InPlace(torch.ones(1))}
+    for moved in (move(kept, "meta"), {"graph": fresh(kept)["graph"].to("meta")}):
+        assert (moved["graph"].x.device.type, kept["graph"].x.device.type) == ("meta", "cpu")
     # `non_blocking` is given to who takes it
     for to, told in ((str, "meta"), (lambda device, **options: f"{device} {options}", "meta {'non_blocking': True}")):
         assert move(SimpleNamespace(to=to), "meta") == told

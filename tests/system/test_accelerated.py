@@ -194,6 +194,38 @@ def too_large_to_copy_in_seconds():
     return said(data, model, lambda model, batch: model(batch[0].to("sim")).mean())
 
 
+class InPlace(dict):
+    """A batch that moves and pins itself, as those of transformers and PyTorch Geometric do."""
+
+    def to(self, device, non_blocking):
+        self["x"] = self["x"].to(device, non_blocking=non_blocking)
+        return self
+
+    def pin_memory(self):
+        self["x"] = self["x"].pin_memory()
+        return self
+
+
+def in_place():
+    data, model, _ = job()
+    return said(DataLoader(data, BATCH, collate_fn=lambda rows: InPlace(torch.utils.data.default_collate(rows))), model)
+
+
+class Length:
+    """Its `to` goes to other units."""
+
+    def to(self, unit):
+        raise ValueError(f"no such unit: {unit}")
+
+
+def moved_in_parts():
+    """By a step of its own, which is all that knows how the batch moves."""
+    data, model, step = job(own=True)
+    return said(
+        DataLoader(data, BATCH, collate_fn=lambda rows: {"x": rows[0]["x"][None], "length": Length()}), model, step
+    )
+
+
 def without_room():
     """Where the device has no room for a second model."""
     torch.sim.configure(memory_bytes=600 << 20)
@@ -201,8 +233,9 @@ def without_room():
 
 
 def said(data, model, step=None):
+    data = data if isinstance(data, DataLoader) else DataLoader(data, BATCH)
     try:
-        result = tune(data, model, train_step=step, batch_size=BATCH, device="sim", budget=3, progress=False)
+        result = tune(data, model, train_step=step, device="sim", budget=3, progress=False)
     except WorkloadError as error:
         return str(error)
     return "\n".join([*result.summary, *result.warnings])
@@ -214,6 +247,8 @@ def said(data, model, step=None):
         ((failing, "kernel"), "device-side assert triggered"),
         ((failing, "memory"), "use a smaller batch, or free what else is on the device"),
         ((in_use,), "this process uses sim, which no fork of it can; train_step=0.05"),
+        ((in_place,), " samples/s"),
+        ((moved_in_parts,), " samples/s"),
         ((too_large_to_copy_in_seconds,), " samples/s"),
         ((without_room,), "a second copy of the model on sim takes at least 0.8 GB, and 0.4 GB are free: move it"),
     ],
