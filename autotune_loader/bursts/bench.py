@@ -163,11 +163,11 @@ class Bench:
             outcome = LoopRun(request, self._step, self._timeline, self._announce, on_error).measured(make_loader)
             if isinstance(outcome, Failure):
                 return Message(failure=outcome)
-            if self._step.is_own and request.what == "burst" and not config.device_prefetch:  # its copy is in its step
-                copied_s = self._copy_s.get(
+            if self._step.is_own and request.what == "burst" and not config.device_prefetch:
+                alone_s = self._copy_s.get(
                     config.pin_memory
-                )  # None off a device; and a step may use a part of its batch
-                outcome = replace(outcome, copy_s=copied_s and min(copied_s, outcome.step_s))
+                )  # its copy is in its step, which may copy a part of the batch
+                outcome = replace(outcome, copy_s=alone_s and min(alone_s, outcome.step_s))
             return Message(measurement=outcome)
         except Raised as error:
             if has_workers and not error.writes and not error.raises_in(self._read_private()):

@@ -198,6 +198,7 @@ def _device_name(device: str | torch.device, model: Any) -> str:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r} is not a torch device; device='auto' would work") from error
+    refuse(chosen.type == "meta", "device='meta' computes nothing", "device='auto'", ValueError)
     module = accelerator(chosen)
     if module is None or chosen.index is not None:
         return str(chosen)

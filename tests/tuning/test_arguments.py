@@ -66,6 +66,7 @@ class ThreadLoader(DataLoader):
         (SAMPLES, None, {"loss_fn": nn.AdaptiveLogSoftmaxWithLoss}, TypeError, r"loss_fn=A.* is a class .*\(...\) would work"),
         (SAMPLES, None, {"device": "gpu:7"}, ValueError, r"device='gpu:7' is not a torch device; device='auto' would work"),
         (SAMPLES, None, {"device": "cuda:97"}, ValueError, r"device='cuda:97' is not there \(torch sees \d+\)"),
+        (SAMPLES, None, {"device": "meta"}, ValueError, "device='meta' computes nothing; device='auto' would work"),
         (SAMPLES, None, {"device": "mps"}, ValueError, r"device='mps' has no streams .*cpu.*train_step=0.05.*would work"),
         # the parts of a loader
         (SAMPLES, None, {"batch_size": -1}, ValueError, r"batch_size=-1 .* would work"),
