@@ -45,6 +45,22 @@ class View:
         return getattr(vars(self)["loader"], name)
 
 
+class Flag:
+    """What tells workers to end: a byte that processes share.
+
+    A worker that is killed while it looks at an event of multiprocessing keeps its lock, and who sets it waits for ever.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self._byte = real.RawValue("b", 0)
+
+    def is_set(self) -> bool:
+        return bool(self._byte.value)
+
+    def set(self) -> None:
+        self._byte.value = 1
+
+
 class ChannelContext:
     """A multiprocessing context whose queues are channels: torch asks for its result queue first, then for one a worker.
 
@@ -66,7 +82,10 @@ class ChannelContext:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def Queue(self) -> Any:  # noqa: N802 - as in multiprocessing
+    def Event(self) -> Flag:  # noqa: N802 - as in multiprocessing
+        return Flag(self._real)
+
+    def Queue(self) -> Any:  # noqa: N802
         if not self._has_given_results:
             self._has_given_results = True
             return self.results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from autotune_loader.values import LoaderConfig
 
 LIVE = "_autotune_loader_live"
 """Attribute of a loader."""
+_making = threading.RLock()
 WORKER_BYTES = 1 << 27
 """Memory that a worker is counted with before one has run."""
 MEMORY_SHARE, MEMORY_EVERY_S = 0.5, 30.0
@@ -124,15 +126,16 @@ def live_of(loader: Any, line: Line | None, **options: Any) -> Live:
         line: where it was made.
         **options: the fields of `Options`.
     """
-    live: Live | None = vars(loader).get(LIVE)
-    if live is None or not live.is_of(loader):
-        asked, chosen = LoaderConfig.from_loader(loader), Options(**options)
-        if live is not None and live.is_as_told(loader):
-            asked = live.tuner.asked
-        elif chosen.config is not None and (chosen.config.num_workers or not asked.num_workers):
-            asked = asked.with_workers(chosen.config.num_workers, chosen.config.prefetch_factor)
-        vars(loader)[LIVE] = live = Live(loader, line, asked, chosen)
-    return live
+    with _making:  # a thread may ask for figures while another one begins
+        live: Live | None = vars(loader).get(LIVE)
+        if live is None or not live.is_of(loader):
+            asked, chosen = LoaderConfig.from_loader(loader), Options(**options)
+            if live is not None and live.is_as_told(loader):
+                asked = live.tuner.asked
+            elif chosen.config is not None and (chosen.config.num_workers or not asked.num_workers):
+                asked = asked.with_workers(chosen.config.num_workers, chosen.config.prefetch_factor)
+            vars(loader)[LIVE] = live = Live(loader, line, asked, chosen)
+        return live
 
 
 def iterator_of(loader: Any, live: Live, torchs: Callable[[], Any]) -> Any:

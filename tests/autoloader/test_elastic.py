@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autotune_loader import AutoLoader
 from autotune_loader.autoloader import channel, elastic
-from autotune_loader.autoloader.elastic import ElasticIter
+from autotune_loader.autoloader.elastic import ChannelContext, ElasticIter
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.values import LoaderConfig
 from tests.support.bursts import Made
@@ -330,6 +330,21 @@ def test_killed_workers_begin_anew_and_nothing_is_lost_or_doubled(
             time.sleep(step_s)
         assert seen == [list(range(first, first + 4)) for first in range(0, 160, 4)]
     assert caplog.text.count("Its batches are fetched again") >= 2
+
+
+@pytest.mark.timeout(20)
+def test_workers_that_are_killed_while_they_look_whether_to_end_hold_up_nobody() -> None:
+    event = ChannelContext(torch.multiprocessing, (), 0, None, has_nursery=False).Event()
+    for _ in range(20):
+        if (pid := os.fork()) == 0:
+            while not event.is_set():
+                pass
+            os._exit(0)
+        time.sleep(0.005)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    event.set()
+    assert event.is_set()
 
 
 def kills_itself(index: int) -> Any:
