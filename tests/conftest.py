@@ -191,5 +191,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group_of(item: pytest.Item) -> str:
-    """What runs in one worker: a file; and all that imports the frameworks, which takes ten seconds each time."""
-    return "frameworks" if any(name in item.nodeid for name in IMPORT_FRAMEWORKS) else item.path.name
+    """What runs in one worker: a file; all that imports the frameworks, which takes ten seconds each time; and all on the
+    simulated accelerator, which has a preloaded Python of its own.
+    """
+    if any(name in item.nodeid for name in IMPORT_FRAMEWORKS):
+        return "frameworks"
+    return "simulated" if "simulated" in getattr(item, "fixturenames", ()) else item.path.name
