@@ -78,7 +78,7 @@ MUTATIONS = (
     ),
     Mutation(
         "segments: what the loop keeps is used again", "autoloader",
-        "own is None or own.is_lent or", "own is None or", "autoloader/test_elastic.py -k keeps_or_changes_stays",
+        "own is None or own.is_lent or", "own is None or", "autoloader/test_elastic.py -k one_tensor_twice",
     ),
     Mutation(
         "ledger: what training has earned is owed", "autoloader",

@@ -169,6 +169,20 @@ def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(
     assert "/memfd:batch" not in Path("/proc/self/maps").read_text()
 
 
+def twice(rows: list[Any]) -> Any:
+    batch = torch.utils.data.default_collate(rows)
+    return batch, batch.detach()
+
+
+def test_one_tensor_twice_in_a_batch_is_whole_as_long_as_the_loop_keeps_either() -> None:
+    data, kept = Made(lambda index: torch.full((40_000,), float(index)), 240), []
+    loader = AutoLoader(data, batch_size=4, num_workers=2, tune=False, collate_fn=twice)
+    for number, (_, again) in enumerate(loader):
+        if number % 5 == 0:
+            kept.append((number, again))
+    assert all(again[:, 7].tolist() == [4 * number + each for each in range(4)] for number, again in kept)
+
+
 def imitate_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's pinning thread, on a machine without an accelerator: pinning copies."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
