@@ -77,7 +77,6 @@ AHEAD_TOO = {"allow": "device_prefetch"}
     [
         (STEP_BOUND, {}, "step", 0.031),
         (LOADER_BOUND, {"max_workers": 1}, "storage", 0.120),
-        (COPY_BOUND, {}, "copy", 0.040),
         ({**COPY_BOUND, "own": True}, AHEAD_TOO, "copy", 0.030),
     ],
 )
@@ -237,7 +236,7 @@ def without_room():
 def said(data, model, step=None):
     data = data if isinstance(data, DataLoader) else DataLoader(data, BATCH)
     try:
-        result = tune(data, model, train_step=step, device="sim", budget=3, progress=False)
+        result = tune(data, model, train_step=step, device="sim", budget=2, progress=False)
     except WorkloadError as error:
         return str(error)
     return "\n".join([*result.summary, *result.warnings])
