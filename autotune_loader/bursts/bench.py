@@ -33,7 +33,7 @@ from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, die_wit
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.batches import BatchShape, samples_in, tensors_in
 from autotune_loader.pipeline.by_value import why_not_pickled
-from autotune_loader.pipeline.prefetch import accelerator, fresh
+from autotune_loader.pipeline.prefetch import accelerator, fresh, move
 from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide, Workload, draws_nothing, wrapped_datasets
@@ -164,9 +164,8 @@ class Bench:
             if isinstance(outcome, Failure):
                 return Message(failure=outcome)
             if self._step.is_own and request.what == "burst" and not config.device_prefetch:
-                alone_s = self._copy_s.get(
-                    config.pin_memory
-                )  # its copy is in its step, which may copy a part of the batch
+                # Its copy is in its step, which may copy a part of the batch.
+                alone_s = self._copy_s.get(config.pin_memory)
                 outcome = replace(outcome, copy_s=alone_s and min(alone_s, outcome.step_s))
             return Message(measurement=outcome)
         except Raised as error:
@@ -206,7 +205,9 @@ class Bench:
         if self._step.is_own and config.pin_memory not in self._copy_s:
             self._copy_s[config.pin_memory] = None
             with suppress(Exception):  # only its step knows how it moves; it may not fit as a whole
-                self._copy_s[config.pin_memory] = copy_s([*held, *[batch] * IN_HAND][:IN_HAND], timeline)
+                self._copy_s[config.pin_memory] = copy_s(
+                    [*held, *[batch] * IN_HAND][:IN_HAND], self._step.device, timeline
+                )
 
     def begin_elsewhere(self) -> None:
         """Let the next burst read other samples, where nothing is heard of how far the last one came."""
@@ -287,12 +288,12 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
             return
 
 
-def copy_s(batches: list[Any], timeline: Timeline) -> float:
+def copy_s(batches: list[Any], device: torch.device, timeline: Timeline) -> float:
     """Seconds that the device takes to copy a batch, at the best of a few."""
     timeline.open()
     marks = [timeline.mark()]
     for each in batches:
-        timeline.move(each)
+        move(each, device)
         marks.append(timeline.mark())
     timeline.synchronize()
     passed = [timeline.passed(mark) or 0.0 for mark in marks]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune_loader.pipeline.prefetch import Lane, accelerator, move
+from autotune_loader.pipeline.prefetch import Lane, accelerator
 from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values import MAIN_PROCESS, BatchTrace
 
@@ -69,10 +69,6 @@ class Timeline:
         """Wait until the device has passed a mark; what was given to it after that goes on."""
         mark.synchronize()
 
-    def move(self, batch: Any) -> Any:
-        """The batch on the device, or on its way there."""
-        return move(batch, self._device)
-
     def synchronize(self) -> None:
         """The window's last edge: wait until the device has done all it was given."""
         self._module.synchronize(self._device)
@@ -107,13 +103,13 @@ class Passages:
         self._timeline = timeline
         self._on_the_way: deque[Passage] = deque()
         self._free = 0.0
-        self._steps: list[tuple[float, float]] = []
-        self._copies: list[float] = []
+        self._steps: list[tuple[float, float, float]] = []
+        """Seconds that the copy of each kept it from beginning, when it began, and when it was done."""
 
     def note(self, passage: Passage) -> None:
         """Keep a batch in mind, and hold the host when it is too far ahead; the device does not notice."""
         self._on_the_way.append(passage)
-        begun, done = self._steps[-1] if self._steps else (0.0, MOST_AHEAD_S)
+        _, begun, done = self._steps[-1] if self._steps else (0.0, 0.0, MOST_AHEAD_S)
         most = max(FEWEST_AHEAD, int(MOST_AHEAD_S / max(done - begun, 1e-6)))
         if len(self._on_the_way) > most:
             self._timeline.wait(self._on_the_way[-most - 1].done)
@@ -128,9 +124,9 @@ class Passages:
 
     def use(self, start: float, end: float) -> dict[str, Any]:
         """What is known of the device between two moments, by fields of `Measurement`."""
-        at_work = sum(max(0.0, min(done, end) - max(begun, start)) for begun, done in self._steps)
+        at_work = sum(max(0.0, min(done, end) - max(begun, start)) for _, begun, done in self._steps)
         busy_share = at_work / (end - start) if end > start else None
-        copies = [took for took, (begun, _) in zip(self._copies, self._steps, strict=True) if start <= begun <= end]
+        copies = [copy_s for copy_s, begun, _ in self._steps if start <= begun <= end]
         copy_s = fmean(copies) if copies else None
         return {"gpu_busy_share": busy_share, "copy_s": copy_s, "gpu_memory_bytes": self._timeline.peak_bytes()}
 
@@ -138,8 +134,8 @@ class Passages:
         copied, done = self._timeline.passed(seen.copied), self._timeline.passed(seen.done)
         if done is None or copied is None:
             return None
-        self._copies.append(max(0.0, copied - max(seen.received, self._steps[-1][1] if self._steps else 0.0)))
-        self._steps.append((copied, done))
+        free = self._steps[-1][2] if self._steps else 0.0
+        self._steps.append((max(0.0, copied - max(seen.received, free)), copied, done))
         requested = max(seen.requested, self._free)
         worker, fetch_start, fetch_end, collate_end, cpu_s, samples = seen.fetch[:6]
         if worker == MAIN_PROCESS:

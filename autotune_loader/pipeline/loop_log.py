@@ -161,22 +161,14 @@ class Log:
 
 class Loop:
     __slots__ = (
-        "_asked",
-        "_fetch",
-        "_log",
-        "_own_asked",
-        "_received",
-        "_rows",
-        "_samples",
-        "batches",
-        "begun",
-        "is_over",
+        *("_asked", "_fetch", "_log", "_own_asked", "_received", "_rows", "_samples"),
+        *("batches", "begun", "is_over"),
     )
 
     def __init__(self, log: Log, now: float) -> None:
         self._log, self._rows, self.begun = log, log.rows, now
-        self._asked, self._received, self._samples = now, 0.0, 0
-        self._own_asked = now
+        self._asked = self._own_asked = now
+        self._received, self._samples = 0.0, 0
         self._fetch: Fetch | None = None
         self.batches, self.is_over = 0, False
         log.marks.looks = 0

@@ -17,14 +17,8 @@ from autotune_loader.pipeline.batches import fields_of, is_dataclass
 from autotune_loader.values import LoaderConfig, require_int
 
 ASKED = (
-    "Event",
-    "Stream",
-    "stream",
-    "current_stream",
-    "synchronize",
-    "set_device",
-    "mem_get_info",
-    "max_memory_allocated",
+    *("Event", "Stream", "stream", "current_stream", "synchronize"),
+    *("set_device", "mem_get_info", "max_memory_allocated"),
 )
 """What torch's module of an accelerator must have: a timeline of marks, streams beside one another, and its memory."""
 

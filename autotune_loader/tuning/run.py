@@ -87,11 +87,10 @@ def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> 
 def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, options: TuneOptions) -> Space:
     """The legal configurations of this workload on this machine, within what the user allows."""
     data, device = workload.data, torch.device(workload.training.device)
-    kind = device.type
     device_bytes = warmup.device_bytes
     if device_bytes is not None:  # the model of this process is the one that will be trained
         device_bytes += torch.get_device_module(device).memory_reserved(device)
-    accelerated = kind != "cpu" and not warmup.on_accelerator
+    accelerated = device.type != "cpu" and not warmup.on_accelerator
     own, allow = workload.own_config, options.allow
     # Persistent workers of a dataset that is told its epoch would never hear of the next.
     keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in allow)

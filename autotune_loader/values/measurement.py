@@ -204,14 +204,8 @@ def averaged(bursts: Sequence[Measurement]) -> Measurement:
     """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
     last, rates = bursts[-1], [each.samples_per_s.value for each in bursts]
     names = (
-        "wait_share",
-        "service_s",
-        "service_cpu_s",
-        "receive_s",
-        "step_s",
-        "copy_s",
-        "cpu_share",
-        "foreign_cpu_share",
+        *("wait_share", "cpu_share", "foreign_cpu_share"),
+        *("service_s", "service_cpu_s", "receive_s", "step_s", "copy_s"),
     )
     known = {name: [v for each in bursts if (v := getattr(each, name)) is not None] for name in names}
     means: dict[str, Any] = {name: fmean(values) if values else None for name, values in known.items()}
