@@ -188,8 +188,11 @@ class LoopRun:
         self._settle()
         if len(self._traces) < 2:  # one opens the window, and one is in it, be its steps as long as they may
             return False
-        enough = is_enough(self._traces, self.request.plan, delivered=self._delivered, workers=self._workers, now=now)
-        self._next_check = now + max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
+        plan = self.request.plan
+        enough = is_enough(self._traces, plan, delivered=self._delivered, workers=self._workers, now=now)
+        pause_s = max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
+        ends = self._traces[0].received + plan.max_s  # from then on checks cost nothing
+        self._next_check = min(now + pause_s, max(ends, now + STOP_CHECK_S))
         return enough
 
     def measurement(self) -> Measurement:

@@ -21,6 +21,7 @@ import numpy as np
 from autotune_loader.search.draws import Draws, Observed, draw
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import Floats
+from autotune_loader.search.rule import deepest_prefetch
 from autotune_loader.search.space import UNMODELLED, Context, Space
 from autotune_loader.search.sufficiency import sufficient, with_sufficiency
 from autotune_loader.search.twin import Solved, Twin
@@ -223,11 +224,13 @@ class Belief:
         bad = {knob for config, kind in failed if kind not in OF_WORKERS for knob in _odd(config)}
         bad -= {knob for config in tried for knob in _odd(config)}
         legal = self.space.candidates(min(limits, default=None)) if self._is_open else ()
+        deepest = deepest_prefetch(self.context)
         proposed = [
             config
             for config in (each.key() for each in legal)
             if (self.most_workers is None or config.num_workers <= self.most_workers)
             and config.batches_in_flight <= max(min(queues, default=math.inf) / 2, 1)
+            and (config.prefetch_factor or 0) <= deepest
             and not bad & _odd(config)
         ]
         return tuple(config for config in dict.fromkeys([*proposed, *tried]) if config not in out)

@@ -2,13 +2,13 @@
 
 With b workers busy, of whom w want a CPU, and a step that uses k of N cores for a share rho of the time:
 
-    S       = cpu * f(min(w, N)) * share(w, rho) + wait * (1 + gamma (b - 1))
+    S       = cpu * f(min(w, N)) * share(w, rho) + wait
     f(r)    = 1 + alpha (r - 1) + beta r (r - 1)        caches and memory bandwidth: the Universal Scalability Law
     1/share = (1 - rho) min(1, N / w) + rho min(1, N / (w + k))
 
-alpha and beta show in the CPU seconds of a batch, time-sharing and gamma (storage that is busy) only in its wall seconds; so
-each is fitted to its own series, on a grid, beside what is usual. Without beta, machines on which more workers are slower are
-missed by 20 to 40 % (studies/regret/README.md).
+alpha and beta show in the CPU seconds of a batch, and are fitted to them on a grid, beside what is usual. Without beta,
+machines on which more workers are slower are missed by 20 to 40 %; a wait that grows with the workers, as of busy storage, made
+no difference, even where it does grow (studies/regret/README.md).
 USL: N. Gunther, Guerrilla Capacity Planning (2007), chapter 4.
 """
 
@@ -26,14 +26,13 @@ from autotune_loader.search.space import Context
 
 BURST_SD, FIRST_BATCH_SD = 0.02, 0.3
 """Relative standard deviation between the stage times of bursts of one configuration, and of the very first batch."""
-ALPHA_PRIOR, BETA_PRIOR, GAMMA_PRIOR = (0.03, 0.05), (0.0, 0.004), (0.0, 0.03)
-"""Mean and sd: JPEG decoding on 4 cores took 22 % more CPU with four busy than with one, coherence costs are rare for processes
-that share nothing, and storage that still scales is the common case."""
+ALPHA_PRIOR, BETA_PRIOR = (0.03, 0.05), (0.0, 0.004)
+"""Mean and sd: JPEG decoding on 4 cores took 22 % more CPU with four busy than with one, and coherence costs are rare for
+processes that share nothing."""
 ALPHAS, BETAS = (
     axis.ravel()
     for axis in np.meshgrid(np.linspace(0.0, 0.6, 121), np.concatenate([[0.0], np.geomspace(0.00005, 0.03, 30)]))
 )
-GAMMAS = np.concatenate([[0.0], np.geomspace(0.005, 2.0, 60)])
 
 
 def stretch(running: Floats, alpha: Any, beta: Any) -> Floats:
@@ -59,18 +58,13 @@ class Contention:
     alpha: float
     beta: float
     wait_s: float
-    """Seconds a batch waits (storage, network, sleep) with one worker busy."""
-    gamma: float
+    """Seconds a batch waits (storage, network, sleep)."""
 
     def computing_s(self, wanting: Floats, step_busy: Floats, context: Context, cores: float) -> Floats:
         """Wall seconds in which a batch wants the CPU, on so many cores."""
         running = np.clip(wanting, 1.0, max(cores, 1.0))
         shared = share(wanting, step_busy, min(context.step_cores, cores), cores)
         return self.cpu_s * stretch(running, self.alpha, self.beta) * shared
-
-    def waiting_s(self, busy: Floats) -> Floats:
-        """Wall seconds in which a batch wants no CPU."""
-        return self.wait_s * (1.0 + self.gamma * np.maximum(busy - 1.0, 0.0))
 
 
 def fit_contention(observations: Sequence[Observation], context: Context) -> Contention:
@@ -98,14 +92,9 @@ def fit_contention(observations: Sequence[Observation], context: Context) -> Con
     # The mean: alpha and beta stand in for one another, and the likeliest pair often has one of them at 0.
     likely = np.exp(-0.5 * (misfit - misfit.min()))
     cpu_s, alpha, beta = (float(values @ likely / likely.sum()) for values in (np.exp(level), ALPHAS, BETAS))
-    found = Contention(cpu_s=cpu_s, alpha=alpha, beta=beta, wait_s=0.0, gamma=0.0)
-    left = wall - found.computing_s(wanting, step_busy, context, cores)
-    growth, weight = 1.0 + GAMMAS[:, None] * (busy - 1.0), (sd * wall) ** -2
-    wait = np.maximum((left * growth) @ weight / (growth**2 @ weight), 0.0)
-    misfit = ((left - wait[:, None] * growth) ** 2) @ weight + _penalty(GAMMAS, GAMMA_PRIOR)
-    # The likeliest: where the bursts show no such stretch it is none, and a mean would not be.
-    best = int(np.argmin(misfit))
-    return replace(found, wait_s=float(wait[best]), gamma=float(GAMMAS[best]))
+    found = Contention(cpu_s=cpu_s, alpha=alpha, beta=beta, wait_s=0.0)
+    left, weight = wall - found.computing_s(wanting, step_busy, context, cores), (sd * wall) ** -2
+    return replace(found, wait_s=max(float(left @ weight / weight.sum()), 0.0))
 
 
 def sampling_variance(observations: Sequence[Observation], stage: str = "service_s") -> Floats:

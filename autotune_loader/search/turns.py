@@ -16,7 +16,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Literal, TypeVar
 
 from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.values import LoaderConfig
@@ -37,6 +37,7 @@ START_S, FEWEST_BATCHES = 0.5, 3
 MOST_FAILED = 8
 """A search ends when so many bursts in a row have failed."""
 
+Side = TypeVar("Side")
 StopReason = Literal["SAFE", "CEILING", "NOT_WORTH_IT", "BUDGET", "FAILING"]
 
 
@@ -99,7 +100,7 @@ def what_next(
     room_s = seconds_left + (0.0 if belief.rounds else MOST_OVERRUN_S)
     for entrants in ([*sides], [each for each in sides if each != rival or each == own]):
         if round_s(belief, entrants) <= room_s:
-            return Next(configs=_in_turns(entrants, len(belief.rounds)), is_round=True)
+            return Next(configs=tuple(in_turns(entrants, len(belief.rounds))), is_round=True)
     if own.key() not in tried and burst_s(belief, own) <= room_s:
         return Next(configs=(own,))
     return Next(stop="BUDGET")
@@ -134,11 +135,9 @@ def round_s(belief: Belief, configs: Sequence[LoaderConfig]) -> float:
     return sum(burst_s(belief, each) for each in {each.key(): each for each in configs}.values())
 
 
-def _in_turns(sides: Sequence[LoaderConfig], number: int) -> tuple[LoaderConfig, ...]:
-    """The order of a round: of two sides each is first as often, more are shuffled."""
+def in_turns(sides: Sequence[Side], number: int) -> list[Side]:
+    """The sides of a round in order: of two each is first as often, more are shuffled."""
     order = list(sides)
     if len(order) > 2:
         random.Random(number).shuffle(order)
-    elif number % 2:
-        order.reverse()
-    return tuple(order)
+    return order[::-1] if number % 2 else order

@@ -145,7 +145,7 @@ class Twin:
         """What to expect of each configuration in the midst of training; what is not modelled (pinning, order) is ignored.
 
         Stage times, load and rate follow from each other by turns: idle workers slow nobody, and who idles follows from
-        the rate. No rate exceeds the step alone, or the cores divided by the CPU seconds of a batch.
+        the rate.
         """
         cores = cores or float(self.context.usable_cores)
         workers = np.array([c.num_workers for c in configs], dtype=np.int64)
@@ -173,7 +173,6 @@ class Twin:
                 rates.append(steady_rate(simulate(*times, workers=workers, prefetch=prefetch), workers, batches))
             rate = np.mean(rates, axis=0)
             efficiency = np.minimum(rate / stages.bound, 1.0)
-        rate = np.minimum(rate, self._roof(cores))
         return Solved(
             samples_per_s=rate * np.mean([o.batch_size for o in self.observations]),
             loop_use=np.minimum(rate * stages.loop_s, 1.0),
@@ -216,26 +215,16 @@ class Twin:
         """Stage times under a load."""
         serial, fitted, threads = workers == 0, self.contention, self.context.step_cores
         cpu_wall = fitted.computing_s(wanting, step_busy, self.context, cores)
-        waiting = fitted.waiting_s(at_work)
         beside = np.where(serial, 0.0, wanting)
         slowed = _step_share(beside, threads, cores)
         slowed = slowed * self.step.at(_starved(beside, threads, cores) if threads > 1 else at_work)
         return Stages(
             workers=workers,
-            service_s=np.where(serial, self.serial_service_s, cpu_wall + waiting),
+            service_s=np.where(serial, self.serial_service_s, cpu_wall + fitted.wait_s),
             receive_s=np.where(serial, self.serial_receive_s, self.receive.at(at_work)),
             step_s=self.step_alone_s * np.where(serial, self.serial_step, slowed),
-            cpu_share=cpu_wall / np.maximum(cpu_wall + waiting, 1e-12),
+            cpu_share=cpu_wall / np.maximum(cpu_wall + fitted.wait_s, 1e-12),
         )
-
-    def _roof(self, cores: float) -> float:
-        """Batches per second that the loop alone and the cores alone allow."""
-        seen = self.observations
-        receive_s = float(self.receive.at(np.array([0.0, *(o.workers_at_work for o in seen)])).min())
-        step_s = min([self.step_alone_s, *(float(o.step_s.mean()) for o in seen)])
-        serial = self.serial_service_s + self.serial_receive_s + step_s
-        cpu_s = min([self.contention.cpu_s, *(float(o.cpu_s.mean()) for o in seen)])
-        return min(1.0 / max(min(receive_s + step_s, serial), 1e-9), cores / max(cpu_s, 1e-9))
 
 
 def _step_line(fitted: Sequence[Observation], contention: Contention, context: Context, alone_s: float) -> Trend:

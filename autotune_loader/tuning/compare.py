@@ -9,7 +9,6 @@ ends. `studies.fidelity.selection` tells how often that is so, and how often it 
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.comparison import Comparison, Side, ratios_of
 from autotune_loader.search.belief import MAX_FAILURES
+from autotune_loader.search.turns import in_turns
 from autotune_loader.tuning.arguments import make_workload, refuse
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.options import parse_options
@@ -133,7 +133,7 @@ class PairedRounds:
         return [name for name in self.burst_s if self._failed[name] < MAX_FAILURES]
 
     def _entrants(self) -> list[str]:
-        """Who runs in the next round, in this order: of two sides each is first as often, more are shuffled."""
+        """Who runs in the next round, in this order."""
         number, works = len(self.rounds), self.works()
         ratios = ratios_of(self.rounds, works, self.of)
         order = [name for name in works[1:] if not _is_decided(name, ratios.get(name))]
@@ -143,9 +143,7 @@ class PairedRounds:
             order.remove(max(order[1:], key=self.burst_s.__getitem__))  # the others shall have an answer
         if is_over or sum(self.burst_s[name] for name in order) > self.budget.left():
             return []
-        if len(order) > 2:
-            random.Random(number).shuffle(order)
-        return order[::-1] if number % 2 else order
+        return in_turns(order, number)
 
 
 def _is_decided(name: str, ratio: Interval | None) -> bool:

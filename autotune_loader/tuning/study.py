@@ -105,6 +105,8 @@ class Search:
             )
         self.twin = TwinSampler(run.space, run.context, tolerance=run.tolerance, baseline=run.baseline, first=())
         self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup.first_batch_s)
+        self._expecting = self.belief
+        """What the bursts of this round were proposed by."""
         self.ceiling: Measurement | None = None
         self.ended: Ended | None = None
 
@@ -184,8 +186,10 @@ class Search:
         known = next((each for each in reversed(self.trials) if each.config == config), None)
         self._repeats = 0 if known is None else self._repeats + 1
         failure = run.space.veto(config) if known is None or number is not None else known.failure
+        if number in (None, asked.number):
+            self._expecting = self.belief
         if failure is None:
-            trial = self.bursts.run(config, asked.number, number, predicted=self.belief.predicted(config))
+            trial = self.bursts.run(config, asked.number, number, predicted=self._expecting.predicted(config))
             if trial.measurement is not None and (margin := run.space.over_margin(config, trial.measurement)):
                 trial = replace(trial, measurement=None, failure=margin)
         else:

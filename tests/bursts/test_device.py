@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autotune_loader.bursts import loop
 from autotune_loader.bursts.bench import warm_up
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
+from autotune_loader.pipeline.throughput import is_enough
 from autotune_loader.values import MAIN_PROCESS, BurstPlan, LoaderConfig
 from tests.support import FakeClock
 from tests.support.bursts import QUICK
@@ -98,6 +100,26 @@ def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1):
     while run.deliver(batches) and not run.knows_enough():
         pass
     return run.measurement(), timeline
+
+
+def test_a_window_ends_in_time_though_asking_takes_long(monkeypatch):
+    # GIVEN a loop in which each look at the rate takes 10 ms, so that the next one waits for 4 s
+    clock = FakeClock()
+
+    def asked(*args, **kwargs):
+        clock.sleep(0.01)
+        return is_enough(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "is_enough", asked)
+    request = Request(what="burst", plan=PLAN, config=LoaderConfig(num_workers=1))
+    run = LoopRun(request, SimpleNamespace(run=lambda batch: clock.sleep(0.01)), None, [].append)
+    run.now = clock
+    # WHEN it runs
+    batches = iter(Batches(clock, 0.001, 1))
+    while run.deliver(batches) and not run.knows_enough():
+        pass
+    # THEN it is no longer than planned
+    assert run.measurement().window_s < PLAN.max_s + 0.1
 
 
 ALONE_SLOWLY = {"fetch_s": 0.010, "step_s": 0.004, "host_s": 1e-4, "workers": 0}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import optuna
 import pytest
 
+from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with, plain_rule
 from autotune_loader.search.space import (
     RESERVED_DESCRIPTORS,
@@ -165,3 +166,21 @@ def test_a_search_begins_with_the_users_own_what_is_suggested_and_the_rule(space
     context = Context(usable_cores=4, step_s=0.01, fetch_s=fetch_s, fetch_cpu_s=0.001)
     space = replace(space, also=() if own is None else (own,))
     assert begin_with(space, context, own=own, suggested=[with_workers(5)]) == expected
+
+
+COMPUTING = {"fetch_s": 0.02, "fetch_cpu_s": 0.02}
+DEEPEST = {
+    "workers compute beside a step of several threads": ({"step_cores": 4.0, **COMPUTING}, 2),
+    "the step has one": ({"step_cores": 1.0, **COMPUTING}, 8),
+    "workers wait": ({"step_cores": 4.0, "fetch_s": 0.02, "fetch_cpu_s": 0.002}, 8),
+    "without a first batch": ({"step_cores": 4.0}, 8),
+}
+
+
+@pytest.mark.parametrize(("known", "deepest"), DEEPEST.values(), ids=DEEPEST)
+def test_queues_are_shallow_where_filling_them_takes_the_cores_of_the_step(known, deepest):
+    context = Context(usable_cores=4, step_s=0.02, **known)
+    proposed = Belief(Space(), context, ()).configs
+    first = begin_with(Space(), context)
+    assert max(config.prefetch_factor or 0 for config in proposed) == deepest
+    assert max(config.prefetch_factor or 0 for config in first) <= deepest
