@@ -172,6 +172,7 @@ COMPUTING = {"fetch_s": 0.02, "fetch_cpu_s": 0.02}
 DEEPEST = {
     "workers compute beside a step of several threads": ({"step_cores": 4.0, **COMPUTING}, 2),
     "the step has one": ({"step_cores": 1.0, **COMPUTING}, 8),
+    "the cores cannot keep up with it": ({"step_cores": 1.0, "fetch_s": 0.1, "fetch_cpu_s": 0.1}, 2),
     "workers wait": ({"step_cores": 4.0, "fetch_s": 0.02, "fetch_cpu_s": 0.002}, 8),
     "without a first batch": ({"step_cores": 4.0}, 8),
 }
