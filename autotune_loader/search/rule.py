@@ -65,9 +65,9 @@ def deepest_prefetch(context: Context) -> int:
     """The deepest queue that is worth a thought.
 
     It is shallow where workers compute, and the step either has several threads or outruns the cores. While workers fill their
-    queues, such threads wait for cores: beside four workers with a prefetch of 8 a step of 4 ms took 500 on two cores. And where
-    the cores cannot keep up no queue is full in training, but a short burst ends before a deep one does: what trains at
-    757 samples/s was read as 669 from empty queues, as 897 from full ones.
+    queues, such threads wait for cores: beside four workers with a prefetch of 8 a step of 4 ms took 500 on two cores. Where
+    the cores cannot keep up, no queue is full in training, but a short burst ends before a deep one does: what trains at 757
+    samples/s was read as 669 from empty queues, as 897 from full ones.
     """
     if context.fetch_s is None or context.fetch_cpu_s <= COMPUTING_SHARE * context.fetch_s:
         return max(PREFETCH_FACTORS)
