@@ -91,7 +91,10 @@ def what_next(
     if untried and (len(tried) < 2 or burst_s(belief, untried[0]) + least_s <= seconds_left):
         return Next(configs=(untried[0],))
     ran, beside = [sum(each in r.rates for r in belief.rounds) for each in (choice, own)]
-    if stop and ran >= least_rounds:
+    # What is undecided leaves the caller its own: while that may lose much, it matters which of the two is faster.
+    is_open = stop == "NOT_WORTH_IT" and len(belief.rounds) < MOST_ROUNDS and own.key() != choice.key()
+    is_open = is_open and belief.loss(own) > belief.tolerance and belief.is_faster(choice, own) < CERTAIN
+    if stop and ran >= least_rounds and not is_open:
         return Next(stop=stop)
     is_out = (
         min(ran, beside) >= LEAST_ROUNDS and belief.is_faster(choice, own, 1 + CLEARLY * belief.tolerance) >= CERTAIN

@@ -97,6 +97,15 @@ def test_a_tie_ends_when_no_pair_is_worth_its_seconds(noise, most):
     assert LEAST_ROUNDS <= job.rounds <= most
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_while_the_callers_own_may_lose_much_rounds_go_on_until_it_is_known_which_is_faster(seed):
+    job = Job({OWN: 100.0, FEW: 106.0}, noise=0.06)
+    job.rng.seed(seed)
+    why, belief = job.run(FEW, OWN), job.belief()
+    is_known = belief.choice == OWN or belief.is_faster(FEW, OWN) >= CERTAIN or belief.loss(OWN) <= belief.tolerance
+    assert why == "SAFE" or (why == "NOT_WORTH_IT" and (is_known or job.rounds == MOST_ROUNDS))
+
+
 def test_the_callers_own_sits_out_once_it_is_clearly_slower():
     job = Job({OWN: 50.0, FEW: 97.0, SOME: 100.0}, noise=0.03)
     job.run(FEW, SOME)
