@@ -69,10 +69,9 @@ def deepest_prefetch(context: Context) -> int:
     the cores cannot keep up, no queue is full in training, but a short burst ends before a deep one does: what trains at 757
     samples/s was read as 669 from empty queues, as 897 from full ones.
     """
-    if context.fetch_s is None or context.fetch_cpu_s <= COMPUTING_SHARE * context.fetch_s:
-        return max(PREFETCH_FACTORS)
+    computes = context.fetch_s is not None and context.fetch_cpu_s > COMPUTING_SHARE * context.fetch_s
     falls_short = context.usable_cores * (context.step_s or 0.0) < context.fetch_cpu_s
-    return SHALLOW_PREFETCH if context.step_cores > 1 or falls_short else max(PREFETCH_FACTORS)
+    return SHALLOW_PREFETCH if computes and (context.step_cores > 1 or falls_short) else max(PREFETCH_FACTORS)
 
 
 def begin_with(

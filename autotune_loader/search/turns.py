@@ -3,7 +3,7 @@
     one burst    of what would be chosen, or of its rival, where it never ran
     a round      the choice and its rival in turns, and the caller's own while it may be nearly as fast
     the end      the choice loses no more than the tolerance, almost certainly; or it is as fast as the step alone; or another
-                 pair is not worth its seconds; or the budget has no room for what would be next
+                 pair is not worth its seconds, and the caller's own is not in doubt; or the budget has no room for it
 
 The bursts that led to a choice make it look better than it is: it runs in two rounds at least, and rates are reported of rounds
 alone. Nothing here runs anything or knows a clock.
@@ -92,9 +92,9 @@ def what_next(
         return Next(configs=(untried[0],))
     ran, beside = [sum(each in r.rates for r in belief.rounds) for each in (choice, own)]
     # What is undecided leaves the caller its own: while that may lose much, it matters which of the two is faster.
-    is_open = stop == "NOT_WORTH_IT" and len(belief.rounds) < MOST_ROUNDS and own.key() != choice.key()
-    is_open = is_open and belief.loss(own) > belief.tolerance and belief.is_faster(choice, own) < CERTAIN
-    if stop and ran >= least_rounds and not is_open:
+    is_dear = own.key() != choice.key() and belief.loss(own) > belief.tolerance
+    is_in_doubt = is_dear and belief.is_faster(choice, own) < CERTAIN and len(belief.rounds) < MOST_ROUNDS
+    if stop and ran >= least_rounds and not (stop == "NOT_WORTH_IT" and is_in_doubt):
         return Next(stop=stop)
     is_out = (
         min(ran, beside) >= LEAST_ROUNDS and belief.is_faster(choice, own, 1 + CLEARLY * belief.tolerance) >= CERTAIN
