@@ -77,12 +77,20 @@ _HOMES = {
     "load_ipython_extension": "integrations.ipython",
     "tune": "tuning.tune",
 }
+FOR_TUNING = ("optuna", "msgspec", "cloudpickle")
+"""What only `tune()` and `compare()` need."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        home = import_module(f"{__name__}.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        from autotune_loader.values import MissingExtraError
+
+        raise MissingExtraError(name, *(FOR_TUNING if error.name in FOR_TUNING else [str(error.name)])) from error
+    value = getattr(home, name)
     globals()[name] = value
     return value
 

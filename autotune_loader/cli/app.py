@@ -1,54 +1,48 @@
-"""`autotune-loader`: the group of commands, and the one place where exceptions and results become exit codes."""
+"""`autotune-loader`: which command is meant, and the one place where exceptions and results become exit codes."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-
-import click
+from functools import partial
+from io import TextIOWrapper
+from typing import Any
 
 from autotune_loader import TunerError, __version__
-from autotune_loader.cli.doctor import doctor_command
-from autotune_loader.cli.show import show_command
-from autotune_loader.cli.tune_command import demo_command, tune_command
-from autotune_loader.cli.watch import run_command, watch_command
+from autotune_loader.cli import doctor, show, tune_command, watch  # noqa: F401 - each adds its commands
+from autotune_loader.cli.parser import COMMANDS, PROGRAM
+from autotune_loader.watch.run_plan import LEGIBLY
 
-# 2 is click's own for a wrong command line, 130 a shell's for SIGINT (128 + 2).
+# 2 is argparse's own for a wrong command line, 130 a shell's for SIGINT (128 + 2).
 FINE, BAD_INPUT, NOTHING_WORKED, INTERRUPTED = 0, 2, 3, 130
 OF_STATUS = {"fallback": NOTHING_WORKED, "partial": INTERRUPTED}
 """Exit codes of results that are not what was asked for."""
+HELP = """\
+usage: autotune-loader COMMAND ...
 
+Find the fewest DataLoader workers that keep a training loop fed, and measure
+what they bring. Each command has a --help of its own:
 
-@click.group(name="autotune-loader", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__)
-def cli() -> None:
-    """Find the fewest DataLoader workers that keep a training loop fed, and measure what they bring.
+  autotune-loader watch train.py --epochs 3   what its loaders cost
+  autotune-loader run --workers train.py      tune them while it trains
+  autotune-loader tune train.py:make_loader   tune before the training
+  autotune-loader show loader.json            what was found
+  autotune-loader doctor                      what this machine allows
+  autotune-loader demo                        a small real job
+  autotune-loader --version
 
-    \b
-    Examples:
-      autotune-loader watch train.py --epochs 3   what its loaders cost
-      autotune-loader run --workers train.py      tune them while it trains
-      autotune-loader tune train.py:make_loader   tune before the training
-      autotune-loader show loader.json            what was found
-      autotune-loader doctor                      what this machine allows
-      autotune-loader demo                        a small real job
-
-    \b
-    Exit codes:
-        0  fine
-        2  bad input
-        3  nothing worked; loader.json holds torch's defaults
-        4  the loop waited for longer than --fail-if-wait allows
-      130  interrupted; the best so far is written
-    A script that is run ends with its own exit code.
-    """  # noqa: D301 - click's mark is the character itself
-
-
-for _command in (watch_command, run_command, tune_command, show_command, doctor_command, demo_command):
-    cli.add_command(_command)
+Exit codes:
+    0  fine
+    2  bad input
+    3  nothing worked; loader.json holds torch's defaults
+    4  the loop waited for longer than --fail-if-wait allows
+  130  interrupted; the best so far is written
+A script that is run ends with its own exit code."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,34 +51,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; `sys.argv[1:]` if None.
     """
-    returned = _parsed(list(sys.argv[1:] if arguments is None else arguments))
+    returned = _returned(list(sys.argv[1:] if arguments is None else arguments))
     if isinstance(returned, int):
         return returned
     returned()
     return FINE
 
 
-def _parsed(arguments: list[str]) -> int | Callable[[], None]:
+def _returned(arguments: list[str]) -> int | Callable[[], None]:
     """Do what is asked for, and return its exit code; a script is run later, where nothing of ours is in its way.
 
     A command returns nothing, the status of a result, or what runs a script.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and arguments[:1] not in (["watch"], ["run"]):  # they are the script's
+            stream.reconfigure(errors=LEGIBLY)
     with warnings.catch_warnings():
         # Where in our code it was raised tells a user of the command line nothing.
-        warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
+        warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
         try:
-            returned = cli.main(arguments, prog_name=cli.name, standalone_mode=False)
+            returned = _meant(arguments)()
+            print(end="", flush=True)
             return returned if callable(returned) else OF_STATUS.get(str(returned), FINE)
-        except click.ClickException as error:
-            error.show()
-            return BAD_INPUT
-        except (click.Abort, KeyboardInterrupt):
-            click.echo("Interrupted.", err=True)
+        except KeyboardInterrupt:
+            print("Interrupted.", file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
             with contextlib.suppress(OSError, ValueError):  # or Python would complain when it flushes at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FINE
         except (TunerError, ValueError, TypeError) as error:
-            click.echo(f"Error: {error}", err=True)
+            print(f"Error: {error}", file=sys.stderr)
             return BAD_INPUT
+
+
+def _meant(arguments: Sequence[str]) -> Callable[[], Any]:
+    first, *rest = arguments or ["--help"]
+    if first in COMMANDS:
+        return COMMANDS[first].parsed(rest)
+    if first in ("-h", "--help"):
+        return partial(print, HELP)
+    if first == "--version":
+        return partial(print, f"{PROGRAM}, version {__version__}")
+    named = next((each for each in rest if each in COMMANDS), None)
+    if first.startswith("-") and named is not None:
+        moved = shlex.join([PROGRAM, named, first, *(each for each in rest if each != named)])
+        raise ValueError(f"{first} goes after the command: {moved} would work")
+    near = ["watch", first] if first.endswith(".py") else difflib.get_close_matches(first, COMMANDS, n=1)
+    works = shlex.join([PROGRAM, *near, *rest]) if near else f"{PROGRAM} --help"
+    raise ValueError(f"there is no command {first!r}; {works} would work")

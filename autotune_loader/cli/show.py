@@ -4,39 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-import click
+from autotune_loader.cli.parser import command, option
+from autotune_loader.values import require_writable
 
-_FILE = click.Path(dir_okay=False)  # read and checked where its contents are
 
-
-@click.command("show")
-@click.argument("path", metavar="LOADER.JSON", type=_FILE, default="loader.json")
-@click.option("--code", "as_code", is_flag=True, help="Print Python for your training script instead.")
-@click.option("--html", "page", type=_FILE, help="Write a page with pictures here instead.")
+@command(
+    "show",
+    option("path", metavar="LOADER.JSON", nargs="?", default="loader.json", help="The file.  [default: loader.json]"),
+    option("--code", dest="as_code", action="store_true", help="Print Python for your training script instead."),
+    option("--html", dest="page", metavar="FILE", help="Write a page with pictures here instead."),
+)
 def show_command(path: str, as_code: bool, page: str | None) -> None:
     """Print a loader.json, and whether this machine matches it.
 
-    \b
     Examples:
       autotune-loader show loader.json
       autotune-loader show loader.json --code
       autotune-loader show loader.json --html report.html
-    """  # noqa: D301 - click's mark is the character itself
+    """
     from autotune_loader import TuningResult
 
     result = TuningResult.load(path)
     if as_code:
-        click.echo(code_of(result))
+        print(code_of(result))
     elif page is None:
-        click.echo(result.report())
+        print(result.report())
         if result.machine is not None:
-            click.echo("\n".join(["", *(result.differences() or ["This machine is the same in all that matters."])]))
+            print("\n".join(["", *(result.differences() or ["This machine is the same in all that matters."])]))
     else:
-        try:
-            result.save_html(page)
-        except OSError as error:
-            raise ValueError(f"--html={page!r} cannot be written: {error.strerror}") from error
-        click.echo(f"Written to {page}.")
+        require_writable("--html", page, "report.html")
+        result.save_html(page)
+        print(f"Written to {page}.")
 
 
 def code_of(result: Any) -> str:

@@ -9,93 +9,94 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click
-
 import autotune_loader
 from autotune_loader import WorkloadError
+from autotune_loader.cli.parser import PROGRAM, at_least, command, option
 
 _EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
+_ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
+_ALLOW = f"Search this too, though it changes training: {', '.join(_ALLOWED)}. Repeatable."
+_BUDGET = "Most wall time for bursts, such as 60s or 3m.  [default: 60s]"
 
 
-@click.command("tune")
-@click.argument("factory", metavar="MODULE:FUNCTION")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write it here.  [default: loader.json]")
-@click.option("--budget", help="Most wall time for bursts, such as 60s or 3m.  [default: 60s]")
-@click.option("--max-workers", type=click.IntRange(min=0), help="At most this many workers.")
-@click.option(
-    "--allow",
-    multiple=True,
-    type=click.Choice(["batch_size", "in_order", "persistent_workers", "device_prefetch"]),
-    help="Search this too, though it changes training. Repeatable.",
+@command(
+    "tune",
+    option("factory", metavar="MODULE:FUNCTION", help="package.module:function or path/to/file.py:function"),
+    option("-o", "--output", metavar="FILE", help="Write it here.  [default: loader.json]"),
+    option("--budget", metavar="TIME", help=_BUDGET),
+    option("--max-workers", metavar="N", type=at_least(0), help="At most this many workers."),
+    option("--allow", metavar="WHAT", action="append", choices=_ALLOWED, help=_ALLOW),
+    option("--storage", metavar="PLACE", help="Keep the Optuna study here: a file, or the URL of a database."),
+    option("--json", dest="as_json", action="store_true", help="Print nothing on stdout but what loader.json has."),
+    option("--quiet", action="store_true", help="No progress."),
+    script="train.py:make_loader --",
 )
-@click.option("--storage", help="Keep the Optuna study here: a file, or the URL of a database.")
-@click.option("--json", "as_json", is_flag=True, help="Print what loader.json has, and nothing else, on stdout.")
-@click.option("--quiet", is_flag=True, help="No progress.")
-def tune_command(factory: str, as_json: bool, quiet: bool, storage: str | None, **options: Any) -> str:
+def tune_command(factory: str, arguments: Sequence[str], as_json: bool, quiet: bool, **options: Any) -> str:
     """Tune the loader that a function of yours makes.
 
-    MODULE:FUNCTION is package.module:function or path/to/file.py:function. The function takes no arguments and returns
-    a dataset, a DataLoader, a tuple (dataset, model), or a dict of arguments for tune(). Options given here win over it.
+    The function takes no arguments and returns a dataset, a DataLoader, a tuple
+    (dataset, model), or a dict of arguments for tune(). Options given here win
+    over it. What follows -- is the command line that the script reads.
 
-    \b
     Examples:
       autotune-loader tune train.py:make_loader
       autotune-loader tune project.data:make --budget 3m --max-workers 16
+      autotune-loader tune train.py:make_loader -- --data /data --epochs 3
       autotune-loader tune train.py:make_loader --json | jq .dataloader_kwargs
-    """  # noqa: D301 - click's mark is the character itself
-    given = {name: value for name, value in options.items() if value not in (None, ())}
-    if storage is not None:
-        from autotune_loader.tuning.study import open_study
-
-        given["study"] = open_study(storage, factory)
-    with _stdout_kept_for_us() if as_json else contextlib.nullcontext(), _process_of_its_own():
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    with _stdout_kept_for_us() if as_json else contextlib.nullcontext(), _process_of_its_own(arguments):
         # Only now: a script may set variables that torch reads as it is imported.
-        data, arguments = load_workload(factory)
-        wanted = {"output": "loader.json", "progress": not quiet, **arguments, **given}
-        result = autotune_loader.tune(data, **wanted)
+        data, own = load_workload(factory)
+        tune = autotune_loader.tune
+        if (storage := given.pop("storage", None)) is not None:
+            from autotune_loader.tuning.study import open_study
+
+            given["study"] = open_study(storage, factory)
+        wanted = {"output": "loader.json", "progress": not quiet, **own, **given}
+        result = tune(data, **wanted)
     if as_json:
-        click.echo(json.dumps(result.to_dict(), indent=2))
+        print(json.dumps(result.to_dict(), indent=2))
     else:
-        click.echo(result.report())
+        print(result.report())
         _say_where(result, wanted["output"])
     return str(result.status)
 
 
-@click.command("demo")
-@click.option("--budget", default="60s", show_default=True, help="Most wall time for bursts, such as 60s or 3m.")
+@command("demo", option("--budget", metavar="TIME", default="60s", help=_BUDGET))
 def demo_command(budget: str) -> str:
     """Tune a small real training job, in a temporary folder.
 
-    1,200 JPEG files are made once, in a cache folder. They are decoded, augmented and train a small CNN.
+    1,200 JPEG files are made once, in a cache folder. They are decoded,
+    augmented and train a small CNN.
 
-    \b
     Examples:
       autotune-loader demo
       autotune-loader demo --budget 30s
-    """  # noqa: D301 - click's mark is the character itself
+    """
     import tempfile
 
     from autotune_loader import demo
 
     folder = demo.cache_folder()
-    click.echo(f"The training job: JPEG files in {folder}, decoded and augmented, and a small CNN.", err=True)
+    print(f"The training job: JPEG files in {folder}, decoded and augmented, and a small CNN.", file=sys.stderr)
     output = str(Path(tempfile.mkdtemp(prefix="autotune-loader-demo-")) / "loader.json")
     result = autotune_loader.tune(*demo.job(), budget=budget, output=output, progress=True)
-    click.echo(result.report())
+    print(result.report())
     _say_where(result, output)
     return str(result.status)
 
 
 def _say_where(result: Any, output: str | None) -> None:
     if output is None or any(warning.kind == "not_written" for warning in result.warnings):
-        click.echo(f"\nArguments for DataLoader: {result.best.to_kwargs()}")
+        print(f"\nArguments for DataLoader: {result.best.to_kwargs()}")
     else:
-        click.echo(f"\nWritten to {output}. For your training script: autotune-loader show {output} --code")
+        print(f"\nWritten to {output}. For your training script: autotune-loader show {output} --code")
 
 
 @contextlib.contextmanager
@@ -113,10 +114,10 @@ def _stdout_kept_for_us() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _process_of_its_own() -> Iterator[None]:
+def _process_of_its_own(arguments: Sequence[str]) -> Iterator[None]:
     """The user's code finds the process as `python train.py` makes it: `_module` says which file is `__main__`, and runs."""
     kept = sys.argv, sys.modules["__main__"]
-    sys.argv, sys.modules["__main__"] = [""], ModuleType("__main__")
+    sys.argv, sys.modules["__main__"] = ["", *arguments], ModuleType("__main__")
     try:
         yield
     finally:
@@ -146,7 +147,7 @@ def load_workload(target: str) -> tuple[Any, dict[str, Any]]:
         try:
             made = made()
         except (Exception, SystemExit) as error:
-            raise _users_error(f"{target} failed; neither it nor the script gets arguments", error) from error
+            raise _users_error(f"{target} failed", error) from error
     return _as_tune_arguments(made, target)
 
 
@@ -174,6 +175,10 @@ def _module(place: str) -> Any:
 
 def _users_error(message: str, error: BaseException) -> WorkloadError:
     """The user's own traceback: without our frames and those of the import system above theirs."""
+    if isinstance(error, SystemExit):
+        message += (
+            f"; arguments of the script go after --: {PROGRAM} tune train.py:make_loader -- --data /data would work"
+        )
     frame, ours = error.__traceback__, (__file__, importlib.__file__, "<frozen importlib")
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ours):
         frame = frame.tb_next

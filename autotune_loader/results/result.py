@@ -297,7 +297,9 @@ class TuningResult:
         """
         from autotune_loader.report.page import page_of
 
-        Path(path).write_text(page_of(self), encoding="utf-8")
+        page = page_of(self)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(page, encoding="utf-8")
 
     def differences(self) -> list[str]:
         """How this machine differs from the one it was found on, a sentence each; what matters is first and begins with "!"."""

@@ -37,7 +37,8 @@ class PlatformError(TunerError, ImportError):
 
 
 class MissingExtraError(TunerError, ImportError):
-    """A feature needs a package that is not installed; the message names the pip install line."""
+    """A feature needs packages that are not installed; the message names the pip install line."""
 
-    def __init__(self, feature: str, package: str) -> None:
-        super().__init__(f"{feature} needs {package}. Install it with: pip install '{package}'")
+    def __init__(self, feature: str, *packages: str) -> None:
+        line = " ".join(f"'{each}'" for each in packages)
+        super().__init__(f"{feature} needs {', '.join(packages)}. Install it with: pip install {line}")

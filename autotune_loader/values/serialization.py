@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import json
 import math
 import os
 import secrets
 import tempfile
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from autotune_loader.values.statistics import Interval
 
 _Kind = TypeVar("_Kind")
-_INTERVAL_KEYS = {field.name for field in fields(Interval)}  # by which an interval is known among plain values
+_UNBOUNDED = {"low": -math.inf, "high": math.inf}
 
 
 def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False) -> None:
@@ -23,16 +26,14 @@ def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False
 
     Where a link leads is written, and the link stays.
     """
-    import msgspec
-
     target, temporary = _places(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = msgspec.json.format(msgspec.json.encode(to_plain(file)), indent=2)
+    text = json.dumps(to_plain(file), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         # Not tempfile: its files are private, and the training job may run as somebody else. The umask decides.
         mode = 0o600 if private else 0o666
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
-            stream.write(text + b"\n")
+            stream.write(f"{text}\n".encode())
         temporary.replace(target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -41,7 +42,7 @@ def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False
 
 
 def require_writable(name: str, path: str | os.PathLike[str], example: str = "loader.json") -> None:
-    """Find out now, not after a minute of measuring, whether a file can be written.
+    """Find out now, not after a minute of measuring, whether a file can be written, and its folder be made.
 
     Raises:
         ValueError: it cannot.
@@ -64,8 +65,15 @@ def what_works(name: str, example: str) -> str:
 
 def _touch(path: str | os.PathLike[str]) -> None:
     trial = _places(path)[1]
-    trial.touch(exist_ok=False)
-    trial.unlink()
+    made = [folder for folder in trial.parents if not folder.exists()]
+    try:
+        trial.parent.mkdir(parents=True, exist_ok=True)
+        trial.touch(exist_ok=False)
+        trial.unlink()
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -82,40 +90,53 @@ def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 def to_plain(value: Any) -> Any:
     """Plain JSON values of a dataclass. What JSON cannot say is replaced: an interval's infinite bound becomes null."""
-    import msgspec
-
-    # What is no dataclass says itself how it is written, and read.
-    return _sayable(msgspec.to_builtins(value, enc_hook=lambda each: each.to_plain()))
-
-
-def from_plain(raw: Any, kind: type[_Kind]) -> _Kind:
-    """The inverse of `to_plain`: null bounds of intervals become infinite again.
-
-    Raises:
-        msgspec.ValidationError: the values do not make a `kind`.
-    """
-    import msgspec
-
-    return msgspec.convert(_with_infinities(raw), kind, dec_hook=lambda own, plain: own.from_plain(plain))
-
-
-def _sayable(value: Any) -> Any:
+    if hasattr(value, "to_plain"):  # what is no dataclass says itself how it is written, and read
+        return to_plain(value.to_plain())
+    if is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str):  # the name of an unreadable file may hold bytes that are no text
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {_sayable(key): _sayable(each) for key, each in value.items()}
-    return [_sayable(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {to_plain(key): to_plain(each) for key, each in value.items()}
+    return [to_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _with_infinities(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_infinities(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    restored = {key: _with_infinities(each) for key, each in value.items()}
-    if restored.keys() >= _INTERVAL_KEYS:
-        for bound, unbounded in (("low", -math.inf), ("high", math.inf)):
-            restored[bound] = unbounded if restored[bound] is None else restored[bound]
-    return restored
+def from_plain(raw: Any, kind: type[_Kind]) -> _Kind:
+    """The inverse of `to_plain`: null bounds of intervals become infinite again. Keys that `kind` lacks are ignored.
+
+    Raises:
+        ValueError, TypeError: the values do not make a `kind`.
+    """
+    made: _Kind = _made_of(raw, kind, kind.__name__)
+    return made
+
+
+def _made_of(raw: Any, kind: Any, place: str) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any or (origin is Literal and raw in inner) or (raw is None and NoneType in inner):
+        return raw
+    if NoneType in inner:
+        return _made_of(raw, next(each for each in inner if each is not NoneType), place)
+    if hasattr(kind, "from_plain"):
+        return kind.from_plain(raw)
+    if hasattr(kind, "__dataclass_fields__") and isinstance(raw, dict):
+        if kind is Interval:
+            raw = {**raw, **{name: bound for name, bound in _UNBOUNDED.items() if raw.get(name, bound) is None}}
+        known = _types_of(kind).items()
+        return kind(**{name: _made_of(raw[name], its, f"{place}.{name}") for name, its in known if name in raw})
+    if origin is tuple and isinstance(raw, list):
+        return tuple(_made_of(each, inner[0], f"{place}[{at}]") for at, each in enumerate(raw))
+    if origin is dict and isinstance(raw, dict):
+        return {key: _made_of(each, inner[1], f"{place}.{key}") for key, each in raw.items()}
+    if kind is float and type(raw) in (int, float):
+        return float(raw)
+    if type(raw) is kind:
+        return raw
+    raise ValueError(f"{place}={raw!r:.60} is no {getattr(kind, '__name__', kind)}")
+
+
+@functools.cache
+def _types_of(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)

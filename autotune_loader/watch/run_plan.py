@@ -5,13 +5,14 @@ And how people are told of it: on stderr, so that stdout stays the script's own.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 VARIABLE = "AUTOTUNE_LOADER_SCRIPT"
 """Of the environment: the plan, for processes that the script starts."""
@@ -20,6 +21,9 @@ STARTUP = str(Path(__file__).with_name("startup"))
 LINE = "_autotune_loader_line"
 """Attribute of a loader: file and number of the line that made it."""
 Verb = Literal["watch", "run"]
+LEGIBLY = "autotune_loader"
+"""An error handler of `codecs`, for terminals that lack characters of our reports."""
+IN_ASCII = {"─": "-", "–": "-", "±": "+-"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +86,16 @@ def say(text: str, *, flushes: bool = True) -> None:
         if flushes:
             sys.stdout.flush()
     try:
-        print(text, file=sys.stderr, flush=True)
+        encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+        print(text.encode(encoding, LEGIBLY).decode(encoding), file=sys.stderr, flush=True)
     except OSError:
         sys.stderr = None  # else what it holds back would make Python's exit code 120
     except (ValueError, AttributeError, RuntimeError):  # the last one within a signal handler, amid another print
         pass
+
+
+def _replaced(error: Any) -> tuple[str, int]:
+    return "".join(IN_ASCII.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(LEGIBLY, _replaced)
