@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune_loader import TunerError, __version__
 from autotune_loader.cli import doctor, show, tune_command, watch  # noqa: F401 - each adds its commands
-from autotune_loader.cli.parser import COMMANDS, PROGRAM
+from autotune_loader.cli.parser import PROGRAM, Command
 from autotune_loader.watch.run_plan import LEGIBLY
 
 # 2 is argparse's own for a wrong command line, 130 a shell's for SIGINT (128 + 2).
@@ -87,16 +87,16 @@ def _returned(arguments: list[str]) -> int | Callable[[], None]:
 
 def _meant(arguments: Sequence[str]) -> Callable[[], Any]:
     first, *rest = arguments or ["--help"]
-    if first in COMMANDS:
-        return COMMANDS[first].parsed(rest)
+    if first in Command.all:
+        return Command.all[first].parsed(rest)
     if first in ("-h", "--help"):
         return partial(print, HELP)
     if first == "--version":
         return partial(print, f"{PROGRAM}, version {__version__}")
-    named = next((each for each in rest if each in COMMANDS), None)
+    named = next((each for each in rest if each in Command.all), None)
     if first.startswith("-") and named is not None:
         moved = shlex.join([PROGRAM, named, first, *(each for each in rest if each != named)])
         raise ValueError(f"{first} goes after the command: {moved} would work")
-    near = ["watch", first] if first.endswith(".py") else difflib.get_close_matches(first, COMMANDS, n=1)
+    near = ["watch", first] if first.endswith(".py") else difflib.get_close_matches(first, Command.all, n=1)
     works = shlex.join([PROGRAM, *near, *rest]) if near else f"{PROGRAM} --help"
     raise ValueError(f"there is no command {first!r}; {works} would work")

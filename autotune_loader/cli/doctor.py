@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from autotune_loader.cli.parser import command
+from autotune_loader.cli.parser import Command
 
 FEW_CORES = 4
 """Fewer hardly keep a step and a few workers busy: too few where the host has many more."""
@@ -26,7 +26,7 @@ _CORE_FIXES = {  # by a word of the limit's source
 _SHM_FIX = "docker run --shm-size=2g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
 
 
-@command("doctor")
+@Command("doctor")
 def doctor_command() -> None:
     """Print limits, GPUs and versions, fit for a bug report.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune_loader.cli.parser import command, option
+from autotune_loader.cli.parser import Command, option
 from autotune_loader.values import require_writable
 
 
-@command(
+@Command(
     "show",
     option("path", metavar="LOADER.JSON", nargs="?", default="loader.json", help="The file.  [default: loader.json]"),
     option("--code", dest="as_code", action="store_true", help="Print Python for your training script instead."),

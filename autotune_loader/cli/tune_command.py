@@ -10,13 +10,14 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import autotune_loader
 from autotune_loader import WorkloadError
-from autotune_loader.cli.parser import PROGRAM, at_least, command, option
+from autotune_loader.cli.parser import PROGRAM, Command, count, option
 
 _EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
 _ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
@@ -24,12 +25,12 @@ _ALLOW = f"Search this too, though it changes training: {', '.join(_ALLOWED)}. R
 _BUDGET = "Most wall time for bursts, such as 60s or 3m.  [default: 60s]"
 
 
-@command(
+@Command(
     "tune",
     option("factory", metavar="MODULE:FUNCTION", help="package.module:function or path/to/file.py:function"),
     option("-o", "--output", metavar="FILE", help="Write it here.  [default: loader.json]"),
     option("--budget", metavar="TIME", help=_BUDGET),
-    option("--max-workers", metavar="N", type=at_least(0), help="At most this many workers."),
+    option("--max-workers", metavar="N", type=partial(count, least=0), help="At most this many workers."),
     option("--allow", metavar="WHAT", action="append", choices=_ALLOWED, help=_ALLOW),
     option("--storage", metavar="PLACE", help="Keep the Optuna study here: a file, or the URL of a database."),
     option("--json", dest="as_json", action="store_true", help="Print nothing on stdout but what loader.json has."),
@@ -68,7 +69,7 @@ def tune_command(factory: str, arguments: Sequence[str], as_json: bool, quiet: b
     return str(result.status)
 
 
-@command("demo", option("--budget", metavar="TIME", default="60s", help=_BUDGET))
+@Command("demo", option("--budget", metavar="TIME", default="60s", help=_BUDGET))
 def demo_command(budget: str) -> str:
     """Tune a small real training job, in a temporary folder.
 

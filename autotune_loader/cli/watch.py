@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.cli.parser import at_least, command, option
+from autotune_loader.cli.parser import Command, count, option
 from autotune_loader.values import require_writable
 from autotune_loader.watch.run_plan import Plan, Verb
 
@@ -37,7 +37,7 @@ _OF_SCRIPTS = (
 _WORKERS = "Loaders with num_workers=0 may have workers: their data may be read from there."
 
 
-@command("watch", *_OF_SCRIPTS, script="train.py")
+@Command("watch", *_OF_SCRIPTS, script="train.py")
 def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _Launch:
     """Run a script unchanged and report how long it waits for data.
 
@@ -55,12 +55,14 @@ def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _La
     return _launch("watch", script, is_module=is_module, **options)
 
 
-@command(
+@Command(
     "run",
     *_OF_SCRIPTS,
     option("--workers", action="store_true", help=_WORKERS),
     option("--start-with", metavar="FILE", help="Start with the settings of this loader.json."),
-    option("--max-workers", metavar="N", type=at_least(1), help="At most this many workers of each loader."),
+    option(
+        "--max-workers", metavar="N", type=partial(count, least=1), help="At most this many workers of each loader."
+    ),
     script="train.py",
 )
 def run_command(script: Sequence[str], is_module: bool, **options: Any) -> _Launch:

@@ -65,15 +65,9 @@ def what_works(name: str, example: str) -> str:
 
 def _touch(path: str | os.PathLike[str]) -> None:
     trial = _places(path)[1]
-    made = [folder for folder in trial.parents if not folder.exists()]
-    try:
-        trial.parent.mkdir(parents=True, exist_ok=True)
-        trial.touch(exist_ok=False)
-        trial.unlink()
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    trial = next(folder for folder in trial.parents if folder.exists()) / trial.name  # where folders would be made
+    trial.touch(exist_ok=False)
+    trial.unlink()
 
 
 def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:

@@ -9,20 +9,23 @@ import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from unittest.mock import Mock, create_autospec
 
 import psutil
 import pytest
+import torch
 from report.example import synthetic_result
 from torch.utils.data import DataLoader
 
 import autotune_loader
 from autotune_loader import cli, demo
-from autotune_loader.cli.doctor import examination
+from autotune_loader.cli.doctor import examination, gpus_text
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.values import LoaderConfig, WorkloadError
+from autotune_loader.watch.run_plan import say
 
 TRAIN = """
 import argparse
@@ -107,18 +110,33 @@ def test_every_command_is_listed_and_its_help_has_an_example(capsys):
     assert cli.main(["--help"]) == 0
     listed = capsys.readouterr().out
     for command in ("demo", "doctor", "run", "show", "tune", "watch"):
-        assert f"\n  {command} " in listed
+        assert f"\n  autotune-loader {command} " in listed
         assert cli.main([command, "--help"]) == 0
         told = capsys.readouterr().out
-        assert f"\n    autotune-loader {command}" in told
-        assert command in ("run", "watch") or max(map(len, told.splitlines())) <= 80
+        assert f"\n  autotune-loader {command}" in told
+        assert max(map(len, [*listed.splitlines(), *told.splitlines()])) <= 80
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("tun", "No such command 'tun'"),
-        ("tune train:make_numbers --buget 3m", "--budget"),
+        ("tun train:make_numbers", "no command 'tun'; autotune-loader tune train:make_numbers would work"),
+        ("train.py --epochs 3", "no command 'train.py'; autotune-loader watch train.py --epochs 3 would work"),
+        ("-o x watch train.py", "-o goes after the command: autotune-loader watch -o x train.py would work"),
+        ("watch", "required: SCRIPT; autotune-loader watch train.py would work"),
+        ("watch --epochs 3 train.py", "takes no --epochs; an argument of the script goes after its name"),
+        ("run --epochs=3 train.py", "after its name: autotune-loader run train.py --epochs\n"),
+        (
+            "watch -o train.py/loader.json train.py",
+            "--output='train.py/loader.json' cannot be written (Not a directory)",
+        ),
+        ("tune train:make_numbers --data /x", "its name: autotune-loader tune train.py:make_loader -- --data\n"),
+        ("tune train:make_numbers --buget 3m", "takes no --buget; did you mean --budget?"),
+        ("tune train:make_numbers --bud 3m", "takes no --bud; did you mean --budget?"),
+        ("tune train:make_numbers --max-workers x", "argument --max-workers: 'x' must be an integer >= 0"),
+        ("tune train:make_numbers --allow x", "invalid choice: 'x' (choose from"),
+        ("tune", "required: MODULE:FUNCTION; autotune-loader tune train.py:make_loader would work"),
+        ("doctor now", "takes no now; autotune-loader doctor --help has all"),
         ("tune trian:make_numbers", "Error: there is no module 'trian'"),
         ("tune trian.py:make_numbers", "Error: there is no file 'trian.py'"),
         ("tune difflib.py:make", "Error: 'difflib.py' cannot be imported: another module has the name 'difflib'"),
@@ -129,13 +147,13 @@ def test_every_command_is_listed_and_its_help_has_an_example(capsys):
         ("tune train:make_mistyped", "unexpected keyword argument 'batchsize'"),
         ("tune train:make_broken", "in open_the_files"),
         (
-            "tune train.py:make_by_data --quiet",
-            "Error: train.py:make_by_data failed; neither it nor the script gets arguments",
+            "tune train.py:make_by_data",
+            "make_by_data failed; arguments of the script go after --: autotune-loader tune",
         ),
         ("tune broken:make", 'broken.py", line 1'),
         ("show nowhere.json", "nowhere.json"),
         ("show train.py --code", "is not a valid loader.json"),
-        ("show loader.json --html no/page.html", "--html="),
+        ("show loader.json --html train.py/page.html", "--html='train.py/page.html' cannot be written"),
     ],
 )
 def test_a_wrong_line_is_bad_input_and_answered_with_what_would_work_or_their_own_traceback(line, told, tune, capsys):
@@ -157,7 +175,7 @@ def test_ctrl_c_before_anything_was_found_is_130(capsys):
 
 
 TYPED = "--budget=3m --max-workers=4 --output=out.json --allow in_order --allow batch_size"
-TYPED_ARGUMENTS = {"budget": "3m", "max_workers": 4, "output": "out.json", "allow": ("in_order", "batch_size")}
+TYPED_ARGUMENTS = {"budget": "3m", "max_workers": 4, "output": "out.json", "allow": ["in_order", "batch_size"]}
 
 
 @pytest.mark.parametrize(
@@ -167,6 +185,7 @@ TYPED_ARGUMENTS = {"budget": "3m", "max_workers": 4, "output": "out.json", "allo
         ("train.py:make_numbers --quiet", {"progress": False}),
         ("./train.py:NUMBERS", {}),
         ("train.py:make_by_line --budget 9s", {"budget": "9s"}),
+        ("train.py:make_by_data --budget 9s -- --data /x", {"budget": "9s"}),
         ("train:make_pair", {"model": "a model"}),
         ("train:make_arguments", {"batch_size": 4, "budget": "9s"}),
         (f"train:make_arguments {TYPED}", {"batch_size": 4, **TYPED_ARGUMENTS}),
@@ -199,6 +218,20 @@ def test_json_is_all_there_is_on_stdout_and_nothing_that_is_printed_is_lost(tune
     assert sorted(captured.err.splitlines()) == ["a child prints", "the factory prints"]
 
 
+def test_a_terminal_without_our_characters_has_others_and_a_scripts_own_streams_stay_as_they_are(monkeypatch):
+    out, err = (TextIOWrapper(BytesIO(), encoding="ascii") for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert cli.main(["watch"]) == 2
+    say("a ─ b – c ± é")
+    assert (out.errors, err.errors) == ("strict", "strict")
+    assert cli.main(["show"]) == 0
+    told = out.buffer.getvalue().decode("ascii")
+    assert "\n--------" in told
+    assert re.search(r"\d-\d", told)
+    assert err.buffer.getvalue().endswith(b"\na - b - c +- ?\n")
+
+
 OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=1 << 30, gpu="H100", torch="2.6.0")
 FROM_ANOTHER = (  # what matters comes first
     r"2026-11-26, 1,024 cores, 1 GiB,\s+H100, torch 2.6.0.\n\n! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
@@ -222,10 +255,10 @@ def test_show_prints_the_report_and_whether_this_machine_fits(tuned_on, told, re
     assert re.search(told, text, re.DOTALL)
 
 
-def test_show_html_writes_a_page(capsys):
-    assert cli.main(["show", "--html", "page.html"]) == 0
-    assert capsys.readouterr().out == "Written to page.html.\n"
-    assert Path("page.html").read_text().startswith("<!doctype html>")
+def test_show_html_writes_a_page_and_makes_its_folder(capsys):
+    assert cli.main(["show", "--html", "new/page.html"]) == 0
+    assert capsys.readouterr().out == "Written to new/page.html.\n"
+    assert Path("new/page.html").read_text().startswith("<!doctype html>")
 
 
 OTHER = LoaderConfig(
@@ -302,3 +335,21 @@ def test_one_screen_says_all_that_a_bug_report_needs():
     names = ("versions", "cores", "memory", "shared memory", "open files", "start method", "GPUs")
     assert [name for name in (*(f"{name}:" for name in names), "torch ") if name not in text] == []
     assert len(text.splitlines()) <= 24
+
+
+A100 = Mock(total_memory=80 << 30)
+A100.name = "A100"  # not that of the mock
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [
+        ([], "none that torch sees"),
+        ([A100, A100], "cuda:0 A100 (80 GiB), cuda:1 A100 (80 GiB)"),
+        ([RuntimeError("the driver is too old\nmore")], "none that torch can open (the driver is too old)"),
+    ],
+)
+def test_the_gpus_are_those_that_torch_sees(devices, told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(side_effect=devices))
+    assert gpus_text() == told

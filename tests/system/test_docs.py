@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import autotune_loader
-from autotune_loader.cli.app import cli
+from autotune_loader.cli.parser import Command
 from autotune_loader.results.result import FILE_ONLY, NOT_IN_FILE, TuningResult
 
 pytestmark = pytest.mark.system
@@ -107,7 +107,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
 def test_the_reference_has_every_key_every_option_and_every_public_name():
     page = (ROOT / "docs" / "reference.md").read_text() + (ROOT / "docs" / "watch.md").read_text()
     keys = {each.name for each in fields(TuningResult)} - set(NOT_IN_FILE) | set(FILE_ONLY)
-    options = {option for command in cli.commands.values() for each in command.params for option in each.opts}
+    options = {option for command in Command.all.values() for option in command.options}
     wanted = keys | {each for each in options if each.startswith("--")} - {"--output"} | set(autotune_loader.__all__)
     assert sorted(each for each in wanted - {"__version__"} if each not in page) == []
 
