@@ -24,7 +24,7 @@ from autotune_loader import cli, demo
 from autotune_loader.cli.doctor import examination, gpus_text
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.fingerprint import Fingerprint
-from autotune_loader.values import LoaderConfig, WorkloadError
+from autotune_loader.values import LoaderConfig, WorkloadError, require_writable
 from autotune_loader.watch.run_plan import say
 
 TRAIN = """
@@ -216,6 +216,11 @@ def test_json_is_all_there_is_on_stdout_and_nothing_that_is_printed_is_lost(tune
     captured = capfd.readouterr()
     assert json.loads(captured.out) == json.loads(Path("loader.json").read_text())
     assert sorted(captured.err.splitlines()) == ["a child prints", "the factory prints"]
+
+
+def test_a_folder_that_can_be_made_is_not_made_before_there_is_something_to_write(folder):
+    require_writable("output", folder / "new" / "folder" / "loader.json")
+    assert not (folder / "new").exists()
 
 
 def test_a_terminal_without_our_characters_has_others_and_a_scripts_own_streams_stay_as_they_are(monkeypatch):

@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
     [
         ("auto.py", 0, "WHOLE True\nWHOLE True\n"),
         ("enabled.py", 0, "made/loader.json.\n"),
-        (f"{COMMAND} watch -o made/loader.json --json made/report.json spawning.py", 0, "made/report.json.\n"),
+        (f"{COMMAND} watch -o new/a/loader.json --json new/b/report.json spawning.py", 0, "new/b/report.json.\n"),
         (f"{COMMAND} run spawning.py", 0, "autotune-loader run: 1 loader"),
         (f"{COMMAND} tune spawning.py:Squares", 2, f"Error: tune needs optuna, msgspec, cloudpickle. {HOW_TO_INSTALL}"),
         ("tuned.py", 1, f"MissingExtraError: compare needs optuna, msgspec, cloudpickle. {HOW_TO_INSTALL}"),
