@@ -9,6 +9,7 @@ import json
 import math
 import os
 import secrets
+import sys
 import tempfile
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -124,11 +125,11 @@ def _made_of(raw: Any, kind: Any, place: str) -> Any:
         return tuple(_made_of(each, inner[0], f"{place}[{at}]") for at, each in enumerate(raw))
     if origin is dict and isinstance(raw, dict):
         return {key: _made_of(each, inner[1], f"{place}.{key}") for key, each in raw.items()}
-    if kind is float and type(raw) in (int, float):
+    if kind is float and type(raw) is int and raw.bit_length() < sys.float_info.max_exp:
         return float(raw)
     if type(raw) is kind:
         return raw
-    raise ValueError(f"{place}={raw!r:.60} is no {getattr(kind, '__name__', kind)}")
+    raise ValueError(f"{place}={raw!r:.60} is no {kind if origin else kind.__name__}")
 
 
 @functools.cache
