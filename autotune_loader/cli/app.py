@@ -74,7 +74,7 @@ def _parsed(arguments: list[str]) -> int | Callable[[], None]:
         warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
         try:
             returned = cli.main(arguments, prog_name=cli.name, standalone_mode=False)
-            return returned if callable(returned) else OF_STATUS.get(str(returned), FINE)
+            return returned if callable(returned) or isinstance(returned, int) else OF_STATUS.get(str(returned), FINE)
         except click.ClickException as error:
             error.show()
             return BAD_INPUT

@@ -47,8 +47,8 @@ class Side:
 class Comparison:
     """Sides of a comparison, the first of which the others are compared with.
 
-    The next that worked takes the place of a first one that failed. All intervals together hold with 95 % confidence: with m
-    sides beside the first, each has an error of 5 % / m (Bonferroni). They hold at whatever round one stops, so that rounds end
+    The next that worked takes the place of a first one that failed. All intervals together hold with 95% confidence: with m
+    sides beside the first, each has an error of 5% / m (Bonferroni). They hold at whatever round one stops, so that rounds end
     once they have decided.
     """
 
@@ -68,7 +68,7 @@ class Comparison:
         for side in self.sides:
             if side.name == name:
                 return side
-        raise KeyError(f"{name!r} is no side; {', '.join(repr(side.name) for side in self.sides)} would work")
+        raise KeyError(f"{name!r} is not a side; {', '.join(repr(side.name) for side in self.sides)} would work")
 
     @property
     def rates(self) -> dict[str, Interval]:

@@ -37,8 +37,8 @@ def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:
     if place.is_file():
         return place
     if named:
-        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} names no file; unset it or write one there")
-    raise ConfigFileError(f"there is no {place.absolute()}, and {CONFIG_VARIABLE} names no other; {HOW_TO_WRITE}")
+        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} is not a file; unset it or write a file there")
+    raise ConfigFileError(f"there is no {place.absolute()}, and {CONFIG_VARIABLE} is not set; {HOW_TO_WRITE}")
 
 
 def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMismatch = "fit") -> LoaderConfig:
@@ -110,7 +110,7 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number in JSON")  # read, it would be saved as null, which is another thing
+    raise ValueError(f"{constant} is not a number in JSON")  # read, it would be saved as null, which is another thing
 
 
 def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
@@ -141,5 +141,5 @@ def _machine_of(raw: Mapping[str, Any]) -> Fingerprint | None:
 
     tuned_on = from_plain(told, Fingerprint)
     if tuned_on.usable_cores < 1:
-        raise ValueError(f"machine.usable_cores={tuned_on.usable_cores!r} is no number of cores")
+        raise ValueError(f"machine.usable_cores={tuned_on.usable_cores!r} is not a number of cores")
     return tuned_on

@@ -187,7 +187,7 @@ class TuningResult:
             return {**parts, **own}
         name, kind = next(((name, type(value).__name__) for name, value in own.items()), ("sampler", "sampler"))
         raise ValueError(
-            f"{name} was not given, and the tuned loader had a {kind} of its own; shuffle=True or {name}=... for this dataset "
+            f"{name} was not given, and the tuned loader had its own {kind}; shuffle=True or {name}=... for this dataset "
             "would work"
         )
 
@@ -268,9 +268,7 @@ class TuningResult:
         from autotune_loader.search.predict import predict
 
         if self.machine is None:
-            raise ValueError(
-                "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
-            )
+            raise ValueError("predict() needs a result with at least one successful trial")
         asked: dict[str, Any] = {"usable_cores": self.machine.usable_cores, "step_cores": self.step_cores}
         return predict(self.trials, configs, cores=cores, step_s=self.step_s, **asked)
 

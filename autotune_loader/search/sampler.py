@@ -237,7 +237,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         """What was enqueued in part, or what an objective asks beside the space, is drawn at random."""
         _refuse_several(study)
         if param_name in self.space.distributions() and not _maximises(study):
-            raise ValueError(f"TwinSampler looks for the most samples/s, and this study minimises; {WORKS}")
+            raise ValueError(f"TwinSampler maximises samples/s, and this study minimises; {WORKS}")
         return self._random.sample_independent(study, trial, param_name, param_distribution)
 
     def _is_open(self, study: optuna.Study) -> bool:
@@ -266,7 +266,7 @@ def _maximises(study: optuna.Study) -> bool:
 
 def _refuse_several(study: optuna.Study) -> None:
     if len(study.directions) > 1:
-        raise ValueError(f"TwinSampler looks for one value, and this study for {len(study.directions)}; {WORKS}")
+        raise ValueError(f"TwinSampler maximises one value, and this study has {len(study.directions)}; {WORKS}")
 
 
 def read_record(done: FrozenTrial) -> Trial | None:

@@ -158,10 +158,10 @@ def _check_sides(sides: object) -> None:
     if not isinstance(sides, Mapping):
         raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works}")
     if len(sides) < 2:
-        raise ValueError(f"sides={dict(sides)!r:.60} holds {len(sides)} of the two sides that it takes; {works}")
+        raise ValueError(f"sides={dict(sides)!r:.60} has {len(sides)} sides; at least two are needed; {works}")
     for name in sides:
         if not isinstance(name, str) or not name:
-            raise TypeError(f"sides has the name {name!r}, which is not a text; {works}")
+            raise TypeError(f"sides has the name {name!r}, which is not a string; {works}")
 
 
 def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> Workload:
@@ -236,8 +236,8 @@ def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: M
     if len(set(counting.values())) > 1:
         name = next(name for name, counts in counting.items() if counts)
         raise ValueError(
-            f"sides[{name!r}] does not tell how many samples a batch holds, and other sides do, so that they have no "
-            "rate in common; tensors whose first dimension are the samples would work"
+            f"sides[{name!r}] does not tell the number of samples per batch, and other sides do, so their rates "
+            "cannot be compared; tensors whose first dimension is the batch would work"
         )
     works = paired.works()
     sides = tuple(_side(name, each, machine, works=name in works) for name, each in entrants.items())
@@ -266,7 +266,7 @@ def _side(name: str, entrant: _Entrant, machine: Machine, *, works: bool) -> Sid
     measured = [each.measurement for each in trials if each.measurement is not None and each.round is not None]
     if not (works and measured):
         error = (
-            "the budget had no room for a round with it; a larger one would decide"
+            "the budget had no room for an A/B round with it; rerun with a larger budget"
             if failure is None
             else f"{failure.kind}: {failure.message}"
         )

@@ -58,7 +58,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
 
     Short bursts of the real training run in a process of their own, which change nothing of the caller's. Each is a trial of an
     Optuna study: what would be chosen, its rival and what the caller has now are timed in turns, until the choice loses no more
-    than the tolerance with a probability of 95 %. Ctrl-C returns the best found so far, with `status="partial"`. Under torchrun
+    than the tolerance with a probability of 95%. Ctrl-C returns the best found so far, with `status="partial"`. Under torchrun
     every rank calls it: rank 0 decides, all ranks run each burst at the same time, and Ctrl-C ends the job.
 
     Args:
@@ -90,7 +90,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
 
     Returns:
         The result. Its `status` is "undecided" when too little, or too disturbed, was measured to choose; then `best` is the
-        caller's own configuration, unless another one is faster with a probability of 95 %. It is "fallback" when no
+        caller's own configuration, unless another one is faster with a probability of 95%. It is "fallback" when no
         configuration worked, and `best` is torch's default.
 
     Raises:

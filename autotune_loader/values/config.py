@@ -22,7 +22,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 }
 """What only workers have, as it has to be where there are none."""
 FOR_AUTOLOADER = (
-    "these settings were found by AutoLoader and hold for the way it hands batches over: AutoLoader(dataset, ..., "
+    "these settings were found by AutoLoader and hold for its way to transfer batches: AutoLoader(dataset, ..., "
     "config='loader.json') or `autotune-loader run --start-with loader.json train.py` runs them; tune() finds DataLoader's"
 )
 # A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
@@ -148,9 +148,7 @@ class LoaderConfig:
         known = {field.name for field in fields(cls)}
         for name, most in _MOST_IN_A_FILE.items():
             if isinstance(values.get(name), int) and values[name] > most:
-                raise ValueError(
-                    f"{name}={values[name]} is more than any machine can use ({most}); {name}=2 would work"
-                )
+                raise ValueError(f"{name}={values[name]} is larger than the maximum of {most}; {name}=2 would work")
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def words(self) -> list[str]:

@@ -58,8 +58,8 @@ def test_workers_shows_what_ran_by_the_rounds_where_there_are_any_and_joins_only
     rates = {config: list(result.rates_of(config).values()) for config in (BEST, DEEP, NONE)}
     mean = {config.num_workers: pytest.approx(sum(each) / len(each)) for config, each in rates.items()}
     # GIVEN 0, 1, 4 and 8 workers in the search; 0, 5 and 8 in the rounds, whose rates count
-    assert points(axes, "timed in turns, 95 %") == [(count, mean[count]) for count in (5, 8, 0)]
-    assert [count for count, _ in points(axes, "timed once, 95 %")] == [4, 1]
+    assert points(axes, "timed in turns, 95%") == [(count, mean[count]) for count in (5, 8, 0)]
+    assert [count for count, _ in points(axes, "timed once, 95%")] == [4, 1]
     assert points(axes, "chosen") == [(5, mean[5])]
     assert points(axes, "before tuning") == [(0, mean[0])]
     # THEN no line leads through counts that never ran

@@ -36,13 +36,13 @@ SMALL = TuningResult(
     rate=ratio(1195.0, 1068.0, 1322.0), speedup=ratio(2.99, 2.8, 3.2),
 )  # fmt: skip
 TABLE = """\
-  workers  prefetch  also    samples/s   95 % range  from      wait   memory
+  workers  prefetch  also    samples/s   95% range  from      wait   memory
 ────────────────────────────────────────────────────────────────────────────
-=       3         2  pinned      1,199  1,135–1,263  2 rounds  12 %  640 MiB
->       2         2  pinned      1,195  1,068–1,322  2 rounds  12 %  640 MiB
-b       0         -                400      375–425  2 rounds  12 %  640 MiB
+=       3         2  pinned      1,199  1,135–1,263  2 rounds  12%  640 MiB
+>       2         2  pinned      1,195  1,068–1,322  2 rounds  12%  640 MiB
+b       0         -                400      375–425  2 rounds  12%  640 MiB
 
-        1         2                700      690–710  search    12 %  640 MiB
+        1         2                700      690–710  search    12%  640 MiB
 
 x       8        16                  -            -  failed       -        -
 
@@ -67,7 +67,7 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         ({"trials": TRIED[:6]}, "= 3 2 pinned 1,210 1,200–1,220 search"),
         (DOUBT, "No paired round fitted into the budget; a larger budget would decide it. Keep 0 workers"),
         (DOUBT, "> not decided ="),
-        ({"gpu_busy_share": 0.931}, "GPU: in a step for 93 % of the time, gaps between its kernels included."),
+        ({"gpu_busy_share": 0.931}, "GPU: in a step for 93% of the time, gaps between its kernels included."),
         ({"ceiling": exactly(1300.0)}, "Ceiling: 1,300/s, the step alone, data already in memory."),
         ({"trials": ()}, "No configuration was tried."),
         ({"status": "fallback"}, "No configuration worked; torch's defaults are given as a fallback."),
@@ -99,7 +99,7 @@ def test_a_report_says_what_was_found_within_the_width(width, result):
     told = " ".join(text.split())
     for part in (result.bottleneck, *result.advice, *result.warnings, result.ended):
         assert str(part) in told
-    assert all(row in told for row in ("decode 60 % 1.2 ms 1.2 ms photos.py:41", "read 30 % 0.6 ms 0.16 ms"))
+    assert all(row in told for row in ("decode 60% 1.2 ms 1.2 ms photos.py:41", "read 30% 0.6 ms 0.16 ms"))
     assert "15 bursts in 24 s." in told
 
 
@@ -138,8 +138,8 @@ COMPARED = Comparison(
 COMPARISON = """\
         samples/s  times as fast           wait  workers   memory  bottleneck
 ─────────────────────────────────────────────────────────────────────────────
-now           402  1                       12 %        0  640 MiB  cpu
-cached      1,203  3.00x (2.76x to 3.26x)  12 %        2  640 MiB  cpu
+now           402  1                       12%        0  640 MiB  cpu
+cached      1,203  3.00x (2.76x to 3.26x)  12%        2  640 MiB  cpu
 broken     failed                                      1
 
 broken failed: user_exception: no such file
@@ -164,8 +164,8 @@ FOUR = LoaderConfig(num_workers=4, prefetch_factor=4)
 FAILED = ran(LoaderConfig(num_workers=16), KILLED, 3)
 LINES = """\
 config [/red] [bold]
-trial   0  0 workers                             389/s ± 2.0 %      best 389/s  55 s left
-trial   1  4 workers, prefetch 4                 1,308/s ± 2.0 %    best 1,308/s  53 s left
+trial   0  0 workers                             389/s ± 2.0%      best 389/s  55 s left
+trial   1  4 workers, prefetch 4                 1,308/s ± 2.0%    best 1,308/s  53 s left
 trial   3  16 workers, prefetch 2                failed: oom killed  best 1,308/s  50 s left
 round   1  4 workers, prefetch 4                 1,300/s   fastest of 2  20 s left
 round   2  nothing worked

@@ -111,7 +111,7 @@ def test_what_processes_of_the_script_saw_is_told_and_judged_by_the_command(benc
     asked = ("watch", "-o", "loader.json", "--json", "report.json", "--fail-if-wait", "10%")
     code, printed, report = bench.command(*asked, "train.py", how, TMPDIR=str(temporary))
     (loader,) = json.loads((bench.folder / "report.json").read_text())["loaders"]
-    assert (code, printed, report.count("batches of 8"), "--fail-if-wait allows 10 %" in report) == (4, "", 1, True)
+    assert (code, printed, report.count("batches of 8"), "--fail-if-wait allows 10%" in report) == (4, "", 1, True)
     assert (loader["name"], loader["batches"], loader["processes"]) == (line, 10, processes)
     assert TuningResult.load(bench.folder / "loader.json").loaders == {line: loader["settings"]}
     assert [path.name for path in temporary.iterdir() if path.name.startswith("autotune")] == []
@@ -152,7 +152,7 @@ def test_the_terminal_and_both_files_say_the_same(bench, verb):
     assert [each.sentence for each in result.advice] == [each["sentence"] for each in loader["advice"]]
     assert result.best.arguments() == loader["settings_now"] == result.loaders[loader["name"]]
     assert result.wait_share == pytest.approx(loader["wait_share"])
-    assert f"the loop waits {loader['wait_share'] * 100:.0f} % of its time" in block
+    assert f"the loop waits {loader['wait_share'] * 100:.0f}% of its time" in block
     ratios = [each for each in (result.speedup, result.rate) if each is not None]
     assert all(each.low >= 0 or each.low == -math.inf for each in ratios)
 
@@ -184,7 +184,7 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     assert loader["bottleneck"]["gain"] == pytest.approx(loader["wait_share"] / (1 - loader["wait_share"]))
     assert f"autotune-loader {command}" in loader["advice"][0]["sentence"]
     assert "1 batch: too few to say anything" in other["bottleneck"]["sentence"]
-    assert (code, "--fail-if-wait allows 10 %" in told["notes"][0]) == (4, True)
+    assert (code, "--fail-if-wait allows 10%" in told["notes"][0]) == (4, True)
     result = TuningResult.load(bench.folder / "loader.json")
     assert (result.found_by, result.best.num_workers) == ("watch", workers)
     assert sorted(each["num_workers"] for each in result.loaders.values()) == [workers, 1]

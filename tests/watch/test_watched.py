@@ -286,7 +286,7 @@ def test_the_first_line_comes_after_50_batches_or_10_seconds_once(wait_s, step_s
     for _ in range(60):
         loop.batch(wait_s, step_s)
         said.append(list(loop.told))
-    assert said == [[]] * silent + [[f"the loop waits {share} % of its time"]] * (60 - silent)
+    assert said == [[]] * silent + [[f"the loop waits {share}% of its time"]] * (60 - silent)
 
 
 def test_waiting_pauses_and_starts_of_epochs_are_told_apart():

@@ -43,8 +43,8 @@ def _draw(result: TuningResult, rows: tuple[Standing, ...], axes: canvas.Axes) -
         if count + 1 in rates:
             axes.plot([count, count + 1], [rates[count], rates[count + 1]], color=canvas.BLUE, linewidth=1.2)
     for source, fill, label in (
-        ("rounds", canvas.BLUE, "timed in turns, 95 %"),
-        ("search", "white", "timed once, 95 %"),
+        ("rounds", canvas.BLUE, "timed in turns, 95%"),
+        ("search", "white", "timed once, 95%"),
     ):
         of_source = {count: row for count, row in shown.items() if row.source == source}
         _draw_rates(axes, of_source, fmt="o", color=canvas.BLUE, markerfacecolor=fill, label=label)
