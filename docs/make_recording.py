@@ -1,4 +1,4 @@
-"""Records `autotune-loader watch train.py URL 400` on the demo's job as it looks on a terminal: `python docs/make_recording.py`."""
+"""Records what `autotune-loader watch` prints of the demo's job on a terminal: `python docs/make_recording.py`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from autotune_loader.values import MissingExtraError
 
 PICTURES, SIDE = 1200, 64
 BEFORE, AFTER = 400, 6000
-"""Samples that are trained before and after tuning: some seconds each on two cores."""
+"""Samples of the training before and after tuning: some seconds each on two cores."""
 LATENCY_S = 0.02
 """Of a request. An object store of a cloud takes 10 to 100 ms to the first byte."""
 _kept = contextlib.ExitStack()
@@ -83,8 +83,9 @@ def tour(latency_s: float = LATENCY_S, budget: str = "45s") -> int:
         print(f"The job: a small CNN on {PICTURES:,} JPEG files from {where}.", flush=True)
         shutil.copy(Path(__file__).with_name("train.py"), folder)
         watch, tune = ["watch", "--json", "report.json", "train.py", source], ["tune", "train.py:make_job"]
+        before = BEFORE if latency_s else AFTER
         rates, titles = [], ("1. Measure how long the script waits", "2. Tune its loader", "3. Train with loader.json")
-        commands = ([*watch, str(BEFORE)], [*tune, "--budget", budget, "--", source], [*watch, str(AFTER)])
+        commands = ([*watch, str(before)], [*tune, "--budget", budget, "--", source], [*watch, str(AFTER)])
         for title, command in zip(titles, commands, strict=True):
             print(f"\n## {title}\n\n$ autotune-loader {shlex.join(command)}\n", flush=True)
             if code := _run(command, folder):
@@ -92,9 +93,9 @@ def tour(latency_s: float = LATENCY_S, budget: str = "45s") -> int:
             if command[0] == "watch":
                 rates.append(json.loads(Path(folder, "report.json").read_text())["loaders"][0]["samples_per_s"])
         settings = json.loads(Path(folder, "loader.json").read_text())["dataloader_kwargs"]
-        before, after = rates
+        slow, fast = rates
         print(
-            f"\nBefore: {before:,.0f} samples/s. With loader.json: {after:,.0f} samples/s, {after / before:.1f}x as fast.\n"
+            f"\nBefore: {slow:,.0f} samples/s. With loader.json: {fast:,.0f} samples/s, {fast / slow:.1f}x as fast.\n"
             f"loader.json: {settings}\n"
             "Your own script: autotune-loader watch train.py"
         )

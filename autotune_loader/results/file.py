@@ -42,19 +42,19 @@ def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMismatch = "fit") -> LoaderConfig:
-    """The configuration of a `loader.json`, checked against the machine it is loaded on.
+    """Read the settings of a `loader.json`, and check them against this machine.
 
     Args:
-        path: the file that `tune()` or `result.save()` wrote. Without it: what `AUTOTUNE_LOADER_CONFIG` names, else
-            `./loader.json`.
-        on_mismatch: what to do when this machine differs, in a way that matters, from the one it was tuned on. `"fit"` warns,
-            and takes away workers that fewer cores cannot feed, and what needs a GPU where there is none. `"strict"` raises.
-            `"ignore"` gives the configuration as it is. CUDA is not opened: whether there is a GPU is seen once torch is
-            imported, and which one once the job uses it.
+        path: The file that `tune()` or `result.save()` wrote. By default the one that `AUTOTUNE_LOADER_CONFIG`
+            names, else `./loader.json`.
+        on_mismatch: What to do if this machine differs, in a way that matters, from the one that was tuned. `"fit"`
+            warns and removes workers that fewer cores cannot feed, and what needs a GPU if there is none. `"strict"`
+            raises an error. `"ignore"` returns the settings as they are. CUDA is not initialised: a GPU is seen once
+            torch is imported.
 
     Raises:
-        ConfigFileError: the file cannot be read, or there is none; the message names the place.
-        MachineMismatchError: the machines differ and `on_mismatch="strict"`.
+        ConfigFileError: The file cannot be read, or does not exist; the message names its path.
+        MachineMismatchError: The machines differ and `on_mismatch="strict"`.
         ValueError: `on_mismatch` is none of the three.
     """
     require_choice("on_mismatch", on_mismatch, ("fit", "strict", "ignore"))
