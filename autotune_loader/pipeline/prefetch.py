@@ -45,9 +45,9 @@ def accelerator(device: Any) -> Any:
 class DevicePrefetcher:
     """Iterate over a loader with every batch on `device`.
 
-    On an accelerator, a batch is copied while the step before it runs. Batches may be nested: tensors, mappings, sequences, named tuples, dataclasses, and objects with a `.to()` method;
-    anything else is passed through. Order and number of batches do not change, and an exception of the loader comes
-    after the batches before it. Copies overlap with steps only from pinned memory.
+    On an accelerator, a batch is copied while the step before it runs, which needs pinned memory. Batches may be nested:
+    tensors, mappings, sequences, named tuples, dataclasses, and objects with a `.to()` method; anything else is passed
+    through. Order and number of batches do not change. An exception of the loader comes after the batches before it.
 
     Args:
         loader: Any iterable of batches; `len()` works if it works on the loader.
