@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 WIDTH = 80
 """Columns that every terminal, log and e-mail has."""
-NARROWEST = 10
-"""A column that is wrapped keeps so much: its longest word, "persistent"."""
+NARROWEST = 11
+"""A column that is wrapped keeps so much: its longest word, "persistent,"."""
 
 
 def wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> str:

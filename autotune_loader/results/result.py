@@ -268,7 +268,7 @@ class TuningResult:
         from autotune_loader.search.predict import predict
 
         if self.machine is None:
-            raise ValueError("predict() needs a result with at least one successful trial")
+            raise ValueError("predict() needs at least one successful trial; a result of tune() with one would work")
         asked: dict[str, Any] = {"usable_cores": self.machine.usable_cores, "step_cores": self.step_cores}
         return predict(self.trials, configs, cores=cores, step_s=self.step_s, **asked)
 

@@ -159,7 +159,7 @@ def _check_sides(sides: object) -> None:
     if not isinstance(sides, Mapping):
         raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works}")
     if len(sides) < 2:
-        raise ValueError(f"sides={dict(sides)!r:.60} has {len(sides)} sides; at least two are needed; {works}")
+        raise ValueError(f"sides={dict(sides)!r:.60} has fewer than two sides; {works}")
     for name in sides:
         if not isinstance(name, str) or not name:
             raise TypeError(f"sides has the name {name!r}, which is not a string; {works}")

@@ -22,7 +22,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 }
 """What only workers have, as it has to be where there are none."""
 FOR_AUTOLOADER = (
-    "these settings were found by AutoLoader and hold for its way to transfer batches: AutoLoader(dataset, ..., "
+    "these settings were found by AutoLoader and hold for its way of transferring batches: AutoLoader(dataset, ..., "
     "config='loader.json') or `autotune-loader run --start-with loader.json train.py` runs them; tune() finds DataLoader's"
 )
 # A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.

@@ -200,7 +200,7 @@ def test_json_is_all_there_is_on_stdout_and_nothing_that_is_printed_is_lost(tune
 
 OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=1 << 30, gpu="H100", torch="2.6.0")
 FROM_ANOTHER = (  # what matters comes first
-    r"2026-11-26, 1,024 cores, 1 GiB,\s+H100, torch 2.6.0.\n\n! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
+    r"2026-11-26, 1,024 cores, 1 GiB, H100,\s+torch 2.6.0.\n\n! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
 )
 
 
@@ -208,7 +208,7 @@ FROM_ANOTHER = (  # what matters comes first
     ("tuned_on", "told"),
     [
         ({}, "This machine is the same in all that matters."),
-        ({"machine": None}, r"15 bursts in 24 s.\n$"),
+        ({"machine": None}, r"15 trials in 24 s.\n$"),
         ({"machine": OTHER_MACHINE}, FROM_ANOTHER),
     ],
     ids=["the same", "not told", "another"],

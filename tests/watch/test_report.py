@@ -91,7 +91,7 @@ DRAWN = f"""\
 autotune-loader run: 2 loaders in 61 s
 
 train.py:41  Images[1200], batches of 32, shuffled
-  190 batches in 5 epochs, 212 samples/s, the loop waits 12% of its time
+  190 batches in 5 epochs, 212 samples/s, waits for data 12% of the time
   settings: num_workers=0
   now: num_workers=2, prefetch_factor=4: 1.83x (1.75x to 1.92x) as fast
   Bottleneck: CPU.
@@ -111,7 +111,7 @@ def test_a_report_says_what_was_changed_and_what_it_brought_and_hundreds_of_load
     assert str(found) == DRAWN
     text = str(ScriptReport(verb="watch", seconds=61.0, loaders=(CHANGED,) * 100))
     assert len(text.splitlines()) < 120
-    assert text.endswith("88 loaders more, each with less time; --json FILE has all of them.")
+    assert text.endswith("88 loaders more, each with less time; use --json FILE for all of them.")
 
 
 @pytest.mark.parametrize(
