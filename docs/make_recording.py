@@ -1,4 +1,4 @@
-"""Records `autotune-loader watch examples/train.py 3` as it looks on a terminal: `python docs/make_recording.py`."""
+"""Records a command as it looks on a terminal: `python docs/make_recording.py`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from autotune_loader.report.table import WIDTH
+
 DOCS = Path(__file__).parent
+FOLDER = DOCS.parent
+"""Where it runs."""
 COMMAND = ("watch", "examples/train.py", "3")
 
 
 def main() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "autotune_loader", *COMMAND],
-        cwd=DOCS.parent,
+        cwd=FOLDER,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=True,
     )
-    console = Console(record=True, width=112, highlight=False, markup=False)
+    console = Console(record=True, width=WIDTH, highlight=False, markup=False)
     console.print(Text(f"$ autotune-loader {' '.join(COMMAND)}", style="bold"))
     console.print(done.stdout.strip())
-    console.save_svg(str(DOCS / "gallery" / "watch.svg"), title="autotune-loader watch")
+    console.save_svg(str(DOCS / "gallery" / "watch.svg"), title=f"autotune-loader {COMMAND[0]}")
 
 
 if __name__ == "__main__":
