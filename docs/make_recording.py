@@ -13,7 +13,6 @@ from autotune_loader.report.table import WIDTH
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS.parent
-"""Where it runs."""
 COMMAND = ("watch", "examples/train.py", "3")
 
 

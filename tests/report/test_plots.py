@@ -92,7 +92,7 @@ def test_stages_are_drawn_longest_first_and_no_more_than_can_be_read(result):
     assert [(stage, where) for stage, _, where in named] == [(each.stage, each.where) for each in STAGES[::-1]]
     assert [text.get_text() for text in axes.texts] == [" 10 %, 0.2 ms", " 30 %, 0.6 ms", " 60 %, 1.2 ms"]
     assert "self time" in axes.get_xlabel()
-    # Stages of one name are not drawn over each other, and a long name leaves room for the bars.
+    # Stages of one name are not drawn over each other, and long ones leave room for the bars.
     long = replace(STAGES[0], stage="Random" * 20, where="transforms" * 20)
     axes = plots.plot_stages(replace(result, stages=(long, *STAGES * MOST_ROWS))).axes[0]
     axes.figure.canvas.draw()
@@ -100,46 +100,37 @@ def test_stages_are_drawn_longest_first_and_no_more_than_can_be_read(result):
     assert axes.get_position().width > 0.5
 
 
-@pytest.mark.parametrize("trial", [None, 0, 1, 3], ids=["of the choice", "no workers", "a worker", "deep queues"])
-def test_timeline_shows_the_last_ten_batches_numbered_and_the_share_of_waiting_that_can_be_seen(trial, result):
-    burst = next(
-        each for each in result.trials[::-1] if each.number == trial or (trial is None and each.config == BEST)
-    )
-    shown = burst.measurement.traces[-10:]
-    axes = plots.plot_timeline(result, trial=trial).axes[0]
-    drawn, title, loop = bars(axes), axes.get_title(loc="left"), "training loop"
-    row_of = {trace: f"worker {trace.worker}" if burst.config.num_workers else loop for trace in shown}
-    assert str(burst.config) in title
-    assert {row for row, *_ in drawn} == {loop, *row_of.values()}
+@pytest.mark.parametrize(("trial", "number"), [(None, 10), (0, 0), (1, 1), (3, 3)])
+def test_timeline_shows_the_last_ten_batches_numbered_and_the_share_of_waiting_that_can_be_seen(trial, number, result):
+    # GIVEN the last burst of the choice; no workers; one; eight with deep queues
+    burst, axes = result.trials[number], plots.plot_timeline(result, trial=trial).axes[0]
+    shown, drawn, width, loop = burst.measurement.traces[-10:], bars(axes), axes.get_xlim()[1], "training loop"
+    makers = [f"worker {trace.worker}" if burst.config.num_workers else loop for trace in shown]
+    rows = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert rows == sorted({loop, *makers})
     # THEN what a process does never overlaps (but a loop without workers waits while it fetches)
-    for row in {row for row, *_ in drawn} - ({loop} if trial == 0 else set()):
+    for row in set(rows) - ({loop} if trial == 0 else set()):
         spans = sorted((begin, end) for other, _, begin, end, _ in drawn if other == row)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(spans))
-    # AND all of the ten can be seen, each number lies on a bar of its batch, and so on the row of the worker that made it
-    width, rows = axes.get_xlim()[1], [tick.get_text() for tick in axes.get_yticklabels()]
-    last = [(activity, begin, end) for *_, activity, begin, end, is_last in drawn if is_last]
-    assert sum(activity == "training step" for activity, *_ in last) == 10
-    assert all(-1e-9 <= begin < end <= width + 1e-9 for activity, begin, end in last if activity != "not seen")
-    start = shown[-1].step_end - width
-    for row, x, trace in (
-        (rows[each.get_position()[1]], each.get_position()[0], shown[int(each.get_text()) - 1]) for each in axes.texts
-    ):
-        own = {row_of[trace]: [(trace.fetch_start, trace.fetch_end)]}
-        own.setdefault(loop, []).extend([(trace.requested, trace.received), (trace.received, trace.step_end)])
-        assert any(start + x == pytest.approx((begun + ended) / 2) for begun, ended in own[row])
+    # AND a number is in the middle of a bar of its batch
+    zero_s, middles = shown[-1].step_end - width, set()
+    for label, (maker, trace) in enumerate(zip(makers, shown, strict=True), 1):
+        moments = (maker, trace.fetch_start, trace.fetch_end), (loop, *trace[6:8]), (loop, *trace[7:9])
+        middles |= {(row, str(label), round((begun + ended) / 2 - zero_s, 6)) for row, begun, ended in moments}
+    numbers = [(*each.get_position(), each.get_text()) for each in axes.texts]
+    assert len(numbers) >= 10
+    assert {(rows[row], label, round(x, 6)) for x, row, label in numbers} <= middles
     # AND the share is that of these bars; the report's is told where it is another
-    seconds = {
-        kind: sum(end - begin for activity, begin, end in last if activity == kind)
-        for kind in ("training loop waits", "training step")
-    }
-    share, reported = (
-        seconds["training loop waits"] / sum(seconds.values()),
-        result.measurement_of(burst.config).wait_share,
+    last = [(activity, end - begin) for *_, activity, begin, end, is_last in drawn if is_last]
+    waits, steps = (
+        [length for activity, length in last if activity == kind] for kind in ("training loop waits", "training step")
     )
-    assert f"waits {share_text(share)} of their time" in title
-    assert (f"sustained over whole bursts: {share_text(reported)}" in title) == (
-        share_text(share) != share_text(reported)
-    )
+    assert len(steps) == 10
+    seen = share_text(sum(waits) / (sum(waits) + sum(steps)))
+    reported = share_text(result.measurement_of(burst.config).wait_share)
+    told = "" if seen == reported else f" (sustained over whole bursts: {reported})"
+    title = f"The last 10 batches of a burst: {burst.config}\nThe training loop waits {seen} of their time{told}"
+    assert axes.get_title(loc="left") == title
 
 
 def test_where_there_is_no_timeline_it_says_why(result):
