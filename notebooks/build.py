@@ -138,7 +138,10 @@ INSPECT = (
         'params = [name for name in ("num_workers", "prefetch_factor") if name in tried]\n'
         "if params:\n"
         '    axes = visualization.plot_slice(study, params=params, target_name="samples/s")\n'
-        "    axes.flat[0].figure.set_size_inches(10, 4)"
+        '    if "prefetch_factor" in params:\n'
+        "        last = axes if len(params) == 1 else axes[-1]\n"
+        "        last.set_xticks([1, 2, 4, 8], [1, 2, 4, 8])\n"
+        "        last.minorticks_off()"
     ),
     CODE("if study is not None:\n    visualization.plot_timeline(study)"),
     MARKDOWN(

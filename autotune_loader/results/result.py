@@ -311,13 +311,13 @@ class TuningResult:
         return tuple(sentences_of(self))
 
     def plot_workers(self) -> Figure:
-        """Plot rates over the number of workers, with intervals, ceiling and prediction."""
+        """Plot rates over the number of workers, with intervals, the chosen setting and the ceiling."""
         from autotune_loader.report.plots import plot_workers
 
         return plot_workers(self)
 
     def plot_stages(self) -> Figure:
-        """Plot where the time of a sample goes in a worker: CPU time and waiting of each stage."""
+        """Plot the self time of each stage of a sample in a worker: CPU time and waiting."""
         from autotune_loader.report.plots import plot_stages
 
         return plot_stages(self)
