@@ -136,5 +136,5 @@ def test_timeline_shows_the_last_ten_batches_numbered_and_the_share_of_waiting_t
 def test_where_there_is_no_timeline_it_says_why(result):
     with pytest.raises(ValueError, match="trial=14 has no single batches; these have some: 0, 1"):
         plots.plot_timeline(result, trial=14)
-    with pytest.raises(ValueError, match=r"which loader\.json does not hold"):
+    with pytest.raises(ValueError, match=r"which loader\.json does not have"):
         plots.plot_timeline(TuningResult.from_dict(result.to_dict()))
