@@ -1,11 +1,11 @@
-"""Finds the fewest DataLoader workers that keep a PyTorch training loop fed, and measures what they bring.
+"""Finds the PyTorch DataLoader settings that keep a training loop fed, and measures the speedup.
 
     from autotune_loader import AutoLoader, load_config, tune
 
-    loader = AutoLoader(dataset, batch_size=64, shuffle=True)       # a DataLoader that tunes itself while it trains
+    loader = AutoLoader(dataset, batch_size=64, shuffle=True)       # a DataLoader that tunes itself during training
 
     result = tune(DataLoader(dataset, batch_size=64, shuffle=True), model, output="loader.json")
-    loader = result.apply_to(loader)                                # yours, with the settings that were measured
+    loader = result.apply_to(loader)                                # your loader with the settings that were measured
     loader = DataLoader(dataset, batch_size=64, shuffle=True, **load_config("loader.json").to_kwargs())
 
 Names are loaded when they are first used: reading a `loader.json` needs no torch, and `--help` should not wait for it.

@@ -1,8 +1,8 @@
 """Builds and runs the notebooks: `python notebooks/build.py [folder]`. Their text is here, so that a change can be read.
 
-quickstart       from a loader of JPEG files to the saved file
-autoloader       training that tunes its own loader
-inspect_study    any loader.json and any Optuna study: a path at the top, then pictures
+quickstart       from a loader to the saved file
+autoloader       tuning during training
+inspect_study    any loader.json and any Optuna study
 """
 
 from __future__ import annotations
@@ -19,65 +19,57 @@ MARKDOWN, CODE = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
 
 QUICKSTART = (
     MARKDOWN(
-        "# Quickstart\n\nFrom a loader and a model to the fewest workers that keep the training loop fed. The job decodes 1,200 "
-        "JPEG files, which are made once; your own loader and model go into the first cell."
+        "# Quickstart\n\nFind the `DataLoader` settings that keep a training loop fed, and measure the speedup. The job is a small CNN "
+        "on 1,200 JPEG files behind a simulated object store, which answers each request after 20 ms. Put your own loader and model "
+        "into the first cell."
     ),
+    CODE("from autotune_loader import demo, load_config, tune\n\nloader, model = demo.job()"),
+    MARKDOWN("## 1. How long does training wait for data?\n\n`%%watch` measures a cell as it is."),
+    CODE("%load_ext autotune_loader"),
     CODE(
-        "from torch.utils.data import DataLoader\n\n"
-        "from autotune_loader import load_config, tune\n"
-        "from autotune_loader.demo import JpegFolder, SmallCnn, cache_folder, make_jpegs\n\n"
-        "make_jpegs(cache_folder())\n"
-        "loader = DataLoader(JpegFolder(cache_folder()), batch_size=32, shuffle=True)\n"
-        "model = SmallCnn()"
+        "%%watch\n"
+        "import itertools\n\n"
+        "import torch\n\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for x, y in itertools.islice(loader, 20):\n"
+        "    loss = torch.nn.functional.cross_entropy(model(x), y)\n"
+        "    optimizer.zero_grad()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()"
     ),
-    MARKDOWN("## Tune\n\nOne call; interrupting the cell keeps the best so far."),
-    CODE('result = tune(loader, model, budget="40s", output="loader.json", progress=False)\nprint(result)'),
+    MARKDOWN("## 2. Tune\n\nOne call. Interrupt the cell to keep the best settings found so far."),
+    CODE('result = tune(loader, model, budget="45s", output="loader.json", progress=False)\nprint(result.report())'),
     MARKDOWN(
-        "Where a gain is *not shown*, a larger budget tells; where workers cost more memory than they are worth to "
-        "you, keep what you have.\n\nThe whole story: what was tried, what the bottleneck is, what to do next."
-    ),
-    CODE("print(result.report())"),
-    MARKDOWN(
-        "## Look\n\nPoints are what ran: filled where they were timed in turns, open where once. Where the dotted line stops "
-        "rising, more workers do not help."
+        "If it says *no significant difference*, a larger budget may show one; otherwise keep your settings.\n\n## 3. Plot\n\nEach "
+        "point is a measurement. Where the curve is flat, more workers do not help."
     ),
     CODE("result.plot_workers()"),
-    MARKDOWN("Where the time of a sample goes in a worker: the longest stage is worth making cheaper first."),
+    MARKDOWN("Where the time of a sample goes in a worker. Speed up the longest bar first."),
     CODE("result.plot_stages()"),
-    MARKDOWN("One burst, batch by batch: the training loop waits for the worker whose batch ends where the wait ends."),
+    MARKDOWN("The last batches of one trial. Where the training loop waits, the batch with the same number is late."),
     CODE("result.plot_timeline()"),
+    MARKDOWN("## 4. Train\n\nIn this process, your loader with the new settings:"),
+    CODE("loader = result.apply_to(loader)\nnext(iter(loader))[0].shape"),
+    MARKDOWN("In another process, the file is all that is needed:"),
+    CODE('load_config("loader.json").to_kwargs()'),
     MARKDOWN(
-        "## Train with it\n\nIn this process the loader itself; in another one, a file of plain data is all that is needed."
-    ),
-    CODE(
-        "loader = result.apply_to(loader)\n\n"
-        'config = load_config("loader.json")\n'
-        "same = DataLoader(loader.dataset, batch_size=32, shuffle=True, **config.to_kwargs())\n"
-        "config.to_kwargs(), next(iter(loader))[0].shape"
+        "**What to do**: pass these arguments to the `DataLoader` of your training script, and commit `loader.json` beside it. Tune "
+        "again on another kind of machine, or when the dataset or the model changes."
     ),
 )
 
 LIVE = (
     MARKDOWN(
-        "# Training that tunes its own loader\n\n`AutoLoader` stands where `DataLoader` stood. It gives the same batches in the "
-        "same order, and uses worker processes only after their first batches were compared with the loop's own."
+        "# Tune during training\n\n`AutoLoader` replaces `DataLoader`: the same batches in the same order, and a number of workers "
+        "that changes during training. The job reads 1,200 JPEG files from a simulated object store, 20 ms a request."
     ),
     CODE(
         "import time\n\n"
-        "import torch\n"
-        "from torch.utils.data import Dataset\n\n"
-        "from autotune_loader import AutoLoader\n\n\n"
-        "class Photos(Dataset):\n"
-        '    """Samples that cost a while of waiting and a little of computing, as from a network drive."""\n\n'
-        "    def __len__(self):\n"
-        "        return 4096\n\n"
-        "    def __getitem__(self, index):\n"
-        "        time.sleep(0.002)\n"
-        "        pixels = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(index))\n"
-        "        return pixels, index % 10\n\n\n"
-        "model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
-        "loader = AutoLoader(Photos(), batch_size=32, shuffle=True)"
+        "import torch\n\n"
+        "from autotune_loader import AutoLoader, demo\n\n"
+        "plain, model = demo.job()\n"
+        "loader = AutoLoader(plain.dataset, batch_size=16, shuffle=True)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)"
     ),
     CODE(
         "for epoch in range(8):\n"
@@ -87,87 +79,74 @@ LIVE = (
         "        optimizer.zero_grad()\n"
         "        loss.backward()\n"
         "        optimizer.step()\n"
-        "        time.sleep(0.006)  # what a larger model would take on a GPU, while the CPU is free\n"
-        '    print(f"epoch {epoch}: {time.monotonic() - begun:.1f} s with {loader.config}")'
+        '    print(f"epoch {epoch}: {time.monotonic() - begun:.1f} s, now {loader.config}")'
     ),
-    MARKDOWN("What was tried, in turns with what was asked for; what is not shown to be faster is not kept."),
+    MARKDOWN("What it tried, compared in A/B rounds with the setting it started with:"),
     CODE("print(loader.report())"),
     CODE("loader.result.plot_workers()"),
-    MARKDOWN('The next job begins where this one ended: `AutoLoader(dataset, config="loader.json", ...)`.'),
     CODE('loader.save("loader.json")'),
+    MARKDOWN(
+        "**What to do**: leave AutoLoader in your script. The next job starts with what this one found: "
+        '`AutoLoader(dataset, config="loader.json", ...)`.'
+    ),
 )
 
 INSPECT = (
     MARKDOWN(
-        "# Inspect a study\n\nWorks on any `loader.json` and any Optuna study: set the two lines below. As they are, the notebook "
-        "makes a study of its own: a job that reads from a server which refuses a seventh worker, and keeps it in `study.db`."
+        "# Inspect a study\n\nWorks with any `loader.json` and any Optuna study: set the two lines below. As they are, the notebook "
+        "tunes a small CNN on 1,200 JPEG files behind a simulated object store, and keeps the study in `study.db`."
     ),
-    CODE('PATH, STORAGE = "loader.json", "sqlite:///study.db"  # yours; STORAGE = None where no study was kept'),
+    CODE('PATH, STORAGE = "loader.json", "sqlite:///study.db"  # yours; STORAGE = None without a study'),
     CODE(
-        "import time\n"
         "from pathlib import Path\n\n"
-        "import optuna\n"
-        "import torch\n"
-        "from torch.utils.data import DataLoader, Dataset, get_worker_info\n\n"
-        "from autotune_loader import TuningResult, TwinSampler, compare, tune\n\n"
-        "optuna.logging.set_verbosity(optuna.logging.WARNING)\n\n\n"
-        "class Photos(Dataset):\n"
-        '    """Samples on a server that takes a while to answer, and no more than six connections."""\n\n'
-        "    def __len__(self):\n"
-        "        return 20_000\n\n"
-        "    def __getitem__(self, index):\n"
-        "        worker = get_worker_info()\n"
-        "        if worker is not None and worker.id >= 6:\n"
-        '            raise ConnectionError("the server takes 6 connections")\n'
-        "        time.sleep(0.002)\n"
-        "        return torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(index)), index % 10\n\n\n"
+        "import optuna\n\n"
+        "from autotune_loader import TuningResult, TwinSampler, compare, demo, tune\n\n"
+        "optuna.logging.set_verbosity(optuna.logging.WARNING)\n"
+        "loader, model = demo.job()\n"
         "if not Path(PATH).exists():\n"
-        "    loader = DataLoader(Photos(), batch_size=32, shuffle=True)\n"
-        "    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))\n"
         '    study = optuna.create_study(study_name="loader", storage=STORAGE, direction="maximize")\n'
-        '    tune(loader, model, study=study, budget="40s", output=PATH, progress=False)'
+        '    tune(loader, model, study=study, budget="45s", output=PATH, progress=False)'
     ),
     CODE(
         "result = TuningResult.load(PATH)\n"
         "study = None if STORAGE is None else optuna.load_study(study_name=None, storage=STORAGE)\n"
         "print(result.report())"
     ),
-    MARKDOWN("## The bursts as a pandas frame\n\nSI units; `round` is missing where a burst ran alone; NA means not measured."),
+    MARKDOWN("## Trials as a pandas frame\n\nSI units; `round` is missing for single trials; NA means not measured."),
     CODE(
         "frame = result.to_dataframe()\n"
         'columns = ["round", "num_workers", "prefetch_factor", "samples_per_s", "wait_share", "service_s", "step_s", "failure_kind"]\n'
         "frame[columns].round(4)"
     ),
-    MARKDOWN(
-        "## Pictures\n\nWhat failed is a cross. A loaded result has no single batches, so `plot_timeline()` works where it was tuned."
-    ),
+    MARKDOWN("## Plots\n\nA loaded result has no single batches, so `plot_timeline()` works only where it was tuned."),
     CODE("result.plot_workers()"),
     CODE("result.plot_stages()"),
-    MARKDOWN("## What if\n\nThe model of the loader answers for what was not run, and for machines that are not here."),
+    MARKDOWN("## Predict\n\nThe model of the loader predicts settings that did not run, and other numbers of cores."),
     CODE(
         "import pandas as pd\n\n"
-        "counts = [0, 1, 2, 4, 6]\n"
+        "counts = [0, 2, 4, 8, 16, 32]\n"
         "rows = {\n"
-        '    "here": [round(result.predict(count).samples_per_s.value) for count in counts],\n'
-        '    "with 16 cores": [round(result.predict(count, cores=16).samples_per_s.value) for count in counts],\n'
+        '    "samples/s here": [round(result.predict(count).samples_per_s.value) for count in counts],\n'
+        '    "samples/s with 16 cores": [round(result.predict(count, cores=16).samples_per_s.value) for count in counts],\n'
         "}\n"
         'pd.DataFrame(rows, index=pd.Index(counts, name="workers"))'
     ),
-    MARKDOWN(
-        "## Optuna's own plots\n\nThe study is an ordinary one: its values are samples/s, its parameters those of `DataLoader`."
-    ),
+    MARKDOWN("## Optuna's plots\n\nThe values of the study are samples/s, its parameters those of `DataLoader`."),
     CODE(
         "from optuna.visualization import matplotlib as visualization\n\n"
         "tried = [] if study is None else [name for trial in study.trials if trial.value for name in trial.params]\n"
         'params = [name for name in ("num_workers", "prefetch_factor") if name in tried]\n'
         "if params:\n"
-        '    visualization.plot_slice(study, params=params, target_name="samples/s")'
+        '    axes = visualization.plot_slice(study, params=params, target_name="samples/s")\n'
+        '    if "prefetch_factor" in params:\n'
+        "        last = axes if len(params) == 1 else axes[-1]\n"
+        "        last.set_xticks([1, 2, 4, 8], [1, 2, 4, 8])\n"
+        "        last.minorticks_off()"
     ),
-    CODE('if params:\n    visualization.plot_parallel_coordinate(study, params=params, target_name="samples/s")'),
     CODE("if study is not None:\n    visualization.plot_timeline(study)"),
     MARKDOWN(
-        "## The sampler in a study of your own\n\n`TwinSampler` proposes in any `study.optimize()` that maximises samples/s. This one "
-        "knows nothing of bursts; the objective is a formula."
+        "## The sampler in your own study\n\n`TwinSampler` works in any `study.optimize()` that maximizes samples/s. Here the objective "
+        "is a formula."
     ),
     CODE(
         "def objective(trial):\n"
@@ -180,22 +159,25 @@ INSPECT = (
         "own.optimize(objective, n_trials=20, callbacks=[sampler.stop_when_safe])\n"
         'own.trials_dataframe()[["number", "params_num_workers", "params_prefetch_factor", "value"]]'
     ),
-    MARKDOWN(
-        "## Does a change help?\n\n`compare()` runs loaders in turns and tells which is faster. It needs no search."
-    ),
+    MARKDOWN("## Does a change help?\n\n`compare()` runs two loaders in A/B rounds and says which is faster. It needs no search."),
     CODE(
-        "class Batched(Photos):\n"
-        '    """The same samples with one request for a whole batch."""\n\n'
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from urllib.request import urlopen\n\n"
+        "from torch.utils.data import DataLoader\n\n\n"
+        "class AllAtOnce(type(loader.dataset)):\n"
+        '    """The same pictures; the requests of a batch are sent at the same time."""\n\n'
+        "    def read(self, name):\n"
+        '        return urlopen(f"{self.source}/{name}").read()\n\n'
         "    def __getitems__(self, indices):\n"
-        "        time.sleep(0.010)\n"
-        "        seeded = [torch.Generator().manual_seed(index) for index in indices]\n"
-        "        return [(torch.rand(3, 32, 32, generator=each), index % 10) for each, index in zip(seeded, indices)]\n\n\n"
+        "        with ThreadPoolExecutor(len(indices)) as pool:\n"
+        "            return list(pool.map(self.__getitem__, indices))\n\n\n"
         "sides = {\n"
-        '    "a request a sample": DataLoader(Photos(), batch_size=32, num_workers=2),\n'
-        '    "a request a batch": DataLoader(Batched(), batch_size=32, num_workers=2),\n'
+        '    "one by one": DataLoader(loader.dataset, batch_size=16, num_workers=2),\n'
+        '    "all at once": DataLoader(AllAtOnce(loader.dataset.source), batch_size=16, num_workers=2),\n'
         "}\n"
         'print(compare(sides, budget="20s").report())'
     ),
+    MARKDOWN("**What to do**: use the settings of the report, and measure each change of the pipeline with `compare()`."),
 )
 
 NOTEBOOKS = {"quickstart": QUICKSTART, "autoloader": LIVE, "inspect_study": INSPECT}

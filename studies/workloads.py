@@ -172,7 +172,7 @@ def accelerated(dataset: Dataset[Any], batch_size: int, step_s: float) -> StudyW
 
 
 def jpeg() -> StudyWorkload:
-    from autotune_loader.demo import BATCH_SIZE, JpegFolder, SmallCnn, cache_folder, make_jpegs
+    from studies.pictures import BATCH_SIZE, JpegFolder, SmallCnn, cache_folder, make_jpegs
 
     make_jpegs(cache_folder())
     return StudyWorkload(dataset=JpegFolder(cache_folder()), batch_size=BATCH_SIZE, model=SmallCnn())

@@ -147,9 +147,7 @@ class AutoLoader(DataLoader[T_co]):
                 f"workers=False and num_workers={arguments['num_workers']} contradict; num_workers=0 would work"
             )
         if fetch_threads is not None and not (arguments.get("num_workers") or may):
-            raise ValueError(
-                f"fetch_threads={fetch_threads} are threads of workers, and there are none; num_workers=2 would work"
-            )
+            raise ValueError(f"fetch_threads={fetch_threads} needs worker processes; num_workers=2 would work")
         super().__init__(**arguments)
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
         self.tune, self.on_change, self.max_workers, self.fetch_threads = tune, on_change, max_workers, fetch_threads
@@ -218,7 +216,7 @@ def _arguments_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, A
         )
     if kind.__iter__ is not DataLoader.__iter__ and library != "torchdata":
         raise TypeError(
-            f"{name} makes iterators of its own, which AutoLoader({name}(...)) would leave out; "
+            f"{name} has its own iterator, which AutoLoader({name}(...)) would not run; "
             f"AutoLoader as the base class of {name}, in place of DataLoader, would work"
         )
     names: tuple[str, ...] = ("num_workers", "pin_memory", "collate_fn", "timeout", "worker_init_fn", "generator")

@@ -22,7 +22,7 @@ SLOW_S, SLOW_BATCHES = 5.0, 3
 LATEST = 400
 """A measurement is of so many batches at most."""
 FEW_OTHERS = 0.01
-"""An epoch counts if at least 99 % of its batches were made by the configuration under test."""
+"""An epoch counts if at least 99% of its batches were made by the configuration under test."""
 HICCUP = 20.0
 """A wait of so many usual ones is nobody's cost, unless a worker has begun with it."""
 LEAST_FALL, TOLERANCE = 0.01, 0.015

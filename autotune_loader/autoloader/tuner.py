@@ -4,8 +4,8 @@
     rule    W = 1.15 fetch / step + 1, at most what cores and memory allow
     ramp    2 workers, 4, 8 ... while waiting falls
     pairs   W, best, best, W: kept if the lower limit of the ratio is above 1, or if the loop waits less and is not slower
-    keep    a look every 5 s: waiting above 5 %, ramp again; below 1 %, half as many; what failed is tried ever later
-    ledger  own seconds and the price of the next trial stay below 0.5 s + 1 % of the time trained + half of the proven gain
+    keep    a look every 5 s: waiting above 5%, ramp again; below 1%, half as many; what failed is tried ever later
+    ledger  own seconds and the price of the next trial stay below 0.5 s + 1% of the time trained + half of the proven gain
 
 A step is a pause if it is long and rare (`loop_log.longest_s`), and so is a wait. Neither is measured, nor is what lay ready
 when it was over.

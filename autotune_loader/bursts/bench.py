@@ -46,11 +46,9 @@ SLOW_FETCH_S = 2.0
 WARM_UP_STEPS, MOST_WARM_UP_STEPS, WARM_UP_S, SETTLED = 3, 10, 1.0, 1.2
 """The first steps are slow: allocator, thread pools, cuDNN's choice of algorithms. torch.compile compiles in the first, may do
 so again in the second and records graphs in the third. A step is warm when it took the same time twice in a row."""
-BATCHES_COUNTED = (
-    "How many samples a batch of this dataset has cannot be told. Each counts as one, so rates are batches/s."
-)
+BATCHES_COUNTED = "The number of samples per batch is unknown, so rates are batches/s."
 SLOW_BATCHES = (
-    "A batch takes {seconds:.0f} s to fetch in one process, and a burst needs several of them: raise the budget, or tune "
+    "A batch takes {seconds:.0f} s to load in one process, and a trial needs several: raise the budget, or tune "
     "with a smaller batch_size."
 )
 
@@ -66,7 +64,7 @@ fork imports torch first."""
 HANDLES = ("lmdb.Environment", "environment_t.Environment", "h5py._hl.files.File", "sqlite3.Connection")
 """Classes whose open objects forked workers would share, to each other's harm; other open files are seen by their positions."""
 HANDLE = (
-    "dataset.{name} is an open {kind}, which forked workers would share, so none are tried (num_workers=0). Make it on first "
+    "dataset.{name} is an open {kind} that forked workers would share, so none are tried (num_workers=0). Open it on first "
     "use in each worker, or in worker_init_fn."
 )
 SHARED_FILE = (

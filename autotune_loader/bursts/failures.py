@@ -16,7 +16,7 @@ from autotune_loader.bursts.files import SAMPLE_WRITES, refused_path
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values import Failure, FailureKind, FailurePhase
 
-AGAINST_SECONDS = "train_step=0.05, the seconds of one step, tunes the loader against those"
+AGAINST_SECONDS = "train_step=0.05 tunes the loader against a step of 0.05 s"
 SHM_ADVICE = "raise /dev/shm (docker run --shm-size=8g) or use fewer workers"
 MEMORY_ADVICE = "use a smaller batch or fewer workers"
 KILLED = "was killed, most likely by the OOM killer: use fewer workers"
@@ -24,15 +24,17 @@ DEVICE_MEMORY_ADVICE = (
     "use a smaller batch, or free what else is on the device (models of this process count too: move them to the CPU until "
     f"the training begins); {AGAINST_SECONDS}"
 )
-DEVICE_TAKEN_ADVICE = f"another process has the GPU, and it takes one at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}"
+DEVICE_TAKEN_ADVICE = (
+    f"another process holds the GPU, which allows one process at a time (EXCLUSIVE_PROCESS); {AGAINST_SECONDS}"
+)
 DEVICE_FILES_ADVICE = (
-    "where nothing has used CUDA since boot, run `nvidia-modprobe -u -c 0` first: the process of the bursts may not make the "
+    "where nothing has used CUDA since boot, run `nvidia-modprobe -u -c 0` first: the trial process may not make the "
     "device files"
 )
 DESCRIPTORS_ADVICE = "raise `ulimit -n`, or call torch.multiprocessing.set_sharing_strategy('file_system')"
 COLLATE_ADVICE = "pass collate_fn=, or the loader that your library makes: tune(loader, model)"
 NOT_MOVED_ADVICE = "a train_step gets the batch as the loader gives it, and moves it to the device as your loop does"
-ENDS_TRAINING = "; training would end there too: mend that sample, or leave it out of the dataset"
+ENDS_TRAINING = "; training would fail there too: fix that sample, or leave it out of the dataset"
 IN_FORKED = "re-initialize cuda in forked"
 _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
     (r"out of shared memory|bus error|to write to file </torch_", "shared_memory", SHM_ADVICE),
@@ -184,7 +186,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def failure_of_death(exit_code: int | None, phase: FailurePhase, last_words: str) -> Failure:
-    """The failure that the death of the process of the bursts means.
+    """The failure that the death of the trial process means.
 
     Args:
         exit_code: as `subprocess.Popen.returncode`: negative for a signal; None when it is not known.
@@ -192,13 +194,13 @@ def failure_of_death(exit_code: int | None, phase: FailurePhase, last_words: str
         last_words: the end of what it wrote.
     """
     kind: FailureKind = "crashed"
-    message = f"the process of the bursts exited with status {exit_code}"
+    message = f"the trial process exited with status {exit_code}"
     if exit_code == -signal.SIGKILL:
-        kind, message = "oom_killed", f"the process of the bursts {KILLED}"
+        kind, message = "oom_killed", f"the trial process {KILLED}"
     elif exit_code == -signal.SIGBUS:
         kind, message = "shared_memory", f"bus error: {SHM_ADVICE}"
     elif exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
-        message = f"the process of the bursts died of {name} in user code or a native library"
+        message = f"the trial process died of {name} in user code or a native library"
     words = last_words.strip() or None
     return Failure(kind=kind, phase=phase, message=message, retryable=kind == "crashed", traceback=words)

@@ -60,8 +60,8 @@ REFUSED = (errno.EACCES, errno.EXDEV)
 READ_ONLY = "readonly database"
 """How SQLite, which then goes on reading, says so of a file that it does not name."""
 PATHS = re.compile(r"'([^'\n]+)'|\"([^\"\n]+)\"|path: (\S+)|[Ff]ile (\S*[./]\S*)")
-STEP_WRITES = "{step} writes {path}, and bursts change no file of yours: leave saving and logging out of the step"
-SAMPLE_WRITES = "{sample} writes {path}, and bursts change no file of yours: fill the cache first"
+STEP_WRITES = "{step} writes {path}, but trials do not change your files: leave saving and logging out of the step"
+SAMPLE_WRITES = "{sample} writes {path}, but trials do not change your files: fill the cache first"
 
 
 def environment(scratch: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 NOT_THERE = (
-    "self.trainer.{name}: bursts have no Trainer; pass train_step=lambda model, batch: ..., which returns the loss"
+    "self.trainer.{name}: trials have no Trainer; pass train_step=lambda model, batch: ..., which returns the loss"
 )
 IN_TRAINING: dict[str, Any] = {
     **dict.fromkeys(("validating", "testing", "predicting", "evaluating", "sanity_checking", "fast_dev_run"), False),

@@ -61,16 +61,16 @@ RUN = (
 )
 """The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. Torch, and all that is the
 user's, is imported once the process is confined."""
-FORKED = "The bursts run in forks of this process, where a step on the CPU has one thread: {reason}."
+FORKED = "The trials run in forks of this process, where a step on the CPU uses one thread: {reason}."
 NEITHER = (
-    "{part} cannot be taken to another process ({reason}), and a fork of this one cannot read it either ({fork}): make it on "
+    "{part} cannot be sent to another process ({reason}), and a fork of this process cannot read it ({fork}): make it on "
     "first use in each process"
 )
 THREADS = (
-    "a burst in a fork of this process gave {message}: no thread of this process ({names}) runs in a fork, and a step that "
+    "a trial in a fork of this process failed: {message}: no thread of this process ({names}) runs in a fork, and a step that "
     "hands rows to one, as to a logger, waits for ever: leave saving and logging out of the step"
 )
-OVER_BUDGET = f"{{config}} took more than 90 % of the memory budget of {{mib:.0f}} MiB and was stopped; {MEMORY_ADVICE}"
+OVER_BUDGET = f"{{config}} took more than 90% of the memory budget of {{mib:.0f}} MiB and was stopped; {MEMORY_ADVICE}"
 CONTEXT_BYTES = 1 << 29
 """What a second process takes of a GPU before it has any tensor there, at the least."""
 NO_ROOM = (
@@ -158,7 +158,7 @@ class ProcessProbe:
     Args:
         source: files of the packed workload, for processes that are started fresh; or the workload itself, for forks of this
             one.
-        memory_budget_bytes: a burst whose process tree grows past 90 % of it is aborted; None sets no limit.
+        memory_budget_bytes: a burst whose process tree grows past 90% of it is aborted; None sets no limit.
         start_s: importing torch, unpickling, the first batch and the warm-up must be done by then, unless they compute.
         usable_cores: that shares of the CPU are told of.
     """

@@ -87,7 +87,7 @@ class Settings:
         multiprocessing.set_start_method(self.start_method, force=True)
         torch.set_num_threads(self.threads)
         changed = set_torch(self.torch)
-        return [f"The bursts train with what this process has set: {', '.join(changed)}."] if changed else []
+        return [f"The trials use the settings of this process: {', '.join(changed)}."] if changed else []
 
     def set_modules(self) -> list[str]:
         """Set what differs in the modules that were imported meanwhile; notes of what is the user's."""
@@ -100,11 +100,11 @@ class Settings:
                     _put(module, key, value)
                     changed += [f"{name}.{key}={reprlib.repr(value)}"] if is_users(name) else []
         put = {place: _put_function(place, data) for place, data in self.patches.items()}
-        told = {"with what this process has set in modules": changed}
+        told = {"with values that this process set in modules": changed}
         for has, words in ((True, "with"), (False, "without")):
             places = [place.replace(":", ".") for place, is_put in put.items() if is_put is has]
-            told[f"{words} what this process has put in the place of functions"] = places
-        return [f"The bursts run {words}: {_listed(names)}." for words, names in told.items() if names]
+            told[f"{words} functions that this process replaced"] = places
+        return [f"The trials run {words}: {_listed(names)}." for words, names in told.items() if names]
 
 
 def _listed(names: list[str]) -> str:

@@ -36,8 +36,10 @@ AUTOCAST = ("cuda", "cpu")
 PLACED = ("hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit")
 """What a model has that a library has quantised or spread over devices: `.to()` would fail or do harm."""
 ASKS = "pass train_step=lambda model, batch: ..., which returns the loss"
-AGAINST_TIME = "{}: workers and prefetching are tuned against it; what pin_memory and device_prefetch bring is unknown."
-TRAINS_NOTHING = "{step}: the loss has no gradient, so nothing is trained and the bursts time the forward pass alone."
+AGAINST_TIME = (
+    "{}: workers and prefetching are tuned against it; the effect of pin_memory and device_prefetch is unknown."
+)
+TRAINS_NOTHING = "{step}: the loss has no gradient, so nothing is trained and the trials time the forward pass alone."
 
 
 class StepInferenceError(TypeError):
@@ -124,7 +126,7 @@ class TrainingStep:
             if not is_first or self.is_own:
                 raise StepError(str(error)) from error
             cause = first_sentence(f"{type(error).__name__}: {error}")
-            said = f"`{self.name}`, as {described(batch)} was read, failed with {cause}; {ASKS}"
+            said = f"Inferred step {self.name} failed on {described(batch)}: {cause}; {ASKS}"
             raise StepInferenceError(said) from error
         finally:
             torch.clear_autocast_cache()  # weights are cast anew in each step, as where each step enters autocast
@@ -173,7 +175,7 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
         wait, name = functools.partial(train_step, None), str(train_step)
         return TrainingStep(wait, name, device, is_own=True, notes=[AGAINST_TIME.format(name)])
     if model is None and train_step is None:
-        alone = "no model: the loader alone" + (f", with the copy to {device}" if device.type != "cpu" else "")
+        alone = "no model: the DataLoader alone" + (f", with the copy to {device}" if device.type != "cpu" else "")
         return TrainingStep(lambda batch: None, alone, device, is_whole=True)
     if is_lightning_module(model):
         model.configure_model()  # makes what is not there yet
@@ -219,7 +221,7 @@ def _own_loss(output: Any) -> Any:
     """The loss that a model gives itself: a scalar, `.loss`, or one in a tuple."""
     loss = loss_in(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise StepInferenceError(f"The model gives no loss, and what its loss is cannot be told from the batch: {ASKS}")
+        raise StepInferenceError(f"The model returns no loss, and its loss cannot be inferred from the batch: {ASKS}")
     return loss
 
 
@@ -230,7 +232,7 @@ def _answer_in(output: Any) -> torch.Tensor:
     for answer in (output, output[0] if several else None, *named):
         if isinstance(answer, torch.Tensor):
             return answer
-    raise StepInferenceError(f"Which part of the model's output the loss is of cannot be told: {ASKS}")
+    raise StepInferenceError(f"The loss cannot be inferred from the model's output: {ASKS}")
 
 
 def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor]:
@@ -249,7 +251,9 @@ def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor
             if answer.shape[:1] + answer.shape[2:] == target.shape:
                 return "cross_entropy", functional.cross_entropy(answer, target.long())
     words = f"a tensor of shape {list(target.shape)}" if isinstance(target, torch.Tensor) else type(target).__name__
-    raise StepInferenceError(f"The loss of an answer of shape {list(answer.shape)} and {words} cannot be told: {ASKS}")
+    raise StepInferenceError(
+        f"The loss of an output of shape {list(answer.shape)} and {words} cannot be inferred: {ASKS}"
+    )
 
 
 def _read_form(step: TrainingStep, model: Any, loss_fn: Any, batch: Any) -> None:
@@ -258,7 +262,7 @@ def _read_form(step: TrainingStep, model: Any, loss_fn: Any, batch: Any) -> None
         step.name, step.forward = "model(**batch).loss", lambda batch: _own_loss(model(**batch))
         return
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise StepInferenceError(f"What the step does with {described(batch)} cannot be told: {ASKS}")
+        raise StepInferenceError(f"The step for {described(batch)} cannot be inferred: {ASKS}")
     required, names = _parameters_of(model)
     if loss_fn is None and (required == 2 or (len(names) > 1 and names[1] in TARGETS)):
         step.name, step.forward = "model(x, y)", lambda batch: _own_loss(model(*batch))

@@ -72,7 +72,7 @@ def _returned(arguments: list[str]) -> int | Callable[[], None]:
         try:
             returned = _meant(arguments)()
             print(end="", flush=True)
-            return returned if callable(returned) else OF_STATUS.get(str(returned), FINE)
+            return returned if callable(returned) or isinstance(returned, int) else OF_STATUS.get(str(returned), FINE)
         except KeyboardInterrupt:
             print("Interrupted.", file=sys.stderr)
             return INTERRUPTED

@@ -22,14 +22,15 @@ from autotune_loader.cli.parser import PROGRAM, Command, count, option
 _EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
 _ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
 _ALLOW = f"Search this too, though it changes training: {', '.join(_ALLOWED)}. Repeatable."
-_BUDGET = "Most wall time for bursts, such as 60s or 3m.  [default: 60s]"
+_LATENCY = "Milliseconds of a request.  [default: 20]"
+_BUDGET = "Most wall time for bursts, such as 60s or 3m.  [default: {}]"
 
 
 @Command(
     "tune",
     option("factory", metavar="MODULE:FUNCTION", help="package.module:function or path/to/file.py:function"),
     option("-o", "--output", metavar="FILE", help="Write it here.  [default: loader.json]"),
-    option("--budget", metavar="TIME", help=_BUDGET),
+    option("--budget", metavar="TIME", help=_BUDGET.format("60s")),
     option("--max-workers", metavar="N", type=partial(count, least=0), help="At most this many workers."),
     option("--allow", metavar="WHAT", action="append", choices=_ALLOWED, help=_ALLOW),
     option("--storage", metavar="PLACE", help="Keep the Optuna study here: a file, or the URL of a database."),
@@ -69,28 +70,25 @@ def tune_command(factory: str, arguments: Sequence[str], as_json: bool, quiet: b
     return str(result.status)
 
 
-@Command("demo", option("--budget", metavar="TIME", default="60s", help=_BUDGET))
-def demo_command(budget: str) -> str:
-    """Tune a small real training job, in a temporary folder.
+@Command(
+    "demo",
+    option("--latency", metavar="MS", type=partial(count, least=0), default=20, help=_LATENCY),
+    option("--budget", metavar="TIME", default="45s", help=_BUDGET.format("45s")),
+)
+def demo_command(latency: int, budget: str) -> int:
+    """Watch a small real training job, tune it, and train with the result.
 
-    1,200 JPEG files are made once, in a cache folder. They are decoded,
-    augmented and train a small CNN.
+    A small CNN trains on 1,200 JPEG files from a simulated object store: a local
+    HTTP server that answers each request after 20 ms. --latency 0 reads them from
+    the local disk. All files lie in a temporary folder, which is gone afterwards.
 
     Examples:
       autotune-loader demo
-      autotune-loader demo --budget 30s
+      autotune-loader demo --latency 0
     """
-    import tempfile
-
     from autotune_loader import demo
 
-    folder = demo.cache_folder()
-    print(f"The training job: JPEG files in {folder}, decoded and augmented, and a small CNN.", file=sys.stderr)
-    output = str(Path(tempfile.mkdtemp(prefix="autotune-loader-demo-")) / "loader.json")
-    result = autotune_loader.tune(*demo.job(), budget=budget, output=output, progress=True)
-    print(result.report())
-    _say_where(result, output)
-    return str(result.status)
+    return demo.tour(latency / 1000, budget)
 
 
 def _say_where(result: Any, output: str | None) -> None:

@@ -21,7 +21,7 @@ LONG_START = 0.1
 """Share of the time in the starts of epochs from which on they are what the loop waits for."""
 COMPUTING_SHARE = 0.6
 """A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network."""
-HAND_OVER_SHARE = 0.3
+TRANSFER_SHARE = 0.3
 """Receiving a batch costs more than this share of the loop: handing over is the bottleneck."""
 COPY_SHARE = 0.5
 """Copies are the bottleneck where they are more than this share of what a batch takes beyond its step."""
@@ -82,8 +82,8 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.CORES
     if not evidence.config.num_workers:
         return _cpu_or_storage(evidence)
-    if (evidence.receive_s or 0.0) > HAND_OVER_SHARE * evidence.period_s:
-        return Bottleneck.HAND_OVER
+    if (evidence.receive_s or 0.0) > TRANSFER_SHARE * evidence.period_s:
+        return Bottleneck.TRANSFER
     return _cpu_or_storage(evidence)
 
 
@@ -106,7 +106,7 @@ def _cpu_or_storage(evidence: Evidence) -> Bottleneck:
     if is_full or fetch.computing_share > COMPUTING_SHARE:
         return Bottleneck.CPU
     if evidence.waiting is not None and evidence.waiting[0] == max(evidence.waiting):
-        return Bottleneck.HAND_OVER if evidence.config.num_workers else Bottleneck.CPU
+        return Bottleneck.TRANSFER if evidence.config.num_workers else Bottleneck.CPU
     # A fetch waits for something else than a core where cores were idle, or where it waits longer than others took these.
     others = fetch.foreign_cpu_share
     had_core = fetch.cpu_share is None or others is None or 1 - fetch.cpu_share - others > IDLE_SHARE
@@ -128,7 +128,7 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
             yield _stage_that_waits(evidence)
         case Bottleneck.CORES if evidence.waiting is not None:
             yield Fact.FOR_A_CORE(share=evidence.waiting[1], cores=round(evidence.cores))
-        case Bottleneck.HAND_OVER:
+        case Bottleneck.TRANSFER:
             receiving = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
             yield receiving(size=evidence.batch_bytes, receive=evidence.receive_s)
         case Bottleneck.COPY:

@@ -11,7 +11,7 @@ from autotune_loader.diagnosis.evidence import Evidence
 from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution, Source
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values import HAND_OVER, OTHER_THREADS, LoaderConfig, Measurement
+from autotune_loader.values import OTHER_THREADS, TRANSFER, LoaderConfig, Measurement
 
 if TYPE_CHECKING:
     from autotune_loader.machine.facts import Machine
@@ -24,11 +24,11 @@ HARDLY_STEPS = 0.95
 PYTHON_SAMPLE_S = 200e-6
 """Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves."""
 CHEAPER = {
-    "decode": ": smaller source images, a faster decoder, or decoded once and kept",
-    "read": ": larger pieces, or files that need no parsing",
+    "decode": ": smaller source images, a faster decoder, or a cache of decoded images",
+    "read": ": larger chunks, or a format that needs no parsing",
     "collate": ": fewer and larger tensors",
 }
-NO_LINES = (HAND_OVER, OTHER_THREADS)
+NO_LINES = (TRANSFER, OTHER_THREADS)
 """Stages that are no lines of the user's."""
 FROM_MEMORY_BYTES = 64
 """Less than this for each sample is what reading the code of the first batch takes."""
@@ -91,16 +91,16 @@ def _advice(evidence: Evidence, bottleneck: Finding) -> Iterator[Finding]:
         case Bottleneck.CORES:
             many = config.num_workers > 1
             yield Advice.FEWER_WORKERS(workers=config.num_workers) if many else Advice.MORE_CORES()
-        case Bottleneck.HAND_OVER:
+        case Bottleneck.TRANSFER:
             is_large = evidence.batch_bytes >= LARGE_BATCH_BYTES
-            row = Advice.SEND_LESS if is_large else Advice.HAND_OVER_LESS_OFTEN
+            row = Advice.TRANSFER_LESS if is_large else Advice.LARGER_BATCHES
             yield row(size=evidence.batch_bytes, receive=evidence.receive_s)
-            yield Advice.AUTOLOADER_HANDS_OVER(workers=config.num_workers)
+            yield Advice.AUTOLOADER_TRANSFERS(workers=config.num_workers)
         case Bottleneck.COPY:
             if not config.device_prefetch:
                 yield Advice.COPY_AHEAD()
             if evidence.batch_bytes >= LARGE_BATCH_BYTES:
-                yield Advice.SEND_LESS(size=evidence.batch_bytes)
+                yield Advice.TRANSFER_LESS(size=evidence.batch_bytes)
         case Bottleneck.MEMORY:
             trial = evidence.ran_out
             is_shared = trial and trial.failure and trial.failure.kind == "shared_memory"

@@ -43,40 +43,40 @@ class Bottleneck(Table):
     CPU = "Bottleneck: CPU."
     STORAGE = "Bottleneck: waiting for storage or network."
     CORES = "Bottleneck: waiting for a core."
-    HAND_OVER = "Bottleneck: handing batches over from workers to the training process."
+    TRANSFER = "Bottleneck: transferring batches from the workers to the training process."
     COPY = "Bottleneck: copying batches to the device."
     MEMORY = "Bottleneck: memory."
     START_UP = "Bottleneck: starting epochs, which takes {share:share} of the time."
     IN_MEMORY = "Bottleneck: none. Fetching a batch takes {fetch:seconds}, so no worker is needed."
-    LITTLE = "This loader is {share:share} of the time with all loaders."
+    LITTLE = "This loader takes {share:share} of the time of all loaders."
     UNCLEAR = "Bottleneck: unclear."
-    TOO_SHORT = "{batches:# batch}: too few to say anything."
-    NO_STEP = "No step could be timed: each epoch was left after its first batch."
+    TOO_SHORT = "{batches:# batch}: too few to tell anything."
+    NO_STEP = "No training step was timed: each epoch ended after its first batch."
     NOTHING = "Nothing was measured."
 
 
 class Fact(Table):
     """The figures behind a bottleneck."""
 
-    WAITS = "The loop waits for data {wait:share} of the time."
-    AT_MOST = "A loader without any cost would make training at most {factor:.2f}x as fast."
-    OF_CEILING = "That is {rate:rate} of the {ceiling:rate} that the step alone can do."
-    CPU_OF_BATCH = "A batch takes {cpu:seconds} of CPU to fetch and {step:seconds} of step."
-    CORES = "{share:share} of {cores:# core} are in use."
-    WAITED = "Of {fetch:seconds} per batch, a fetch computes for {cpu:seconds}."
+    WAITS = "The training loop waits for data {wait:share} of the time."
+    AT_MOST = "With instant data, training would be at most {factor:.2f}x as fast."
+    OF_CEILING = "It runs at {rate:rate}; the step alone runs at {ceiling:rate}."
+    CPU_OF_BATCH = "Per batch: {cpu:seconds} of CPU to load, {step:seconds} to train."
+    CORES = "{share:share} of {cores:# core} are busy."
+    WAITED = "Loading a batch takes {fetch:seconds}, of which {cpu:seconds} are CPU time."
     FOR_A_CORE = (
-        "{share:share} of the waiting is for a core: more is ready to run than the {cores:# core} can run at once."
+        "{share:share} of the wait is for a CPU core: more processes are ready to run than the {cores:# core} can run."
     )
     SHARED_CORES = (
-        "A step takes {step:seconds} in the loop and {alone:seconds} alone, as loader and step share the cores."
+        "A step takes {step:seconds} in training and {alone:seconds} alone: it shares the CPU cores with the loader."
     )
-    FETCHES = "A worker fetches for {share:share} of its time."
-    STAGE_WAITS = "{stage} takes {share:share} of a worker's waiting ({where})."
+    FETCHES = "A worker loads data {share:share} of its time."
+    STAGE_WAITS = "{stage} is {share:share} of a worker's wait ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
-    COPYING = "Copying a batch of {size:bytes} adds {copy:seconds} to its step."
+    COPYING = "Copying a batch of {size:bytes} to the device adds {copy:seconds} to its step."
     RECEIVING_ONE = "Receiving a batch takes {receive:seconds}."
-    RAN_OUT = "{config} ran out of it ({kind})."
-    BUSY = "Other processes kept {share:share} of the cores busy."
+    RAN_OUT = "{config} ran out of memory ({kind})."
+    BUSY = "Other processes used {share:share} of the CPU."
 
 
 class Advice(Table):
@@ -84,147 +84,167 @@ class Advice(Table):
 
     LEAVE_IT = "Leave the loader as it is."
     SPEED_UP_STEP = "Speed up the step (torch.compile, mixed precision, a larger batch), not the loader."
-    MORE_CORES = "Use a machine with more cores, or run less beside the training."
+    MORE_CORES = "Use a machine with more cores, or run fewer other processes during training."
     FEWER_WORKERS = "Use fewer workers than {workers}, or a machine with more cores."
-    SPREAD_SHARDS = "Use at most {busy:# worker}, or make more shards: each worker needs one of its own."
-    CHEAPER_STAGE = "Make {stage} cheaper ({where}){how}: {share:share} of a worker's CPU, {cpu:seconds} per sample."
-    CHEAPER_TRANSFORMS = "Make transforms cheaper (smaller images, a faster decoder): {cpu:seconds} of CPU per sample."
-    LARGER_READS = "Read larger pieces (tar shards, Parquet), or from a local disk."
-    SEND_LESS = "Send less per batch (uint8 instead of float32, cropped in the worker): it carries {size:bytes}."
-    COPY_AHEAD = 'Copy ahead of the step: tune(..., allow="device_prefetch") tries it, DevicePrefetcher does it.'
-    HAND_OVER_LESS_OFTEN = "Hand over less often, in larger batches: even a small one takes {receive:seconds}."
-    AUTOLOADER_HANDS_OVER = "Try AutoLoader(dataset, num_workers={workers}, tune=False), which hands over at less cost."
-    MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or make batches smaller."
-    SMALLER_WORKERS = "Make a worker smaller: numpy arrays, Arrow or memory-mapped files instead of lists of objects."
-    KEEP_WORKERS = "Keep workers (persistent_workers=True), unless they have to see what training changes."
-    WITHOUT_WORKERS = "Try num_workers=0: receiving a batch from a worker takes longer than fetching it."
-    KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
-    BATCHED_FETCH = "Fetch a whole batch at once, by __getitems__(indices): a sample takes only {sample:seconds}."
+    SPREAD_SHARDS = "Use at most {busy:# worker}, or write more shards: each worker needs its own."
+    CHEAPER_STAGE = (
+        "Speed up {stage} ({where}){how}: it takes {share:share} of a worker's CPU time, {cpu:seconds} per sample."
+    )
+    CHEAPER_TRANSFORMS = (
+        "Speed up the transforms (smaller images, a faster decoder): they take {cpu:seconds} of CPU per sample."
+    )
+    LARGER_READS = "Read larger chunks (tar shards, Parquet), or read from a local disk."
+    TRANSFER_LESS = "Transfer less data (uint8 instead of float32, crops made in the worker): a batch has {size:bytes}."
+    COPY_AHEAD = (
+        'Copy batches ahead of the step: tune(..., allow="device_prefetch") tries it, DevicePrefetcher does it.'
+    )
+    LARGER_BATCHES = "Use larger batches: transferring even a small one takes {receive:seconds}."
+    AUTOLOADER_TRANSFERS = (
+        "Try AutoLoader(dataset, num_workers={workers}, tune=False), which transfers batches with less overhead."
+    )
+    MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or use smaller batches."
+    SMALLER_WORKERS = (
+        "Use less memory per worker: numpy arrays, Arrow or memory-mapped files instead of lists of objects."
+    )
+    KEEP_WORKERS = (
+        "Set persistent_workers=True, unless the workers must see changes that training makes to the dataset."
+    )
+    WITHOUT_WORKERS = "Try num_workers=0: receiving a batch from a worker takes longer than loading it."
+    KEEP_ITERATOR = "Call iter(loader) once per epoch: next(iter(loader)) starts a new epoch for every batch."
+    BATCHED_FETCH = "Load a whole batch at once with __getitems__(indices): a sample takes only {sample:seconds}."
     RUN = "`autotune-loader run {script}` tries other settings."
     RUN_WITH_WORKERS = (
-        "`autotune-loader run --workers {script}` tries workers (safe if the dataset works with num_workers=2)."
+        "`autotune-loader run --workers {script}` tries worker processes (safe if your dataset works with "
+        "num_workers>0)."
     )
-    TRAIN_LONGER = "Train for longer: the script ended before it was known what other settings bring."
+    TRAIN_LONGER = "Train for longer: the script ended before other settings could be compared."
 
 
 class Choice(Table):
     """What to use, and what it brings."""
 
     USE = "Use {best}{rate}."
-    KEEP = "Keep {best}, which you have{rate}."
-    NOTHING_FASTER = "Nothing that was tried is faster by more than {tolerance:share}."
-    COSTS_LESS = "It costs less, and counts as equally fast."
+    KEEP = "Keep {best}, your current setting{rate}."
+    NOTHING_FASTER = "No setting that was tried is more than {tolerance:share} faster."
+    COSTS_LESS = "It needs fewer resources at the same speed."
     IF_MEMORY = "Keep your settings if memory matters."
-    NOT_COMPARED = "It was not timed in turns with {baseline}."
+    NOT_COMPARED = "It was not compared with {baseline} in A/B rounds."
     SO_FAR = "This is the best so far."
-    NOT_SETTLED = "{best} so far, {factor:.1f}x the rate of {baseline}; not settled yet."
-    NOTHING_YET = "{baseline} so far; nothing else has been measured yet."
-    REPORT = "{name}.report() has the table."
+    NOT_SETTLED = "Best so far: {best}, {factor:.1f}x the rate of {baseline}. The comparison is not finished."
+    NOTHING_YET = "Best so far: {baseline}. Nothing else has been measured yet."
+    REPORT = "{name}.report() shows the table."
 
 
 class Undecided(Table):
     """Why a choice is a guess, and what would decide it."""
 
-    NO_ROUNDS = "No paired round fitted into the budget; a larger budget would decide it."
-    FEW_ROUNDS = "Only {rounds:# paired round} fitted into the budget; a larger budget would decide it."
-    CLOSE = "After {rounds:# paired round} others may be {tolerance:share} faster; a larger budget would decide it."
-    TOO_NOISY = "After {rounds:# paired round} others may be {tolerance:share} faster; rates vary too much to tell."
-    BUSY = "Other processes kept the cores busy in {busy} of {rounds:# paired round}; a quiet machine would decide it."
-    ONE_TRIED = "The budget ended before a second configuration was measured; a larger budget would decide it."
+    NO_ROUNDS = "Inconclusive: no A/B round fit into the budget. Rerun with a larger budget."
+    FEW_ROUNDS = "Inconclusive: only {rounds:# A/B round} fit into the budget. Rerun with a larger budget."
+    CLOSE = (
+        "Inconclusive: after {rounds:# A/B round} others may be {tolerance:share} faster. Rerun with a larger budget."
+    )
+    TOO_NOISY = (
+        "Inconclusive: after {rounds:# A/B round} others may be {tolerance:share} faster. The rates vary too "
+        "much to tell."
+    )
+    BUSY = "Inconclusive: other processes used the CPU in {busy} of {rounds:# A/B round}. Rerun on an idle machine."
+    ONE_TRIED = "Inconclusive: the budget ended before a second setting was measured. Rerun with a larger budget."
 
 
 class Ended(Table):
     """Why a search tried nothing more."""
 
     SAFE = "Search ended: no other setting{which} is likely to be more than {tolerance:share} faster."
-    CEILING = "Search ended: it is as fast as the step alone."
-    NOT_WORTH_IT = "Search ended: no further burst was worth its seconds."
-    BUDGET = "Search ended: the next burst or round would not have fitted into the budget."
-    FAILING = "Search ended: one burst after the other failed."
+    CEILING = "Search ended: training is as fast as the step alone."
+    NOT_WORTH_IT = "Search ended: further trials would hardly improve the choice."
+    BUDGET = "Search ended: the next trial or A/B round would exceed the budget."
+    FAILING = "Search ended: one trial after another failed."
     INTERRUPTED = "Search ended: it was interrupted."
-    ASKED = "Search ended: the study was told to stop."
-    FALLBACK = "No configuration worked; torch's defaults are given as a fallback."
+    ASKED = "Search ended: study.stop() was called."
+    FALLBACK = "No setting worked. The fallback is PyTorch's defaults."
 
 
 class Kept(Table):
     """Why the number of workers stays what was asked for."""
 
-    NO_CONSENT = "num_workers=0 was asked for, so no worker is used; without it, or with `run --workers`, they may be."
-    FROZEN = "tune=False was asked for."
-    OWN_ITERATOR = "{kind} makes iterators of its own."
+    NO_CONSENT = "num_workers=0 is PyTorch's own iterator: use `run --workers`, or AutoLoader without num_workers."
+    FROZEN = "tune=False turns tuning off."
+    OWN_ITERATOR = "{kind} has its own iterator."
     NOT_TUNED = "AutoLoader cannot tune it: {error}"
-    ITERABLE = "An IterableDataset reads by itself: its workers are as asked."
-    OUT_OF_ORDER = "in_order=False leaves the order to the workers that were asked for."
-    ONE_WORKER = (
-        "num_workers=1 was asked for: one worker makes all batches, one after the other; 2 would let it change."
-    )
-    WORKER_INIT = "worker_init_fn is the script's own and may depend on the number of workers."
-    WORKER_INFO = "The dataset asks get_worker_info() for the number of its worker, or of workers."
-    START_METHOD = "Workers are started by {method}, so none is used unless num_workers asks for them."
-    NOT_WAITING = "The loop hardly waits for data ({wait:share} of the time)."
-    TOO_SHORT = "The training was too short to try anything."
+    ITERABLE = "The number of workers of an IterableDataset stays as it is."
+    OUT_OF_ORDER = "in_order=False makes the order of batches depend on the number of workers."
+    ONE_WORKER = "num_workers=1: one worker loads all batches in order. With num_workers=2 the number may change."
+    WORKER_INIT = "worker_init_fn may depend on the number of workers."
+    WORKER_INFO = "The dataset calls get_worker_info() and may depend on the number of workers."
+    START_METHOD = "Workers start by {method}, so they are used only if num_workers is given."
+    NOT_WAITING = "The training loop hardly waits for data ({wait:share} of the time)."
+    TOO_SHORT = "The training was too short to try other settings."
     NOT_FASTER = "No other number of workers was shown to be faster."
-    NOT_SETTLED = "Other numbers of workers are being tried."
-    SAMPLES_DIFFER = "Batch {batch} of a worker was not the loop's own ({what}): samples depend on who makes them."
-    WORKER_ERROR = "A worker raised what the loop does not: {error}"
-    WORKERS_LOST = "Workers ended again and again: {error}"
-    DATASET_CHANGES = "Fetching a sample changes {what}, which the loop would not see from workers."
-    SAMPLER_DRAWS = "The sampler draws from a global generator between two batches; one of its own would allow workers."
-    DAEMONIC = "This process is daemonic, so it may have no children."
+    NOT_SETTLED = "Other numbers of workers are still being compared."
+    SAMPLES_DIFFER = "Batch {batch} of a worker differs from that of the training process ({what})."
+    WORKER_ERROR = "A worker raised an exception that the training process does not: {error}"
+    WORKERS_LOST = "Workers died repeatedly: {error}"
+    DATASET_CHANGES = "Loading a sample changes {what}, which the training process would not see from workers."
+    SAMPLER_DRAWS = "The sampler draws from a global random generator between batches; give it its own generator."
+    DAEMONIC = "This process is daemonic, so it cannot start workers."
 
 
 class Caution(Table):
     """What should be known before a configuration is used."""
 
     FAILED = "{trials:# trial} failed ({kind}): {message}"
-    BATCH_SIZE = "The batch size was tuned from {old} to {new}: tune the learning rate and its schedule again."
-    OUT_OF_ORDER = "in_order=False: the order differs from run to run, even with a seed."
-    EPOCH_NOT_SEEN = "persistent_workers=True: set_epoch() on the dataset does not reach workers that live on."
+    BATCH_SIZE = "The batch size changes from {old} to {new}: adjust the learning rate and its schedule."
+    OUT_OF_ORDER = "in_order=False: the order of batches differs between runs, even with a seed."
+    EPOCH_NOT_SEEN = "persistent_workers=True: workers do not see set_epoch() of the dataset."
     EPOCH_STARTS = (
-        "Workers start anew in each epoch, and epochs are short: the choice is by whole epochs, rates and ratios are without "
-        "the starts."
+        "Workers restart in each epoch, and epochs are short: the choice is by whole epochs, while rates and ratios exclude "
+        "the restarts."
     )
     FEWER_SAMPLES = "drop_last=True: each of {workers} workers drops its own last batch, so an epoch has fewer samples."
-    DISTURBED = "Other processes kept more than {limit:share} of the cores busy in {busy} of {rounds:# paired round}."
-    NOT_WRITTEN = "{path} was not written ({why}). result.save() elsewhere keeps the result."
-    CEILING_PASSED = "The step alone had {alone:rate}, and in the loop {rate:rate}: the ceiling is left out."
-    BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): samples/s are compared, which tells nothing of learning."
-    READ_AHEAD = "Thread {thread} takes the batches ahead of the training: waiting is the thread's, not the training's."
-    WAITS_TOO_LONG = "{name}: the loop waits {share:share} of its time, and --fail-if-wait allows {most:share}."
-    IDLE_WORKERS = "{idle} of {workers:# worker} delivered nothing."
+    DISTURBED = "Other processes used more than {limit:share} of the CPU in {busy} of {rounds:# A/B round}."
+    NOT_WRITTEN = "{path} was not written ({why}). Save the result elsewhere with result.save()."
+    CEILING_PASSED = (
+        "The step alone ran at {alone:rate}, slower than training at {rate:rate}: the ceiling is not shown."
+    )
+    BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): samples/s are compared, which says nothing about convergence."
+    READ_AHEAD = "Thread {thread} reads batches ahead of training: the wait is that of the thread, not of training."
+    WAITS_TOO_LONG = "{name}: the training loop waits {share:share} of its time; --fail-if-wait allows {most:share}."
+    IDLE_WORKERS = "{idle} of {workers:# worker} delivered no batch."
     NOTE = "{text}"
 
 
 class Source(Table):
     """Where bursts had their samples from, and where training will have them from."""
 
-    MEMORY = "Bursts had their samples from memory. Training has, too, unless something else fills it first."
-    STORAGE = "Bursts read {sample:bytes} per sample from storage."
+    MEMORY = "The trials read samples from memory. So does training, unless other processes fill the memory first."
+    STORAGE = "The trials read {sample:bytes} per sample from storage."
     STORAGE_ALWAYS = (
-        "Bursts read {sample:bytes} per sample from storage. Training will, too: the data, about {data:bytes}, do not fit "
+        "The trials read {sample:bytes} per sample from storage. So does training: the data (about {data:bytes}) do not fit "
         "into {memory:bytes} of memory."
     )
     STORAGE_AT_FIRST = (
-        "Bursts read {sample:bytes} per sample from storage. Training will in its first epoch: the data, about {data:bytes}, "
-        "then fit into memory."
+        "The trials read {sample:bytes} per sample from storage. So does the first epoch; later, the data (about {data:bytes}) "
+        "fit into memory."
     )
 
 
 class Answer(Table):
     """Which of two is faster: the one wording, wherever a gain is told."""
 
-    FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# paired round}."
-    SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# paired round}."
-    EQUAL = "{name} is as fast as {other}, within {tolerance:share}: {ratio:ratio} in {rounds:# paired round}."
-    NOT_SHOWN = "{name} is not shown to be faster than {other}: {ratio:ratio} as fast in {rounds:# paired round}."
-    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# paired round}: too few, or too noisy, for an interval."
+    FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# A/B round}."
+    SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# A/B round}."
+    EQUAL = "{name} is as fast as {other} within {tolerance:share}: {ratio:ratio} in {rounds:# A/B round}."
+    NOT_SHOWN = "{name} shows no significant difference from {other}: {ratio:ratio} as fast in {rounds:# A/B round}."
+    UNSURE = (
+        "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round}: too few or too noisy for an interval."
+    )
     FAILED = "{name} failed: {error}"
-    ALONE = "{name} is the only side that worked."
-    NONE = "No side worked."
+    ALONE = "Only {name} worked."
+    NONE = "No loader worked."
 
 
 def answer(name: str, ratio: Interval, other: str, tolerance: float = 0.02) -> Finding:
-    """How many times as fast something was shown to be in paired rounds."""
+    """How many times as fast something was shown to be in A/B rounds."""
     if is_claimed(ratio):
         row = Answer.FASTER
     elif is_slower(ratio):

@@ -62,11 +62,11 @@ def is_slower(ratio: Interval) -> bool:
 
 
 def share_text(share: float | None) -> str:
-    """A share as percent: "12 %", "0.4 %"."""
+    """A share as percent: "12%", "0.4%"."""
     if share is None:
         return UNKNOWN
     percent = share * 100
-    return f"{percent:.1f} %" if 0 < abs(percent) < 0.95 else f"{percent:.0f} %"
+    return f"{percent:.1f}%" if 0 < abs(percent) < 0.95 else f"{percent:.0f}%"
 
 
 def bytes_text(size: float | None) -> str:

@@ -52,7 +52,7 @@ def tune_live(prepared: Any, **options: Any) -> Any:
 
     if not isinstance(prepared, DataLoaderShard):
         raise TypeError(
-            f"prepared={type(prepared).__name__} takes its batches from no loader of its own on each rank; "
+            f"prepared={type(prepared).__name__} has no DataLoader on each rank; "
             "what accelerator.prepare(loader) returns with dispatch_batches=False would work"
         )
     prepared.base_dataloader = AutoLoader(prepared.base_dataloader, **options)

@@ -45,12 +45,12 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
     if own and options.get("train_step") is None:
         names = " and ".join(own)
         warnings.warn(
-            f"bursts train model(**batch).loss without the Trainer's own {names}; pass train_step=", stacklevel=2
+            f"trials train model(**batch).loss without the Trainer's own {names}; pass train_step=", stacklevel=2
         )
     if args.n_gpu > 1:
         warnings.warn(
-            f"the Trainer shares each batch out among {args.n_gpu} GPUs (DataParallel), and bursts train on one, which takes "
-            "longer; torchrun, with a process for each GPU, would work",
+            f"the Trainer splits each batch across {args.n_gpu} GPUs (DataParallel), but trials use one GPU, which takes "
+            "longer; torchrun, with one process per GPU, would work",
             stacklevel=2,
         )
     optimizer = functools.partial(torch.optim.AdamW, lr=args.learning_rate)
@@ -68,7 +68,7 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
             f"{name}={value!r}" for name, value in result.best.arguments().items() if made.get(name) != value
         ]:
             warnings.warn(
-                f"the Trainer's own get_train_dataloader does not heed args for {', '.join(unheeded)}; "
+                f"the Trainer's own get_train_dataloader ignores args for {', '.join(unheeded)}; "
                 "return result.apply_to(loader) in it would work",
                 stacklevel=2,
             )

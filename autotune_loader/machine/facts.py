@@ -24,8 +24,8 @@ from autotune_loader.machine.limits import (
 CACHE_SHARE = 0.8
 """Of the memory, which files that were read can take in the best case."""
 DAEMONIC = (
-    "this process was started by multiprocessing as a daemon, which may have no children and so no workers; daemon=False, or "
-    "concurrent.futures.ProcessPoolExecutor, would give it some"
+    "this process is a daemon of multiprocessing, which cannot start worker processes; daemon=False, or "
+    "concurrent.futures.ProcessPoolExecutor, would work"
 )
 
 

@@ -12,8 +12,8 @@ COMPARED = {
     "usable_cores": ("usable cores", "its workers may be too many", "more workers may be faster"),
     "memory_bytes": ("memory", "its workers may not fit", ""),
     "shm_bytes": ("shared memory", "batches in flight may not fit", ""),
-    "gpu": ("GPU", "the step takes another time", ""),
-    "dataset": ("dataset", "a sample costs another time", ""),
+    "gpu": ("GPU", "the step takes a different time", ""),
+    "dataset": ("dataset", "a sample takes a different time", ""),
 }
 """What a field is called, what a difference that matters does, and what another one does."""
 

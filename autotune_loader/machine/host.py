@@ -18,9 +18,9 @@ def require_linux(what: str) -> None:
     """
     if not sys.platform.startswith("linux"):
         raise PlatformError(
-            f"{what} works on Linux only, and this is {sys.platform!r}: it measures by what Linux tells of processes and "
-            "memory. Tune on the Linux machine that trains (a container or WSL 2 will do); load_config(), and all that reads a "
-            "loader.json, works here"
+            f"{what} works on Linux only, and this is {sys.platform!r}: it reads statistics of Linux. "
+            "Tune on the Linux machine that trains (a container or WSL 2 is fine); load_config() and everything else "
+            "that reads a loader.json work here"
         )
 
 

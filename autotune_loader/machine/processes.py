@@ -120,7 +120,7 @@ def memory_guarded(pid: int, budget_bytes: int | None, on_limit: Callable[[], No
 
     Args:
         pid: process at the root of the tree.
-        budget_bytes: the tree may not outgrow 90 % of it; None for no alarm.
+        budget_bytes: the tree may not outgrow 90% of it; None for no alarm.
         on_limit: called once, on a thread of its own, when it does; it should end the burst.
     """
     if budget_bytes is None:

@@ -34,29 +34,29 @@ def accelerator(device: Any) -> Any:
         return None
     module: Any = getattr(torch, chosen.type, None)
     if not all(hasattr(module, name) for name in ASKED):
-        instead = "device='cpu', or in tune() train_step=0.05, the seconds of one step, would work"
-        raise ValueError(f"device={str(device)!r} has no streams and timed events in torch; {instead}")
+        instead = "device='cpu', or in tune() train_step=0.05 (the seconds of one step) would work"
+        raise ValueError(f"device={str(device)!r} has no streams and timed events in PyTorch; {instead}")
     count = module.device_count()  # of CUDA by NVML: it does not open the driver
     if (chosen.index or 0) >= count:
-        raise ValueError(f"device={str(device)!r} is not there (torch sees {count}); device='cpu' would work")
+        raise ValueError(f"device={str(device)!r} does not exist (PyTorch sees {count}); device='cpu' would work")
     return module
 
 
 class DevicePrefetcher:
-    """Iterates a loader, with every batch on `device`; on an accelerator, copied while the step before it runs.
+    """Iterate over a loader with every batch on `device`.
 
-    Batches may be nested: tensors, mappings, sequences, named tuples, dataclasses, and objects with a `.to()` method; what is
-    none of these passes through. Order and number of batches are the loader's own, and an exception of the loader comes
-    after the batches before it. Copying overlaps only from pinned memory.
+    On an accelerator, a batch is copied while the step before it runs, which needs pinned memory. Batches may be nested:
+    tensors, mappings, sequences, named tuples, dataclasses, and objects with a `.to()` method; anything else is passed
+    through. Order and number of batches do not change. An exception of the loader comes after the batches before it.
 
     Args:
         loader: Any iterable of batches; `len()` works if it works on the loader.
-        device: Where batches go: "cuda", "cuda:1", 1, "cpu", a `torch.device`.
-        depth: Batches that are ahead of the training loop; each takes its size in device memory. On the CPU there are none.
+        device: Device of the batches: "cuda", "cuda:1", 1, "cpu", a `torch.device`.
+        depth: Batches ahead of the training loop; each needs its size in device memory. On the CPU there are none.
 
     Raises:
         TypeError: `depth` is not an integer.
-        ValueError: `depth` is below 1; or `device` is not there, or has no streams in torch.
+        ValueError: `depth` is below 1; or `device` does not exist, or has no streams in PyTorch.
     """
 
     def __init__(self, loader: Iterable[Any], device: Any, depth: int = 1) -> None:

@@ -39,8 +39,8 @@ DRAWN_S = 0.1
 FRESH_STARTS = 64
 """A probe that had to be started anew begins in one of so many places of the epoch, since it does not know what was read."""
 STREAM = (
-    "the dataset is a stream, which every burst begins anew: if it always gives the same samples first, the disk was measured "
-    "by the first burst only, and the others read from memory"
+    "the dataset is a stream, which every trial restarts: if it always gives the same samples first, the disk was measured "
+    "by the first trial only, and the others read from memory"
 )
 
 

@@ -13,7 +13,7 @@ Batches of seconds come in waves, of which a burst does not wait for three. What
 the lower of what the workers make and what the loop could take, by the batches that there are, be they the workers' first.
 
 Where loader and step are in balance and service times irregular, a window of a few rounds from empty queues reads low
-(simulated: up to 11 % at a variation of 30 %, 2 % at 5 %).
+(simulated: up to 11% at a variation of 30%, 2% at 5%).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
 
 
 def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | None:
-    """Half-width of the rate's 95 % interval relative to the rate, of two batches or more; None while these say too little.
+    """Half-width of the rate's 95% interval relative to the rate, of two batches or more; None while these say too little.
 
     Cheap enough to ask every 50 ms of a running burst. It stays None while stock is being used up that the workers
     cannot replace as fast, because the true rate has then not been seen yet.
@@ -162,7 +162,7 @@ def _middle(consumed: Interval, made: Interval) -> Interval:
     """Where the workers hold the loop up, what they make is what is consumed in the long run.
 
     What is consumed knows no batches in the making, and what is made none that wait for an earlier one: their middle errs half
-    as much in windows of 1 to 5 rounds (3 % instead of 6 % with 32 workers). Its interval is that of both by their precision.
+    as much in windows of 1 to 5 rounds (3% instead of 6% with 32 workers). Its interval is that of both by their precision.
     """
     sds = [math.log(each.high / each.value) / Z_95 for each in (consumed, made)]
     half = Z_95 / math.hypot(1 / max(sds[0], 1e-6), 1 / math.hypot(sds[1], MADE_SD))

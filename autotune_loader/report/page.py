@@ -48,7 +48,7 @@ def _pictures(result: TuningResult) -> Iterator[str]:
     """Those that there is something to show in."""
     yield _image(plots.plot_workers(result), "Samples per second over workers")
     if result.stages:
-        yield _image(plots.plot_stages(result), "Where a sample's time goes in a worker")
+        yield _image(plots.plot_stages(result), "Time of a sample in a worker, by stage")
 
 
 def _image(figure: plots.Figure, what: str) -> str:

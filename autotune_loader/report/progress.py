@@ -35,17 +35,17 @@ class Progress:
         outcome = ""
         if trial.measurement is not None:
             rate = trial.measurement.samples_per_s
-            error = f" ± {(rate.high - rate.low) / 2 / rate.value * 100:.1f} %" if rate.is_telling else ""
+            error = f" ± {(rate.high - rate.low) / 2 / rate.value * 100:.1f}%" if rate.is_telling else ""
             outcome = f"{rate_text(rate.value)}{error}"
         if trial.failure is not None:
             outcome = f"failed: {trial.failure.kind.replace('_', ' ')}"
-        best_text = f"best {rate_text(max(rates))}" if rates else "nothing works yet"
+        best_text = f"best {rate_text(max(rates))}" if rates else "no trial has worked yet"
         self._line(f"trial {trial.number:3d}", trial.config, f"{outcome:<17}  {best_text}", seconds_left)
 
     def round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:
         """A paired round is over: its fastest configuration, and how many ran; failed ones are not in `rates`."""
         if not rates:
-            self.announce(f"round {number:3d}  nothing worked")
+            self.announce(f"round {number:3d}  no setting worked")
             return
         leader = max(rates, key=lambda config: rates[config])
         self._line(

@@ -55,11 +55,11 @@ class LoaderReport:
         if self.samples_per_s is not None:
             seen.append(f"{units.number_text(self.samples_per_s)} samples/s")
         if self.wait_share is not None:
-            seen.append(f"the loop waits {units.share_text(self.wait_share)} of its time")
+            seen.append(f"waits for data {units.share_text(self.wait_share)} of the time")
         own, now = settings_text(self.settings), settings_text(self.settings_now)
         lines = [f"{self.name}  {self.contents}", f"  {', '.join(seen)}", f"  settings: {own}"]
         if self.processes > 1:
-            lines.insert(1, f"  in {self.processes} processes; the figures are of the one with most time")
+            lines.insert(1, f"  in {self.processes} processes; the figures are of the process with the most time")
         if now != own:
             lines.append(f"  now: {now}{'' if self.speedup is None else f': {units.ratio_text(self.speedup)} as fast'}")
         elif self.kept is not None:
@@ -85,7 +85,9 @@ class ScriptReport:
         head = f"autotune-loader {self.verb}: {loaders} in {units.seconds_text(self.seconds)}"
         blocks = [head, *map(str, self.loaders[:MOST_SHOWN])]
         if (more := len(self.loaders) - MOST_SHOWN) > 0:
-            blocks.append(f"{units.counted(more, 'loader')} more, each with less time; --json FILE has all of them.")
+            blocks.append(
+                f"{units.counted(more, 'loader')} more, each with less time; use --json FILE for all of them."
+            )
         return "\n\n".join([*blocks, *(["\n".join(self.notes)] if self.notes else [])])
 
     def save(self, path: str | os.PathLike[str]) -> None:

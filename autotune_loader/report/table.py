@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 WIDTH = 80
 """Columns that every terminal, log and e-mail has."""
-NARROWEST = 10
-"""A column that is wrapped keeps so much: its longest word, "persistent"."""
+NARROWEST = 11
+"""A column that is wrapped keeps so much: its longest word, "persistent,"."""
 
 
 def wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> str:
-    """Each line of a text, wrapped; what does not fit goes on indented. A number and its percent sign stay together."""
-    lines = text.replace(" %", "\u00a0%").splitlines() or [""]
-    fill = {"width": width, "subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(textwrap.fill(line, **fill) for line in lines).replace("\u00a0%", " %")  # type: ignore[arg-type]
+    """Each line of a text, wrapped; what does not fit goes on indented."""
+    wrapper = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.splitlines() or [""]))
 
 
 def table_text(

@@ -38,10 +38,13 @@ SHOWN_STAGES, SMALL_STAGE = 6, 0.01
 """So many stages, and none below this share, are listed; the frame has them all."""
 LONGEST_NAME = 32
 """Of a function in the table of stages."""
-BEST, AS_FAST, BASELINE, FAILED = ">", "=", "b", "x"
-"""What stands before a row; the legend below the table explains those that occur."""
-HEADERS = ("workers", "prefetch", "also", "{rate_unit}", "95 % range", "from", "wait", "memory")
-NUMERIC = (0, 1, 3, 4, 6, 7)
+HEADERS = ("", "workers", "prefetch", "options", "{rate_unit}", "95% range", "rounds", "wait", "memory")
+NUMERIC = (1, 2, 4, 5, 6, 7, 8)
+OPTIONS = HEADERS.index("options")
+LEGEND = (
+    "rounds: A/B rounds (settings take turns, so drift cancels); - is a single trial.",
+    "wait: share of the time that the training loop waits for data.",
+)
 
 
 def summary_of(result: TuningResult) -> str:
@@ -119,12 +122,24 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     if not rows:
         return "No configuration was tried."
     shown = _shown(rows)
-    groups = [[_cells(row) for row in shown if row.source == source] for source in ("rounds", "search", "failed")]
-    headers = [header.format(rate_unit=result.rate_unit) for header in HEADERS]
-    lines = [table_text(headers, [each for each in groups if each], numeric=NUMERIC, wraps=2, width=width)]
+    groups = [
+        [_cells(row, result) for row in shown if row.source == source] for source in ("rounds", "search", "failed")
+    ]
+    headers, columns = [header.format(rate_unit=result.rate_unit) for header in HEADERS], list(range(len(HEADERS)))
+    if len({tuple(row.config.words()) for row in shown if row.config.num_workers}) < 2:  # the first sentence has them
+        columns.remove(OPTIONS)
+    lines = [
+        table_text(
+            [headers[column] for column in columns],
+            [[[cells[column] for column in columns] for cells in group] for group in groups if group],
+            numeric=[number for number, column in enumerate(columns) if column in NUMERIC],
+            wraps=columns.index(OPTIONS) if OPTIONS in columns else 0,
+            width=width,
+        )
+    ]
     if len(shown) < len(rows):
-        lines.append(f"and {counted(len(rows) - len(shown), 'more configuration')}, all in result.to_dataframe()")
-    return "\n".join([*lines, "", _legend(shown, result), *_failure_lines(shown, width)])
+        lines.append(f"{counted(len(rows) - len(shown), 'more configuration')} in result.to_dataframe()")
+    return "\n".join([*lines, "", *(wrapped(line, width) for line in LEGEND), *_failure_lines(shown, width)])
 
 
 def _shown(rows: Sequence[Standing]) -> list[Standing]:
@@ -135,28 +150,23 @@ def _shown(rows: Sequence[Standing]) -> list[Standing]:
     return [*kept, *(row for row in worked if row not in kept and (row.is_best or row.is_baseline)), *failed]
 
 
-def _legend(rows: Sequence[Standing], result: TuningResult) -> str:
-    """What the marks of these rows mean."""
-    told = {
-        BEST: ("not decided" if result.status == "undecided" else "chosen", any(row.is_best for row in rows)),
-        AS_FAST: ("as fast, but no cheaper", any(row.is_as_fast for row in rows)),
-        BASELINE: ("before tuning", any(row.is_baseline for row in rows)),
-        FAILED: ("failed", any(row.rate is None for row in rows)),
-    }
-    return "  ".join(f"{mark} {words}" for mark, (words, occurs) in told.items() if occurs)
-
-
-def _cells(row: Standing) -> tuple[str, ...]:
-    marks = ((BEST, row.is_best), (AS_FAST, row.is_as_fast), (BASELINE, row.is_baseline), (FAILED, row.rate is None))
-    mark = "".join(mark for mark, applies in marks if applies)
+def _cells(row: Standing, result: TuningResult) -> tuple[str, ...]:
+    chosen = "chosen" if result.status == "complete" else "so far"
+    of_baseline = "kept" if row.is_best and result.status != "partial" else "before"
+    marks = (
+        (of_baseline, row.is_baseline),
+        (chosen, row.is_best),
+        ("failed", row.rate is None),
+        ("equal", row.is_as_fast),
+    )
+    mark = next((mark for mark, applies in marks if applies), "")
     rate = number_text(row.rate.value) if row.rate else UNKNOWN
     ahead = UNKNOWN if row.config.prefetch_factor is None else str(row.config.prefetch_factor)
-    knobs = (f"{mark:2}{row.config.num_workers:7}", ahead, ", ".join(row.config.words()))
-    source = counted(row.rate.count, "round") if row.rate and row.source == "rounds" else row.source
-    wait, memory = (
-        (None, None) if row.measurement is None else (row.measurement.wait_share, row.measurement.taken_bytes)
-    )
-    return (*knobs, rate, range_text(row.rate), source, share_text(wait), bytes_text(memory))
+    rounds = str(row.rate.count) if row.rate and row.source == "rounds" else UNKNOWN
+    measured = row.measurement
+    wait, memory = (None, None) if measured is None else (measured.wait_share, measured.taken_bytes)
+    knobs = (mark, str(row.config.num_workers), ahead, ", ".join(row.config.words()))
+    return (*knobs, rate, range_text(row.rate), rounds, share_text(wait), bytes_text(memory))
 
 
 def _failure_lines(rows: Sequence[Standing], width: int) -> list[str]:
@@ -165,16 +175,16 @@ def _failure_lines(rows: Sequence[Standing], width: int) -> list[str]:
     for row in rows:
         if row.failure is not None:
             kind, phase = (word.replace("_", " ") for word in (row.failure.kind, row.failure.phase))
-            failed.setdefault(row.failure.message, f"{FAILED} {row.config}: {kind} ({phase}): {row.failure.message}")
+            failed.setdefault(row.failure.message, f"{row.config} failed: {kind} ({phase}): {row.failure.message}")
     return ["", *(wrapped(text, width) for text in failed.values())] if failed else []
 
 
 def findings_of(result: TuningResult, width: int = WIDTH) -> list[list[str]]:
     """What the table means, in blocks of lines."""
     facts = [wrapped(sentence, width) for sentence in _facts(result)]
-    stages = ["A sample's time in a worker:", *stage_lines(result.stages, width)] if result.stages else []
+    stages = ["Time of a sample in a worker:", *stage_lines(result.stages, width)] if result.stages else []
     advice = ["Next:", *(wrapped(f"- {each}", width) for each in result.advice)] if result.advice else []
-    warnings = [wrapped(f"! {each}", width) for each in result.warnings]
+    warnings = [wrapped(f"Warning: {each}", width) for each in result.warnings]
     how = [wrapped(" ".join(_how(result)), width, indent="")]
     return [facts, stages, advice, warnings, how]
 
@@ -183,9 +193,9 @@ def _facts(result: TuningResult) -> Iterator[str]:
     if result.bottleneck is not None:
         yield result.bottleneck.sentence
     if result.ceiling is not None:
-        yield f"Ceiling: {rate_text(result.ceiling.value)}, the step alone, data already in memory."
+        yield f"Ceiling: {rate_text(result.ceiling.value)}, the rate of the training step alone, with its data in memory."
     if result.gpu_busy_share is not None:
-        yield f"GPU: in a step for {share_text(result.gpu_busy_share)} of the time, gaps between its kernels included."
+        yield f"GPU: busy {share_text(result.gpu_busy_share)} of the time (from the first to the last kernel of each step)."
     if result.source is not None:
         yield result.source.sentence
 
@@ -196,7 +206,7 @@ def _how(result: TuningResult) -> Iterator[str]:
     if result.ended is not None and result.status != "fallback":
         yield result.ended.sentence
     if result.trials:
-        yield f"{counted(len(result.trials), 'burst')} in {seconds_text(result.seconds)}."
+        yield f"{counted(len(result.trials), 'trial')} in {seconds_text(result.seconds)}."
     if result.machine is not None:
         yield f"{_machine_words(result.tuned_at, result.machine)}."
 
@@ -223,7 +233,7 @@ def stage_lines(times: Sequence[StageTime], width: int = WIDTH) -> list[str]:
         )
         for each in shown
     ]
-    headers = ("stage", "share", "time", "of it CPU", "where")
+    headers = ("stage", "share", "time", "CPU time", "where")
     return [table_text(headers, [rows], numeric=(1, 2, 3), wraps=4, width=width)] if rows else []
 
 
@@ -245,8 +255,8 @@ def comparison_report(comparison: Comparison, width: int = WIDTH) -> str:
     rows = [_side_row(comparison, side) for side in comparison.sides]
     limits = [f"{side.name}: {side.bottleneck}" for side in comparison.sides if side.bottleneck is not None]
     said = [each.sentence for each in _answers_of(comparison)]
-    how = f"{counted(len(comparison.rounds), 'paired round')} in {seconds_text(comparison.seconds)}."
-    blocks = [said, limits, [f"! {each}" for each in comparison.notes], [how]]
+    how = f"{counted(len(comparison.rounds), 'A/B round')} in {seconds_text(comparison.seconds)}."
+    blocks = [said, limits, [f"Warning: {each}" for each in comparison.notes], [how]]
     text = ["\n".join(wrapped(line, width) for line in block) for block in blocks if block]
     return "\n\n".join([table_text(headers, [rows], numeric=(1, 3, 4, 5), width=width), *text])
 

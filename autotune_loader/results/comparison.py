@@ -45,11 +45,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Sides of a comparison, the first of which the others are compared with.
+    """The result of `compare()`: each side beside the first.
 
-    The next that worked takes the place of a first one that failed. All intervals together hold with 95 % confidence: with m
-    sides beside the first, each has an error of 5 % / m (Bonferroni). They hold at whatever round one stops, so that rounds end
-    once they have decided.
+    If the first side failed, the next one that worked takes its place. All intervals together hold with 95% confidence:
+    with m sides beside the first, each has an error of 5% / m (Bonferroni). They hold at any stopping time.
     """
 
     sides: tuple[Side, ...]
@@ -68,7 +67,7 @@ class Comparison:
         for side in self.sides:
             if side.name == name:
                 return side
-        raise KeyError(f"{name!r} is no side; {', '.join(repr(side.name) for side in self.sides)} would work")
+        raise KeyError(f"{name!r} is not a side; {', '.join(repr(side.name) for side in self.sides)} would work")
 
     @property
     def rates(self) -> dict[str, Interval]:
@@ -80,17 +79,17 @@ class Comparison:
 
     @property
     def ratios(self) -> dict[str, Interval]:
-        """How many times as fast as the first side each other one is, from paired rounds; sides that failed are not in it."""
+        """How many times as fast each side is as the first, from A/B rounds, without sides that failed."""
         return ratios_of(self.rounds, list(self.rates), len(self.sides))
 
     def report(self) -> str:
-        """A table of the sides and what it says, 80 columns wide."""
+        """The table of the sides and the conclusions as text, 80 columns wide."""
         from autotune_loader.report.text import comparison_report
 
         return comparison_report(self)
 
     def to_dataframe(self) -> pd.DataFrame:
-        """A row for each side: configuration, rate and ratio with their limits, shares, bytes, bottleneck, error."""
+        """One row per side: settings, rate and ratio with their limits, shares, bytes, bottleneck, error."""
         from autotune_loader.report.frames import sides_frame
 
         return sides_frame(self)

@@ -37,24 +37,24 @@ def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:
     if place.is_file():
         return place
     if named:
-        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} names no file; unset it or write one there")
-    raise ConfigFileError(f"there is no {place.absolute()}, and {CONFIG_VARIABLE} names no other; {HOW_TO_WRITE}")
+        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} is not a file; unset it or write a file there")
+    raise ConfigFileError(f"there is no {place.absolute()}, and {CONFIG_VARIABLE} is not set; {HOW_TO_WRITE}")
 
 
 def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMismatch = "fit") -> LoaderConfig:
-    """The configuration of a `loader.json`, checked against the machine it is loaded on.
+    """Read the settings of a `loader.json`, and check them against this machine.
 
     Args:
-        path: the file that `tune()` or `result.save()` wrote. Without it: what `AUTOTUNE_LOADER_CONFIG` names, else
-            `./loader.json`.
-        on_mismatch: what to do when this machine differs, in a way that matters, from the one it was tuned on. `"fit"` warns,
-            and takes away workers that fewer cores cannot feed, and what needs a GPU where there is none. `"strict"` raises.
-            `"ignore"` gives the configuration as it is. CUDA is not opened: whether there is a GPU is seen once torch is
-            imported, and which one once the job uses it.
+        path: The file that `tune()` or `result.save()` wrote. By default the one that `AUTOTUNE_LOADER_CONFIG`
+            names, else `./loader.json`.
+        on_mismatch: What to do if this machine differs, in a way that matters, from the one that was tuned. `"fit"`
+            warns and removes workers that fewer cores cannot feed, and what needs a GPU if there is none. `"strict"`
+            raises an error. `"ignore"` returns the settings as they are. CUDA is not initialised: a GPU is seen once
+            torch is imported.
 
     Raises:
-        ConfigFileError: the file cannot be read, or there is none; the message names the place.
-        MachineMismatchError: the machines differ and `on_mismatch="strict"`.
+        ConfigFileError: The file cannot be read, or does not exist; the message names its path.
+        MachineMismatchError: The machines differ and `on_mismatch="strict"`.
         ValueError: `on_mismatch` is none of the three.
     """
     require_choice("on_mismatch", on_mismatch, ("fit", "strict", "ignore"))
@@ -110,7 +110,7 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number in JSON")  # read, it would be saved as null, which is another thing
+    raise ValueError(f"{constant} is not a number in JSON")  # read, it would be saved as null, which is another thing
 
 
 def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
@@ -141,5 +141,5 @@ def _machine_of(raw: Mapping[str, Any]) -> Fingerprint | None:
 
     tuned_on = from_plain(told, Fingerprint)
     if tuned_on.usable_cores < 1:
-        raise ValueError(f"machine.usable_cores={tuned_on.usable_cores!r} is no number of cores")
+        raise ValueError(f"machine.usable_cores={tuned_on.usable_cores!r} is not a number of cores")
     return tuned_on

@@ -47,7 +47,7 @@ class Finding(str):
             or not isinstance(raw.get("kind"), str)
             or not isinstance(raw.get("sentence"), str)
         ):
-            raise ValueError(f"{raw!r:.60} is no finding with a kind and a sentence")
+            raise ValueError(f"{raw!r:.60} is not a finding with a kind and a sentence")
         if not isinstance(gain := raw.get("gain"), (int, float, type(None))):
-            raise ValueError(f"gain={gain!r:.60} is no number")
+            raise ValueError(f"gain={gain!r:.60} is not a number")
         return cls(kind=raw["kind"], sentence=raw["sentence"], gain=gain)

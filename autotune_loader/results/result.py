@@ -48,10 +48,10 @@ ORDER = ("shuffle", "sampler", "batch_sampler")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """What `tune()`, an AutoLoader or `watch` found.
+    """The result of `tune()`, of an AutoLoader, or of `watch`.
 
-    `save()` and `load()` are inverse: `TuningResult.load(saved) == result`. Not in the file, and not compared, are the study,
-    the histories of single batches, and the objects of the tuned loader that `make_loader()` takes over.
+    `TuningResult.load(path)` equals the result that was saved. The file does not have the study, the times of single
+    batches, and the objects of the tuned loader that `make_loader()` uses.
     """
 
     best: LoaderConfig
@@ -120,7 +120,7 @@ class TuningResult:
     `dataset` its sampler or batch_sampler."""
 
     def rates_of(self, config: LoaderConfig) -> dict[int, float]:
-        """Rates of a configuration in the paired rounds, by the round's number; those where it failed are missing."""
+        """The rates of a configuration in A/B rounds, by the number of the round; without rounds in which it failed."""
         return {
             trial.round: trial.measurement.samples_per_s.value
             for trial in self.trials
@@ -128,7 +128,7 @@ class TuningResult:
         }
 
     def measurement_of(self, config: LoaderConfig) -> Measurement | None:
-        """What the rounds say together of a configuration, or else its last burst; whether workers live on shows in none."""
+        """The mean measurement of a configuration in A/B rounds, or else that of its last trial."""
         own = [trial for trial in self.trials if trial.measurement and trial.config.key() == config.key()]
         in_rounds = [trial.measurement for trial in own if trial.round is not None and trial.measurement]
         if in_rounds:
@@ -136,34 +136,34 @@ class TuningResult:
         return own[-1].measurement if own else None
 
     def apply_to(self, loader: Any, *, device: Any = None) -> Any:
-        """The user's own loader with the settings that were measured: same dataset, sampler, shuffling and class.
+        """Return a loader with the settings of the result: same dataset, sampler, shuffling and class.
 
         Args:
-            loader: a DataLoader, or of a class made from it, such as StatefulDataLoader. It is left as it is.
-            device: where the step runs, if copying batches ahead was allowed and chosen; "cuda" without it.
+            loader: A DataLoader, or a subclass such as StatefulDataLoader. It does not change.
+            device: Device of the step, if `allow="device_prefetch"` chose to copy batches ahead; "cuda" by default.
 
         Raises:
-            ValueError: a batch size was tuned, and this loader has a batch_sampler, which decides it; or its class keeps
-                something that runs, such as a thread. The message says what would work.
+            ValueError: A batch size was tuned, and this loader has a batch_sampler, which decides it; or its class
+                keeps something that runs, such as a thread. The message names what would work.
         """
         from autotune_loader.pipeline.build import rebuild
 
         return self._on_device(rebuild(loader, self.best), device)
 
     def make_loader(self, dataset: Any, *, device: Any = None, **kwargs: Any) -> DataLoader[Any]:
-        """A DataLoader over `dataset` with exactly the settings that were measured.
+        """Return a DataLoader over `dataset` with the settings of the result.
 
         Batch size, shuffling, drop_last, collate_fn, worker_init_fn and generator are those of the tuned loader. After
-        `load()` functions and objects are not known: give them, or use `apply_to(loader)`.
+        `load()`, functions and objects are unknown: pass them, or use `apply_to(loader)`.
 
         Args:
-            dataset: any dataset that DataLoader takes.
-            device: as in `apply_to()`.
-            **kwargs: further DataLoader arguments, such as `shuffle=False`; they win over the tuned ones. Those for workers,
-                such as `timeout`, count where there are any.
+            dataset: Any dataset that DataLoader takes.
+            device: As in `apply_to()`.
+            **kwargs: Further DataLoader arguments, such as `shuffle=False`; they override the tuned ones. Those for
+                workers, such as `timeout`, are used if there are workers.
 
         Raises:
-            ValueError: the tuned loader had a sampler or batch_sampler of its own, which belongs to another dataset.
+            ValueError: The tuned loader had its own sampler or batch_sampler, which belongs to another dataset.
         """
         from autotune_loader.pipeline.build import build_loader
 
@@ -187,7 +187,7 @@ class TuningResult:
             return {**parts, **own}
         name, kind = next(((name, type(value).__name__) for name, value in own.items()), ("sampler", "sampler"))
         raise ValueError(
-            f"{name} was not given, and the tuned loader had a {kind} of its own; shuffle=True or {name}=... for this dataset "
+            f"{name} was not given, and the tuned loader had its own {kind}; shuffle=True or {name}=... for this dataset "
             "would work"
         )
 
@@ -197,19 +197,19 @@ class TuningResult:
         return prefetched_as_tuned(loader, self.best, device or "cuda")
 
     def save(self, path: str | os.PathLike[str], *, private: bool = False) -> None:
-        """Write `loader.json`: to a temporary file beside it, then renamed, so that a reader never sees half of it.
+        """Write `loader.json`. The file is replaced at once, so a reader never sees half of it.
 
-        One that holds a traceback of yours, or is `private`, is readable by you alone; for others the umask decides.
+        If it has a traceback of the user, or is `private`, only the owner can read it; otherwise the umask decides.
         """
         private = private or any(trial.failure is not None and trial.failure.traceback for trial in self.trials)
         write_json(self.to_dict(), path, private=private)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TuningResult:
-        """The result that `save()` wrote.
+        """Read the result that `save()` wrote.
 
         Raises:
-            ConfigFileError: missing, corrupt, or of a newer version.
+            ConfigFileError: The file is missing, corrupt, or of a newer version.
         """
         return read_json(path, cls.from_dict)
 
@@ -248,49 +248,47 @@ class TuningResult:
     def predict(
         self, num_workers: int | None = None, prefetch_factor: int | None = None, *, cores: float | None = None
     ) -> Prediction:
-        """What if: the rate and memory expected of other workers, other prefetching, or another number of cores.
+        """Predict the rate and memory with other workers, other prefetching, or another number of cores.
 
-        After `load()` a prediction rests on each burst's means, as the file has no histories of single batches.
+        After `load()` a prediction uses the mean of each trial, because the file has no times of single batches.
 
         Args:
-            num_workers: worker processes; those of the best configuration where it is not given.
-            prefetch_factor: batches ahead of each worker.
-            cores: usable cores of the machine asked about; this one's where it is not given.
+            num_workers: Worker processes; those of the best setting by default.
+            prefetch_factor: Batches ahead of each worker.
+            cores: Usable cores of the machine; this machine's by default.
 
         Raises:
-            ValueError: no burst succeeded, so there is nothing to predict from; or `cores` is not positive.
+            ValueError: No trial succeeded; or `cores` is not positive.
         """
         workers = self.best.num_workers if num_workers is None else num_workers
         return self.predictions([self.best.with_workers(workers, prefetch_factor)], cores=cores)[0]
 
     def predictions(self, configs: Sequence[LoaderConfig], *, cores: float | None = None) -> list[Prediction]:
-        """`predict()` for many whole configurations at once, which takes little longer than for one."""
+        """`predict()` for many configurations at once, which takes little longer than for one."""
         from autotune_loader.search.predict import predict
 
         if self.machine is None:
-            raise ValueError(
-                "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
-            )
+            raise ValueError("predict() needs at least one successful trial; a result of tune() with one would work")
         asked: dict[str, Any] = {"usable_cores": self.machine.usable_cores, "step_cores": self.step_cores}
         return predict(self.trials, configs, cores=cores, step_s=self.step_s, **asked)
 
     def to_dataframe(self, of: Literal["trials", "stages"] = "trials") -> pd.DataFrame:
-        """A row for each burst, or for each stage of a sample's way through a worker.
+        """Return one row per trial, or `"stages"` for one row per stage of a sample in a worker.
 
-        Units are in the names: `_s` seconds, `_bytes` bytes, `_share` 0 to 1. The columns are the same whatever was measured.
+        Units are in the names: `_s` seconds, `_bytes` bytes, `_share` 0 to 1. The columns are always the same.
         """
         from autotune_loader.report.frames import stages_frame, trials_frame
 
         return stages_frame(self) if of == "stages" else trials_frame(self)
 
     def report(self) -> str:
-        """The whole result as text, 80 columns wide: table, bottleneck, stages, advice, warnings."""
+        """The result as text, 80 columns wide: table, bottleneck, stages, advice, warnings."""
         from autotune_loader.report.text import report_of
 
         return report_of(self)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one HTML page with the report and the pictures, which needs nothing else.
+        """Write an HTML page with the report and the pictures.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
@@ -302,7 +300,7 @@ class TuningResult:
         Path(path).write_text(page, encoding="utf-8")
 
     def differences(self) -> list[str]:
-        """How this machine differs from the one it was found on, a sentence each; what matters is first and begins with "!"."""
+        """How this machine differs from the one that was tuned: sentences; those that matter come first, with "!"."""
         found = [] if self.machine is None else differences_here(self.machine)[1]
         ordered = sorted(found, key=lambda each: not each.matters)
         return [f"{'!' if each.matters else '~'} {each.sentence}" for each in ordered]
@@ -315,25 +313,26 @@ class TuningResult:
         return tuple(sentences_of(self))
 
     def plot_workers(self) -> Figure:
-        """Rates over workers with intervals, ceiling and predictions."""
+        """Plot rates over the number of workers, with intervals, the chosen setting and the ceiling."""
         from autotune_loader.report.plots import plot_workers
 
         return plot_workers(self)
 
     def plot_stages(self) -> Figure:
-        """Where the time of a sample goes in a worker: computing and waiting of each stage."""
+        """Plot the self time of each stage of a sample in a worker: CPU time and waiting."""
         from autotune_loader.report.plots import plot_stages
 
         return plot_stages(self)
 
     def plot_timeline(self, trial: int | None = None) -> Figure:
-        """One burst, batch by batch: what each worker fetched, and when the loop waited and stepped.
+        """Plot the last batches of one trial: what each worker loaded, and when the training loop waited and stepped.
 
         Args:
-            trial: number of the trial; None takes the chosen configuration's last burst.
+            trial: Number of the trial; by default the last one with the chosen setting.
 
         Raises:
-            ValueError: there is no such trial, it failed, or the result was loaded: a file has no single batches.
+            ValueError: There is no such trial, it failed, or the result was loaded from a file, which has no single
+                batches.
         """
         from autotune_loader.report.plots import plot_timeline
 

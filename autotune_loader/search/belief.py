@@ -28,7 +28,7 @@ from autotune_loader.search.twin import Solved, Twin
 from autotune_loader.values import Z_95, FailureKind, LoaderConfig, Round, Trial
 
 MODEL_SD = 0.055
-"""Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3 %)."""
+"""Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3%)."""
 ROUGH_SD, ROUGH_SCALE = 0.027, 0.1
 """What even neighbours do not share of it, and how far apart, in length scales, nothing of that is shared."""
 LEVEL_SD = 0.1

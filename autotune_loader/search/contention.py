@@ -7,7 +7,7 @@ With b workers busy, of whom w want a CPU, and a step that uses k of N cores for
     1/share = (1 - rho) min(1, N / w) + rho min(1, N / (w + k))
 
 alpha and beta show in the CPU seconds of a batch, and are fitted to them on a grid, beside what is usual. Without beta,
-machines on which more workers are slower are missed by 20 to 40 %; a wait that grows with the workers, as of busy storage, made
+machines on which more workers are slower are missed by 20 to 40%; a wait that grows with the workers, as of busy storage, made
 no difference, even where it does grow (studies/regret/README.md).
 USL: N. Gunther, Guerrilla Capacity Planning (2007), chapter 4.
 """
@@ -27,7 +27,7 @@ from autotune_loader.search.space import Context
 BURST_SD, FIRST_BATCH_SD = 0.02, 0.3
 """Relative standard deviation between the stage times of bursts of one configuration, and of the very first batch."""
 ALPHA_PRIOR, BETA_PRIOR = (0.03, 0.05), (0.0, 0.004)
-"""Mean and sd: JPEG decoding on 4 cores took 22 % more CPU with four busy than with one, and coherence costs are rare for
+"""Mean and sd: JPEG decoding on 4 cores took 22% more CPU with four busy than with one, and coherence costs are rare for
 processes that share nothing."""
 ALPHAS, BETAS = (
     axis.ravel()

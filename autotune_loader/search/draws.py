@@ -24,7 +24,7 @@ PATHS = 1024
 ERROR_SCALES = (1.0, 2.0, 4.0)
 """How many times as far as expected beliefs may err beforehand; the bursts show which."""
 NOISE_SDS = (0.01, 0.02, 0.03, 0.045, 0.065, 0.09, 0.13, 0.2, 0.3)
-"""Noise of a burst that may come out, relative. Quiet machines show 2 %, busy ones 8 %, and some 30 %."""
+"""Noise of a burst that may come out, relative. Quiet machines show 2%, busy ones 8%, and some 30%."""
 NOISE_SPREAD = 0.8
 """Log-sd of that noise around the typical one before anything was measured."""
 ROUND_SDS, ROUND_SPREAD = (0.01, 0.03, 0.1, 0.3), 1.0
@@ -34,7 +34,7 @@ TAIL_FREEDOM, REWEIGHTINGS = 4.0, 4
 LEAST_WEIGHT = 0.01
 """Points of the grid that are this unlikely are left out."""
 JITTER = 1e-6
-"""Added to variances so that they stay above zero: 0.1 % of a rate, far below any noise."""
+"""Added to variances so that they stay above zero: 0.1% of a rate, far below any noise."""
 OUTCOMES = 96
 """Outcomes of a further pair that are imagined to tell what it is worth."""
 AHEAD = (1, 2, 4)

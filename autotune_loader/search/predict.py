@@ -20,7 +20,7 @@ class Prediction:
 
     config: LoaderConfig
     samples_per_s: Interval
-    """Sustained rate, with its 95 % interval; `count` is the number of bursts."""
+    """Sustained rate, with its 95% interval; `count` is the number of bursts."""
     memory_bytes: int | None
     """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
 
@@ -53,12 +53,10 @@ def predict(
         ValueError: nothing was measured, or `cores` is not positive.
     """
     if cores is not None and not cores > 0:
-        raise ValueError(f"cores={cores!r} must be more than 0, such as cores=2")
+        raise ValueError(f"cores={cores!r} must be greater than 0, such as cores=2")
     known = [t for t in trials if t.measurement is not None and t.config.batch_size is None]
     if not known:
-        raise ValueError(
-            "nothing was measured, so nothing can be predicted; a result of tune() with a trial would work"
-        )
+        raise ValueError("predict() needs at least one successful trial; a result of tune() with one would work")
     asked, context = (
         [_plain(c) for c in configs],
         Context(usable_cores=usable_cores, step_cores=step_cores, step_s=step_s),

@@ -53,15 +53,15 @@ WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would 
 
 
 class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
-    """Proposes what may be the best, first by itself, then in rounds that take turns. Its study must maximise samples/s.
+    """An Optuna sampler that proposes trials and A/B rounds by a model of the loader. The study must maximise samples/s.
 
     Args:
-        space: what is legal; the default has 0 to 64 workers and 1 to 8 batches of prefetch.
-        context: cores and step; the cores of this process where it is not given.
-        tolerance: relative difference that counts as equally fast.
-        ceiling: samples/s of the training step alone, which no loader can exceed; None where it is unknown.
-        first: what to propose before anything is known; the rule of `begin_with` where it is not given.
-        baseline: what takes part in the rounds while it may be as fast.
+        space: The legal settings; by default 0 to 64 workers and 1 to 8 batches of prefetch.
+        context: Cores and step; by default the cores of this process.
+        tolerance: Relative difference that counts as equally fast.
+        ceiling: Samples/s of the training step alone, which no loader can exceed; None if unknown.
+        first: What to propose before anything is known; by default the rule of `begin_with`.
+        baseline: The setting that takes part in the rounds while it may be as fast.
     """
 
     def __init__(
@@ -159,7 +159,9 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             return self._turns[0][0] if self._turns else None
 
     def stop_when_safe(self, study: optuna.Study, _trial: FrozenTrial) -> None:
-        """A callback of `study.optimize`: ends it when the choice is safe, or when no burst is worth its time."""
+        """A callback of `study.optimize` that ends it when the choice is safe, or when no further trial is worth its
+        time.
+        """
         if self.upcoming(study) is None and not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             study.stop()
 
@@ -237,7 +239,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         """What was enqueued in part, or what an objective asks beside the space, is drawn at random."""
         _refuse_several(study)
         if param_name in self.space.distributions() and not _maximises(study):
-            raise ValueError(f"TwinSampler looks for the most samples/s, and this study minimises; {WORKS}")
+            raise ValueError(f"TwinSampler maximises samples/s, and this study minimises; {WORKS}")
         return self._random.sample_independent(study, trial, param_name, param_distribution)
 
     def _is_open(self, study: optuna.Study) -> bool:
@@ -266,7 +268,7 @@ def _maximises(study: optuna.Study) -> bool:
 
 def _refuse_several(study: optuna.Study) -> None:
     if len(study.directions) > 1:
-        raise ValueError(f"TwinSampler looks for one value, and this study for {len(study.directions)}; {WORKS}")
+        raise ValueError(f"TwinSampler maximises one value, and this study has {len(study.directions)}; {WORKS}")
 
 
 def read_record(done: FrozenTrial) -> Trial | None:

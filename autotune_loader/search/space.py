@@ -234,7 +234,7 @@ class Space:
         queue = config.batches_in_flight * self._batch_bytes(config) if config.num_workers else 0.0
         memory = max(0, math.ceil(math.log2(max(queue, 1.0) / free)))
         # Where memory is no matter, a deeper queue is hardly ever slower, and it evens out the slow batches that no burst has
-        # seen: with the shallow first 89 instead of 95 % of 300 simulated machines are within 2 % (studies/regret/README.md).
+        # seen: with the shallow first 89 instead of 95% of 300 simulated machines are within 2% (studies/regret/README.md).
         depth = -(config.prefetch_factor or 0)
         return (config.batch_size is not None, config.num_workers, memory, not self.is_modelled(config), depth)
 

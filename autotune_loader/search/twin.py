@@ -163,7 +163,7 @@ class Twin:
         efficiency = np.ones(len(workers))
         for _ in range(2):
             stages = self._settled(workers, efficiency, cores)
-            # Workers that keep up with the loop have long filled their queues. From empty ones those with 4 % to spare take
+            # Workers that keep up with the loop have long filled their queues. From empty ones those with 4% to spare take
             # 25 rounds for each batch ahead. With heavy tails they fall behind again before the queues are full.
             full = workers * prefetch * (variation < LIGHT_VARIATION) * (stages.headroom >= 1.0)
             made = np.arange(count)[:, None] < full

@@ -103,7 +103,7 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
     if isinstance(found, DataLoader):
         own_config = LoaderConfig.from_loader(found)
         for name, value in {"batch_size": batch_size, **of_loader}.items():
-            twice = f"{name}={value!r:.60} was given beside a DataLoader that has its own"
+            twice = f"{name}={value!r:.60} was given together with a DataLoader that has its own"
             refuse(value is not None, twice, f"{name}=None", ValueError)
         side, notes = DataSide.from_loader(found), [*_own_iteration(found), *notes]
         _check_again(data=side.dataset, sampler=side.sampler, batch_sampler=side.batch_sampler)
@@ -111,13 +111,15 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
         _check_dataset(found)
         if batch_size is None:
             batch_size = ASSUMED_BATCH_SIZE
-            notes.append(f"batch_size was not given: measured with {batch_size}; pass the one you train with")
+            notes.append(f"batch_size was not given: trials use {batch_size}; pass the batch size you train with")
         side = DataSide.from_dataset(found, batch_size=batch_size, **of_loader)
     notes += _check_epoch(side)
     if training.compiled:
-        notes.append("model.compile() is called anew in the bursts, with its defaults: copies of a model forget it")
+        notes.append(
+            "model.compile() is called again in the trials, with its defaults: a copy of a model is not compiled"
+        )
     if training.model is not None and training.model is not model:
-        notes.append("the step is timed without DistributedDataParallel's all-reduce, which its training has beside it")
+        notes.append("the step is timed without DistributedDataParallel's all-reduce")
     return Workload(data=side, training=training, own_config=own_config, notes=tuple(notes))
 
 
@@ -128,9 +130,9 @@ def _check_order(data: Any, model: Any) -> None:
         folder = f"data=torchvision.datasets.ImageFolder({os.fspath(data)!r})"
         refuse(True, f"data={data!r} is a path, not a dataset", folder)
     refuse(isinstance(data, type), f"data={given} is a class", f"data={given}(...)")
-    refuse(isinstance(data, torch.nn.Module), f"data={given} is a model, which comes second", in_order)
+    refuse(isinstance(data, torch.nn.Module), f"data={given} is a model, which is the second argument", in_order)
     holds_data = isinstance(model, (DataLoader, Dataset))
-    refuse(holds_data, f"model={_shown(model)} holds data, which comes first", in_order)
+    refuse(holds_data, f"model={_shown(model)} holds data, which is the first argument", in_order)
 
 
 # The step
@@ -146,10 +148,10 @@ def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device:
     shown, a_step = f"model={_shown(model)}", "train_step=lambda model, batch: ..."
     refuse(isinstance(model, type), f"{shown} is a class", f"{shown}(...)")
     refuse(model is not None and train_step is None and not callable(model), f"{shown} is not callable", a_step)
-    called = f"train_step={_shown(train_step)} is called with model and batch, which its signature does not allow"
+    called = f"train_step={_shown(train_step)} cannot be called as train_step(model, batch)"
     refuse(train_step is not None and not _takes_two(train_step), called, a_step)
     steps = optimizer is None or callable(optimizer) or all(hasattr(optimizer, name) for name in ("step", "zero_grad"))
-    no_optimizer = f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and makes no optimizer"
+    no_optimizer = f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and does not create an optimizer"
     refuse(not steps, no_optimizer, "optimizer=torch.optim.AdamW, or one over the model's parameters,")
     if isinstance(loss_fn, type):
         try:
@@ -234,12 +236,12 @@ def _check_again(**parts: Any) -> None:
     for name, value in parts.items():
         if isinstance(value, Iterator) and not isinstance(value, IterableDataset):
             anew = "an IterableDataset whose __iter__ makes a new iterator" if name == "data" else "a list of it"
-            refuse(True, f"{name}={value!r} can be read only once, and tuning would use it up", anew)
+            refuse(True, f"{name}={value!r} can be read only once, and tuning would consume it", anew)
 
 
 def _check_epoch(side: DataSide) -> list[str]:
     samples, size = side.samples_per_epoch(), side.batch_size
-    refuse(samples == 0, "data delivers no sample in an epoch", "a sampler with at least one index", ValueError)
+    refuse(samples == 0, "data has no sample in an epoch", "a sampler with at least one index", ValueError)
     if samples is None or size is None or samples >= size or side.is_iterable:
         return []
     dropped = f"batch_size={size} is more than the {samples} samples of an epoch, and drop_last=True drops what is left"
@@ -267,8 +269,8 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
     if len(found) == 1:
         ((path, loader),) = found.items()
         return loader, [
-            f"data={name} holds a DataLoader ({path}), which is what was tuned: give the configuration to "
-            f"that. What {name} itself does to batches is no part of the measurement; {STEP_FOR_REST} them without"
+            f"data={name} holds a DataLoader ({path}), which was tuned: apply the configuration to "
+            f"it. What {name} itself does to batches is not measured; {STEP_FOR_REST} them without"
         ]
     if isinstance(given, Mapping) and given and not found:
         keys = ", ".join(map(repr, given))
@@ -297,7 +299,7 @@ def _own_iteration(loader: DataLoader[Any]) -> list[str]:
     if own.__module__.startswith("torch.") or own.__name__ in AS_TORCH:
         return []
     return [
-        f"{own.__name__} has an __iter__ of its own, which the bursts leave out: the step gets what the workers make; "
+        f"{own.__name__} has its own __iter__, which the trials do not run: the step gets what the workers return; "
         f"{STEP_FOR_REST} those, or let the workers do all of it (PyTorch Geometric: filter_per_worker=True)"
     ]
 

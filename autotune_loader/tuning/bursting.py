@@ -111,7 +111,7 @@ class Bursts:
 
         Workers that are enough rest in the midst of training. Until their queues are full they compute, and on few cores the
         loop gets its batches later and steps more slowly: bursts of half a second read 3 to 8 workers with a prefetch of 8 low
-        by 5 to 25 % (studies/fidelity/README.md). 0 where the burst was as training is.
+        by 5 to 25% (studies/fidelity/README.md). 0 where the burst was as training is.
         """
         bursts = (each.measurement for each in trials if each.measurement and each.config.key() == config.key())
         measured = next((each for each in bursts if each.traces), None)

@@ -47,30 +47,31 @@ def compare(
     budget: str | float = "30s",
     progress: bool | None = None,
 ) -> Comparison:
-    """Measure which of some loaders is faster in training, and what limits each; nothing of the caller's is changed.
+    """Compare two or more loaders in training: which is faster, and what limits each.
 
-    Each side trains in a process of its own, in short bursts that take turns. A side that fails is an answer, with its error.
+    Each side trains in its own process, in A/B rounds. A side that fails is part of the answer, with its error. Nothing
+    of the caller changes.
 
         compare({"now": loader, "cached": other_loader}, model, loss_fn=loss_fn)
         compare({"eager": (loader, model), "compiled": (loader, torch.compile(model))}, loss_fn=loss_fn)
 
     Args:
-        sides: by name, the first of which the others are compared with: a DataLoader; a pair of it and the `train_step` or the
-            model of this side; or `(loader, model, train_step)`. Loaders are only read, never iterated.
-        model: what the step of each side trains that has no model of its own; None compares the loaders alone.
-        train_step: as in `tune()`, like the next three: of each side that has no step of its own.
-        loss_fn: as in `tune()`.
-        optimizer: as in `tune()`.
-        device: as in `tune()`.
-        budget: most seconds for bursts and rounds, such as 30, "30s" or "2m", beside those in which processes start and models
-            are compiled. Rounds end sooner where they have decided.
-        progress: as in `tune()`.
+        sides: By name; the others are compared with the first. A DataLoader; a pair of it and this side's
+            `train_step` or model; or `(loader, model, train_step)`. Loaders are never iterated.
+        model: The model of each side that has no model of its own. `None` compares the loaders alone.
+        train_step: As in `tune()`, for each side that has no step of its own.
+        loss_fn: As in `tune()`.
+        optimizer: As in `tune()`.
+        device: As in `tune()`.
+        budget: Most seconds for the rounds, such as `30`, `"30s"` or `"2m"`. Starting the processes and compiling
+            models come on top. Rounds end sooner if they have decided.
+        progress: As in `tune()`.
 
     Returns:
-        The comparison. Sides of different batch sizes are compared by samples/s, and it says so.
+        The comparison. Sides with different batch sizes are compared by samples/s, with a warning.
 
     Raises:
-        TypeError, ValueError: a wrong argument, named with a value that would work.
+        TypeError, ValueError: An argument is wrong; the message names a value that would work.
     """
     _check_sides(sides)
     shared = {"train_step": train_step, "loss_fn": loss_fn, "optimizer": optimizer, "device": device}
@@ -158,10 +159,10 @@ def _check_sides(sides: object) -> None:
     if not isinstance(sides, Mapping):
         raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works}")
     if len(sides) < 2:
-        raise ValueError(f"sides={dict(sides)!r:.60} holds {len(sides)} of the two sides that it takes; {works}")
+        raise ValueError(f"sides={dict(sides)!r:.60} has fewer than two sides; {works}")
     for name in sides:
         if not isinstance(name, str) or not name:
-            raise TypeError(f"sides has the name {name!r}, which is not a text; {works}")
+            raise TypeError(f"sides has the name {name!r}, which is not a string; {works}")
 
 
 def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> Workload:
@@ -236,8 +237,8 @@ def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: M
     if len(set(counting.values())) > 1:
         name = next(name for name, counts in counting.items() if counts)
         raise ValueError(
-            f"sides[{name!r}] does not tell how many samples a batch holds, and other sides do, so that they have no "
-            "rate in common; tensors whose first dimension are the samples would work"
+            f"sides[{name!r}] does not tell the number of samples per batch, and other sides do, so their rates "
+            "cannot be compared; tensors whose first dimension is the batch would work"
         )
     works = paired.works()
     sides = tuple(_side(name, each, machine, works=name in works) for name, each in entrants.items())
@@ -266,7 +267,7 @@ def _side(name: str, entrant: _Entrant, machine: Machine, *, works: bool) -> Sid
     measured = [each.measurement for each in trials if each.measurement is not None and each.round is not None]
     if not (works and measured):
         error = (
-            "the budget had no room for a round with it; a larger one would decide"
+            "the budget had no room for an A/B round with it; rerun with a larger budget"
             if failure is None
             else f"{failure.kind}: {failure.message}"
         )

@@ -54,7 +54,7 @@ def parse_options(
     for name in sorted(names):
         require_choice("allow", name, ALLOWABLE)
     is_share = isinstance(tolerance, (int, float)) and 0 <= tolerance < 1
-    refuse(not is_share, f"tolerance={tolerance!r} is not a share between 0 and 1", "tolerance=0.02", ValueError)
+    refuse(not is_share, f"tolerance={tolerance!r} must be at least 0 and below 1", "tolerance=0.02", ValueError)
     is_path = output is None or isinstance(output, (str, os.PathLike))
     refuse(not is_path, f"output={output!r} is not a path", "output='loader.json'")
     if progress is not None:
@@ -73,7 +73,7 @@ def _seconds_of(budget: object) -> float:
     """Seconds from a number, "90", "90s", "3m" or "1h"."""
     given, works = f"budget={budget!r}", "budget='60s'"
     is_either = isinstance(budget, (int, float, str)) and not isinstance(budget, bool)
-    refuse(not is_either, f"{given} is neither seconds nor a text such as '60s'", works)
+    refuse(not is_either, f"{given} is neither a number of seconds nor a string such as '60s'", works)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(budget))
     if match is None or match[2].lower() not in _UNITS_S:
         units = ", ".join(filter(None, _UNITS_S))
@@ -95,11 +95,11 @@ def check_study(study: Any, sampler: Any) -> None:
     import optuna
 
     works = "study=optuna.create_study(direction='maximize')"
-    refuse(not isinstance(study, (optuna.Study, type(None))), f"study={study!r:.60} is no optuna.Study", works)
+    refuse(not isinstance(study, (optuna.Study, type(None))), f"study={study!r:.60} is not an optuna.Study", works)
     is_sampler = sampler is None or isinstance(sampler, optuna.samplers.BaseSampler)
     of_torch = hasattr(sampler, "__iter__") and not isinstance(sampler, str)
     works_instead = in_a_loader("sampler") if of_torch else "sampler=optuna.samplers.TPESampler()"
-    refuse(not is_sampler, f"sampler={sampler!r:.60} is no sampler of Optuna's", works_instead)
+    refuse(not is_sampler, f"sampler={sampler!r:.60} is not an Optuna sampler", works_instead)
     if study is not None:
         wanted = [optuna.study.StudyDirection.MAXIMIZE]
-        refuse(study.directions != wanted, "study= does not maximise one value, the samples/s", works, ValueError)
+        refuse(study.directions != wanted, "study= must maximise one value, the samples/s", works, ValueError)

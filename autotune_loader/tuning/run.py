@@ -58,9 +58,11 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
     space = _make_space(workload, warmup, machine, options)
     notes = [*workload.notes, *opened.notes, *filter(None, [machine.why_no_workers])]
     if "batch_size" in options.allow and len(space.batch_sizes) == 1:
-        why_not = f"an epoch of {data.samples_per_epoch()} samples has room for no other than {data.batch_size}"
+        why_not = (
+            f"an epoch of {data.samples_per_epoch()} samples has room for no other batch size than {data.batch_size}"
+        )
         if data.batch_size is None:
-            why_not = "the DataLoader does not make the batches; one with a batch_size would work"
+            why_not = "the DataLoader has no batch_size; one with a batch_size would work"
         notes.append(f"batch_size is not tuned: {why_not}")
     return Run(
         workload=workload,

@@ -101,7 +101,7 @@ class Search:
         if self.study.user_attrs.get(JOB, run.identity) != run.identity:
             raise ValueError(
                 f"study={self.study.study_name!r} has trials of another job ({self.study.user_attrs[JOB]}); "
-                "a study of its own for each job would work"
+                "a separate study for each job would work"
             )
         self.twin = TwinSampler(run.space, run.context, tolerance=run.tolerance, baseline=run.baseline, first=())
         self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup.first_batch_s)

@@ -54,48 +54,49 @@ def tune(  # noqa: PLR0913 - all that a user may say
     output: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> TuningResult:
-    """Find the cheapest DataLoader configuration that is as fast as anything this machine can do.
+    """Find the cheapest DataLoader settings that are as fast as any on this machine.
 
-    Short bursts of the real training run in a process of their own, which change nothing of the caller's. Each is a trial of an
-    Optuna study: what would be chosen, its rival and what the caller has now are timed in turns, until the choice loses no more
-    than the tolerance with a probability of 95 %. Ctrl-C returns the best found so far, with `status="partial"`. Under torchrun
-    every rank calls it: rank 0 decides, all ranks run each burst at the same time, and Ctrl-C ends the job.
+    Short runs of the real training are the trials of an Optuna study. They run in a separate process, and nothing of
+    the caller changes. The best setting, its closest rival and the current one are compared in A/B rounds, until the
+    choice is within the tolerance of every other setting with a probability of 95%. Ctrl-C returns the best found so
+    far, with `status="partial"`. Under torchrun every rank calls it: rank 0 decides, and all ranks run each trial at
+    the same time.
 
     Args:
-        data: a DataLoader, whose configuration becomes the baseline, or a dataset. A loader is only read, never iterated. What
-            `tune()` has no argument for (a sampler, a generator, ...) a DataLoader says.
-        model: what the step trains; None tunes the loader alone.
-        batch_size: samples per batch, where a dataset is given.
-        collate_fn: as in `DataLoader`, where a dataset is given.
-        worker_init_fn: likewise.
-        train_step: `train_step(model, batch)`, run as it is; where it returns a loss that requires gradients, backward and the
-            optimizer's step follow. Without it the step is inferred. A number is the seconds of a step: the loader is tuned
-            against a wait as long, without the model.
-        loss_fn: `loss_fn(model(x), y)`, or its class; inferred from output and y where it is not given.
-        optimizer: an optimizer over the model's parameters, or a callable (such as its class) that makes one from them.
-        device: where the step runs; "auto" is where the model is, else CUDA where there is one, else the CPU.
-        budget: most wall seconds for bursts, such as 60, "60s" or "5m", beside those in which the process of the bursts starts
-            and the model is compiled.
-        max_workers: most workers to try.
-        allow: what may be searched although it changes training or takes memory of the device: "in_order", "batch_size",
-            "device_prefetch" (CUDA), "persistent_workers" (where the dataset knows its epoch).
-        tolerance: configurations this close to the fastest count as equally fast; the cheapest of them is chosen.
-        study: an Optuna study of yours, with whatever storage, that maximises. It is continued, and gets every burst as a trial
-            and the choice as an attribute; it keeps its sampler. Several processes that tune one job with it pass over what
-            another one runs.
-        sampler: any sampler of Optuna's, which `study` has from then on; `TwinSampler` where none is given. Another one
-            proposes for half of the budget, or until it repeats itself; then rounds of the best that it found are enqueued.
-        output: write `loader.json` here. One that is there and fits job and machine has its best tried first.
-        progress: show a line for each trial on stderr; None: on a terminal and in a notebook.
+        data: A DataLoader, whose settings become the baseline, or a dataset. A loader is never iterated. Pass a
+            DataLoader for everything that `tune()` has no argument for (a sampler, a generator, ...).
+        model: The model that the step trains. `None` tunes the loader alone.
+        batch_size: Samples per batch, if `data` is a dataset.
+        collate_fn: As in `DataLoader`, if `data` is a dataset.
+        worker_init_fn: As in `DataLoader`, if `data` is a dataset.
+        train_step: `train_step(model, batch)`. If it returns a loss that requires gradients, backward and the
+            optimizer's step follow. By default the step is inferred. A number is the seconds of a step: trials wait
+            that long in place of the model.
+        loss_fn: `loss_fn(model(x), y)`, or its class. By default it is inferred from the output and y.
+        optimizer: An optimizer over the model's parameters, or a callable (such as its class) that makes one from them.
+        device: Device of the step. "auto" is the device of the model, or CUDA for a model on the CPU if there is a GPU.
+        budget: Most seconds of wall time for trials, such as `60`, `"60s"` or `"5m"`. Starting their process and
+            compiling the model come on top.
+        max_workers: Most workers to try.
+        allow: Settings to search although they change training or need memory of the device: "in_order", "batch_size",
+            "device_prefetch" (CUDA), "persistent_workers" (for a dataset with `set_epoch`).
+        tolerance: Settings this close to the fastest count as equally fast; the cheapest of them is chosen.
+        study: An Optuna study that maximises, with any storage. It is continued, keeps its sampler, and gets every trial.
+            Several processes can share it: each skips what another one runs.
+        sampler: Any Optuna sampler; `TwinSampler` by default. Another one proposes for half of the budget, or until
+            it repeats itself; then A/B rounds of its best are enqueued.
+        output: Path of the `loader.json` to write. If it exists and fits job and machine, its settings are tried
+            first.
+        progress: Whether to print a line for each trial to stderr. `None`: on a terminal and in a notebook.
 
     Returns:
-        The result. Its `status` is "undecided" when too little, or too disturbed, was measured to choose; then `best` is the
-        caller's own configuration, unless another one is faster with a probability of 95 %. It is "fallback" when no
-        configuration worked, and `best` is torch's default.
+        The result. Its `status` is "undecided" if the measurements are too few or too disturbed to choose; `best`
+        is then the caller's own setting, unless another one is faster with a probability of 95%. It is "fallback" if no
+        setting worked; `best` is then PyTorch's default.
 
     Raises:
-        TypeError, ValueError: a wrong argument, named with a value that would work.
-        WorkloadError: dataset, model or step raised, in whichever burst; carries the user's own traceback.
+        TypeError, ValueError: An argument is wrong; the message names a value that would work.
+        WorkloadError: Dataset, model or step raised an exception; it has the user's traceback.
     """
     called = time.monotonic()
     check_study(study, sampler)

@@ -22,7 +22,7 @@ WITHOUT_WORKERS: dict[str, Any] = {
 }
 """What only workers have, as it has to be where there are none."""
 FOR_AUTOLOADER = (
-    "these settings were found by AutoLoader and hold for the way it hands batches over: AutoLoader(dataset, ..., "
+    "these settings were found by AutoLoader and hold for its way of transferring batches: AutoLoader(dataset, ..., "
     "config='loader.json') or `autotune-loader run --start-with loader.json train.py` runs them; tune() finds DataLoader's"
 )
 # A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
@@ -31,14 +31,14 @@ _MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderConfig:
-    """A legal DataLoader configuration.
+    """Legal settings of a DataLoader.
 
-    Every instance can be splatted: `DataLoader(dataset, batch_size=64, **config.to_kwargs())`. Pairs that torch refuses
-    (a prefetch_factor without workers, say) cannot be constructed.
+    Pass them to any DataLoader: `DataLoader(dataset, batch_size=64, **config.to_kwargs())`. Combinations that PyTorch
+    refuses (such as a prefetch_factor without workers) cannot be constructed.
 
     Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a value is out of range or does not fit the others; the message names a value that would work.
+        TypeError: A field has the wrong type.
+        ValueError: A value is out of range or does not fit the others; the message names a value that would work.
     """
 
     num_workers: int = 0
@@ -80,7 +80,7 @@ class LoaderConfig:
 
     @classmethod
     def from_loader(cls, loader: Any) -> LoaderConfig:
-        """The configuration of an existing loader, `torch.utils.data.DataLoader` or one like it; read, never iterated."""
+        """The settings of a `torch.utils.data.DataLoader`, or one like it, which is not iterated."""
         workers = int(getattr(loader, "num_workers", 0) or 0)
         context = getattr(loader, "multiprocessing_context", None) if workers else None
         return cls(
@@ -108,13 +108,13 @@ class LoaderConfig:
         return replace(self, num_workers=num_workers, prefetch_factor=prefetch_factor or self.prefetch_factor)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for `torch.utils.data.DataLoader`, as short as they can be.
+        """Keyword arguments for `torch.utils.data.DataLoader`.
 
-        Only what differs from torch's defaults is named beyond `num_workers` and `pin_memory`, so that the result also
-        fits a torch that does not know the newer names.
+        Beyond `num_workers` and `pin_memory` they have only what differs from the defaults, so they also fit a
+        PyTorch that does not know newer arguments.
 
         Warns:
-            UserWarning: they were found by AutoLoader, and hold for it.
+            UserWarning: The settings were found by AutoLoader, and hold for it.
         """
         if self.for_autoloader:
             warnings.warn(FOR_AUTOLOADER, stacklevel=2)
@@ -148,9 +148,7 @@ class LoaderConfig:
         known = {field.name for field in fields(cls)}
         for name, most in _MOST_IN_A_FILE.items():
             if isinstance(values.get(name), int) and values[name] > most:
-                raise ValueError(
-                    f"{name}={values[name]} is more than any machine can use ({most}); {name}=2 would work"
-                )
+                raise ValueError(f"{name}={values[name]} is larger than the maximum of {most}; {name}=2 would work")
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def words(self) -> list[str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 
 class TunerError(Exception):
-    """Base of every error that autotune_loader defines."""
+    """Base class of all errors of autotune_loader."""
 
 
 class WorkloadError(TunerError):
-    """The user's dataset, model or step failed before anything could be measured; carries the user's own traceback."""
+    """The user's dataset, model or step raised an exception; it has the user's traceback."""
 
     def __init__(self, message: str, user_traceback: str = "") -> None:
         self.message = message
@@ -22,22 +22,22 @@ class WorkloadError(TunerError):
 
 
 class ConfigFileError(TunerError):
-    """A `loader.json` that cannot be read: missing, corrupt, too new or not ours."""
+    """A `loader.json` cannot be read: it is missing, corrupt, of a newer version, or another kind of file."""
 
 
 class MachineMismatchError(TunerError):
-    """A `loader.json` tuned on another machine was loaded with `on_mismatch="raise"`."""
+    """A `loader.json` of another machine was loaded with `on_mismatch="strict"`."""
 
 
 class PlatformError(TunerError, ImportError):
-    """Tuning was asked for on a system that it cannot measure.
+    """Tuning is not supported on this operating system.
 
-    An ImportError, so that a script can fall back on `DataLoader`.
+    It is an ImportError, so that a script can fall back on `DataLoader`.
     """
 
 
 class MissingExtraError(TunerError, ImportError):
-    """A feature needs packages that are not installed; the message names the pip install line."""
+    """A feature needs packages that are not installed; the message has the pip install line."""
 
     def __init__(self, feature: str, *packages: str) -> None:
         line = " ".join(f"'{each}'" for each in packages)

@@ -42,7 +42,7 @@ class BurstPlan:
     min_s: float = 0.3
     """Shortest timed window, in seconds."""
     relative_error: float = 0.02
-    """The window closes early once the rate's 95 % half-width, relative to the rate, is below this."""
+    """The window closes early once the rate's 95% half-width, relative to the rate, is below this."""
     seed: int = 0
     """Where a probe that is started for this burst begins to read."""
     deadline_s: float = 60.0
@@ -72,7 +72,7 @@ class Measurement:
     """What one burst measured."""
 
     samples_per_s: Interval
-    """Sustained rate of the training loop, with its 95 % interval; `count` is the batches in the window."""
+    """Sustained rate of the training loop, with its 95% interval; `count` is the batches in the window."""
     samples: int = 0
     """Samples in the window."""
     window_s: float = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HAND_OVER, OTHER_THREADS = "hand over", "other threads"
+TRANSFER, OTHER_THREADS = "transfer", "other threads"
 """Stages beside the others: a thread writes batches to the queue, and libraries may have threads of their own."""
 OTHERS_SHARE = 0.05
 """More of a worker's CPU than this in threads beside the one that makes batches is a row of its own."""
@@ -24,7 +24,7 @@ class StageTime:
     """
 
     stage: str
-    """Such as "decode", a transform's or a function's name, "collate", or "hand over" to the training process."""
+    """Such as "decode", a transform's or a function's name, "collate", or "transfer" to the training process."""
     where: str
     """The line of the user's that most of it was seen in, or what it calls, such as "photos.py:41" or "PIL.Image.open"."""
     wall_share: float
@@ -81,7 +81,7 @@ def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
     """Where a sample's time in a worker goes, the longest stage first; empty where too little was seen to say."""
     if burst is None or burst.samples <= 0 or math.fsum(row.wall_s for row in burst.seen) < FEWEST_S:
         return ()
-    rows = [*burst.seen, Seen(HAND_OVER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s)]
+    rows = [*burst.seen, Seen(TRANSFER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s)]
     others_s = burst.cpu_s - math.fsum(each.cpu_s for each in rows)
     if others_s > OTHERS_SHARE * burst.cpu_s:
         rows.append(Seen(OTHER_THREADS, "threads of the dataset or of its libraries", 0.0, others_s))

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 Z_95 = 1.96
-"""Standard deviations from the middle to either end of a normal 95 % interval."""
+"""Standard deviations from the middle to either end of a normal 95% interval."""
 TYPICAL_NOISE = 0.03
 """Relative standard deviation of a burst beside others of its round, before anything was measured."""
 KNOWN_BEFORE = 2
@@ -69,7 +69,7 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
 
 
 def correlated_mean_interval(series: Sequence[float], period: int = 1) -> Interval:
-    """Mean and 95 % interval of a correlated series that may repeat every `period` values, its ends averaged over one period.
+    """Mean and 95% interval of a correlated series that may repeat every `period` values, its ends averaged over one period.
 
     Averaging the ends makes the mean independent of where in a period the series was cut: W workers deliver in bursts
     of W. The error comes from overlapping batch means with blocks of about sqrt(n), a multiple of the period, and
@@ -103,7 +103,7 @@ class Effects:
     Its ratios hold at whatever round one stops, so that a side may sit out, and rounds may end, when they say enough. They are
     the t-test's confidence sequence (a normal mixture over the effect in units of the noise, any scale of noise: Lai 1976, "On
     confidence sequences"). The noise is that of all rounds and sides together. After few rounds it may look small by chance, so
-    it counts for a little that it is typical, and that no side varies less from round to round than it does: at 1 to 30 % of
+    it counts for a little that it is typical, and that no side varies less from round to round than it does: at 1 to 30% of
     noise the intervals are right after two rounds, too (`studies.fidelity.selection`).
 
     Args:
@@ -157,10 +157,10 @@ class Effects:
         return _exp(Interval(value=value, low=value - half, high=value + half, count=count))
 
     def rate(self, key: Any, chosen_of: int = 1) -> Interval:
-        """Mean rate of a side, with a 95 % interval that also holds for one that was chosen of so many by these rounds.
+        """Mean rate of a side, with a 95% interval that also holds for one that was chosen of so many by these rounds.
 
         The error is divided by that number (Benjamini and Yekutieli 2005, for one selected). The middle is not corrected: of
-        five equal ones it lies 1.7 % too high at 3 % noise.
+        five equal ones it lies 1.7% too high at 3% noise.
         """
         logs = [math.log(each.rates[key]) for each in self._rounds if key in each.rates]
         freedom = min(self._repeats, len(self._rounds)) + KNOWN_BEFORE

@@ -8,10 +8,11 @@ import difflib
 def require_int(name: str, value: object, *, minimum: int, or_none: bool = False) -> None:
     if value is None and or_none:
         return
+    said = f"{name}={value!r} must be an integer >= {minimum}; {name}={max(minimum, 1)} would work"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not an integer; {name}={max(minimum, 1)} would work")
+        raise TypeError(said)
     if value < minimum:
-        raise ValueError(f"{name}={value} is below {minimum}; {name}={max(minimum, 1)} would work")
+        raise ValueError(said)
 
 
 def require_bool(name: str, value: object) -> None:

@@ -150,20 +150,20 @@ def enable(
     workers: bool = False,
     output: str | os.PathLike[str] | None = None,
 ) -> Hook:
-    """Look at every DataLoader that this process iterates from now on, whoever makes it: Lightning, a Trainer, Accelerate.
+    """Watch or tune every DataLoader that this process iterates from now on, also those of Lightning or a Trainer.
 
-    Under `autotune-loader watch` and `run`, which do so already, it changes nothing.
+    Under `autotune-loader watch` and `run` it does nothing.
 
     Args:
-        verb: "watch" measures and changes nothing; "run" tunes workers while training, as `AutoLoader` does.
-        workers: whether loaders that ask for no workers may have some: their data may be read from other processes.
-        output: where `loader.json` is written at the end.
+        verb: "watch" measures and changes nothing; "run" tunes workers during training, as `AutoLoader` does.
+        workers: Whether loaders with `num_workers=0` may use workers: their data may be read from other processes.
+        output: Path of the `loader.json` that is written at the end.
 
     Returns:
-        A context manager whose end is that of the looking; without `with`, that is the process' end.
+        A context manager that ends it on exit. Without `with`, it ends with the process.
 
     Raises:
-        ValueError: another verb; or another one was enabled and not closed.
+        ValueError: `verb` is unknown; or another verb is enabled and not closed.
     """
     if verb not in ("watch", "run"):
         raise ValueError(f"verb={verb!r} is not 'watch' or 'run'; verb='watch' would work")

@@ -23,7 +23,7 @@ WORTH_TRYING = 0.05
 """A gain below this, at most, is not worth another run."""
 TURNS = 4
 """Each worker of a stream had its turn after so many batches for each; torch asks for two of each at first."""
-OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.HAND_OVER, Bottleneck.UNCLEAR)
+OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.TRANSFER, Bottleneck.UNCLEAR)
 """Where other workers may bring something."""
 
 

@@ -114,9 +114,9 @@ class ScriptLoader:
         totals, since = self.log.totals, self.waiting_since
         now_s = 0.0 if since is None else self.clock() - since
         if not totals.batches:
-            return f"the loop has waited {now_s:.0f} s for its first batch so far"
+            return f"the training loop has waited {now_s:.0f} s for its first batch so far"
         if totals.wait_share is None or totals.batches < FEWEST_BATCHES:
             count = "1 batch" if totals.batches == 1 else f"{totals.batches} batches"
-            return f"{count} so far; the loop has waited {totals.waited_s + now_s:.1f} s"
+            return f"{count} so far; the training loop has waited {totals.waited_s + now_s:.1f} s"
         share = (totals.waited_s + now_s) / (totals.active_s + now_s)
-        return f"the loop waits {share * 100:.0f} % of its time"
+        return f"the training loop waits for data {share * 100:.0f}% of the time"

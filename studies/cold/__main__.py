@@ -5,7 +5,7 @@ are dropped from the page cache (posix_fadvise). The dataset is larger than what
 forgotten, and each number of workers trains over samples that were never read, in turns; what was chosen does so as well, and
 once more for twice as long.
 
-Goals: what was chosen is within 2 % of the best measured cold, and the rate told within 10 % of a cold epoch.
+Goals: what was chosen is within 2% of the best measured cold, and the rate told within 10% of a cold epoch.
 """
 
 from __future__ import annotations

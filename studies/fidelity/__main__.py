@@ -31,10 +31,10 @@ DESIGN = (0, 1, 4, 12)
 GRID = {2: (2, 3, 6, 8), 8: (2, 6, 12)}
 """Workers by prefetch of the runs that it predicts."""
 SCOUT = BurstPlan(max_s=3.0, min_s=0.3, relative_error=0.01)
-"""A burst ends when its rate is known to 1 %, which regular workloads reach in well under a second."""
+"""A burst ends when its rate is known to 1%, which regular workloads reach in well under a second."""
 HEAVY_TAIL_EPOCH_S = 44.0
 """Wall seconds of one worker for all samples of `wait_heavy_tail`: a run over fewer of them is a lottery."""
-GOALS = "goals: median 3 %, p90 10 %"
+GOALS = "goals: median 3%, p90 10%"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """What does `compare()` show, and how often is it wrong? `python -m studies.fidelity.selection [--runs 1000]`
 
 Its own rounds (`tuning.compare.PairedRounds`) run on simulated bursts of 0.8 s, whose rates scatter by a normal or by a
-heavy-tailed noise beside a drift of 1 % that all bursts of a round share. What is told is what its sentences say.
+heavy-tailed noise beside a drift of 1% that all bursts of a round share. What is told is what its sentences say.
 
     power     how often is a side that is faster by so much told to be so, and are equal sides told apart?
-    right     of sides that are equal, or scatter by 5 %: how often does an interval hold the true ratio, and how often are
+    right     of sides that are equal, or scatter by 5%: how often does an interval hold the true ratio, and how often are
               equal ones told apart, any of them? Rounds end by the rule of `compare()`, or after 2 or 3, as in `tune()`
 """
 

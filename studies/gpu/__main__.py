@@ -31,10 +31,10 @@ from studies.regret.oracle import paired_ratio
 
 DEFAULT, LIVE = "default", "AutoLoader"
 COLUMNS = (
-    "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95 %)",
-    "regret against the best other of the grid (p90 goal 2 %)", "AutoLoader with as many workers, over tuned",
+    "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95%)",
+    "regret against the best other of the grid (p90 goal 2%)", "AutoLoader with as many workers, over tuned",
     "NVML default, tuned", "working share of a tuned burst by events",
-    "twin's error: median (goal 3 %), worst", "tuned with",
+    "twin's error: median (goal 3%), worst", "tuned with",
 )  # fmt: skip
 
 

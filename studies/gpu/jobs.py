@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from autotune_loader.demo import CLASSES, MEAN, STD, JpegFolder, make_jpegs
 from autotune_loader.pipeline.prefetch import move
+from studies.pictures import CLASSES, MEAN, STD, JpegFolder, make_jpegs
 
 VOCABULARY = 1024
 
@@ -55,7 +55,7 @@ QUICK = Size(
 )  # fmt: skip
 SIMULATED_BYTES_PER_S = 4e7
 """Of the simulated accelerator's copies: what binds a small job there is what binds the large one on a GPU."""
-VERDICTS = {"loader": {"cpu", "cores"}, "transfer": {"hand_over", "copy"}, "step": {"step"}, "copy": {"copy"}}
+VERDICTS = {"loader": {"cpu", "cores"}, "transfer": {"transfer", "copy"}, "step": {"step"}, "copy": {"copy"}}
 """What `tune()` may say of a job, by what binds it."""
 
 

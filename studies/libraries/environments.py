@@ -44,21 +44,23 @@ ENVIRONMENTS = {
     "pytorch-forecasting": f"--no-deps pytorch-forecasting scikit-base {SCIKIT}",
     "fastai": f"--no-deps fastai {FASTAI} {TORCHVISION} {SCIKIT}",
     "nvidia-dali-cuda120": f"--no-deps nvidia-dali-cuda120 {DALI}",
-    "ray": "ray",
+    "ray": "ray[train]",
 }
 """By the name of the distribution, what `pip install` is told beside what the study runs in; nothing where that has it.
 
 Without dependencies where those would bring another torch, or much that no attempt uses."""
+RECIPES = {"wandb": "wandb", "tensorboard": "tensorboard", "ray": ENVIRONMENTS["ray"]}
+"""The same for recipes of `docs/frameworks.md`: what is too large for the dev extra."""
 
 
 def python_of(library: str) -> str:
     """The interpreter to run its attempts with."""
-    return str(CACHE / library / "bin" / "python") if ENVIRONMENTS[library] else sys.executable
+    return str(CACHE / library / "bin" / "python") if (RECIPES | ENVIRONMENTS)[library] else sys.executable
 
 
 def install(library: str) -> str | None:
     """Install it, unless that is done; returns why it could not be."""
-    folder, wanted = CACHE / library, ENVIRONMENTS[library]
+    folder, wanted = CACHE / library, (RECIPES | ENVIRONMENTS)[library]
     done = folder / ".installed"
     if not wanted or (done.exists() and done.read_text() == wanted):
         return None

@@ -30,8 +30,8 @@ ROUNDS, FIRST_SEED = 3, 20_000
 LIVE_S, HORIZON_S = 60.0, 120.0
 SETTLED_SHARE = 0.95
 HEAD = """\
-| workload | best fixed | AutoLoader's | share of the best once settled (goal 97 %; 95 % interval) | first 60 s (90 %) \
-| settled after | samples after 2 minutes, of the best fixed (95 %): AutoLoader | tune() + train | default | workers = cores |
+| workload | best fixed | AutoLoader's | share of the best once settled (goal 97%; 95% interval) | first 60 s (90%) \
+| settled after | samples after 2 minutes, of the best fixed (95%): AutoLoader | tune() + train | default | workers = cores |
 |---|---|---|---|---|---|---|---|---|---|"""
 
 

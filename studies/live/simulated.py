@@ -102,7 +102,7 @@ def main() -> int:
     options = parser.parse_args()
     seconds = options.seconds or (TEN_MINUTES_S if options.disturbed else MINUTE_S + 2 * SETTLED_S)
     names = [each for each in DISTURBANCES if not options.only or any(word in each for word in options.only)]
-    print("| disturbance | later: median | 10 % are below | worst (goal 97 %) | first minute: mean (goal 93 %) |")
+    print("| disturbance | later: median | 10% are below | worst (goal 97%) | first minute: mean (goal 93%) |")
     print("|---|---|---|---|---|")
     with multiprocessing.Pool(options.jobs) as pool:
         for name in names if options.disturbed else names[:1]:

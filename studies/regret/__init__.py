@@ -31,7 +31,7 @@ class Outcome:
     cores: int = 0
     chosen: str = ""
     ratio: tuple[float, float, float] | None = None
-    """Its measured rate over that of the best: value, and the ends of the 95 % interval."""
+    """Its measured rate over that of the best: value, and the ends of the 95% interval."""
     failure: str = ""
     status: str = ""
     """What the result says of itself, where there is one."""
@@ -49,7 +49,7 @@ def table(outcomes: Sequence[Outcome], by: str = "strategy") -> str:
     by_point = {"by point": "by_point"} if any(each.ratio for each in outcomes) else {}
     measures = {"regret": "regret", **by_point}
     quantiles = [f"{name} {part}" for name in measures for part in ("p50", "p90", "p95")]
-    head = [by, "runs", "within 2 %", *quantiles, "seconds p50", "p90", "mean workers", "not complete"]
+    head = [by, "runs", "within 2%", *quantiles, "seconds p50", "p90", "mean workers", "not complete"]
     verdicts = VERDICTS if any(each.ours for each in outcomes) else ()
     head += [f"ours {verdict}" for verdict in verdicts]
     lines = [head, ["---"] * len(head)]

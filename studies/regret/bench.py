@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
 # A steady window opens after so many times what the queues hold, or after so many seconds, whichever is first. While queues
 # fill, what quicker workers make ahead of the others is not consumed yet: 5 workers with a prefetch of 8 on cores that are
-# not equally fast read 8 % low from their third round on.
+# not equally fast read 8% low from their third round on.
 FILLS = 2
 LONGEST_WARM_UP_S = 2.0
 # How often an epoch that is shorter than a study needs is shown again; where epochs are short on purpose, once.

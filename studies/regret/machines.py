@@ -25,7 +25,7 @@ FOREIGN = ("compile", "noisy", "receipt", "slow", "smt", "storage")
 
 
 def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
-    """A machine with a workload on it: 4 to 128 cores, 3 to 8 % noise per burst, drift and spikes."""
+    """A machine with a workload on it: 4 to 128 cores, 3 to 8% noise per burst, drift and spikes."""
     rng = random.Random(seed)
     cores = rng.choice(CORES)
     kind = rng.choice(("cpu", "cpu", "wait", "wait tail", "mixed", "step", "cpu step", "in memory"))
@@ -65,7 +65,7 @@ def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
 
 
 def foreign_machine(seed: int) -> tuple[str, SimulatedMachine]:
-    """A machine with a law that the twin lacks, a start of a minute, slow batches, or bursts that scatter by 10 to 20 %."""
+    """A machine with a law that the twin lacks, a start of a minute, slow batches, or bursts that scatter by 10 to 20%."""
     rng, kind = random.Random(seed), FOREIGN[seed % len(FOREIGN)]
     cores, cpu_s = rng.choice((8, 16, 32, 64)), 10 ** rng.uniform(-2.0, -1.0)
     step_s, receive_s, noise_sd = cpu_s / rng.uniform(2, cores), 10 ** rng.uniform(-3.7, -3.0), rng.uniform(0.03, 0.06)
@@ -102,8 +102,8 @@ class Oracle:
     """The rate that each configuration sustains in the long run, from one long undisturbed run of each.
 
     All runs are timed over the same batches, so that the luck of the draw is common to them, and both ends are averaged
-    over a round of the workers. (600 batches after a start of each configuration's own were off by up to 10 % with heavy
-    tails and by up to 7 % with 64 workers, and the maximum over a hundred such figures was off in one direction.)
+    over a round of the workers. (600 batches after a start of each configuration's own were off by up to 10% with heavy
+    tails and by up to 7% with 64 workers, and the maximum over a hundred such figures was off in one direction.)
     """
 
     def __init__(self, machine: SimulatedMachine, truths: Truths | None = None) -> None:

@@ -2,7 +2,7 @@
 
 For each workload: every strategy chooses, the oracle surveys, then the best of the survey and all choices take turns, and all
 that may be as fast as the best meet it again (`oracle.py`). Beside each rival ours is faster, equal (the interval of their
-paired ratio holds 1, or lies within 2 % of it) or slower, in so many runs of ours. What was found of a workload is printed,
+paired ratio holds 1, or lies within 2% of it) or slower, in so many runs of ours. What was found of a workload is printed,
 and kept in `results/real.jsonl`, as soon as it is known; a workload that is there already is not run again. Use a machine
 that does nothing else. `slow_batches`, which has no rounds as its truth is known, takes two to three minutes:
 `--workloads slow_batches --strategies autotune_loader`.

@@ -1,6 +1,6 @@
 """Slow batches and long starts on 32 cores: what `tune()` writes, whose user has DataLoader's default of no workers.
 
-python -m studies.regret.slow     # the worst of three runs; the bar is 90 % of the best rate; a budget begins with a warm probe
+python -m studies.regret.slow     # the worst of three runs; the bar is 90% of the best rate; a budget begins with a warm probe
 """
 
 from __future__ import annotations

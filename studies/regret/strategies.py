@@ -4,7 +4,7 @@
 |---|---|
 | torch default, workers = cores | nothing is measured, 0 seconds |
 | plain rule | one look of 1.5 s at 2 workers, then arithmetic (`search/rule.py`) |
-| climb 3 % | one worker more while that gains 3 % or more (Cachew's rule) |
+| climb 3% | one worker more while that gains 3% or more (Cachew's rule) |
 | tpe, random | Optuna over workers and prefetch, the fastest trial: no rounds, as `study.optimize()` has none |
 | grid | every number of workers x prefetch (as DPT does), in an order that is drawn |
 """
@@ -98,7 +98,7 @@ STRATEGIES: dict[str, Strategy] = {
     "torch default": lambda field, seed: LoaderConfig(),
     "workers = cores": lambda field, seed: LoaderConfig(num_workers=field.cores),
     PLAIN_RULE: plain,
-    "climb 3 %": climb,
+    "climb 3%": climb,
     "random": by_sampler(lambda seed, axes: optuna.samplers.RandomSampler(seed=seed), ends=False),
     "tpe": by_sampler(lambda seed, axes: optuna.samplers.TPESampler(seed=seed), ends=False),
     "grid": by_sampler(lambda seed, axes: optuna.samplers.GridSampler(axes, seed=seed), ends=True),

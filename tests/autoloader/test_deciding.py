@@ -33,7 +33,7 @@ def of(workers: int) -> LoaderConfig:
         # more than were asked for
         (2, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.005}, 0.9, {8, 9, 10, 11, 12}),
         # in memory: handing a batch over takes longer than fetching it
-        (0, {"fetch_s": 0.0002, "cpu": 1.0, "step_s": 0.0005, "hand_over_s": 0.001}, 0.99, {0}),
+        (0, {"fetch_s": 0.0002, "cpu": 1.0, "step_s": 0.0005, "transfer_s": 0.001}, 0.99, {0}),
         # the loop does not wait
         (0, {"fetch_s": 0.001, "cpu": 1.0, "step_s": 0.1}, 0.99, {0}),
         (2, {"fetch_s": 0.05, "cpu": 0.1, "step_s": 0.1}, 0.99, {2}),
@@ -66,7 +66,7 @@ def test_no_job_is_slower_than_asked_by_over_2_percent_and_half_a_second(seed: i
 
 
 def test_who_is_slower_is_known_before_whole_epochs_are_compared() -> None:
-    training = Training(fetch_s=0.0005, cpu=1.0, step_s=0.0003, hand_over_s=0.001, epoch_batches=1000, noise=0.0)
+    training = Training(fetch_s=0.0005, cpu=1.0, step_s=0.0003, transfer_s=0.001, epoch_batches=1000, noise=0.0)
     tuner = training.tuner(NONE)
     assert training.until(tuner, 8.0 * training.rate(NONE)) <= 1.02 * 8.0 + 0.25
     assert training.started > 0
@@ -282,7 +282,7 @@ def test_memory_may_limit_the_workers_at_any_time() -> None:
 
 
 def test_where_workers_were_asked_for_it_is_only_said_that_none_would_be_faster() -> None:
-    in_memory = Training(fetch_s=0.0002, cpu=1.0, step_s=0.0005, hand_over_s=0.001)
+    in_memory = Training(fetch_s=0.0002, cpu=1.0, step_s=0.0005, transfer_s=0.001)
     waiting = Training(fetch_s=0.05, cpu=0.05, step_s=0.005)
     tuners = [training.tuner(of(4)) for training in (in_memory, waiting)]
     for training, tuner in zip((in_memory, waiting), tuners, strict=True):

@@ -176,7 +176,10 @@ def test_what_it_has_so_far_is_told_while_it_tries_and_never_to_keep_no_workers(
     own, other = (measured_at(rate) for rate in (100.0, 1280.0))
     tuner.measured = {LoaderConfig(): [own], LoaderConfig(num_workers=8): [other]}
     tuner.is_trying = True
-    assert "8 workers, prefetch 2 so far, 12.8x the rate of 0 workers; not settled yet." in loader.report()
+    assert (
+        "Best so far: 8 workers, prefetch 2, 12.8x the rate of 0 workers. The comparison\nis not finished."
+        in loader.report()
+    )
     assert "Keep" not in loader.report()
     assert loader.kept.kind == "not_settled"
     # AND its file is for AutoLoader, which says so

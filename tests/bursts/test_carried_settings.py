@@ -91,8 +91,8 @@ def test_functions_that_the_script_has_put_in_the_place_of_others_are_carried_or
         monkeypatch.setattr(torch.nn.Linear, "extra_repr", script[put])
         step = TrainingSide(model=torch.nn.Linear(2, 2), train_step=lambda model, batch: model(batch).sum())
         probe, _ = run(workload(module.Rows(), training=step))
-        said = f"The bursts run {words} what this process has put in the place of functions: "
-        (note,) = [each for each in probe.notes if "in the place of functions" in each]
+        said = f"The trials run {words} functions that this process replaced: "
+        (note,) = [each for each in probe.notes if "functions that" in each]
         assert note.startswith(said)
         assert all(place in note for place in places)
 

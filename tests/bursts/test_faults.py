@@ -262,7 +262,7 @@ def test_a_sample_that_raises_is_named_with_its_error_and_what_to_do(dataset, pa
     with pytest.raises(WorkloadError) as caught:
         run(workload(dataset, **parts), config, plan=ALL)
     assert says in caught.value.message
-    to_do = "; training would end there too: mend that sample, or leave it out of the dataset"
+    to_do = "; training would fail there too: fix that sample, or leave it out of the dataset"
     assert caught.value.message.endswith(to_do)
     assert "autotune_loader/" not in caught.value.user_traceback
 

@@ -95,8 +95,8 @@ def logging(made=[]):  # noqa: B006 - made once in each process
     made[0].put("row")
 
 
-STEP = r"train_step writes runs/\w[\w.]+, and bursts change no file of yours: leave saving and logging out of the step"
-FILL = r"writes runs/\w+\.\w+, and bursts change no file of yours: fill the cache first"
+STEP = r"train_step writes runs/\w[\w.]+, but trials do not change your files: leave saving and logging out of the step"
+FILL = r"writes runs/\w+\.\w+, but trials do not change your files: fill the cache first"
 CHANGES = {
     "torch.save": (stepping(save), ALONE, STEP),
     "append": (stepping(lambda: os.open("runs/last.pt", os.O_WRONLY | os.O_APPEND)), ALONE, STEP),

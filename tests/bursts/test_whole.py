@@ -168,7 +168,7 @@ def test_what_is_too_deep_for_pickle_is_refused_whatever_the_limit():
 
 @pytest.mark.process
 def test_what_no_other_process_can_read_is_named():
-    says = r"^dataset\.held cannot be taken to another process .*make it on first use in each process"
+    says = r"^dataset\.held cannot be sent to another process .*make it on first use in each process"
     ours, other = socket.socketpair()
     dataset = Numbers(ours, lambda held, index: held.send(b"7") and other.recv(1))
     with ours, other:

@@ -8,7 +8,6 @@ import re
 import sys
 import tempfile
 from dataclasses import replace
-from functools import partial
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from unittest.mock import Mock, create_autospec
@@ -239,7 +238,7 @@ def test_a_terminal_without_our_characters_has_others_and_a_scripts_own_streams_
 
 OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=1 << 30, gpu="H100", torch="2.6.0")
 FROM_ANOTHER = (  # what matters comes first
-    r"2026-11-26, 1,024 cores, 1 GiB,\s+H100, torch 2.6.0.\n\n! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
+    r"2026-11-26, 1,024 cores, 1 GiB, H100,\s+torch 2.6.0.\n\n! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
 )
 
 
@@ -247,7 +246,7 @@ FROM_ANOTHER = (  # what matters comes first
     ("tuned_on", "told"),
     [
         ({}, "This machine is the same in all that matters."),
-        ({"machine": None}, r"15 bursts in 24 s.\n$"),
+        ({"machine": None}, r"15 trials in 24 s.\n$"),
         ({"machine": OTHER_MACHINE}, FROM_ANOTHER),
     ],
     ids=["the same", "not told", "another"],
@@ -283,22 +282,29 @@ def test_the_code_of_a_result_runs(config, size, result, capsys):
     assert ("DevicePrefetcher(loader, 'cuda', depth=2)" in code) == bool(config.device_prefetch)
 
 
-def test_demo_tunes_its_small_job_within_the_budget_and_touches_nothing_of_the_users(folder, tune, monkeypatch, capsys):
-    # GIVEN pictures of which an interrupted run has left all but one
-    pictures, make = folder / "pictures", partial(demo.make_jpegs, count=40, size=(80, 60))
-    before, mine = {path: path.read_bytes() for path in make(pictures)}, Path("loader.json").read_bytes()
-    min(before).unlink()
-    monkeypatch.setattr(demo, "cache_folder", lambda: pictures)
-    monkeypatch.setattr(demo, "make_jpegs", make)
-    assert cli.main(["demo", "--budget", "5s"]) == 0
-    # THEN that one is made anew as it was, the job fits together, and the result lies in a folder of its own
-    assert {path: path.read_bytes() for path in pictures.iterdir()} == before
-    (loader, model), given = tune.call_args
-    assert model(next(iter(loader))[0]).shape == (loader.batch_size, demo.CLASSES)
-    assert Path("loader.json").read_bytes() == mine
-    output = Path(given["output"])
-    assert (given["budget"], output.name, output.parent.parent) == ("5s", "loader.json", Path(tempfile.gettempdir()))
-    assert f"Written to {output}." in capsys.readouterr().out
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("latency_s", "where"), [(0.01, "a simulated object store, 10 ms a request"), (0, "the local disk")]
+)
+def test_demo_shows_both_rates_and_leaves_nothing_behind(latency_s, where, folder, monkeypatch, capfd):
+    mine, scratch = Path("loader.json").read_bytes(), folder / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(demo, "BEFORE", 160)
+    monkeypatch.setattr(demo, "AFTER", 320)
+    monkeypatch.setenv("PYTHONPATH", str(Path(autotune_loader.__file__).parents[1]))
+    assert demo.tour(latency_s, "3s") == 0
+    told = capfd.readouterr()
+    steps = re.findall(r"^\$ autotune-loader (\w+) .*$", told.out, re.MULTILINE)
+    assert (told.out.partition("\n")[0], steps) == (
+        f"The job: a small CNN on 1,200 JPEG files from {where}.",
+        ["watch", "tune", "watch"],
+    )
+    rates = re.search(r"Before: ([\d,]+) samples/s.*: ([\d,]+) samples/s, ([\d.]+)x as fast", told.out).groups()
+    before, after, times = (float(each.replace(",", "")) for each in rates)
+    assert times == pytest.approx(after / before, rel=0.1)
+    assert told.err.count("autotune-loader watch: 1 loader") == 2
+    assert (list(scratch.iterdir()), Path("loader.json").read_bytes()) == ([], mine)
 
 
 POD = {  # two cores and 2.5 GiB, of which 1 GiB is in use

@@ -77,7 +77,7 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, m
         tune_trainer(trainer)
     tune_trainer(trainer, train_step=0.01)  # warnings are errors here
     trainer.args._n_gpu = 2
-    with pytest.warns(UserWarning, match="shares each batch out among 2 GPUs .* torchrun"):
+    with pytest.warns(UserWarning, match="splits each batch across 2 GPUs .* torchrun"):
         tune_trainer(trainer, train_step=0.01)
     assert was_on == [True] * 3
 
@@ -87,7 +87,7 @@ def test_a_loader_of_the_trainers_own_is_measured_and_what_it_does_not_heed_is_s
     monkeypatch.setattr(
         integration, "tune", lambda loader, *_, **__: tuned.append(loader) or replace(synthetic_result(), best=best)
     )
-    with pytest.warns(UserWarning, match="does not heed args for prefetch_factor=4; return result.apply_to"):
+    with pytest.warns(UserWarning, match="ignores args for prefetch_factor=4; return result.apply_to"):
         tune_trainer(trainer_of(FEW, Bucketed))
     assert tuned[0].batch_sampler == [[0, 1, 2], [3]]
 

@@ -86,7 +86,7 @@ def test_affinity_and_pythons_own_count_bind_and_a_daemonic_process_has_no_worke
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
     assert (inspect().usable_cores, inspect().why_no_workers) == (2, None)
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
-    assert "may have no children" in inspect().why_no_workers
+    assert "cannot start worker processes" in inspect().why_no_workers
 
 
 V2_MEMORY = {
@@ -171,7 +171,7 @@ TUNED = Fingerprint(
         ({"memory_bytes": 16 << 30}, "65536 MiB then, 16384 MiB here; its workers may not fit", True),
         ({"shm_bytes": 64 << 20}, "8192 MiB then, 64 MiB here", True),
         ({"shm_bytes": 16 << 30}, "8192 MiB then, 16384 MiB here", False),
-        ({"gpu": "NVIDIA T4"}, "GPU: NVIDIA H100 then, NVIDIA T4 here; the step takes another time", True),
+        ({"gpu": "NVIDIA T4"}, "GPU: NVIDIA H100 then, NVIDIA T4 here; the step takes a different time", True),
         ({"gpu": "none"}, "GPU: NVIDIA H100 then, none here", True),
         ({"gpu": None}, None, None),
         ({"dataset": "Images[2000]"}, "Images[1000] then, Images[2000] here", True),

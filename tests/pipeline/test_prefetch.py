@@ -74,9 +74,9 @@ def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_
 
 def test_what_cannot_work_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="depth=0 is below 1; depth=1 would work"):
+    with pytest.raises(ValueError, match="depth=0 must be an integer >= 1; depth=1 would work"):
         DevicePrefetcher([], "cpu", depth=0)
-    with pytest.raises(ValueError, match=r"device='cuda' is not there \(torch sees 0\); device='cpu' would work"):
+    with pytest.raises(ValueError, match=r"device='cuda' does not exist \(PyTorch sees 0\); device='cpu' would work"):
         DevicePrefetcher([], "cuda")
 
 

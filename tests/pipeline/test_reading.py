@@ -188,4 +188,4 @@ def test_a_stream_has_another_seed_and_epoch_in_each_burst_and_it_is_said_where_
         assert burst(4) != burst(4)
     assert told.data.dataset.epochs == (1, 2)
     assert told.reading.note is Reading(LOADERS["in order"]).note is None
-    assert "which every burst begins anew" in plain.reading.note
+    assert "which every trial restarts" in plain.reading.note

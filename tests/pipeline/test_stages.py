@@ -14,7 +14,7 @@ from autotune_loader.pipeline import stage_clock
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values import HAND_OVER, OTHER_THREADS, LoaderConfig, Seen, StageSamples, pooled, stage_times
+from autotune_loader.values import OTHER_THREADS, TRANSFER, LoaderConfig, Seen, StageSamples, pooled, stage_times
 
 
 class Clock:
@@ -209,10 +209,10 @@ BURST = StageSamples(seen=SEEN, samples=1000.0, cpu_s=5.0, queue_cpu_s=1.0)
 def test_seconds_become_shares_of_a_samples_time_the_longest_first():
     found = stage_times(BURST)
     named = {each.stage: each for each in found}
-    assert list(named) == ["decode", "read", "crop", HAND_OVER]
+    assert list(named) == ["decode", "read", "crop", TRANSFER]
     assert (named["decode"].wall_s, named["decode"].cpu_share) == pytest.approx((3.5 / 1000, 3.5 / 5))
     assert named["decode"].where == "a.py:2, PIL.Image.convert"
-    assert (named["read"].cpu_share, named["read"].waited_s, named[HAND_OVER].cpu_s) == (0, named["read"].wall_s, 0.001)
+    assert (named["read"].cpu_share, named["read"].waited_s, named[TRANSFER].cpu_s) == (0, named["read"].wall_s, 0.001)
     for share in ("wall_share", "cpu_share"):
         assert sum(getattr(each, share) for each in found) == pytest.approx(1)
     # AND reports of workers add up, too short ones say nothing, and what other threads compute is a row of its own

@@ -85,7 +85,7 @@ def test_short_windows_read_the_sustained_rate_everywhere(batches, pause_s):
                 assert fmean(rate.value for rate in rates) == pytest.approx(long_run_rate(**loader), rel=0.03), loader
 
 
-# 32 workers with batches of a second that vary by 20 %, and a step that hardly counts, for a few rounds
+# 32 workers with batches of a second that vary by 20%, and a step that hardly counts, for a few rounds
 MANY = {"workers": 32, "service_s": 1.0, "step_s": 0.002, "variation": 0.2}
 
 
@@ -101,7 +101,7 @@ MANY = {"workers": 32, "service_s": 1.0, "step_s": 0.002, "variation": 0.2}
 )
 def test_bursts_err_by_a_few_percent_and_know_it(loader, batches, coverage):
     truth, rates = long_run_rate(**loader), rates_of(batches, 200, **loader)
-    # THEN nominal 95 % are at least 90 % in fact, of a few rounds 70 %
+    # THEN nominal 95% are at least 90% in fact, of a few rounds 70%
     assert fmean(rate.low <= truth <= rate.high for rate in rates) >= coverage
     assert fmean(abs(rate.value / truth - 1) for rate in rates) < 0.08
     assert max(rate.high / rate.low for rate in rates) < 1.5

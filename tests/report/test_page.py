@@ -12,7 +12,7 @@ from autotune_loader.results.result import TuningResult
 from autotune_loader.values import LoaderConfig
 
 NOTHING = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
-BOTH = ["Samples per second over workers", "Where a sample's time goes in a worker"]
+BOTH = ["Samples per second over workers", "Time of a sample in a worker, by stage"]
 
 
 def pictures(page):
@@ -44,7 +44,7 @@ def test_a_cell_has_the_choice_the_table_and_pictures_and_without_matplotlib_the
     assert "Use 5 workers, prefetch 2: " in cell
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert pictures(result._repr_html_()) == []
-    assert "&gt; chosen  = as fast" in result._repr_html_()
+    assert "\nchosen " in result._repr_html_()
 
 
 def test_a_row_holds_the_configuration_and_what_was_measured_or_why_nothing_was(result):

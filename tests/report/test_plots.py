@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import matplotlib
 import pytest
-from report.example import BEST, DEEP, NONE, STAGES, exactly
+from report.example import BEST, DEEP, NONE, STAGES, exactly, ran
 
+from autotune_loader.diagnosis.units import share_text
 from autotune_loader.report import plots
-from autotune_loader.report.plots import timeline
 from autotune_loader.report.plots.canvas import svg_bytes
 from autotune_loader.report.plots.charts import MOST_ROWS
 from autotune_loader.results.result import TuningResult
@@ -26,13 +26,14 @@ def points(axes, label):
 
 
 def bars(axes):
-    """(row, activity, begin, end) in a timeline."""
+    """(row, activity, begin, end, whether it is of the last batches) in a timeline."""
     rows = [tick.get_text() for tick in axes.get_yticklabels()]
     legend = [each for each in axes.containers if each.patches[0].get_width() == 0]
-    named = {each.patches[0].get_facecolor(): each.get_label() for each in legend}
+    named = {each.patches[0].get_facecolor()[:3]: each.get_label() for each in legend}
     drawn = [bar for bar in axes.patches if bar.get_width() > 0]
     row_of = {bar: rows[round(bar.get_y() + bar.get_height() / 2)] for bar in drawn}
-    return [(row_of[b], named[b.get_facecolor()], b.get_x(), b.get_x() + b.get_width()) for b in drawn]
+    looks = [(b, b.get_facecolor()) for b in drawn]
+    return [(row_of[b], named[look[:3]], b.get_x(), b.get_x() + b.get_width(), look[3] == 1) for b, look in looks]
 
 
 @pytest.mark.parametrize("draw", [plots.plot_workers, plots.plot_stages, plots.plot_timeline])
@@ -53,53 +54,87 @@ def test_every_picture_can_be_drawn_and_leaves_the_users_style_and_pyplot_alone(
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
 
 
-def test_workers_shows_what_ran_by_the_rounds_where_there_are_any_and_joins_only_neighbours(result):
-    axes = plots.plot_workers(result).axes[0]
+def test_workers_shows_what_ran_by_the_rounds_where_there_are_any_and_tells_of_the_choice_as_the_report_does(result):
+    faster = ran(replace(BEST, prefetch_factor=8), 1e4, in_round=0)
+    axes = plots.plot_workers(replace(result, trials=(*result.trials, faster))).axes[0]
     rates = {config: list(result.rates_of(config).values()) for config in (BEST, DEEP, NONE)}
     mean = {config.num_workers: pytest.approx(sum(each) / len(each)) for config, each in rates.items()}
-    # GIVEN 0, 1, 4 and 8 workers in the search; 0, 5 and 8 in the rounds, whose rates count
-    assert points(axes, "timed in turns, 95 %") == [(count, mean[count]) for count in (5, 8, 0)]
-    assert [count for count, _ in points(axes, "timed once, 95 %")] == [4, 1]
+    # GIVEN 0, 1, 4 and 8 workers in the search; 0, 5 and 8 in the rounds, whose rates count; with 5 another is faster
+    assert points(axes, "A/B rounds, 95%") == [(count, mean[count]) for count in (5, 8, 0)]
+    assert [count for count, _ in points(axes, "single trial, 95%")] == [4, 1]
     assert points(axes, "chosen") == [(5, mean[5])]
     assert points(axes, "before tuning") == [(0, mean[0])]
-    # THEN no line leads through counts that never ran
-    joined = [line.get_xdata().tolist() for line in axes.lines if line.get_linestyle() == "-"]
-    assert sorted(each for each in joined if len(each) == 2) == [[0, 1], [4, 5]]
-    # AND what failed is shown where it failed, which no prediction reaches
-    assert [count for count, _ in points(axes, "failed")] == [48, 64]
-    assert [count for count, _ in points(axes, "predicted, prefetch 2")] == list(range(9))
-    assert points(plots.plot_workers(replace(result, machine=None)).axes[0], "predicted, prefetch 2") == []
-    # AND a ceiling far above is told instead of drawn, so that rates are not pressed flat
-    figure = plots.plot_workers(replace(result, ceiling=exactly(1e6)))
-    assert figure.axes[0].get_ylim()[1] < 2 * result.rate.value
-    assert any("1.00M/s, far above" in text.get_text() for text in figure.legends[0].get_texts())
+    # THEN one line leads through all that ran, in the order of workers
+    (curve,) = (line for line in axes.lines if line.get_linestyle() == "-" and len(line.get_xdata()) > 1)
+    assert curve.get_xdata().tolist() == [0, 1, 4, 5, 8]
+    # AND the choice is told with the numbers of the report
+    rate, times = axes.texts[0].get_text().removesuffix(" as fast as before").removeprefix("5 workers: ").split("\n")
+    assert rate in result.summary[0]
+    assert times in result.summary[1]
+
+
+@pytest.mark.parametrize(("failing", "crosses"), [((7, 12, 48, 64), [7, 12]), ((48, 64), []), ((), [])])
+def test_what_fails_far_away_and_a_ceiling_far_above_are_told_and_do_not_press_rates_together(result, failing, crosses):
+    failed = [replace(result.trials[-1], config=LoaderConfig(num_workers=count)) for count in failing]
+    figure = plots.plot_workers(replace(result, trials=(*result.trials[:-2], *failed), ceiling=exactly(1e6)))
+    axes, legend = figure.axes[0], [text.get_text() for text in figure.legends[0].get_texts()]
+    label = f"failed: {', '.join(map(str, failing))} workers"
+    assert (label in legend) == bool(failing)
+    assert [count for count, _ in points(axes, label)] == crosses
+    assert axes.get_xlim()[1] < 2 * 8
+    assert axes.get_ylim()[1] < 2 * result.rate.value
+    assert any("1.00M/s, far above" in text for text in legend)
 
 
 def test_stages_are_drawn_longest_first_and_no_more_than_can_be_read(result):
-    drawn = [tick.get_text() for tick in plots.plot_stages(result).axes[0].get_yticklabels()]
-    assert drawn == ["Flip", "read", "decode"]  # from the bottom
-    assert len(plots.plot_stages(replace(result, stages=STAGES * MOST_ROWS)).axes[0].texts) == MOST_ROWS
+    axes = plots.plot_stages(result).axes[0]
+    named = [tick.get_text().partition("\n") for tick in axes.get_yticklabels()]  # from the bottom
+    assert [(stage, where) for stage, _, where in named] == [(each.stage, each.where) for each in STAGES[::-1]]
+    assert [text.get_text() for text in axes.texts] == [" 10%, 0.2 ms", " 30%, 0.6 ms", " 60%, 1.2 ms"]
+    assert "self time" in axes.get_xlabel()
+    # Stages of one name are not drawn over each other, and long ones leave room for the bars.
+    long = replace(STAGES[0], stage="Random" * 20, where="transforms" * 20)
+    axes = plots.plot_stages(replace(result, stages=(long, *STAGES * MOST_ROWS))).axes[0]
+    axes.figure.canvas.draw()
+    assert len({bar.get_y() for bar in axes.patches}) == len(axes.texts) == MOST_ROWS
+    assert axes.get_position().width > 0.5
 
 
-@pytest.mark.parametrize("trial", [None, 0, 1], ids=["of the choice", "without workers", "with a worker"])
-def test_timeline_shows_the_end_of_one_burst_without_overlap_in_any_process(trial, result, monkeypatch):
-    monkeypatch.setattr(timeline, "MAX_BATCHES", 3)
-    shown = result.best if trial is None else result.trials[trial].config
-    axes = plots.plot_timeline(result, trial=trial).axes[0]
-    drawn, rows = bars(axes), {row for row, *_ in bars(axes)}
-    assert str(shown) in axes.get_title(loc="left")
-    assert rows == {"training loop", *(f"worker {number}" for number in range(shown.num_workers))}
-    # THEN what a process does never overlaps (but a loop without workers waits while it fetches); nothing leaves the picture
-    for row in rows - ({"training loop"} if trial == 0 else set()):
-        spans = sorted((begin, end) for other, _, begin, end in drawn if other == row)
+@pytest.mark.parametrize(("trial", "number"), [(None, 10), (0, 0), (1, 1), (3, 3)])
+def test_timeline_shows_the_last_ten_batches_numbered_and_the_share_of_waiting_that_can_be_seen(trial, number, result):
+    # GIVEN the last burst of the choice; no workers; one; eight with deep queues
+    burst, axes = result.trials[number], plots.plot_timeline(result, trial=trial).axes[0]
+    shown, drawn, width, loop = burst.measurement.traces[-10:], bars(axes), axes.get_xlim()[1], "training loop"
+    makers = [f"worker {trace.worker}" if burst.config.num_workers else loop for trace in shown]
+    rows = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert rows == sorted({loop, *makers})
+    # THEN what a process does never overlaps (but a loop without workers waits while it fetches)
+    for row in set(rows) - ({loop} if trial == 0 else set()):
+        spans = sorted((begin, end) for other, _, begin, end, _ in drawn if other == row)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(spans))
-    assert all(begin >= 0 and end <= axes.get_xlim()[1] + 1e-9 for *_, begin, end in drawn)
-    # A queue so deep that all lay ready is shown from its filling on; else the last batches are.
-    assert trial is None or 0 < sum(activity == "training step" for _, activity, *_ in drawn) <= 4
+    # AND a number is in the middle of a bar of its batch
+    zero_s, middles = shown[-1].step_end - width, set()
+    for label, (maker, trace) in enumerate(zip(makers, shown, strict=True), 1):
+        moments = (maker, trace.fetch_start, trace.fetch_end), (loop, *trace[6:8]), (loop, *trace[7:9])
+        middles |= {(row, str(label), round((begun + ended) / 2 - zero_s, 6)) for row, begun, ended in moments}
+    numbers = [(*each.get_position(), each.get_text()) for each in axes.texts]
+    assert len(numbers) >= 10
+    assert {(rows[row], label, round(x, 6)) for x, row, label in numbers} <= middles
+    # AND the share is that of these bars; the report's is told where it is another
+    last = [(activity, end - begin) for *_, activity, begin, end, is_last in drawn if is_last]
+    waits, steps = (
+        [length for activity, length in last if activity == kind] for kind in ("training loop waits", "training step")
+    )
+    assert len(steps) == 10
+    seen = share_text(sum(waits) / (sum(waits) + sum(steps)))
+    reported = share_text(result.measurement_of(burst.config).wait_share)
+    told = "" if seen == reported else f" ({reported} over whole trials)"
+    title = f"The last 10 batches of a trial: {burst.config}\nThe training loop waits {seen} of the time shown{told}"
+    assert axes.get_title(loc="left") == title
 
 
 def test_where_there_is_no_timeline_it_says_why(result):
     with pytest.raises(ValueError, match="trial=14 has no single batches; these have some: 0, 1"):
         plots.plot_timeline(result, trial=14)
-    with pytest.raises(ValueError, match=r"which loader\.json does not hold"):
+    with pytest.raises(ValueError, match=r"which loader\.json does not have"):
         plots.plot_timeline(TuningResult.from_dict(result.to_dict()))

@@ -36,26 +36,35 @@ SMALL = TuningResult(
     rate=ratio(1195.0, 1068.0, 1322.0), speedup=ratio(2.99, 2.8, 3.2),
 )  # fmt: skip
 TABLE = """\
-  workers  prefetch  also    samples/s   95 % range  from      wait   memory
-────────────────────────────────────────────────────────────────────────────
-=       3         2  pinned      1,199  1,135–1,263  2 rounds  12 %  640 MiB
->       2         2  pinned      1,195  1,068–1,322  2 rounds  12 %  640 MiB
-b       0         -                400      375–425  2 rounds  12 %  640 MiB
+       workers prefetch options samples/s   95% range rounds wait  memory
+─────────────────────────────────────────────────────────────────────────
+equal        3        2 pinned      1,199 1,135–1,263      2  12% 640 MiB
+chosen       2        2 pinned      1,195 1,068–1,322      2  12% 640 MiB
+before       0        -               400     375–425      2  12% 640 MiB
 
-        1         2                700      690–710  search    12 %  640 MiB
+             1        2               700     690–710      -  12% 640 MiB
 
-x       8        16                  -            -  failed       -        -
+failed       8       16                 -           -      -    -       -
 
-> chosen  = as fast, but no cheaper  b before tuning  x failed
+rounds: A/B rounds (settings take turns, so drift cancels); - is a single trial.
+wait: share of the time that the training loop waits for data.
 
-x 8 workers, prefetch 16: shared memory (batches): /dev/shm is full [/red];
+8 workers, prefetch 16 failed: shared memory (batches): /dev/shm is full [/red];
   start with --shm-size=1g"""
+ALIKE = """\
+      workers  prefetch  samples/s  95% range  rounds  wait   memory
+────────────────────────────────────────────────────────────────────
+            1         2        700    690–710       -   12%  640 MiB
+kept        0         -        400    390–410       -   12%  640 MiB
+
+rounds: A/B rounds (settings take turns, so drift cancels); - is a single trial.
+wait: share of the time that the training loop waits for data."""
 
 
-def test_draws_the_table_with_a_legend_of_the_marks_that_occur():
+def test_draws_the_table_with_what_each_row_is_a_legend_and_options_where_they_differ():
     assert configurations_of(SMALL) == TABLE
-    worked = replace(SMALL, trials=TRIED[:4], as_fast=(), best=NONE)
-    assert configurations_of(worked).splitlines()[-1] == "> chosen  b before tuning"
+    alike = replace(SMALL, trials=(TRIED[0], TRIED[3]), as_fast=(), best=NONE, rate=None)
+    assert configurations_of(alike) == ALIKE
 
 
 DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS(), "rate": None, "speedup": None}
@@ -64,20 +73,25 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"trials": TRIED[:6]}, "= 3 2 pinned 1,210 1,200–1,220 search"),
-        (DOUBT, "No paired round fitted into the budget; a larger budget would decide it. Keep 0 workers"),
-        (DOUBT, "> not decided ="),
-        ({"gpu_busy_share": 0.931}, "GPU: in a step for 93 % of the time, gaps between its kernels included."),
-        ({"ceiling": exactly(1300.0)}, "Ceiling: 1,300/s, the step alone, data already in memory."),
+        ({"trials": TRIED[:6]}, "equal 3 2 pinned 1,210 1,200–1,220 - 12%"),
+        (DOUBT, "Inconclusive: no A/B round fit into the budget. Rerun with a larger budget. Keep 0 workers"),
+        (DOUBT, "kept 0 - 400 375–425 2"),
+        ({**DOUBT, "best": TWO}, "so far 2 2 pinned"),
+        ({"gpu_busy_share": 0.931}, "GPU: busy 93% of the time (from the first to the last kernel of each step)."),
+        (
+            {"ceiling": exactly(1300.0)},
+            "Ceiling: 1,300/s, the rate of the training step alone, with its data in memory.",
+        ),
         ({"trials": ()}, "No configuration was tried."),
-        ({"status": "fallback"}, "No configuration worked; torch's defaults are given as a fallback."),
+        ({"status": "fallback"}, "No setting worked. The fallback is PyTorch's defaults."),
         ({"status": "partial"}, "This is the best so far."),
-        ({"best": NONE}, "Keep 0 workers, which you have: 1,195 samples/s (1,068 to 1,322). Nothing that"),
+        ({"status": "partial"}, "so far 2 2 pinned 1,195"),
+        ({"best": NONE}, "Keep 0 workers, your current setting: 1,195 samples/s (1,068 to 1,322). No setting that"),
         ({"speedup": ratio(1.13, 0.85, 1.51)}, "Keep your settings if memory matters."),
         ({"speedup": ratio(0.99, 0.95, 1.02)}, "Keep your settings if memory matters."),
-        ({"speedup": ratio(1.01, 0.95, 1.02), "baseline": THREE}, "It costs less, and counts as equally fast."),
-        ({"speedup": None}, "It was not timed in turns with 0 workers"),
-        ({"source": Source.STORAGE(sample=1e5)}, "Bursts read 97.7 KiB per sample from storage."),
+        ({"speedup": ratio(1.01, 0.95, 1.02), "baseline": THREE}, "It needs fewer resources at the same speed."),
+        ({"speedup": None}, "It was not compared with 0 workers (before tuning) in A/B rounds."),
+        ({"source": Source.STORAGE(sample=1e5)}, "The trials read 97.7 KiB per sample from storage."),
         ({"step": "SmallCnn"}, "Step: SmallCnn."),
     ],
 )
@@ -99,8 +113,8 @@ def test_a_report_says_what_was_found_within_the_width(width, result):
     told = " ".join(text.split())
     for part in (result.bottleneck, *result.advice, *result.warnings, result.ended):
         assert str(part) in told
-    assert all(row in told for row in ("decode 60 % 1.2 ms 1.2 ms photos.py:41", "read 30 % 0.6 ms 0.16 ms"))
-    assert "15 bursts in 24 s." in told
+    assert all(row in told for row in ("decode 60% 1.2 ms 1.2 ms photos.py:41", "read 30% 0.6 ms 0.16 ms"))
+    assert "15 trials in 24 s." in told
 
 
 def test_many_words_are_wrapped_in_their_column_and_a_long_list_is_cut_but_for_what_is_marked():
@@ -111,16 +125,17 @@ def test_many_words_are_wrapped_in_their_column_and_a_long_list_is_cut_but_for_w
     many = tuple(ran(LoaderConfig(num_workers=number + 1), 100.0 + number, number) for number in range(40))
     text = configurations_of(replace(SMALL, trials=(*TRIED, ran(much, 123456.0, 60), *many)))
     assert max(map(len, text.splitlines())) <= 80
-    assert all(word in text for word in ("pinned,", "persistent", "forkserver", "batch"))
-    assert "more configurations, all in result.to_dataframe()" in text
-    assert [line[0] for line in text.splitlines() if line[:1] in "=>bx" and line[1:3] == "  "] == [*"=>bx"]
+    assert all(word in text for word in ("pinned,", "persistent,", "forkserver,", "batch 1024"))
+    assert "29 more configurations in result.to_dataframe()" in text.splitlines()
+    marked = [line.split()[0] for line in text.splitlines() if line[:1].isalpha() and line[6:7] == " "]
+    assert marked == ["equal", "chosen", "before", "failed"]
 
 
 def test_what_prints_is_two_sentences_and_where_the_report_is():
     assert str(SMALL) == (
         "Use 2 workers, prefetch 2, pinned: 1,195 samples/s (1,068 to 1,322). It is 2.99x\n"
-        "(2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 paired rounds.\n"
-        "result.report() has the table."
+        "(2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 A/B rounds.\n"
+        "result.report() shows the table."
     )
     assert repr(SMALL) == "<TuningResult complete: 2 workers, prefetch 2, pinned>"
 
@@ -138,20 +153,20 @@ COMPARED = Comparison(
 COMPARISON = """\
         samples/s  times as fast           wait  workers   memory  bottleneck
 ─────────────────────────────────────────────────────────────────────────────
-now           402  1                       12 %        0  640 MiB  cpu
-cached      1,203  3.00x (2.76x to 3.26x)  12 %        2  640 MiB  cpu
+now           402  1                        12%        0  640 MiB  cpu
+cached      1,203  3.00x (2.76x to 3.26x)   12%        2  640 MiB  cpu
 broken     failed                                      1
 
 broken failed: user_exception: no such file
-cached is 3.00x (2.76x to 3.26x) as fast as now in 4 paired rounds."""
+cached is 3.00x (2.76x to 3.26x) as fast as now in 4 A/B rounds."""
 
 
 def test_a_comparison_is_a_table_and_a_sentence_for_each_side_and_a_frame():
     assert COMPARED.report().startswith(COMPARISON)
     assert "cached: Bottleneck: CPU." in COMPARED.report()
-    assert "No side worked." in Comparison(sides=SIDES[2:]).report()
-    assert str(COMPARED).endswith("in 4 paired rounds. comparison.report() has the table.")
-    with pytest.raises(KeyError, match="'warm' is no side; 'now', 'cached', 'broken' would work"):
+    assert "No loader worked." in Comparison(sides=SIDES[2:]).report()
+    assert str(COMPARED).endswith("in 4 A/B rounds. comparison.report() shows the table.")
+    with pytest.raises(KeyError, match="'warm' is not a side; 'now', 'cached', 'broken' would work"):
         COMPARED["warm"]
     frame = COMPARED.to_dataframe().set_index("side")
     assert list(frame.index) == ["now", "cached", "broken"]
@@ -164,11 +179,11 @@ FOUR = LoaderConfig(num_workers=4, prefetch_factor=4)
 FAILED = ran(LoaderConfig(num_workers=16), KILLED, 3)
 LINES = """\
 config [/red] [bold]
-trial   0  0 workers                             389/s ± 2.0 %      best 389/s  55 s left
-trial   1  4 workers, prefetch 4                 1,308/s ± 2.0 %    best 1,308/s  53 s left
+trial   0  0 workers                             389/s ± 2.0%       best 389/s  55 s left
+trial   1  4 workers, prefetch 4                 1,308/s ± 2.0%     best 1,308/s  53 s left
 trial   3  16 workers, prefetch 2                failed: oom killed  best 1,308/s  50 s left
 round   1  4 workers, prefetch 4                 1,300/s   fastest of 2  20 s left
-round   2  nothing worked
+round   2  no setting worked
 """
 FIRST = ran(NONE, ratio(389.0, 381.2, 396.8), 0)
 SECOND = ran(FOUR, ratio(1308.0, 1281.8, 1334.2), 1)

@@ -148,16 +148,19 @@ REFUSED = [
     (bytes(range(256)), ""),
     (b"[" * 100_000, ""),
     (b'{"seconds": 1' + b"0" * 9999 + b"}", ""),
-    ({"seconds": math.nan}, "NaN is no number in JSON"),
+    ({"seconds": math.nan}, "NaN is not a number in JSON"),
     ({"status": "done"}, "status"),
-    ({"dataloader_kwargs": {"num_workers": -1}}, "num_workers=-1 is below 0; num_workers=1 would work"),
+    ({"dataloader_kwargs": {"num_workers": -1}}, "num_workers=-1 must be an integer >= 0; num_workers=1 would work"),
     ({"dataloader_kwargs": {"num_workers": "__import__('os')"}}, "num_workers="),
-    ({"dataloader_kwargs": {"num_workers": 10**9}}, "more than any machine can use"),
+    (
+        {"dataloader_kwargs": {"num_workers": 10**9}},
+        "=1000000000 is larger than the maximum of 1024; num_workers=2 would",
+    ),
     ({"dataloader_kwargs": {"num_workers": 1, "multiprocessing_context": "os.system"}}, "'os.system'"),
-    ({"extras": {"device_prefetch": -1}}, "device_prefetch=-1 is below 0"),
+    ({"extras": {"device_prefetch": -1}}, "device_prefetch=-1 must be an integer >= 0; device_prefetch=1 would work"),
     ({"wait_share": "much"}, "wait_share"),
-    ({"bottleneck": "CPU"}, "'CPU' is no finding with a kind and a sentence"),
-    ({"bottleneck": {"kind": "cpu", "sentence": "CPU.", "gain": "x"}}, "gain='x' is no number"),
+    ({"bottleneck": "CPU"}, "'CPU' is not a finding with a kind and a sentence"),
+    ({"bottleneck": {"kind": "cpu", "sentence": "CPU.", "gain": "x"}}, "gain='x' is not a number"),
     ({"trials": [{"number": 0, "config": {}, "role": "search"}]}, "exactly one of measurement and failure"),
 ]
 
@@ -191,7 +194,7 @@ MORE, FEWER = replace(EIGHT, usable_cores=64), replace(EIGHT, usable_cores=2)
         (FEWER, "fit", "usable cores: 8 then, 2 here.*; changed to 2 workers", {"num_workers": 2}),
         (FEWER, "ignore", None, {}),
         (FEWER, "strict", "8 then, 2 here.*on_mismatch='fit'", None),
-        (replace(EIGHT, gpu="T4"), "fit", "GPU: A100 then, T4 here; the step takes another time", {}),
+        (replace(EIGHT, gpu="T4"), "fit", "GPU: A100 then, T4 here; the step takes a different time", {}),
         (replace(EIGHT, gpu="none"), "fit", "none here.*; changed to 8 workers", WITHOUT_GPU),
         (replace(FEWER, gpu=None), "fit", "8 then, 2 here.*; changed to 2 workers", {"num_workers": 2}),
     ],
@@ -219,7 +222,7 @@ def test_a_job_names_its_file_by_argument_by_variable_or_has_it_in_its_folder_an
         TuningResult(best=LoaderConfig(num_workers=workers), status="complete").save(tmp_path / name)
     assert [load_config(*path).num_workers for path in (["loader.json"], [])] == [1, 0]
     Path("named.json").unlink()
-    with pytest.raises(ConfigFileError, match=r"AUTOTUNE_LOADER_CONFIG='named\.json' names no file"):
+    with pytest.raises(ConfigFileError, match=r"AUTOTUNE_LOADER_CONFIG='named\.json' is not a file"):
         load_config()
     monkeypatch.delenv("AUTOTUNE_LOADER_CONFIG")
     assert load_config().num_workers == 1
@@ -251,7 +254,7 @@ def test_predictions_are_for_workers_prefetching_and_cores_and_for_nothing_else(
     assert loaded.predict(4).samples_per_s.value == pytest.approx(result.predict(4).samples_per_s.value, rel=0.2)
     with pytest.raises(TypeError, match="stages"):
         result.predict(stages={"decode": 0.5})
-    with pytest.raises(ValueError, match="cores=0 must be more than 0"):
+    with pytest.raises(ValueError, match="cores=0 must be greater than 0, such as cores=2"):
         result.predict(cores=0)
-    with pytest.raises(ValueError, match="nothing was measured"):
+    with pytest.raises(ValueError, match=r"predict\(\) needs at least one successful trial; .* would work"):
         TuningResult(best=LoaderConfig(), status="fallback").predict(2)

@@ -35,9 +35,9 @@ def draws_of(means, sd):
     [(0.001, 0.004, True), (0.019, 0.0001, True), (0.021, 0.0001, False), (0.03, 0.004, False), (0.015, 0.03, False)],
 )
 def test_equally_fast_within_2_percent_means_what_it_says(deficit, sd, is_equal):
-    # GIVEN few workers that are so much slower than many, as surely as that (B4: 0.4 % used to be the limit)
+    # GIVEN few workers that are so much slower than many, as surely as that (B4: 0.4% used to be the limit)
     draws = draws_of([-deficit, 0.0], sd)
-    # THEN they are chosen where they are within 2 % almost certainly, or as probably as the many
+    # THEN they are chosen where they are within 2% almost certainly, or as probably as the many
     assert (0 in equally_fast(draws, 0.02)) == is_equal
     assert choose(draws, [(4,), (8,)], 0.02) == (0 if is_equal else 1)
 
@@ -144,7 +144,7 @@ def test_beliefs_hold_the_truth_as_often_as_they_say():
 
 
 def test_a_knob_that_the_twin_does_not_know_is_measured_and_only_then_believed():
-    # GIVEN pinning that was measured to be 10 % faster beside the same without
+    # GIVEN pinning that was measured to be 10% faster beside the same without
     plain, pinned = with_workers(4, 8), with_workers(4, 8, pin_memory=True)
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8), plain)
     assert abs(ratio(Belief(PINS, CONTEXT, trials), pinned, plain)[0]) < 0.01
@@ -186,7 +186,7 @@ def draws_with(bursts, many=110.0, *, sd=0.05, use=1.0):
     ids=["they are enough", "nothing was seen", "rates beyond all luck refute it"],
 )
 def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough(draws, chosen):
-    # GIVEN 16 workers that are believed to be 10 % faster than 5, which keep the loop busy, and 2, which do not
+    # GIVEN 16 workers that are believed to be 10% faster than 5, which keep the loop busy, and 2, which do not
     assert CONFIGS[choose(draws, [(config.num_workers,) for config in CONFIGS], 0.02)] == chosen
     if chosen == ENOUGH:
         # THEN they are as fast in every truth that may be, so that no pair of them is worth its time (B5)
@@ -197,7 +197,7 @@ def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough(dra
 
 KEEPING_UP = {
     "they keep up": ({}, None, 1.0, True),
-    "the loop waits 8 % of the time behind slow batches": ({}, None, 0.92, False),
+    "the loop waits 8% of the time behind slow batches": ({}, None, 0.92, False),
     "rare slow batches in another burst": ({"batches": 30}, {"batches": 30, "slow": 2}, 1.0, False),
     "a step that is too quick for them": ({"step_s": 0.006}, {}, 1.0, False),
     "what they hide is only that a batch travels": ({"step_s": 0.007, "receive_s": 0.0035}, {}, 1.0, False),
@@ -220,6 +220,6 @@ def test_many_bursts_of_enough_workers_are_not_outvoted_by_the_luckiest_of_other
     paths = np.concatenate([0.07 + 0.015 * noise[:, :1], 0.015 * noise[:, 1:2], 0.1 * noise[:, 2:]], axis=1)
     enough = Sufficient(position=1, log_headroom=1.0, headroom_sd=0.02, least_loss=0.0, larger=tuple(range(2, 102)))
     draws = Draws(keys=tuple(range(102)), paths=with_sufficiency(paths, [enough]), noise_sd=0.05)
-    # THEN what is measured to be 7 % faster, without workers, is chosen, and nothing is as fast as it
+    # THEN what is measured to be 7% faster, without workers, is chosen, and nothing is as fast as it
     assert choose(draws, [(count,) for count in range(102)], 0.02) == 0
     assert equally_fast(draws.of([0, 1]), 0.02) == [0]

@@ -20,7 +20,7 @@ RATES = {FAST: 100.0, NEAR: 99.9, WORSE: 95.0, SLOW: 50.0}
 
 
 class FakeBench:
-    """Rates by configuration with 1 % noise, on a machine whose speed changes from round to round."""
+    """Rates by configuration with 1% noise, on a machine whose speed changes from round to round."""
 
     def __init__(self):
         self.asked = []
@@ -33,7 +33,7 @@ class FakeBench:
 
 
 def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out():
-    # GIVEN the best, which nobody chose, one as good, one 5 % off, one 50 % off, and one that always fails
+    # GIVEN the best, which nobody chose, one as good, one 5% off, one 50% off, and one that always fails
     bench = FakeBench()
     chosen = [key(each) for each in (NEAR, WORSE, SLOW, FAILING)]
     judgement = judge(bench, chosen, {key(FAST): 100.0, key(NEAR): 90.0})

@@ -28,7 +28,7 @@ class Training:
     cpu: float  # Share of a fetch that computes
     step_s: float
     cores: int = 4
-    hand_over_s: float = 0.0002
+    transfer_s: float = 0.0002
     start_s: float = 0.01
     noise: float = 0.02
     epoch_batches: int = 1_000_000
@@ -64,7 +64,7 @@ class Training:
             "cpu": rng.choice([0.05, 0.5, 1.0]),
             "step_s": 10 ** rng.uniform(-4, -1.5),
             "cores": rng.choice([2, 4, 8]),
-            "hand_over_s": 10 ** rng.uniform(-4, -3),
+            "transfer_s": 10 ** rng.uniform(-4, -3),
             "epoch_batches": rng.choice([20, 200, 100_000]),
         }
         return cls(seed=seed, **{**drawn, **more})
@@ -107,7 +107,7 @@ class Training:
         if self._config.num_workers or self._queue:
             self._fill()
             end, begun, cpu, worker = self._queue.popleft()
-            self.now = self._taken = max(self.now, end) + self.hand_over_s
+            self.now = self._taken = max(self.now, end) + self.transfer_s
             fetch = (worker, begun, end, end, cpu)
         else:
             took = self._fetch(self.now, MAIN_PROCESS, 1.0)

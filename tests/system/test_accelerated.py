@@ -62,7 +62,7 @@ def tuned(options, **times):
     assert result.measurement_of(result.best).gpu_memory_bytes >= BYTES
     assert result.machine.gpu == "Simulated accelerator"
     assert not torch.sim.is_initialized()  # the caller's process has not opened it
-    busy = result.bottleneck.kind == "unclear" and "Other processes kept" in result.bottleneck.sentence
+    busy = result.bottleneck.kind == "unclear" and "Other processes used" in result.bottleneck.sentence
     return busy or result.bottleneck.kind, BATCH / result.rate.value, BATCH / result.ceiling.value, result.best
 
 

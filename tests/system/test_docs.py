@@ -60,9 +60,8 @@ autotune_loader.compare = briefly(autotune_loader.compare, budget=2)
 autotune_loader.tune = briefly(autotune_loader.tune, budget=3)
 """
 PRELUDE = f"""
-import time, torch, autotune_loader.demo
+import time, torch
 {BRIEFLY}
-autotune_loader.demo.make_jpegs = functools.partial(autotune_loader.demo.make_jpegs, count=64)
 
 
 class Waiting(torch.nn.Linear):  # a burst lasts as long as ever, but leaves the cores to the other tests

@@ -61,11 +61,11 @@ class ThreadLoader(DataLoader):
         (SAMPLES, nn.Linear, {}, TypeError, r"model=Linear is a class; model=Linear\(...\) would work"),
         # the step
         (SAMPLES, None, {"train_step": -1}, ValueError, r"train_step=-1 is not the seconds of a step; train_step=0.05 would"),
-        (SAMPLES, None, {"train_step": len}, TypeError, r"train_step=.*which its signature does not allow; train_step=la"),
+        (SAMPLES, None, {"train_step": len}, TypeError, r"=len cannot be called as train_step\(model, batch\); train_step=la"),
         (SAMPLES, None, {"optimizer": 3}, TypeError, r"optimizer=3 has no step\(\) .*; optimizer=torch.* would work"),
         (SAMPLES, None, {"loss_fn": nn.AdaptiveLogSoftmaxWithLoss}, TypeError, r"loss_fn=A.* is a class .*\(...\) would work"),
         (SAMPLES, None, {"device": "gpu:7"}, ValueError, r"device='gpu:7' is not a torch device; device='auto' would work"),
-        (SAMPLES, None, {"device": "cuda:97"}, ValueError, r"device='cuda:97' is not there \(torch sees \d+\)"),
+        (SAMPLES, None, {"device": "cuda:97"}, ValueError, r"device='cuda:97' does not exist \(PyTorch sees \d+\)"),
         (SAMPLES, None, {"device": "meta"}, ValueError, "device='meta' computes nothing; device='auto' would work"),
         (SAMPLES, None, {"device": "mps"}, ValueError, r"device='mps' has no streams .*cpu.*train_step=0.05.*would work"),
         # the parts of a loader
@@ -78,18 +78,18 @@ class ThreadLoader(DataLoader):
         # how to search
         (SAMPLES, None, {"budget": "soon"}, ValueError, "budget='soon' cannot be read.*budget='60s' would work"),
         (SAMPLES, None, {"budget": 0.5}, ValueError, "budget=0.5 is not at least 1 s; budget='60s' would work"),
-        (SAMPLES, None, {"budget": None}, TypeError, "budget=None is neither seconds nor a text .*would work"),
-        (SAMPLES, None, {"max_workers": -1}, ValueError, "max_workers=-1 is below 0; max_workers=1 would work"),
-        (SAMPLES, None, {"tolerance": 1}, ValueError, "tolerance=1 is not a share .*tolerance=0.02 would work"),
+        (SAMPLES, None, {"budget": None}, TypeError, "budget=None is neither a number of seconds nor .*would work"),
+        (SAMPLES, None, {"max_workers": -1}, ValueError, "max_workers=-1 must be an integer >= 0; max_workers=1 would work"),
+        (SAMPLES, None, {"tolerance": 1}, ValueError, "tolerance=1 must be at least 0 and below 1; tolerance=0.02 would work"),
         (SAMPLES, None, {"progress": "on"}, TypeError, "progress='on' is not a bool; progress=False would work"),
         (SAMPLES, None, {"allow": ("batch-size",)}, ValueError, "allow='batch_size' would work"),
         (SAMPLES, None, {"allow": 3}, TypeError, r"allow=3 is not a collection of names; allow=\('in_order',\) would work"),
         (SAMPLES, None, {"output": False}, TypeError, "output=False is not a path; output='loader.json' would work"),
-        (SAMPLES, None, {"study": "x.db"}, TypeError, r"study='x.db' is no optuna.Study; study=optuna.create_study\(dir.*work"),
-        (SAMPLES, None, {"study": MINIMIZES}, ValueError, r"study= does not maximise .*direction='maximize'\) would work"),
-        (SAMPLES, None, {"sampler": "tpe"}, TypeError, r"sampler='tpe' is no sampler of Optuna's; .*TPESampler\(\) would work"),
+        (SAMPLES, None, {"study": "x.db"}, TypeError, r"study='x.db' is not an optuna.Study; study=optuna.create_.*would work"),
+        (SAMPLES, None, {"study": MINIMIZES}, ValueError, r"^study= must maximise .*direction='maximize'\) would work"),
+        (SAMPLES, None, {"sampler": "tpe"}, TypeError, r"sampler='tpe' is not an Optuna sampler; .*TPESampler\(\) would w"),
         # arguments that tune() does not have: a DataLoader says them
-        (SAMPLES, None, {"sampler": [0, 1]}, TypeError, r"no sampler of Optuna's; tune\(DataLoader\(dataset, sampler=..., ..."),
+        (SAMPLES, None, {"sampler": [0, 1]}, TypeError, r"not an Optuna sampler; tune\(DataLoader\(dataset, sampler=..., ..."),
         (SAMPLES, None, {"num_workers": 4}, TypeError, r"=4 is not.*DataLoader\(dataset, num_workers=..., ...\), model\)"),
         (SAMPLES, None, {"bugdet": "60s"}, TypeError, r"bugdet='60s' is not an argument of tune\(\); budget=... would work"),
         (SAMPLES, None, {"reuse": True}, TypeError, r"reuse=True is not an argument of tune\(\); one of data, .* would work"),
@@ -113,14 +113,14 @@ def test_tune_has_the_arguments_that_are_promised_and_reads_each_way_to_write_th
 @pytest.mark.parametrize(
     ("given", "options", "size", "samples", "says"),
     [
-        ([1, 2, 3] * 20, {}, 32, 60, "batch_size was not given: measured with 32; pass the one you train with"),
+        ([1, 2, 3] * 20, {}, 32, 60, "batch_size was not given: trials use 32; pass the batch size you train with"),
         (SAMPLES, {"batch_size": 16}, 16, 10, "an epoch has 10 samples, less than one batch of 16"),
         (SAMPLES, {"batch_size": np.int64(2)}, 2, 10, ""),
         (DataLoader(WithoutLength(), batch_size=2, sampler=range(4)), {}, 2, 4, ""),
         (AutoLoader(SAMPLES), {}, 1, 10, ""),
-        (ThreadLoader(SAMPLES), {}, 1, 10, "ThreadLoader has an __iter__ of its own"),
+        (ThreadLoader(SAMPLES), {}, 1, 10, "ThreadLoader has its own __iter__, which the trials do not run"),
         # a wrapper around one loader: webdataset's, Lightning's
-        (Pipeline(), {}, 5, 10, "data=Pipeline holds a DataLoader (pipeline[0]), which is what was tuned"),
+        (Pipeline(), {}, 5, 10, "data=Pipeline holds a DataLoader (pipeline[0]), which was tuned: apply the config"),
         (SimpleNamespace(_iterables={"a": HELD}), {}, 5, 10, "data=SimpleNamespace holds a DataLoader (_iterables['a'])"),
     ],
 )  # fmt: skip

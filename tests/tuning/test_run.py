@@ -53,8 +53,8 @@ def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why_n
         (data(), (None, 16, 32, 4), ""),
         (data(20), (None, 16, 4), ""),
         (data(Stream(100)), (None, 16, 32, 4), ""),
-        (data(batch_size=None), (None,), "the DataLoader does not make the batches"),
-        (data(1, batch_size=1), (None,), "an epoch of 1 samples has room for no other than 1"),
+        (data(batch_size=None), (None,), "the DataLoader has no batch_size; one with a batch_size would work"),
+        (data(1, batch_size=1), (None,), "an epoch of 1 samples has room for no other batch size than 1"),
     ],
     ids=["map-style", "a small epoch", "a stream", "no batches", "one sample"],
 )
@@ -137,8 +137,8 @@ def test_the_tightest_limits_of_all_ranks_hold_for_each():
 @pytest.mark.parametrize(
     ("best", "side", "row", "words"),
     [
-        ({"batch_size": 32}, TOLD, Caution.BATCH_SIZE, "from 8 to 32: tune the learning rate and its schedule again"),
-        ({"num_workers": 1, "in_order": False}, TOLD, Caution.OUT_OF_ORDER, "order differs from run to run"),
+        ({"batch_size": 32}, TOLD, Caution.BATCH_SIZE, "from 8 to 32: adjust the learning rate and its schedule"),
+        ({"num_workers": 1, "in_order": False}, TOLD, Caution.OUT_OF_ORDER, "order of batches differs between runs"),
         ({"num_workers": 1, "persistent_workers": True}, TOLD, Caution.EPOCH_NOT_SEEN, "set_epoch()"),
         ({"num_workers": 3}, DROPPING, Caution.FEWER_SAMPLES, "an epoch has fewer samples"),
         ({"num_workers": 1}, DROPPING, None, ""),

@@ -110,7 +110,7 @@ def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_left(storag
     assert len({*configs(found), running}) == len(configs(found)) + 1 > len(first) + 1
     assert [each.state.name for each in theirs.get_trials()].count("RUNNING") == 1
     # AND another job is refused by name
-    with pytest.raises(ValueError, match=r"has trials of another job .*; a study of its own for each job would work"):
+    with pytest.raises(ValueError, match=r"has trials of another job .*; a separate study for each job would work"):
         search_on(replace(FAST_STEP, batch_size=64), study=open_study(storage))
 
 

@@ -81,7 +81,7 @@ def test_a_ratio_holds_at_whatever_round_one_stops(noise):
         values = [[100.0 * math.exp(rng.gauss(0.0, noise)) for _ in "ab"] for _ in range(12)]
         seen = (Effects(rounds_of(values[:count])).ratio("a", "b") for count in range(2, 13))
         missed += any(not ratio.low <= 1.0 <= ratio.high for ratio in seen)
-    # THEN the interval misses the truth in no more than 5 % of all runs, at any of its rounds
+    # THEN the interval misses the truth in no more than 5% of all runs, at any of its rounds
     assert missed <= 0.05 * 400
 
 
@@ -97,7 +97,7 @@ def test_few_rounds_show_what_is_far_above_the_noise(count, ratio, told, share):
 
 
 def test_the_fastest_of_equal_ones_has_its_true_rate_in_its_interval():
-    # GIVEN five that are all as fast as 100, 3 % noise and four rounds; the fastest of these rounds is chosen
+    # GIVEN five that are all as fast as 100, 3% noise and four rounds; the fastest of these rounds is chosen
     rng, plain, selected = random.Random(0), 0, 0
     for _ in range(1500):
         rounds = [Round(rates={key: rng.gauss(100.0, 3.0) for key in "abcde"}) for _ in range(4)]

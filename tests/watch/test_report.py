@@ -21,7 +21,7 @@ SITE = Site(line=Line("/x/train.py", 15), dataset="Images", batch_size=8, is_shu
 
 
 def loader_of(workers=0, *, loop_cpu_s=0.001, queued_s=0.0, busy_s=5.0, **totals):
-    """500 batches of 8 in 10 s of one epoch; the loop waits 41 % of it, and a fetch takes 8.2 ms, 1 ms of it of CPU."""
+    """500 batches of 8 in 10 s of one epoch; the loop waits 41% of it, and a fetch takes 8.2 ms, 1 ms of it of CPU."""
     known = ScriptLoader(SITE, "train.py:15", LoaderConfig(num_workers=workers), lambda _: None)
     figures = {"epochs": 1, "batches": 500, "samples": 4000, "waited_s": 4.1, "started_s": 0.01, "stepped_s": 5.9}
     figures |= totals
@@ -53,7 +53,7 @@ RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
         (loader_of(2), 4, Bottleneck.STORAGE, RUN),
         (loader_of(2, queued_s=0.039, busy_s=39.0), 4, Bottleneck.CORES, None),
         (loader_of(loop_cpu_s=0.002, queued_s=0.005), 4, Bottleneck.CORES, None),
-        (loader_of(2, loop_cpu_s=0.008), 4, Bottleneck.HAND_OVER, RUN),
+        (loader_of(2, loop_cpu_s=0.008), 4, Bottleneck.TRANSFER, RUN),
         (loader_of(waited_s=0.04), 4, Bottleneck.STEP, None),
         (loader_of(batches=2), 4, Bottleneck.TOO_SHORT, None),
         (loader_of(stepped_s=0.0), 4, Bottleneck.NO_STEP, None),
@@ -91,7 +91,7 @@ DRAWN = f"""\
 autotune-loader run: 2 loaders in 61 s
 
 train.py:41  Images[1200], batches of 32, shuffled
-  190 batches in 5 epochs, 212 samples/s, the loop waits 12 % of its time
+  190 batches in 5 epochs, 212 samples/s, waits for data 12% of the time
   settings: num_workers=0
   now: num_workers=2, prefetch_factor=4: 1.83x (1.75x to 1.92x) as fast
   Bottleneck: CPU.
@@ -111,7 +111,7 @@ def test_a_report_says_what_was_changed_and_what_it_brought_and_hundreds_of_load
     assert str(found) == DRAWN
     text = str(ScriptReport(verb="watch", seconds=61.0, loaders=(CHANGED,) * 100))
     assert len(text.splitlines()) < 120
-    assert text.endswith("88 loaders more, each with less time; --json FILE has all of them.")
+    assert text.endswith("88 loaders more, each with less time; use --json FILE for all of them.")
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_what_processes_of_the_script_saw_is_told_and_judged_by_the_command(benc
     asked = ("watch", "-o", "loader.json", "--json", "report.json", "--fail-if-wait", "10%")
     code, printed, report = bench.command(*asked, "train.py", how, TMPDIR=str(temporary))
     (loader,) = json.loads((bench.folder / "report.json").read_text())["loaders"]
-    assert (code, printed, report.count("batches of 8"), "--fail-if-wait allows 10 %" in report) == (4, "", 1, True)
+    assert (code, printed, report.count("batches of 8"), "--fail-if-wait allows 10%" in report) == (4, "", 1, True)
     assert (loader["name"], loader["batches"], loader["processes"]) == (line, 10, processes)
     assert TuningResult.load(bench.folder / "loader.json").loaders == {line: loader["settings"]}
     assert [path.name for path in temporary.iterdir() if path.name.startswith("autotune")] == []
@@ -130,7 +130,7 @@ def test_a_script_that_is_ended_ends_as_without_us_and_what_was_seen_is_told(ben
     assert TuningResult.load(bench.folder / "o.json").best.num_workers == int(arguments[0])
 
 
-@pytest.mark.parametrize(("workers", "shards", "told"), [(4, 3, "1 of 4 workers delivered nothing."), (2, 2, None)])
+@pytest.mark.parametrize(("workers", "shards", "told"), [(4, 3, "1 of 4 workers delivered no batch."), (2, 2, None)])
 def test_workers_of_a_stream_that_have_nothing_to_deliver_are_told(bench, workers, shards, told):
     bench.write(SHARDS)
     _, found = bench.told("watch", "train.py", str(workers), str(shards))
@@ -152,7 +152,7 @@ def test_the_terminal_and_both_files_say_the_same(bench, verb):
     assert [each.sentence for each in result.advice] == [each["sentence"] for each in loader["advice"]]
     assert result.best.arguments() == loader["settings_now"] == result.loaders[loader["name"]]
     assert result.wait_share == pytest.approx(loader["wait_share"])
-    assert f"the loop waits {loader['wait_share'] * 100:.0f} % of its time" in block
+    assert f"waits for data {loader['wait_share'] * 100:.0f}% of the time" in block
     ratios = [each for each in (result.speedup, result.rate) if each is not None]
     assert all(each.low >= 0 or each.low == -math.inf for each in ratios)
 
@@ -174,7 +174,7 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     line = f"train.py:{line_of(bench.write(WAITS), 'MAIN')}"
     written = ("-o", "loader.json", "--json", "report.json", "--fail-if-wait", "10%")
     code, _, report = bench.command("watch", *written, "train.py", str(workers))
-    assert [first.partition(" the loop waits ")[0] for first in bench.first_lines] == [f"{line}:"]
+    assert [first.partition(" the training loop waits ")[0] for first in bench.first_lines] == [f"{line}:"]
     assert report.startswith("watch: 2 loaders in ")
     # AND the loader with most time comes first, with what it waits for and at most gains, and a command
     told = json.loads((bench.folder / "report.json").read_text())
@@ -183,8 +183,8 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     assert 0.6 < loader["wait_share"] < 0.95
     assert loader["bottleneck"]["gain"] == pytest.approx(loader["wait_share"] / (1 - loader["wait_share"]))
     assert f"autotune-loader {command}" in loader["advice"][0]["sentence"]
-    assert "1 batch: too few to say anything" in other["bottleneck"]["sentence"]
-    assert (code, "--fail-if-wait allows 10 %" in told["notes"][0]) == (4, True)
+    assert "1 batch: too few to tell anything" in other["bottleneck"]["sentence"]
+    assert (code, "--fail-if-wait allows 10%" in told["notes"][0]) == (4, True)
     result = TuningResult.load(bench.folder / "loader.json")
     assert (result.found_by, result.best.num_workers) == ("watch", workers)
     assert sorted(each["num_workers"] for each in result.loaders.values()) == [workers, 1]

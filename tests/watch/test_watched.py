@@ -243,7 +243,7 @@ def test_something_is_said_within_10_seconds_also_where_no_batch_has_come(capfd)
     with enable("watch") as enabled:
         enabled.session.first_line = FirstLine(enabled.session._say_so_far, seconds=0.2)
         list(DataLoader(NUMBERS, batch_size=24, collate_fn=one_by_one))
-    assert "the loop has waited 0 s for its first batch so far" in "".join(said)
+    assert "the training loop has waited 0 s for its first batch so far" in "".join(said)
 
 
 class FakeLoop:
@@ -286,7 +286,7 @@ def test_the_first_line_comes_after_50_batches_or_10_seconds_once(wait_s, step_s
     for _ in range(60):
         loop.batch(wait_s, step_s)
         said.append(list(loop.told))
-    assert said == [[]] * silent + [[f"the loop waits {share} % of its time"]] * (60 - silent)
+    assert said == [[]] * silent + [[f"the training loop waits for data {share}% of the time"]] * (60 - silent)
 
 
 def test_waiting_pauses_and_starts_of_epochs_are_told_apart():

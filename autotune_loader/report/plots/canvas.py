@@ -70,7 +70,7 @@ def picture(
         # A figure made without pyplot is unknown to IPython's inline backend.
         figure._repr_png_ = partial(png_bytes, figure)  # type: ignore[attr-defined, unused-ignore]
         axes = figure.add_subplot()
-        axes.set_title(title)
+        axes.set_title(title, wrap=True)
         if isinstance(content, str):
             axes.set_axis_off()
             axes.text(0.5, 0.5, content, ha="center", va="center", transform=axes.transAxes, color=GREY, wrap=True)

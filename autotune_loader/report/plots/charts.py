@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from autotune_loader.diagnosis.ranking import Standing, ranking
-from autotune_loader.diagnosis.units import rate_text, seconds_text, share_text
+from autotune_loader.diagnosis.units import counted, number_text, rate_text, ratio_text, seconds_text, share_text
 from autotune_loader.report.plots import canvas
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values import StageTime
 
-FAR_ABOVE = 1.6
-"""A ceiling this many times as high as the rest would press everything else flat onto the axis."""
+FAR = 1.6
+"""A ceiling this many times as high as the rest, or a failure as far to the right, would press everything else together."""
 MOST_ROWS = 10
 """Shorter stages than these are thin lines that nobody reads."""
+LONGEST_NAME = 36
+"""Of a function or its place, whose end tells most."""
 
 
 def plot_workers(result: TuningResult) -> canvas.Figure:
-    """Rates over workers: measured with intervals, predicted, failed, and the ceiling.
+    """Rates over workers: measured with intervals, chosen, failed, and the ceiling.
 
-    Of each number of workers the fastest configuration is shown: of those in the paired rounds, where one ran in them. Only
-    what ran is a point, and only neighbours are joined.
+    Only what ran is a point, one for each number of workers: the chosen configuration's, or else the fastest in the paired
+    rounds, or else the fastest of the search.
     """
     rows = ranking(result)
     content = partial(_draw, result, rows) if any(row.rate for row in rows) else "No configuration worked."
@@ -30,64 +32,63 @@ def plot_workers(result: TuningResult) -> canvas.Figure:
 
 
 def _draw(result: TuningResult, rows: tuple[Standing, ...], axes: canvas.Axes) -> None:
-    # Rows come with the rounds first and the fastest of each first: the first one of a number is shown.
+    # Rows come with the rounds first and the fastest of each first.
     shown: dict[int, Standing] = {}
-    for row in (row for row in rows if row.rate is not None):
+    for row in sorted((row for row in rows if row.rate), key=lambda row: not row.is_best):
         shown.setdefault(row.config.num_workers, row)
-    rates = {count: row.rate.value for count, row in shown.items() if row.rate is not None}
-    failed = {row.config.num_workers for row in rows if row.rate is None} - rates.keys()
+    rates = {count: row.rate.value for count, row in sorted(shown.items()) if row.rate}
     top = max(rates.values())
     _draw_ceiling(axes, result, top)
-    _draw_predicted(axes, result, rates, failed)
-    for count in rates:
-        if count + 1 in rates:
-            axes.plot([count, count + 1], [rates[count], rates[count + 1]], color=canvas.BLUE, linewidth=1.2)
+    axes.plot(list(rates), list(rates.values()), color=canvas.BLUE, linewidth=1.2)
     for source, fill, label in (
-        ("rounds", canvas.BLUE, "timed in turns, 95 %"),
-        ("search", "white", "timed once, 95 %"),
+        ("rounds", canvas.BLUE, "A/B rounds, 95%"),
+        ("search", "white", "single trial, 95%"),
     ):
-        of_source = {count: row for count, row in shown.items() if row.source == source}
+        of_source = [row for row in shown.values() if row.source == source]
         _draw_rates(axes, of_source, fmt="o", color=canvas.BLUE, markerfacecolor=fill, label=label)
-    own = {row.config.num_workers: row for row in rows if row.is_baseline and row.rate}
+    own, best = [row for row in rows if row.is_baseline], [row for row in rows if row.is_best]
     _draw_rates(axes, own, fmt="s", color=canvas.BLACK, markersize=8, zorder=5, label="before tuning")
-    best = {row.config.num_workers: row for row in rows if row.is_best and row.rate}
-    label = "not decided" if result.status == "undecided" else "chosen"
+    label = "so far" if result.status == "undecided" else "chosen"
     _draw_rates(axes, best, fmt="*", color=canvas.VERMILLION, markersize=15, zorder=5, label=label)
-    if failed:
-        axes.plot(
-            sorted(failed), [0.03 * top] * len(failed), "x", color=canvas.VERMILLION, markersize=8, label="failed"
-        )
+    if failed := sorted({row.config.num_workers for row in rows if row.rate is None} - rates.keys()):
+        near = [count for count in failed if count <= FAR * (1 + max(rates))]
+        label = f"failed: {', '.join(map(str, failed))} workers"
+        axes.plot(near, [0.03 * top] * len(near), "x", color=canvas.VERMILLION, markersize=8, label=label)
     axes.set(xlabel="worker processes", ylabel=result.rate_unit.replace("/s", " per second"))
-    axes.set_ylim(0, 1.12 * max(top, axes.dataLim.y1))
+    axes.set_ylim(0, 1.25 * max(top, axes.dataLim.y1))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == round(value) else f"{value:g}")
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)  # type: ignore[call-arg, unused-ignore]
+    for row in best:
+        _tell(axes, row, result)
+
+
+def _tell(axes: canvas.Axes, row: Standing, result: TuningResult) -> None:
+    """The chosen configuration's rate and speedup in words, above all that is drawn."""
+    if row.rate is None:
+        return
+    count = row.config.num_workers
+    words = f"{counted(count, 'worker')}: {number_text(row.rate.value)} {result.rate_unit}"
+    if result.speedup is not None:
+        words += f"\n{ratio_text(result.speedup)} as fast as before"
+    side, at = ("left", 0) if 2 * count <= sum(axes.get_xlim()) else ("right", 1)
+    line = {"arrowstyle": "-", "color": canvas.VERMILLION, "linewidth": 0.8, "relpos": (at, 0)}
+    look: dict[str, Any] = {"color": canvas.VERMILLION, "fontsize": 9, "ha": side, "va": "top", "arrowprops": line}
+    axes.annotate(words, (count, row.rate.value), (count, axes.get_ylim()[1]), **look)
 
 
 def _draw_ceiling(axes: canvas.Axes, result: TuningResult, top: float) -> None:
     if result.ceiling is None:
         return
-    if result.ceiling.value > FAR_ABOVE * top:
+    if result.ceiling.value > FAR * top:
         axes.plot([], [], " ", label=f"the step alone: {rate_text(result.ceiling.value)}, far above")
     else:
         dashed: dict[str, Any] = {"color": canvas.BLACK, "linewidth": 1.2, "linestyle": (0, (6, 3))}
         axes.axhline(result.ceiling.value, label="the step alone", **dashed)
 
 
-def _draw_predicted(axes: canvas.Axes, result: TuningResult, rates: Mapping[int, float], failed: set[int]) -> None:
-    """What is predicted up to the most workers that ran, and no further than what failed."""
-    if result.machine is None:
-        return
-    most = min([max(rates), *(count - 1 for count in failed)])
-    counts = range(most + 1)
-    asked = [result.best.with_workers(count) for count in counts]
-    predicted = [each.samples_per_s.value for each in result.predictions(asked)] if asked else []
-    ahead = f", prefetch {result.best.prefetch_factor}" if result.best.prefetch_factor else ""
-    axes.plot(list(counts), predicted, ":", color=canvas.PURPLE, linewidth=2, label=f"predicted{ahead}")
-
-
-def _draw_rates(axes: canvas.Axes, rows: Mapping[int, Standing], **look: Any) -> None:
+def _draw_rates(axes: canvas.Axes, rows: Sequence[Standing], **look: Any) -> None:
     """Rates with their intervals, where these tell anything."""
-    rates = {count: row.rate for count, row in rows.items() if row.rate is not None}
+    rates = {row.config.num_workers: row.rate for row in rows if row.rate is not None}
     if rates:
         below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates.values()]
         above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates.values()]
@@ -95,20 +96,28 @@ def _draw_rates(axes: canvas.Axes, rows: Mapping[int, Standing], **look: Any) ->
 
 
 def plot_stages(result: TuningResult) -> canvas.Figure:
-    """A bar for each stage: computing, and waiting beside it, in seconds of each sample; the longest stage on top."""
+    """A bar for each stage: its self time for each sample, computing and waiting beside it; the longest stage on top."""
     shown = result.stages[:MOST_ROWS][::-1]  # bars are drawn upwards
-    content = partial(_draw_stages, shown) if shown else "No burst with workers was watched."
+    content = partial(_draw_stages, shown) if shown else "No trial with workers was recorded."
     return canvas.picture("Where a sample's time goes in a worker", content, height=1.6 + 0.42 * max(3, len(shown)))
 
 
 def _draw_stages(stages: tuple[StageTime, ...], axes: canvas.Axes) -> None:
-    names = [each.stage for each in stages]
+    rows = range(len(stages))
     computing = [min(each.cpu_s, each.wall_s) * 1e3 for each in stages]
-    waiting = [max(0.0, each.wall_s - each.cpu_s) * 1e3 for each in stages]
-    axes.barh(names, computing, color=canvas.BLUE, label="computing")
+    waiting = [each.waited_s * 1e3 for each in stages]
+    axes.barh(rows, computing, color=canvas.BLUE, label="computing")
     if any(waiting):
-        axes.barh(names, waiting, left=computing, color=canvas.SKY, label="waiting, not for a core")
+        label = "waiting (I/O, a lock; in some sandboxes a core)"
+        axes.barh(rows, waiting, left=computing, color=canvas.SKY, label=label)
     for row, each in enumerate(stages):
-        text = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}  {each.where}"
+        text = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}"
         axes.text(each.wall_s * 1e3, row, text, va="center", fontsize=8, color=canvas.DARK_GREY)
-    axes.set(xlabel="milliseconds for each sample", xlim=(0, 2.2 * max(each.wall_s for each in stages) * 1e3))
+    axes.set_yticks(rows, [f"{_short(each.stage)}\n{_short(each.where)}" for each in stages], fontsize=8)
+    longest_s = max(each.wall_s for each in stages)
+    axes.set(xlabel="milliseconds of self time for each sample\n(without other stages that it calls)")
+    axes.set_xlim(0, 1.3 * longest_s * 1e3)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"

@@ -7,18 +7,21 @@ worker 1   fetch ██████ collate ▓ ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
-from autotune_loader.diagnosis.units import share_text
+from autotune_loader.diagnosis.units import counted, share_text
 from autotune_loader.report.plots import canvas
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, Measurement, after_first_of_each
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, Measurement
 
-MAX_BATCHES = 36
-"""Batches shown, the last of the burst: more cannot be told apart, and the first ones only show the start-up."""
-HAIRLINE = 0.002
-"""Waits below this share of the picture are hand-overs, not stalls, and would only be a hairline."""
+MAX_BATCHES = 10
+"""Batches shown, the last of the burst."""
+LEAST_NUMBERED = 0.016
+"""A bar that takes less of the width has no room for its batch's number."""
+PALE = 0.35
+"""Bars of earlier batches."""
 _COLOURS = {  # with the legend's words; in the order of drawing
     "wait": (canvas.ORANGE, "training loop waits"),
     "step": (canvas.BLUE, "training step"),
@@ -29,7 +32,10 @@ _COLOURS = {  # with the legend's words; in the order of drawing
 
 
 def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figure:
-    """What each process did over the last batches of one burst; gaps between a worker's bars are idle time.
+    """What each process did for the last batches of one burst; gaps between a worker's bars are idle time.
+
+    Bars of one batch have its number where there is room; those of earlier batches are pale. Workers that made none of the
+    batches are left out.
 
     Args:
         result: as `tune()` returned it; traces are not saved.
@@ -39,62 +45,59 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> canvas.Figu
         ValueError: there is no such trial, it failed, or the result was loaded: a file has no single batches.
     """
     config, measurement = _burst(result, trial)
-    waits = f"The training loop waits {share_text(measurement.wait_share)} of the time"
-    workers = sorted({trace.worker for trace in measurement.traces} - {MAIN_PROCESS})
+    shown = measurement.traces[-MAX_BATCHES:]
+    waited_s = sum(trace.wait_s for trace in shown)
+    waits = share_text(waited_s / (waited_s + sum(trace.step_s for trace in shown)))
+    title = f"The last {counted(len(shown), 'batch')} of a trial: {config}\nThe training loop waits {waits} of the time shown"
+    reported = share_text((result.measurement_of(config) or measurement).wait_share)
+    rows = {worker: row for row, worker in enumerate(sorted({MAIN_PROCESS, *(trace.worker for trace in shown)}))}
     return canvas.picture(
-        f"The last batches of a burst: {config}\n{waits}",
-        partial(_draw, measurement.traces, workers),
+        title if waits == reported else f"{title} ({reported} over whole trials)",
+        partial(_draw, measurement.traces, rows),
         width=9.0,
-        height=1.8 + 0.36 * (1 + len(workers)),
-        legend_columns=4,
+        height=1.8 + 0.36 * len(rows),
+        legend_columns=5,
     )
 
 
-def _draw(traces: Sequence[BatchTrace], workers: Sequence[int], axes: canvas.Axes) -> None:
-    """A row for the loop and one for each worker. Without workers the loop fetches: those bars lie on its wait.
-
-    A burst ends with batches under way that were never delivered and left no trace: the picture ends before the first of
-    them began, which is not before the end of any worker's last batch that was delivered. Where all that was
-    delivered was made before the loop asked for any of it, the whole burst is shown, with the filling of its queues.
-    """
-    last_seen = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
-    start, end = min(trace.fetch_start for trace in traces), min([traces[-1].step_end, *last_seen.values()])
-    later = after_first_of_each(traces) or traces  # the first show the start-up
-    if shown := [trace.requested for trace in later if trace.requested < end][-MAX_BATCHES:]:
-        start = shown[0]
-    else:
-        end = traces[-1].step_end
-    rows = {worker: row for row, worker in enumerate((MAIN_PROCESS, *workers))}
+def _draw(traces: Sequence[BatchTrace], rows: Mapping[int, int], axes: canvas.Axes) -> None:
+    """A row for the loop and one for each worker. Without workers the loop fetches: those bars lie on its wait."""
+    shown = traces[-MAX_BATCHES:]
+    start, end = min(min(trace.fetch_start, trace.requested) for trace in shown), shown[-1].step_end
     for activity, (colour, label) in _COLOURS.items():
-        least_s = HAIRLINE * (end - start) if activity == "wait" else 0.0
-        spans = [(w, max(begun, start), min(ended, end)) for w, begun, ended in _spans(traces, activity, last_seen)]
-        bars = [(worker, begun, ended - begun) for worker, begun, ended in spans if ended - begun > least_s]
-        for worker, begun, length in bars:
+        is_numbered = activity in ("step", "fetch") or (activity == "wait" and len(rows) > 1)
+        bars = [span for span in _spans(traces, activity) if span[1] in rows and start < span[3] and span[2] < end]
+        for number, worker, begun, ended in bars:
+            row, length, alpha = rows[worker], ended - begun, 1 if number > 0 else PALE
             height = 0.4 if worker == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72
-            axes.barh(rows[worker], length, height, left=begun - start, color=colour, edgecolor="white", linewidth=0.4)
+            place: dict[str, Any] = {"left": begun - start, "edgecolor": "white", "linewidth": 0.4}
+            axes.barh(row, length, height, color=colour, alpha=alpha, **place)
+            if is_numbered and number > 0 and length > LEAST_NUMBERED * (end - start):
+                ink = "white" if activity == "step" else "black"
+                axes.text(begun - start + length / 2, row, str(number), color=ink, ha="center", va="center", fontsize=7)
         if bars:
             axes.barh(0, 0, color=colour, label=label)
-    axes.set_yticks(list(rows.values()), ["training loop", *(f"worker {worker}" for worker in workers)])
+    names = ["training loop" if worker == MAIN_PROCESS else f"worker {worker}" for worker in rows]
+    axes.set_yticks(list(rows.values()), names)
     axes.set(xlabel="seconds", xlim=(0, end - start), ylim=(len(rows) - 0.5, -0.5))
     axes.grid(axis="y", visible=False)
 
 
-def _spans(
-    traces: Sequence[BatchTrace], activity: str, last_seen: dict[int, float]
-) -> Iterator[tuple[int, float, float]]:
-    """(process, begin, end) of everything of this kind that the traces tell."""
+def _spans(traces: Sequence[BatchTrace], activity: str) -> Iterator[tuple[int, int, float, float]]:
+    """(number, process, begin, end) of everything of this kind that the traces tell; the first batch shown has number 1."""
     if activity == "unseen":
-        yield MAIN_PROCESS, min(trace.fetch_start for trace in traces), traces[0].requested
-        yield from ((worker, seen_until, traces[-1].step_end) for worker, seen_until in last_seen.items())
+        yield 1, MAIN_PROCESS, min(trace.fetch_start for trace in traces), traces[0].requested
+        last_seen = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
+        yield from ((1, worker, seen_until, traces[-1].step_end) for worker, seen_until in last_seen.items())
         return
-    for trace in traces:
+    for number, trace in enumerate(traces, 1 - max(0, len(traces) - MAX_BATCHES)):
         spans = {
             "wait": (MAIN_PROCESS, trace.requested, trace.received),
             "step": (MAIN_PROCESS, trace.received, trace.step_end),
             "fetch": (trace.worker, trace.fetch_start, trace.fetch_end),
             "collate": (trace.worker, trace.fetch_end, trace.collate_end),
         }
-        yield spans[activity]
+        yield number, *spans[activity]
 
 
 def _burst(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Measurement]:
@@ -103,7 +106,7 @@ def _burst(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Meas
     traced = {number: burst for number, burst in traced.items() if burst[1].traces}
     if not traced:
         raise ValueError(
-            "plot_timeline() needs the single batches of a burst, which loader.json does not hold; the result that tune() "
+            "plot_timeline() needs the single batches of a trial, which loader.json does not have; the result that tune() "
             "returned, in the process that tuned, would work"
         )
     if number is not None and number not in traced:

@@ -1,7 +1,4 @@
-"""A real training job in small: JPEG files on disk, decoded and augmented with Pillow and numpy, and a CNN.
-
-`autotune-loader demo` tunes it, and `examples/train.py` is a plain script that trains on it.
-"""
+"""A training job on the local disk: JPEG files, decoded and augmented with Pillow and numpy, and a small CNN."""
 
 from __future__ import annotations
 
@@ -10,22 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from autotune_loader.values import MissingExtraError
-
-try:
-    from PIL import Image
-except ImportError as error:
-    raise MissingExtraError("the demo", "Pillow") from error
 BATCH_SIZE, CLASSES, CROP = 32, 10, 160  # small enough that an epoch takes seconds on two cores
 # Mean and deviation of each colour, as ImageNet training pipelines have them.
 MEAN, STD = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224, 0.225], np.float32)
 
 
 def cache_folder() -> Path:
-    """Where the demo keeps its pictures between runs; the number changes when the pictures do."""
+    """Where the pictures are kept between runs; the number changes when they do."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "autotune-loader" / "demo-jpegs-2"
 
@@ -91,9 +83,3 @@ class SmallCnn(nn.Module):
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
         return self.layers(pictures)  # type: ignore[no-any-return]  # Sequential's call is typed Any
-
-
-def job() -> tuple[DataLoader[tuple[torch.Tensor, int]], SmallCnn]:
-    """What `autotune-loader demo` tunes: a loader and a model, for `tune(*job())`."""
-    make_jpegs(cache_folder())
-    return DataLoader(JpegFolder(cache_folder()), batch_size=BATCH_SIZE, shuffle=True), SmallCnn()

@@ -1,7 +1,7 @@
-"""Is a batch handed over faster than by DataLoader with as many workers? In turns, in one process; the loop reads each batch.
+"""Does AutoLoader transfer a batch faster than DataLoader with as many workers? Interleaved; the loop reads each batch.
 
-python -m studies.live.handing_over                    # about five minutes
-python -m studies.live.handing_over --rounds 9 --only images
+python -m studies.live.transfer                    # about seven minutes
+python -m studies.live.transfer --rounds 9 --only images
 """
 
 from __future__ import annotations
@@ -109,23 +109,26 @@ def main() -> int:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     torch.set_num_threads(1)
-    print("| batches of | workers | DataLoader, batches/s | AutoLoader, times as fast: median (least to most) | bar |")
-    print("|---|---|---|---|---|")
+    print("| batches of | workers | DataLoader, 0 workers | DataLoader | AutoLoader | ratio, median (range) | bar |")
+    print("|---|---|---|---|---|---|---|")
     for name, kind in KINDS.items():
         if options.only not in name:
             continue
-        data, rates = Items(kind.get, 10_000_000), {DataLoader: list[float](), AutoLoader: list[float]()}
-        for number in range(options.rounds):
-            for make in list(rates) if number % 2 else list(rates)[::-1]:
-                own = {"tune": False, **kind.ours} if make is AutoLoader else {}
-                loader = make(data, batch_size=kind.size, num_workers=kind.workers, **kind.both, **own)
-                rates[make].append(rate(loader, options.seconds))
-        ratios = [ours / plain for plain, ours in zip(*rates.values(), strict=True)]
-        told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(
-            f"| {name} | {kind.workers} | {statistics.median(rates[DataLoader]):.0f} | {told} | {kind.bar:g} |",
-            flush=True,
+        data, rates = (
+            Items(kind.get, 10_000_000),
+            {"none": list[float](), "plain": list[float](), "ours": list[float]()},
         )
+        for number in range(options.rounds):
+            for which in list(rates) if number % 2 else list(rates)[::-1]:
+                make = AutoLoader if which == "ours" else DataLoader
+                own = {"tune": False, **kind.ours} if which == "ours" else {}
+                workers = 0 if which == "none" else kind.workers
+                loader = make(data, batch_size=kind.size, num_workers=workers, **kind.both, **own)
+                rates[which].append(rate(loader, options.seconds))
+        ratios = [ours / plain for ours, plain in zip(rates["ours"], rates["plain"], strict=True)]
+        none, plain, ours = (f"{statistics.median(each):,.0f}/s" for each in rates.values())
+        told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"| {name} | {kind.workers} | {none} | {plain} | {ours} | {told} | {kind.bar:g} |", flush=True)
     return 0
 
 
