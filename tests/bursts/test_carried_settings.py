@@ -71,8 +71,8 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.process
 def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result_lists_them(module, monkeypatch):
     module.ROOT = "/data"
-    listed = "The bursts run with what this process has set in modules: settings_of_a_job.ROOT='/data'."
-    assert [note for note in run(workload(module.Rows()))[0].notes if "has set" in note] == [listed]
+    listed = "The trials run with values that this process set in modules: settings_of_a_job.ROOT='/data'."
+    assert [note for note in run(workload(module.Rows()))[0].notes if "process set" in note] == [listed]
     monkeypatch.setattr(sys, "argv", ["train.py", "--patch", "32"])
     set_torch({"float32_matmul_precision": "high"})
     vars(module).update(limit=3, _private=7, names=["a", "b"], table={"x": 1, "y": 2})

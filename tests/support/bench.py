@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 HARD_DEADLINE_S = 100
-FIRST_LINE = re.compile(r"\nautotune-loader \w+: (\S+: the loop waits [^\n]*)\n")
+FIRST_LINE = re.compile(r"\nautotune-loader \w+: (\S+: the training loop waits [^\n]*)\n")
 COMMAND = "import sys\nfrom autotune_loader.cli import main\nsys.exit(main())"
 
 
