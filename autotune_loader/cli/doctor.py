@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import textwrap
 from collections.abc import Iterator
@@ -79,17 +80,44 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
 
 
 def gpus_text() -> str:
-    """The devices that torch sees; where it cannot tell, why."""
-    import torch
+    """The devices that CUDA shows, as NVML tells of them without opening CUDA; where it does not tell, why.
+
+    Without a mask they are in the order of the bus, where CUDA has the fastest first.
+    """
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return "not told of: nvidia-ml-py is not installed"
 
     from autotune_loader.diagnosis.units import bytes_text
 
+    def ask(function: Any, gpu: Any) -> Any:
+        """What NVML answers, or why it does not: no permission; or a call that WSL2 or a Jetson does not have."""
+        try:
+            return gpu if isinstance(gpu, nvml.NVMLError) else function(gpu)
+        except nvml.NVMLError as error:
+            return error
+
     try:
-        seen = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
-    except (RuntimeError, AssertionError) as error:
-        return f"none that torch can open ({str(error).partition(chr(10))[0]})"
-    shown = (f"cuda:{at} {each.name} ({bytes_text(each.total_memory)})" for at, each in enumerate(seen))
-    return ", ".join(shown) or "none that torch sees"
+        nvml.nvmlInit()
+        known = {str(at): ask(nvml.nvmlDeviceGetHandleByIndex, at) for at in range(nvml.nvmlDeviceGetCount())}
+    except nvml.NVMLError as error:
+        return f"none that NVML shows ({error})"
+    if not known:
+        return "none"
+    mask, shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)), list[str]()
+    known |= {str(ask(nvml.nvmlDeviceGetUUID, gpu)): gpu for gpu in known.values()}
+    for entry in map(str.strip, mask.split(",")):
+        if entry.startswith("MIG-"):
+            known[entry] = ask(nvml.nvmlDeviceGetHandleByUUID, entry.encode())
+        named = [entry] if entry in known else [each for each in known if entry and each.startswith(entry)]
+        if len(named) != 1:  # CUDA reads no further
+            return ", ".join([*shown, f"none for {entry!r} of CUDA_VISIBLE_DEVICES={mask}"])
+        gpu = known[named[0]]
+        name, memory = ask(nvml.nvmlDeviceGetName, gpu), ask(nvml.nvmlDeviceGetMemoryInfo, gpu)
+        size = memory if isinstance(memory, nvml.NVMLError) else bytes_text(memory.total)
+        shown.append(f"cuda:{len(shown)} {'not told of' if name is memory else name} ({size})")
+    return ", ".join(shown)
 
 
 def _versions() -> str:
