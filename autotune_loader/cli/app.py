@@ -25,24 +25,24 @@ OF_STATUS = {"fallback": NOTHING_WORKED, "partial": INTERRUPTED}
 HELP = """\
 usage: autotune-loader COMMAND ...
 
-Find the fewest DataLoader workers that keep a training loop fed, and measure
-what they bring. Each command has a --help of its own:
+Find the PyTorch DataLoader settings that keep a training loop fed, and measure
+the speedup. Each command has its own --help:
 
-  autotune-loader watch train.py --epochs 3   what its loaders cost
-  autotune-loader run --workers train.py      tune them while it trains
-  autotune-loader tune train.py:make_loader   tune before the training
-  autotune-loader show loader.json            what was found
-  autotune-loader doctor                      what this machine allows
-  autotune-loader demo                        a small real job
+  autotune-loader watch train.py --epochs 3   how long it waits for data
+  autotune-loader run --workers train.py      tune during training
+  autotune-loader tune train.py:make_loader   tune before training
+  autotune-loader show loader.json            print a result
+  autotune-loader doctor                      limits, GPUs and versions
+  autotune-loader demo                        tune a small training job
   autotune-loader --version
 
 Exit codes:
     0  fine
     2  bad input
-    3  nothing worked; loader.json holds torch's defaults
-    4  the loop waited for longer than --fail-if-wait allows
+    3  no setting worked; loader.json has PyTorch's defaults
+    4  the training loop waits longer than --fail-if-wait allows
   130  interrupted; the best so far is written
-A script that is run ends with its own exit code."""
+Under watch and run, the exit code is that of the script."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,10 +29,10 @@ _SHM_FIX = "docker run --shm-size=2g (or --ipc=host); in Kubernetes an emptyDir 
 
 @Command("doctor")
 def doctor_command() -> None:
-    """Print limits, GPUs and versions, fit for a bug report.
+    """Print limits, GPUs and versions, for example for a bug report.
 
-    Each limit is named with its source; LOW marks one that is too low for a
-    DataLoader, and the next line says what to do.
+    Each limit has its source. LOW marks a limit that is too low for a
+    DataLoader; the next line says how to raise it.
 
     Example:
       autotune-loader doctor

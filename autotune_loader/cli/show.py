@@ -11,11 +11,11 @@ from autotune_loader.values import require_writable
 @Command(
     "show",
     option("path", metavar="LOADER.JSON", nargs="?", default="loader.json", help="The file.  [default: loader.json]"),
-    option("--code", dest="as_code", action="store_true", help="Print Python for your training script instead."),
-    option("--html", dest="page", metavar="FILE", help="Write a page with pictures here instead."),
+    option("--code", dest="as_code", action="store_true", help="Print Python code for your training script."),
+    option("--html", dest="page", metavar="FILE", help="Write an HTML page with pictures here."),
 )
 def show_command(path: str, as_code: bool, page: str | None) -> None:
-    """Print a loader.json, and whether this machine matches it.
+    """Print a loader.json, and whether it fits this machine.
 
     Examples:
       autotune-loader show loader.json
@@ -30,7 +30,7 @@ def show_command(path: str, as_code: bool, page: str | None) -> None:
     elif page is None:
         print(result.report())
         if result.machine is not None:
-            print("\n".join(["", *(result.differences() or ["This machine is the same in all that matters."])]))
+            print("\n".join(["", *(result.differences() or ["This machine matches the one that was tuned."])]))
     else:
         require_writable("--html", page, "report.html")
         result.save_html(page)

@@ -21,29 +21,29 @@ from autotune_loader.cli.parser import PROGRAM, Command, count, option
 
 _EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
 _ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
-_ALLOW = f"Search this too, though it changes training: {', '.join(_ALLOWED)}. Repeatable."
-_LATENCY = "Milliseconds of a request.  [default: 20]"
-_BUDGET = "Most wall time for bursts, such as 60s or 3m.  [default: {}]"
+_ALLOW = f"Search this, too, although it changes training: {', '.join(_ALLOWED)}. Repeatable."
+_LATENCY = "Milliseconds per request.  [default: 20]"
+_BUDGET = "Most wall time for trials, such as 60s or 3m.  [default: {}]"
 
 
 @Command(
     "tune",
     option("factory", metavar="MODULE:FUNCTION", help="package.module:function or path/to/file.py:function"),
-    option("-o", "--output", metavar="FILE", help="Write it here.  [default: loader.json]"),
+    option("-o", "--output", metavar="FILE", help="Write the settings here.  [default: loader.json]"),
     option("--budget", metavar="TIME", help=_BUDGET.format("60s")),
     option("--max-workers", metavar="N", type=partial(count, least=0), help="At most this many workers."),
     option("--allow", metavar="WHAT", action="append", choices=_ALLOWED, help=_ALLOW),
-    option("--storage", metavar="PLACE", help="Keep the Optuna study here: a file, or the URL of a database."),
-    option("--json", dest="as_json", action="store_true", help="Print nothing on stdout but what loader.json has."),
-    option("--quiet", action="store_true", help="No progress."),
+    option("--storage", metavar="PLACE", help="Store the Optuna study here: a file, or the URL of a database."),
+    option("--json", dest="as_json", action="store_true", help="Print only the contents of loader.json on stdout."),
+    option("--quiet", action="store_true", help="Print no progress."),
     script="train.py:make_loader --",
 )
 def tune_command(factory: str, arguments: Sequence[str], as_json: bool, quiet: bool, **options: Any) -> str:
-    """Tune the loader that a function of yours makes.
+    """Tune the DataLoader that a function of your script returns.
 
     The function takes no arguments and returns a dataset, a DataLoader, a tuple
-    (dataset, model), or a dict of arguments for tune(). Options given here win
-    over it. What follows -- is the command line that the script reads.
+    (data, model), or a dict of arguments for tune(). Options given here override
+    it. Arguments after -- are the command line that the script sees.
 
     Examples:
       autotune-loader tune train.py:make_loader
@@ -76,11 +76,11 @@ def tune_command(factory: str, arguments: Sequence[str], as_json: bool, quiet: b
     option("--budget", metavar="TIME", default="45s", help=_BUDGET.format("45s")),
 )
 def demo_command(latency: int, budget: str) -> int:
-    """Watch a small real training job, tune it, and train with the result.
+    """Watch a small training job, tune it, and train with the result.
 
     A small CNN trains on 1,200 JPEG files from a simulated object store: a local
     HTTP server that answers each request after 20 ms. --latency 0 reads them from
-    the local disk. All files lie in a temporary folder, which is gone afterwards.
+    the local disk. All files are temporary.
 
     Examples:
       autotune-loader demo

@@ -26,15 +26,20 @@ def _share(text: str) -> float:
     return share
 
 
-_WAITING = "Exit with 4 if the loop waits for data more than this share of its time, such as 10%%."
+_WAITING = "Exit with 4 if training waits for data more than this share of the time, such as 10%%."
 _OF_SCRIPTS = (
     option("script", metavar="SCRIPT", nargs=PARSER, help="The script, and its own arguments."),
     option("-m", dest="is_module", action="store_true", help="SCRIPT is a module name, as in python -m."),
-    option("-o", "--output", metavar="FILE", help="Write loader.json here at the end, and with every gain under run."),
-    option("--json", dest="report", metavar="FILE", help="Write the report here as JSON at the end."),
+    option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Write loader.json here at the end; run also while it tunes.",
+    ),
+    option("--json", dest="report", metavar="FILE", help="Write the report here as JSON."),
     option("--fail-if-wait", dest="most_waiting", type=_share, metavar="SHARE", help=_WAITING),
 )
-_WORKERS = "Loaders with num_workers=0 may have workers: their data may be read from there."
+_WORKERS = "Allow workers for loaders with num_workers=0: their data may be read from other processes."
 
 
 @Command("watch", *_OF_SCRIPTS, script="train.py")
@@ -43,9 +48,9 @@ def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _La
 
     Batches, random numbers and weights are bit for bit those of python SCRIPT.
     The first line comes within 10 s, the report at the end, on stderr: one
-    block for each DataLoader, by the line that makes it, also for those of
-    processes that the script starts. SIGTERM ends the script as ever, after the
-    report.
+    block per DataLoader, named by the line that creates it, also for processes
+    that the script starts. After SIGTERM the report is written before the
+    script ends.
 
     Examples:
       autotune-loader watch train.py --epochs 3
@@ -60,20 +65,16 @@ def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _La
     *_OF_SCRIPTS,
     option("--workers", action="store_true", help=_WORKERS),
     option("--start-with", metavar="FILE", help="Start with the settings of this loader.json."),
-    option(
-        "--max-workers", metavar="N", type=partial(count, least=1), help="At most this many workers of each loader."
-    ),
+    option("--max-workers", metavar="N", type=partial(count, least=1), help="At most this many workers per loader."),
     script="train.py",
 )
 def run_command(script: Sequence[str], is_module: bool, **options: Any) -> _Launch:
     """Run a script unchanged and tune its DataLoaders while it runs.
 
-    Each loader gives the batches that DataLoader gives with the same arguments:
-    the same indices in the same order, each once. Its workers are torch's: they
-    see the dataset as it was when they began, live as long as DataLoader's do,
-    and whatever they do besides samples they do as there. Only their number
-    changes; random augmentations are drawn by batch. A loader with
-    num_workers=0 is torch's own unless you say --workers.
+    Each loader returns the batches of DataLoader with the same arguments: the
+    same indices in the same order, each once. Its workers are PyTorch's; only
+    their number changes, and random augmentations are seeded per batch. A
+    loader with num_workers=0 does not change without --workers.
 
     Examples:
       autotune-loader run --workers -o loader.json train.py --epochs 90
