@@ -74,6 +74,7 @@ def test_the_users_own_loader_comes_back_or_one_is_made_of_its_parts_with_the_se
     assert name in DRAWN or str(again) == str(expected)
 
 
+@pytest.mark.filterwarnings("ignore:pin memory device is set")  # by torch 2.6
 def test_what_torch_takes_with_workers_only_is_left_out_where_there_are_none():
     of_workers = {"timeout": 9, "prefetch_factor": 5, "persistent_workers": True, "multiprocessing_context": "spawn"}
     own = DataLoader(DATA, batch_size=4, num_workers=1, pin_memory_device="meta", **of_workers)
