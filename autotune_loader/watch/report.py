@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -179,7 +178,6 @@ def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict
         result = main.told.result
     return replace(
         result,
-        rate=_above_zero(result.rate),
         batch_size=main.site.batch_size,
         wait_share=report.wait_share,
         seconds=round(report.seconds, 3),
@@ -187,11 +185,6 @@ def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict
         advice=report.advice,
         loaders=loaders,
     )
-
-
-def _above_zero(rate: Any) -> Any:
-    """No rate is below zero, however few were measured."""
-    return rate if rate is None or not -math.inf < rate.low < 0 else replace(rate, low=0.0)
 
 
 def _written(path: str, write: Callable[[str], None]) -> str:

@@ -138,7 +138,7 @@ COMPARED = Comparison(
 COMPARISON = """\
         samples/s  times as fast           wait  workers   memory  bottleneck
 ─────────────────────────────────────────────────────────────────────────────
-now           402  1                       12 %        0  640 MiB  cpu
+now           401  1                       12 %        0  640 MiB  cpu
 cached      1,203  3.00x (2.76x to 3.26x)  12 %        2  640 MiB  cpu
 broken     failed                                      1
 
