@@ -287,8 +287,8 @@ class Tuner:
             is_long = found[best].batch_s > SLOW_BATCH_S and gain.count > 1 and gain.value < 1 + 2 * TOLERANCE
             if verdict is None and (is_long or (gain.value < 1 and not self.may(RISK * BLOCK_S))):
                 verdict = False
-        if config == self.asked:
-            self.gain = Interval(value=1 / gain.value, low=1 / gain.high, high=1 / gain.low, count=gain.count)
+        if config == self.asked and gain.count > 1:
+            self.gain = Effects(rounds).ratio(best, config)
         over_asked = gain if best == self.asked else self.gain and _product(self.gain, gain)
         if verdict and (config == self.asked or over_asked is None or over_asked.value > 1 - TOLERANCE):
             self.best, self.gain = config, None if config == self.asked else over_asked
