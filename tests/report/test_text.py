@@ -58,6 +58,7 @@ def test_draws_the_table_with_a_legend_of_the_marks_that_occur():
     assert configurations_of(worked).splitlines()[-1] == "> chosen  b before tuning"
 
 
+TRIES = {"best": NONE, "status": "partial", "found_by": "autoloader"}
 DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS(), "rate": None, "speedup": None}
 
 
@@ -72,6 +73,15 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         ({"trials": ()}, "No configuration was tried."),
         ({"status": "fallback"}, "No configuration worked; torch's defaults are given as a fallback."),
         ({"status": "partial"}, "This is the best so far."),
+        ({**TRIES, "trials": ()}, "0 workers so far; nothing else has been measured yet."),
+        ({**TRIES, "found_by": "watch", "trials": ()}, "0 workers so far; nothing else has been measured yet."),
+        (TRIES, "3 workers, prefetch 2, pinned so far, 3.0x the rate of 0 workers; not settled yet."),
+        ({**TRIES, "best": ONE}, "3 workers, prefetch 2, pinned so far, 3.0x the rate of 0 workers; not settled yet."),
+        (
+            {**TRIES, "best": TWO},
+            "2.99x (2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 paired rounds. This is the",
+        ),
+        ({**TRIES, "trials": (TRIED[0], ran(ONE, 300.0))}, "(1,068 to 1,322). This is the best so far."),
         ({"best": NONE}, "Keep 0 workers, which you have: 1,195 samples/s (1,068 to 1,322). Nothing that"),
         ({"speedup": ratio(1.13, 0.85, 1.51)}, "Keep your settings if memory matters."),
         ({"speedup": ratio(0.99, 0.95, 1.02)}, "Keep your settings if memory matters."),
