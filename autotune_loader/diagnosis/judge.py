@@ -143,7 +143,7 @@ def source_of(measured: Measurement, data: DataSide, machine: Machine) -> Findin
     if sample is None:
         return None
     if sample < FROM_MEMORY_BYTES:
-        return Source.MEMORY()
+        return Source.NOT_STORAGE()
     whole = None if samples is None else round(sample * samples)
     fits = None if whole is None else machine.holds(whole)
     row = Source.STORAGE if fits is None else Source.STORAGE_AT_FIRST if fits else Source.STORAGE_ALWAYS

@@ -198,7 +198,7 @@ class Caution(Table):
 class Source(Table):
     """Where bursts had their samples from, and where training will have them from."""
 
-    MEMORY = "Bursts had their samples from memory. Training has, too, unless something else fills it first."
+    NOT_STORAGE = "Bursts read nothing from storage: their samples were in memory, or came over a network."
     STORAGE = "Bursts read {sample:bytes} per sample from storage."
     STORAGE_ALWAYS = (
         "Bursts read {sample:bytes} per sample from storage. Training will, too: the data, about {data:bytes}, do not fit "

@@ -117,7 +117,7 @@ def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed():
     ("sample", "samples", "fits", "told"),
     [
         (None, 10, True, None),
-        (0.0, 10, True, Source.MEMORY()),
+        (0.0, 10, True, Source.NOT_STORAGE()),
         (1e5, None, True, Source.STORAGE(sample=1e5)),
         (1e5, 10, None, Source.STORAGE(sample=1e5)),
         (1e5, 10, True, Source.STORAGE_AT_FIRST(sample=1e5, data=10**6)),
