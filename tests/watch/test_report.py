@@ -58,7 +58,8 @@ RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
         (loader_of(batches=2), 4, Bottleneck.TOO_SHORT, None),
         (loader_of(stepped_s=0.0), 4, Bottleneck.NO_STEP, None),
         (loader_of(waited_s=0.3, stepped_s=0.1), 4, Bottleneck.IN_MEMORY, None),
-        (loader_of(started_s=2.0, epochs=10), 4, Bottleneck.START_UP, None),
+        (loader_of(started_s=2.5, epochs=10), 4, Bottleneck.START_UP, None),
+        (loader_of(started_s=1.5, epochs=10), 4, Bottleneck.STORAGE, RUN_WITH_WORKERS),
     ],
 )
 def test_the_command_that_tries_more_is_named_where_it_could_pay(monkeypatch, known, cores, bottleneck, command):
