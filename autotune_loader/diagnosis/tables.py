@@ -100,11 +100,8 @@ class Advice(Table):
     WITHOUT_WORKERS = "Try num_workers=0: receiving a batch from a worker takes longer than fetching it."
     KEEP_ITERATOR = "Call iter(loader) once an epoch: next(iter(loader)) begins an epoch for each batch."
     BATCHED_FETCH = "Fetch a whole batch at once, by __getitems__(indices): a sample takes only {sample:seconds}."
-    RUN = "`autotune-loader run {script}` tries other settings."
-    RUN_WITH_WORKERS = (
-        "`autotune-loader run --workers {script}` tries workers (safe if the dataset works with num_workers=2)."
-    )
-    TRAIN_LONGER = "Train for longer: the script ended before it was known what other settings bring."
+    RUN = "`{command}` tries other settings."
+    RUN_WITH_WORKERS = "`{command}` tries workers (safe if the dataset works with num_workers=2)."
 
 
 class Choice(Table):
@@ -149,7 +146,9 @@ class Ended(Table):
 class Kept(Table):
     """Why the number of workers stays what was asked for."""
 
-    NO_CONSENT = "num_workers=0 was asked for, so no worker is used; without it, or with `run --workers`, they may be."
+    NO_CONSENT = (
+        "num_workers is 0, so no worker is used: AutoLoader without num_workers=0, or `run --workers`, may use some."
+    )
     FROZEN = "tune=False was asked for."
     OWN_ITERATOR = "{kind} makes iterators of its own."
     NOT_TUNED = "AutoLoader cannot tune it: {error}"
@@ -164,7 +163,7 @@ class Kept(Table):
     NOT_WAITING = "The loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try anything."
     NOT_FASTER = "No other number of workers was shown to be faster."
-    NOT_SETTLED = "Other numbers of workers are being tried."
+    NOT_SETTLED = "Other numbers of workers were still being tried."
     SAMPLES_DIFFER = "Batch {batch} of a worker was not the loop's own ({what}): samples depend on who makes them."
     WORKER_ERROR = "A worker raised what the loop does not: {error}"
     WORKERS_LOST = "Workers ended again and again: {error}"
