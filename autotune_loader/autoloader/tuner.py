@@ -207,7 +207,7 @@ class Tuner:
                 logger.info("settled on %s after %.0f s of training", self.best, active_s)
                 self._up_s, self._up_at, self._known_wait = LOOK_S, active_s, 0.0
                 self._proof_at = active_s + PAIR_EVERY_S
-            self.is_trying = False
+            self.is_trying = self.best not in (before, self.asked)  # the next look tells whether still more may help
             seen = yield Measure(self.best, LOOK_S, GATE_BATCHES)
 
     def _ramp(self, seen: Reached) -> Plan:
