@@ -62,7 +62,7 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.NO_STEP
     if evidence.loader_share < LITTLE_GAIN and wait >= HARDLY_WAITS:
         return Bottleneck.LITTLE
-    if evidence.starting_share > max(LONG_START, wait / 2):
+    if evidence.starting_share > (LONG_START if evidence.fetch_s is None else max(LONG_START, wait / 2)):
         return Bottleneck.START_UP
     if evidence.ceiling is not None and evidence.samples_per_s >= (1 - HARDLY_WAITS) * evidence.ceiling.value:
         return Bottleneck.STEP

@@ -58,8 +58,9 @@ def tune(  # noqa: PLR0913 - all that a user may say
 
     Short bursts of the real training run in a process of their own, which change nothing of the caller's. Each is a trial of an
     Optuna study: what would be chosen, its rival and what the caller has now are timed in turns, until the choice loses no more
-    than the tolerance with a probability of 95 %. Ctrl-C returns the best found so far, with `status="partial"`. Under torchrun
-    every rank calls it: rank 0 decides, all ranks run each burst at the same time, and Ctrl-C ends the job.
+    than the tolerance with a probability of 95 %. Ctrl-C returns the best found so far, with `status="partial"`; SIGTERM ends
+    the process as ever, and nothing is written. Under torchrun every rank calls it: rank 0 decides, all ranks run each burst at
+    the same time, and Ctrl-C ends the job.
 
     Args:
         data: a DataLoader, whose configuration becomes the baseline, or a dataset. A loader is only read, never iterated. What

@@ -112,6 +112,7 @@ CASES = {
     "shared memory": ("memory", {"trials": (failed("shared_memory"),)}, "", "--shm-size"),
     "starting epochs": ("start_up", STARTS, "takes 20 %", "persistent_workers=True"),
     "workers that are kept": ("start_up", {**STARTS, "config": KEPT}, "", None),
+    "starting epochs, and no more known": ("start_up", {**STARTS, "wait_share": 0.98, "fetch_s": None}, "takes 20 %", ""),
     "starting epochs, and more": ("cpu", {**STARTS, "wait_share": 0.98}, "98 % of the time", "persistent_workers=True"),
     "in memory": ("in_memory", IN_MEMORY, "takes 1 ms, so no worker is needed", "__getitems__"),
     "in memory, in batches": ("in_memory", {**IN_MEMORY, "has_batched_fetch": True}, "", None),
