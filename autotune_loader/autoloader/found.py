@@ -27,6 +27,11 @@ class Found:
     gain = property(attrgetter("tuner.gain"), doc="How many times as fast as asked, where pairs show that.")
 
     @property
+    def has_tried(self) -> bool:
+        """Whether some batches were made by another number of workers than was asked for."""
+        return self.tuner.is_trying or len(self.tuner.measured) > 1
+
+    @property
     def kept(self) -> Finding | None:
         """Why the number of workers is what was asked for; None where it is another."""
         tuner = self.tuner

@@ -207,7 +207,7 @@ class Tuner:
                 logger.info("settled on %s after %.0f s of training", self.best, active_s)
                 self._up_s, self._up_at, self._known_wait = LOOK_S, active_s, 0.0
                 self._proof_at = active_s + PAIR_EVERY_S
-            self.is_trying = False
+            self.is_trying = self.best not in (before, self.asked)  # the next look tells whether still more may help
             seen = yield Measure(self.best, LOOK_S, GATE_BATCHES)
 
     def _ramp(self, seen: Reached) -> Plan:
@@ -287,8 +287,8 @@ class Tuner:
             is_long = found[best].batch_s > SLOW_BATCH_S and gain.count > 1 and gain.value < 1 + 2 * TOLERANCE
             if verdict is None and (is_long or (gain.value < 1 and not self.may(RISK * BLOCK_S))):
                 verdict = False
-        if config == self.asked:
-            self.gain = Interval(value=1 / gain.value, low=1 / gain.high, high=1 / gain.low, count=gain.count)
+        if config == self.asked and gain.count > 1:
+            self.gain = Effects(rounds).ratio(best, config)
         over_asked = gain if best == self.asked else self.gain and _product(self.gain, gain)
         if verdict and (config == self.asked or over_asked is None or over_asked.value > 1 - TOLERANCE):
             self.best, self.gain = config, None if config == self.asked else over_asked

@@ -67,15 +67,15 @@ NEITHER = (
     "first use in each process"
 )
 THREADS = (
-    "a trial in a fork of this process failed: {message}: no thread of this process ({names}) runs in a fork, and a step that "
-    "hands rows to one, as to a logger, waits for ever: leave saving and logging out of the step"
+    "a trial in a fork of this process failed ({message}). Threads of this process ({names}) do not run in a fork, and a step "
+    "that hands rows to one, as to a logger, waits forever: leave saving and logging out of the step"
 )
 OVER_BUDGET = f"{{config}} took more than 90% of the memory budget of {{mib:.0f}} MiB and was stopped; {MEMORY_ADVICE}"
 CONTEXT_BYTES = 1 << 29
 """What a second process takes of a GPU before it has any tensor there, at the least."""
 NO_ROOM = (
     "a second copy of the model on {device} takes at least {needed:.1f} GB, and {free:.1f} GB are free: move it to the CPU "
-    "until the training begins, or train_step=0.05, the seconds of one step, tunes the loader against those"
+    "until the training begins, or tune the loader against a step of 0.05 s with train_step=0.05"
 )
 
 

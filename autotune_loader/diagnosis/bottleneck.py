@@ -18,7 +18,7 @@ LITTLE_GAIN, LARGE_GAIN = 0.02, 9.0
 """What cannot bring more is not worth a sentence (it is also the tolerance of `tune()`); what could bring more than ten times
 only says that the step takes next to no time."""
 LONG_START = 0.1
-"""Share of the time in the starts of epochs from which on they are what the loop waits for."""
+"""Share of the time in the starts of epochs from which on they count."""
 COMPUTING_SHARE = 0.6
 """A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network."""
 TRANSFER_SHARE = 0.3
@@ -62,7 +62,7 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.NO_STEP
     if evidence.loader_share < LITTLE_GAIN and wait >= HARDLY_WAITS:
         return Bottleneck.LITTLE
-    if evidence.starting_share > LONG_START:
+    if evidence.starting_share > (LONG_START if evidence.fetch_s is None else max(LONG_START, wait / 2)):
         return Bottleneck.START_UP
     if evidence.ceiling is not None and evidence.samples_per_s >= (1 - HARDLY_WAITS) * evidence.ceiling.value:
         return Bottleneck.STEP
@@ -148,7 +148,8 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
     elif row is not Bottleneck.START_UP:
         gain, alone_s = evidence.headroom or 0.0, 0.0 if ceiling is None else evidence.batch_size / ceiling.value
         if alone_s and (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > MUCH_LONGER * alone_s:
-            yield Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
+            is_disturbed = foreign > FOREIGN_CPU_LIMIT
+            yield Fact.BUSY(share=foreign) if is_disturbed else Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
         yield Fact.AT_MOST(factor=1 + gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
 
 

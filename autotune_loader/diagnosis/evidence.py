@@ -106,7 +106,9 @@ class Evidence:
             return max(0.0, self.ceiling.value / self.samples_per_s - 1)
         if self.wait_share is None or self.wait_share >= 1:
             return None
-        return self.wait_share / (1 - self.wait_share)
+        others = [burst.samples_per_s.value for config, burst in self.bursts if config.batch_size is None]
+        gain = self.wait_share / (1 - self.wait_share)
+        return None if max(others, default=0.0) > (1 + gain) * self.samples_per_s else gain
 
     @property
     def fetching_share(self) -> float:

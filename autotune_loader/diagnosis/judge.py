@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autotune_loader.diagnosis.bottleneck import LARGE_BATCH_BYTES, LARGE_STAGE, bottleneck_of
+from autotune_loader.diagnosis.bottleneck import LARGE_BATCH_BYTES, LARGE_STAGE, LONG_START, bottleneck_of
 from autotune_loader.diagnosis.evidence import Evidence
 from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution, Source
 from autotune_loader.results.record import Finding
@@ -105,8 +105,8 @@ def _advice(evidence: Evidence, bottleneck: Finding) -> Iterator[Finding]:
             trial = evidence.ran_out
             is_shared = trial and trial.failure and trial.failure.kind == "shared_memory"
             yield Advice.MORE_SHARED_MEMORY() if is_shared else Advice.SMALLER_WORKERS()
-        case Bottleneck.START_UP if config.num_workers and not config.persistent_workers:
-            yield Advice.KEEP_WORKERS()
+    if evidence.starting_share > LONG_START and config.num_workers and not config.persistent_workers:
+        yield Advice.KEEP_WORKERS()
 
 
 def _cheaper_fetching(evidence: Evidence) -> Iterator[Finding]:
@@ -143,7 +143,7 @@ def source_of(measured: Measurement, data: DataSide, machine: Machine) -> Findin
     if sample is None:
         return None
     if sample < FROM_MEMORY_BYTES:
-        return Source.MEMORY()
+        return Source.NOT_STORAGE()
     whole = None if samples is None else round(sample * samples)
     fits = None if whole is None else machine.holds(whole)
     row = Source.STORAGE if fits is None else Source.STORAGE_AT_FIRST if fits else Source.STORAGE_ALWAYS

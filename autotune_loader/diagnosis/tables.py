@@ -88,7 +88,7 @@ class Advice(Table):
     FEWER_WORKERS = "Use fewer workers than {workers}, or a machine with more cores."
     SPREAD_SHARDS = "Use at most {busy:# worker}, or write more shards: each worker needs its own."
     CHEAPER_STAGE = (
-        "Speed up {stage} ({where}){how}: it takes {share:share} of a worker's CPU time, {cpu:seconds} per sample."
+        "Speed up {stage} ({where}), which takes {share:share} of a worker's CPU time ({cpu:seconds} per sample){how}."
     )
     CHEAPER_TRANSFORMS = (
         "Speed up the transforms (smaller images, a faster decoder): they take {cpu:seconds} of CPU per sample."
@@ -112,12 +112,8 @@ class Advice(Table):
     WITHOUT_WORKERS = "Try num_workers=0: receiving a batch from a worker takes longer than loading it."
     KEEP_ITERATOR = "Call iter(loader) once per epoch: next(iter(loader)) starts a new epoch for every batch."
     BATCHED_FETCH = "Load a whole batch at once with __getitems__(indices): a sample takes only {sample:seconds}."
-    RUN = "`autotune-loader run {script}` tries other settings."
-    RUN_WITH_WORKERS = (
-        "`autotune-loader run --workers {script}` tries worker processes (safe if your dataset works with "
-        "num_workers>0)."
-    )
-    TRAIN_LONGER = "Train for longer: the script ended before other settings could be compared."
+    RUN = "`{command}` tries other settings."
+    RUN_WITH_WORKERS = "`{command}` tries worker processes (safe if your dataset works with num_workers>0)."
 
 
 class Choice(Table):
@@ -126,7 +122,7 @@ class Choice(Table):
     USE = "Use {best}{rate}."
     KEEP = "Keep {best}, your current setting{rate}."
     NOTHING_FASTER = "No setting that was tried is more than {tolerance:share} faster."
-    COSTS_LESS = "It needs fewer resources at the same speed."
+    COSTS_LESS = "It needs fewer resources and counts as equally fast."
     IF_MEMORY = "Keep your settings if memory matters."
     NOT_COMPARED = "It was not compared with {baseline} in A/B rounds."
     SO_FAR = "This is the best so far."
@@ -167,7 +163,7 @@ class Ended(Table):
 class Kept(Table):
     """Why the number of workers stays what was asked for."""
 
-    NO_CONSENT = "num_workers=0 is PyTorch's own iterator: use `run --workers`, or AutoLoader without num_workers."
+    NO_CONSENT = "num_workers=0 uses no workers: leave num_workers out of AutoLoader, or use `run --workers`."
     FROZEN = "tune=False turns tuning off."
     OWN_ITERATOR = "{kind} has its own iterator."
     NOT_TUNED = "AutoLoader cannot tune it: {error}"
@@ -176,11 +172,11 @@ class Kept(Table):
     ONE_WORKER = "num_workers=1: one worker loads all batches in order. With num_workers=2 the number may change."
     WORKER_INIT = "worker_init_fn may depend on the number of workers."
     WORKER_INFO = "The dataset calls get_worker_info() and may depend on the number of workers."
-    START_METHOD = "Workers start by {method}, so they are used only if num_workers is given."
+    START_METHOD = "With start method {method}, workers are used only if num_workers is given."
     NOT_WAITING = "The training loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try other settings."
     NOT_FASTER = "No other number of workers was shown to be faster."
-    NOT_SETTLED = "Other numbers of workers are still being compared."
+    NOT_SETTLED = "Other numbers of workers were still being compared."
     SAMPLES_DIFFER = "Batch {batch} of a worker differs from that of the training process ({what})."
     WORKER_ERROR = "A worker raised an exception that the training process does not: {error}"
     WORKERS_LOST = "Workers died repeatedly: {error}"
@@ -216,7 +212,7 @@ class Caution(Table):
 class Source(Table):
     """Where bursts had their samples from, and where training will have them from."""
 
-    MEMORY = "The trials read samples from memory. So does training, unless other processes fill the memory first."
+    NOT_STORAGE = "The trials read nothing from storage: samples came from memory, or over a network."
     STORAGE = "The trials read {sample:bytes} per sample from storage."
     STORAGE_ALWAYS = (
         "The trials read {sample:bytes} per sample from storage. So does training: the data (about {data:bytes}) do not fit "

@@ -64,7 +64,7 @@ def measurement(rows: Sequence[BatchTrace], longest_step_s: float, workers: int 
     rate = sum(row.samples for row in own) / window_s
     return Measurement.of(
         own,
-        Interval(value=rate, low=-math.inf, high=math.inf, count=len(own)),
+        Interval(value=rate, low=0.0, high=math.inf, count=len(own)),
         window_s=window_s,
         first_batch_s=own[0].wait_s,
         wait_share=waited_s / window_s,

@@ -78,8 +78,8 @@ def _choice(result: TuningResult) -> list[Finding]:
     best, ratio, rate = result.best, result.speedup, _rate_words(result.rate, result.rate_unit)
     if result.status == "fallback":
         return [Ended.FALLBACK()]
-    if result.status == "partial" and result.found_by == "autoloader" and best == result.baseline:
-        return [_so_far(result)]
+    if result.status == "partial" and result.found_by != "tune" and (so_far := _so_far(result)) is not None:
+        return [so_far]
     said = [result.undecided or Undecided.NO_ROUNDS()] if result.status == "undecided" else []
     if best == result.baseline:
         said.append(Choice.KEEP(best=best, rate=rate))
@@ -96,15 +96,15 @@ def _choice(result: TuningResult) -> list[Finding]:
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 
 
-def _so_far(result: TuningResult) -> Finding:
-    """What an AutoLoader has while it tries."""
-    rates = {
-        each.config: each.measurement.samples_per_s.value for each in result.trials if each.measurement is not None
-    }
-    fastest = max(rates, key=lambda each: rates[each], default=result.baseline)
-    if fastest == result.baseline or result.baseline not in rates:
-        return Choice.NOTHING_YET(baseline=result.baseline)
-    return Choice.NOT_SETTLED(best=fastest, factor=rates[fastest] / rates[result.baseline], baseline=result.baseline)
+def _so_far(result: TuningResult) -> Finding | None:
+    """What an AutoLoader has while it tries; None where its best is the fastest of several that it has measured."""
+    rates, baseline = {each.config: each.samples_per_s or 0.0 for each in result.trials}, result.baseline
+    if len(rates) < 2 or not rates.get(baseline):
+        return Choice.NOTHING_YET(baseline=baseline)
+    fastest = max(rates, key=rates.__getitem__)
+    if rates[fastest] <= (1 + result.tolerance) * rates.get(result.best, 0.0):
+        return None
+    return Choice.NOT_SETTLED(best=fastest, factor=rates[fastest] / rates[baseline], baseline=baseline)
 
 
 def _rate_words(rate: Interval | None, unit: str = "samples/s") -> str:

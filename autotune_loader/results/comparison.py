@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from autotune_loader.results.record import Finding, RateUnit
-from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, Round, log_ratios, mean_interval
+from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, Round, log_ratios
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,10 +72,12 @@ class Comparison:
     @property
     def rates(self) -> dict[str, Interval]:
         """Mean rate of each side that worked."""
-        seen = {
-            side.name: [one.rates[side.name] for one in self.rounds if side.name in one.rates] for side in self.sides
-        }
-        return {side.name: mean_interval(seen[side.name]) for side in self.sides if seen[side.name] and not side.error}
+        ran = [each for each in self.rounds if each.rates]
+        effects = Effects(ran) if ran else None
+        names = [
+            side.name for side in self.sides if effects is not None and side.name in effects.keys and not side.error
+        ]
+        return {} if effects is None else {name: effects.rate(name) for name in names}
 
     @property
     def ratios(self) -> dict[str, Interval]:

@@ -137,7 +137,8 @@ def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
     is_there = baseline in measured and {baseline.key(), best.key()} <= {*belief.configs}
     if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or not is_there:
         return best
-    return best if belief.is_faster(best, baseline) >= CERTAIN else baseline
+    was_faster = sum(log_ratios(belief.rounds, best, baseline)) >= 0  # or nobody would believe the choice
+    return best if was_faster and belief.is_faster(best, baseline) >= CERTAIN else baseline
 
 
 def _measured_choice(belief: Belief) -> LoaderConfig:

@@ -247,9 +247,11 @@ def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: M
         for name, each in entrants.items()
         for note in (*each.workload.notes, *(() if each.opened is None else each.opened.notes))
     ]
-    sizes = {side.name: side.measurement.batch_size for side in sides if side.measurement is not None}
-    if sizes and max(sizes.values()) > 1.01 * min(sizes.values()):
-        differ = ", ".join(f"{name} {size:.3g}" for name, size in sizes.items())
+    # The last batch of an epoch may be smaller.
+    measured = {side.name: side.measurement for side in sides if side.measurement is not None}
+    sizes = {name: max(each.samples for each in burst.traces) for name, burst in measured.items() if burst.traces}
+    if len(set(sizes.values())) > 1:
+        differ = ", ".join(f"{name} {size}" for name, size in sizes.items())
         notes.insert(0, Caution.BATCH_SIZES_DIFFER(sizes=differ))
     return Comparison(
         sides=sides,

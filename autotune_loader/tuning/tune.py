@@ -59,8 +59,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
     Short runs of the real training are the trials of an Optuna study. They run in a separate process, and nothing of
     the caller changes. The best setting, its closest rival and the current one are compared in A/B rounds, until the
     choice is within the tolerance of every other setting with a probability of 95%. Ctrl-C returns the best found so
-    far, with `status="partial"`. Under torchrun every rank calls it: rank 0 decides, and all ranks run each trial at
-    the same time.
+    far, with `status="partial"`; SIGTERM ends the process, and nothing is written. Under torchrun every rank calls it:
+    rank 0 decides, and all ranks run each trial at the same time.
 
     Args:
         data: A DataLoader, whose settings become the baseline, or a dataset. A loader is never iterated. Pass a

@@ -209,9 +209,10 @@ def averaged(bursts: Sequence[Measurement]) -> Measurement:
     )
     known = {name: [v for each in bursts if (v := getattr(each, name)) is not None] for name in names}
     means: dict[str, Any] = {name: fmean(values) if values else None for name, values in known.items()}
+    rate = mean_interval(rates)
     return replace(
         last,
-        samples_per_s=last.samples_per_s if len(bursts) == 1 else mean_interval(rates),
+        samples_per_s=last.samples_per_s if len(bursts) == 1 else replace(rate, low=max(0.0, rate.low)),
         first_batch_s=median(each.first_batch_s for each in bursts),
         memory=max(bursts, key=lambda each: each.taken_bytes or 0).memory,
         **means,

@@ -13,6 +13,7 @@ import contextlib
 import os
 import pkgutil
 import runpy
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     sys.argv[:] = ["-m" if is_module else target, *arguments]
     main, run = _module(target) if is_module else _script(target)
     pid, is_by_sigint = os.getpid(), False
-    plan = replace(plan, pid=pid, folder=new_folder())
+    plan = replace(plan, pid=pid, folder=new_folder(), script=shlex.join(["-m"] * is_module + [target, *arguments]))
     hook = Hook(plan)
 
     @atexit.register  # first, so that it is the last that happens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -92,7 +91,8 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
     is_seen = totals.batches >= FEWEST_BATCHES and totals.stepped_s > 0
     rate, wait = evidence.samples_per_s if is_seen else None, totals.wait_share
     is_changed = found is not None and found.best != found.tuner.asked
-    if is_changed and (result := found.result).rate is not None and result.bottleneck is not None:
+    # Of the loops as a whole, some batches were made with other settings.
+    if found is not None and found.has_tried and (result := found.result).rate is not None:
         bottleneck, advice, rate, wait = result.bottleneck, result.advice, result.rate.value, result.wait_share
     kept = loader.kept if found is None else found.kept
     idle, shards = _of_stream(loader)
@@ -165,11 +165,9 @@ def _to_try(bottleneck: Finding, evidence: Evidence, kept: Finding | None, plan:
     if not is_limited or not has_core or (evidence.headroom or 0.0) < WORTH_TRYING:
         return
     if not evidence.config.num_workers and (plan.verb == "watch" or Kept.NO_CONSENT.said_by(kept)):
-        yield Advice.RUN_WITH_WORKERS(script=plan.script or "train.py")
+        yield Advice.RUN_WITH_WORKERS(command=plan.to_run(workers=True))
     elif plan.verb == "watch":
-        yield Advice.RUN(script=plan.script or "train.py")
-    elif Kept.TOO_SHORT.said_by(kept):
-        yield Advice.TRAIN_LONGER()
+        yield Advice.RUN(command=plan.to_run(workers=False))
 
 
 def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict[str, Any]]) -> TuningResult:
@@ -179,7 +177,6 @@ def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict
         result = main.told.result
     return replace(
         result,
-        rate=_above_zero(result.rate),
         batch_size=main.site.batch_size,
         wait_share=report.wait_share,
         seconds=round(report.seconds, 3),
@@ -187,11 +184,6 @@ def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict
         advice=report.advice,
         loaders=loaders,
     )
-
-
-def _above_zero(rate: Any) -> Any:
-    """No rate is below zero, however few were measured."""
-    return rate if rate is None or not -math.inf < rate.low < 0 else replace(rate, low=0.0)
 
 
 def _written(path: str, write: Callable[[str], None]) -> str:

@@ -5,6 +5,7 @@ And how people are told of it: on stderr, so that stdout stays the script's own.
 
 from __future__ import annotations
 
+import builtins
 import codecs
 import contextlib
 import json
@@ -32,7 +33,7 @@ class Plan:
 
     verb: Verb
     script: str | None = None
-    """As it was named; None where it is not the command line that started it."""
+    """As it was named, with its arguments; None where it is not the command line that started it."""
     workers: bool = False
     """Whether a loader that asked for no workers may have some."""
     max_workers: int | None = None
@@ -60,6 +61,13 @@ class Plan:
         except OSError:
             return False
         return True
+
+    def to_run(self, *, workers: bool) -> str:
+        """What tunes the same loaders: a command, the head of a cell, or a call in the script."""
+        if self.script is None and "get_ipython" not in vars(builtins):
+            return f'enable("run"{", workers=True" if workers else ""})'
+        head = "%%watch run" if self.script is None else "autotune-loader run"
+        return " ".join(filter(None, [head, "--workers" if workers else "", self.script]))
 
     def hand_on(self) -> None:
         """From now on the processes that this one starts do the same."""

@@ -140,7 +140,7 @@ class Watch:
             raise
         received = self._clock()
         known.waiting_since = None
-        size = sizes.popleft() if sizes else self._size_of(batch)
+        size = sizes.popleft() if sizes else self._size_of(iterator, batch)
         self._samples += size
         loop.receive(received, size)
         if self._asked_cpu is not None:
@@ -153,10 +153,11 @@ class Watch:
         if type(number) is int and type(data).__name__ != "_IterableDatasetStopIteration":
             self._known.delivered[iterator._task_info[number][0]] += 1
 
-    def _size_of(self, batch: Any) -> int:
-        """Samples of a batch for which torch drew no list of indices."""
+    def _size_of(self, iterator: Any, batch: Any) -> int:
+        """Samples of a batch for which torch drew no list of indices; an iterator of ours may have drawn one itself."""
         if self._size and not self.is_stream:
-            return self._size
+            drawn = getattr(iterator, "indices", None)
+            return len(drawn) if type(drawn) is list else self._size
         found = length_at_first(batch)
         return min(found, self._size) if found and self._size else found or self._size or 1
 

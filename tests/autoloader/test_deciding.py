@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autotune_loader.autoloader.meter import measured
-from autotune_loader.autoloader.tuner import Tuner
+from autotune_loader.autoloader.meter import BLOCK_S, measured
+from autotune_loader.autoloader.tuner import RISK, Tuner
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.loop_log import MOST_ROWS, Log
 from autotune_loader.values import LoaderConfig
@@ -119,6 +119,17 @@ def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> Non
     assert tuner.wanted == best
     tuner.refuse(Kept.FROZEN())
     assert (tuner.wanted, tuner.best, tuner.gain) == (of(1), of(1), None)
+
+
+def test_a_proof_that_may_not_go_on_after_one_pair_changes_nothing() -> None:
+    training = Training(fetch_s=0.05, cpu=0.05, step_s=0.005)
+    tuner = training.tuner(of(2))
+    training.run(tuner, 60.0)
+    found = tuner.best, tuner.gain
+    tuner.may = lambda price_s: price_s > RISK * BLOCK_S  # type: ignore[method-assign]
+    training.run(tuner, 600.0)
+    assert set(tuner.rounds[-1].rates) == {tuner.asked, tuner.best}
+    assert (tuner.best, tuner.gain) == found
 
 
 def test_trials_may_cost_half_a_second_and_a_hundredth_and_half_of_the_gain() -> None:
@@ -303,6 +314,7 @@ def test_slow_batches_are_decided_on_after_a_few() -> None:
     while tuner.best == of(1):
         training.batch(tuner)
     assert training.log.totals.batches <= 100
+    assert tuner.is_trying  # the next look tells whether still more may help
     assert tuner.best.num_workers == pytest.approx(1.15 * 8.0 / 0.5 + 1, abs=1)
 
 

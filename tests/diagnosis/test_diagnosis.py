@@ -46,6 +46,8 @@ RARELY = {"wait_share": 0.12, "fetch_s": 0.004, "fetch_cpu_s": 0.003, "cpu_share
 NOT_MISSED = {"trials": (ran(SIX, 1010.0), failed("oom_killed", TWELVE))}
 ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3, "ceiling": exactly(1090.0)}
 QUEUED = {"fetch_queued_s": 0.12}
+STARTS = {"starting_share": 0.2, "wait_share": 0.3}
+LONG_STEP = {"wait_share": 0.2, "ceiling": exactly(7540.0), "step_s": 0.025}
 LOOP_QUEUED = {
     "receive_s": 0.002,
     "receive_queued_s": 0.009,
@@ -93,8 +95,10 @@ CASES = {
     "a core, without workers": ("cores", {**QUEUED, "config": LoaderConfig()}, "52%", "more cores, or run fewer other"),
     "computing, and a core": ("cpu", {**QUEUED, "fetch_queued_s": 0.01}, "100 ms of CPU", ""),
     "no storage": ("transfer", NO_STORAGE, "Receiving a batch of 4 MiB takes 4 ms", ""),
-    "a step that shares its cores": ("cpu", {"wait_share": 0.2, "ceiling": exactly(7540.0), "step_s": 0.025},
+    "a step that shares its cores": ("cpu", LONG_STEP,
         "A step takes 25 ms in training and 4.2 ms alone: it shares the CPU cores with the loader. With instant data", ""),
+    "a step beside other processes": ("cpu", {**LONG_STEP, "foreign_cpu_share": 0.4},
+        "20% of the time. Other processes used 40% of the CPU. With instant data", ""),
     "transfers": ("transfer", {"receive_s": 0.02}, "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
     "small batches": ("transfer", SMALL, "90% of the time", "Use larger batches: transferring even a small one takes 0.4 ms."),
     "copies": ("copy", COPIES, "Copying a batch of 4 MiB to the device adds 10 ms to its step.", "DevicePrefetcher does it."),
@@ -108,8 +112,10 @@ CASES = {
     "memory that ran out": ("memory", {"trials": (failed("oom_killed"),)},
         "6 workers, prefetch 2 ran out of memory (oom killed).", "Use less memory per worker"),
     "shared memory": ("memory", {"trials": (failed("shared_memory"),)}, "", "--shm-size"),
-    "starting epochs": ("start_up", {"starting_share": 0.2}, "takes 20%", "persistent_workers=True"),
-    "workers that are kept": ("start_up", {"starting_share": 0.2, "config": KEPT}, "", None),
+    "starting epochs": ("start_up", STARTS, "takes 20%", "persistent_workers=True"),
+    "workers that are kept": ("start_up", {**STARTS, "config": KEPT}, "", None),
+    "starting epochs, and no more known": ("start_up", {**STARTS, "wait_share": 0.98, "fetch_s": None}, "takes 20%", ""),
+    "starting epochs, and more": ("cpu", {**STARTS, "wait_share": 0.98}, "98% of the time", "persistent_workers=True"),
     "in memory": ("in_memory", IN_MEMORY, "takes 1 ms, so no worker is needed", "__getitems__"),
     "in memory, in batches": ("in_memory", {**IN_MEMORY, "has_batched_fetch": True}, "", None),
     "another loader": ("little", {"loader_share": 0.01}, "This loader takes 1% of the time", "Leave the loader as it is."),
@@ -136,6 +142,9 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
     found, _ = diagnose(evidence(ceiling=None, wait_share=0.41))
     assert found.gain == pytest.approx(0.41 / 0.59)
     assert "at most 1.69x as fast" in found.sentence
+    # AND what was faster than that is no more than it
+    found, _ = diagnose(evidence(ceiling=None, wait_share=0.41, trials=(ran(FOUR, 1700.0),)))
+    assert (found.gain, "at most" in found.sentence) == (None, False)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

@@ -5,9 +5,14 @@ import pytest
 interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
 pytestmark = pytest.mark.process  # under run, the proof that workers are safe forks
 LOADERS = """
+import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 kept = DataLoader(TensorDataset(torch.rand(64, 4)), batch_size=8)
+class Waiting(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return super().__getitem__(index)
 """
 
 
@@ -31,6 +36,20 @@ def test_a_cell_is_told_of_by_the_lines_that_the_notebook_shows_and_the_next_one
     assert [text for text in told if text not in report] == []
     shell.run_cell("list(kept)")
     assert "autotune-loader" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("head", "after", "step"),
+    [
+        ("%%watch\n", "", "%%watch run --workers"),
+        ("%%watch run\n", "", "%%watch run --workers"),
+        ("with enable(): ", "num_workers=1", "%%watch run"),
+    ],
+)
+def test_the_next_step_of_a_cell_is_a_cell(shell, capsys, head, after, step):
+    shell.run_cell("from autotune_loader import enable").raise_error()
+    shell.run_cell(f"{head}list(DataLoader(Waiting(torch.rand(64, 4)), batch_size=8, {after}))").raise_error()
+    assert f"next: `{step}` tries" in capsys.readouterr().err
 
 
 def test_a_cell_that_fails_has_failed_and_another_cell_magic_may_follow(shell, capsys):

@@ -7,8 +7,12 @@ from dataclasses import replace
 from statistics import geometric_mean
 
 import pytest
+from report.example import ran
 
 from autotune_loader.diagnosis.ranking import ranking
+from autotune_loader.results.comparison import Comparison, Side
+from autotune_loader.results.result import TuningResult
+from autotune_loader.values import Interval, LoaderConfig, Round
 from tests.support import SimulatedMachine, simulated_result
 
 CLOCKS = 0.05  # two clocks of the same thing may differ by so much, relatively, beyond their intervals
@@ -30,9 +34,16 @@ def contradictions(result):
             yield f"headroom {bottleneck.gain}, the rate is {rate.value:.0f}, the ceiling {ceiling.value:.0f}"
     if bottleneck is not None and bottleneck.kind not in SAY_NOTHING_OF_WAITING:
         yield from _of_the_bottleneck(bottleneck, result.wait_share)
+    yield from (f"{each} reaches below zero" for each in _intervals(result.to_dict()) if (each["low"] or 0.0) < 0.0)
     yield from _of_the_choice(result)
     if result.speedup is not None:
         yield from _of_the_speed_up(result)
+
+
+def _intervals(plain):
+    parts = plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ()
+    yield from [plain] if isinstance(plain, dict) and "low" in plain else ()
+    yield from (found for part in parts for found in _intervals(part))
 
 
 def _of_the_bottleneck(found, wait):
@@ -117,3 +128,19 @@ def test_no_search_contradicts_itself(number):
 def test_the_example_of_the_other_tests_does_not_contradict_itself(result):
     assert list(contradictions(result)) == []
     assert list(contradictions(replace(result, status="undecided"))) == ["status undecided, and undecided is None"]
+    below = replace(result, ceiling=Interval(value=3200.0, low=-1.0, high=6401.0, count=2))
+    assert [each[-18:] for each in contradictions(below)] == ["reaches below zero"]
+
+
+def test_no_interval_reaches_below_zero_however_much_bursts_differ():
+    rates, own = (10.0, 900.0), LoaderConfig()
+    result = TuningResult(best=own, status="complete", trials=tuple(ran(own, rates[n], n, n) for n in range(2)))
+    assert result.measurement_of(own).samples_per_s.low == 0.0
+    rounds = tuple(Round(rates={"a": rates[n], "b": rates[1 - n]}) for n in range(2))
+    measured = result.trials[0].measurement
+    compared = Comparison(
+        sides=tuple(Side(name=each, config=own, measurement=measured) for each in "ab"), rounds=rounds
+    )
+    assert (compared.to_dataframe()[["rate_low", "rate_high"]] > 0.0).all(axis=None)
+    # AND what a table shows as rates has the ratio that it shows
+    assert compared.rates["b"].value / compared.rates["a"].value == pytest.approx(compared.ratios["b"].value)

@@ -67,6 +67,7 @@ def test_draws_the_table_with_what_each_row_is_a_legend_and_options_where_they_d
     assert configurations_of(alike) == ALIKE
 
 
+TRIES = {"best": NONE, "status": "partial", "found_by": "autoloader"}
 DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS(), "rate": None, "speedup": None}
 
 
@@ -86,6 +87,15 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         ({"status": "fallback"}, "No setting worked. The fallback is PyTorch's defaults."),
         ({"status": "partial"}, "This is the best so far."),
         ({"status": "partial"}, "so far 2 2 pinned 1,195"),
+        ({**TRIES, "trials": ()}, "Best so far: 0 workers. Nothing else has been measured yet."),
+        ({**TRIES, "found_by": "watch", "trials": ()}, "Best so far: 0 workers. Nothing else has been measured yet."),
+        (TRIES, "Best so far: 3 workers, prefetch 2, pinned, 3.0x the rate of 0 workers. The"),
+        ({**TRIES, "best": ONE}, "Best so far: 3 workers, prefetch 2, pinned, 3.0x the rate of 0 workers. The"),
+        (
+            {**TRIES, "best": TWO},
+            "2.99x (2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 A/B rounds. This is the",
+        ),
+        ({**TRIES, "trials": (TRIED[0], ran(ONE, 300.0))}, "(1,068 to 1,322). This is the best so far."),
         ({"best": NONE}, "Keep 0 workers, your current setting: 1,195 samples/s (1,068 to 1,322). No setting that"),
         ({"speedup": ratio(1.13, 0.85, 1.51)}, "Keep your settings if memory matters."),
         ({"speedup": ratio(0.99, 0.95, 1.02)}, "Keep your settings if memory matters."),
@@ -153,7 +163,7 @@ COMPARED = Comparison(
 COMPARISON = """\
         samples/s  times as fast           wait  workers   memory  bottleneck
 ─────────────────────────────────────────────────────────────────────────────
-now           402  1                        12%        0  640 MiB  cpu
+now           401  1                        12%        0  640 MiB  cpu
 cached      1,203  3.00x (2.76x to 3.26x)   12%        2  640 MiB  cpu
 broken     failed                                      1
 

@@ -54,6 +54,7 @@ FASTER, ALIKE = [(100.0, 200.0), (100.0, 190.0)], [(100.0, 110.0), (100.0, 90.0)
         (a_search([], NO_TIME, searched=(100.0, 400.0)), Undecided.NO_ROUNDS, TWO),
         # undecided, and it may not be: the user's own
         (a_search(ALIKE, NO_TIME), Undecided.CLOSE, OWN),
+        (a_search([(100.0, 180.0), (100.0, 40.0)], NO_TIME, searched=(None, 300.0), foreign=0.5), Undecided.BUSY, OWN),
         (a_search(ALIKE, WORTHLESS), Undecided.TOO_NOISY, OWN),
         (a_search(ALIKE, NO_TIME, foreign=0.5), Undecided.BUSY, OWN),
         (a_search([(100.0, 101.0)], NO_TIME, searched=(100.0, 99.0)), Undecided.FEW_ROUNDS, OWN),
@@ -117,7 +118,7 @@ def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed():
     ("sample", "samples", "fits", "told"),
     [
         (None, 10, True, None),
-        (0.0, 10, True, Source.MEMORY()),
+        (0.0, 10, True, Source.NOT_STORAGE()),
         (1e5, None, True, Source.STORAGE(sample=1e5)),
         (1e5, 10, None, Source.STORAGE(sample=1e5)),
         (1e5, 10, True, Source.STORAGE_AT_FIRST(sample=1e5, data=10**6)),

@@ -127,12 +127,12 @@ AT_ONCE = "the first batch failed"
 SHAPE = simulated_trials(FAST, LoaderConfig())[0].measurement
 
 
-def compared(monkeypatch, budget=30, **machines):
+def compared(monkeypatch, budget=30, probe_on=SimulatedProbe, **machines):
     """One worker on each machine; a text is what the first batch of a side raises."""
     sizes = {name: getattr(machine, "batch_size", 32) for name, machine in machines.items()}
     sides = {name: DataLoader([0] * 10**6, size, num_workers=1) for name, size in sizes.items()}
     machine_of = {id(sides[name].dataset): machine for name, machine in machines.items()}
-    on_simulated_machines(monkeypatch, lambda workload: machine_of[id(workload.data.dataset)])
+    on_simulated_machines(monkeypatch, lambda workload: machine_of[id(workload.data.dataset)], probe_on)
     return compare(sides, train_step=0.001, progress=False, budget=budget)
 
 
@@ -226,12 +226,24 @@ def test_a_side_that_fails_is_an_answer(monkeypatch, sides):
     assert found.ratios == compared(monkeypatch, one=BROKEN, other=AT_ONCE).rates == {}
 
 
+class ShortEnds(SimulatedProbe):
+    """On the faster machine a burst has the last batch of an epoch, which is shorter."""
+
+    def burst(self, config, plan):
+        outcome = super().burst(config, plan)
+        return replace(outcome, batch_size=30.0) if self.machine == FAST else outcome
+
+
 def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said(monkeypatch):
     small, large = SimulatedMachine(batch_size=16, cpu_s=0.02), SimulatedMachine(batch_size=32)
     found = compared(monkeypatch, 10, small=small, large=large)
     assert found.ratios["large"].value == pytest.approx(1.0, abs=0.1)
     assert Caution.BATCH_SIZES_DIFFER.said_by(found.notes[0])
     assert "(small 16, large 32)" in found.report()
+    # AND the last batch of an epoch, which is smaller, makes none differ
+    found = compared(monkeypatch, 10, ShortEnds, now=FAST, then=SLOW)
+    assert found["now"].measurement.batch_size < 0.95 * found["then"].measurement.batch_size
+    assert found.notes == ()
 
 
 LOADER = loader()

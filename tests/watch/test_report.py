@@ -4,8 +4,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from report.example import ran
 
 from autotune_loader import cli
+from autotune_loader.autoloader.found import Found
+from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Advice, Bottleneck, Kept
 from autotune_loader.lines import Line
 from autotune_loader.pipeline.loop_log import Totals
@@ -32,11 +35,15 @@ def loader_of(workers=0, *, loop_cpu_s=0.001, queued_s=0.0, busy_s=5.0, **totals
     return known
 
 
-def told_of(monkeypatch, *loaders, cores=4):
+def seen_of(monkeypatch, *loaders, cores=4, script="train.py"):
     monkeypatch.setattr(report, "usable_cores", lambda: SimpleNamespace(usable=cores))
-    session = Session(Plan(verb="watch", script="train.py"))
+    session = Session(Plan(verb="watch", script=script))
     session.loaders += loaders
-    return report.seen_of(session).report.loaders
+    return report.seen_of(session)
+
+
+def told_of(monkeypatch, *loaders, **session):
+    return seen_of(monkeypatch, *loaders, **session).report.loaders
 
 
 RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
@@ -58,7 +65,8 @@ RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
         (loader_of(batches=2), 4, Bottleneck.TOO_SHORT, None),
         (loader_of(stepped_s=0.0), 4, Bottleneck.NO_STEP, None),
         (loader_of(waited_s=0.3, stepped_s=0.1), 4, Bottleneck.IN_MEMORY, None),
-        (loader_of(started_s=2.0, epochs=10), 4, Bottleneck.START_UP, None),
+        (loader_of(started_s=2.5, epochs=10), 4, Bottleneck.START_UP, None),
+        (loader_of(started_s=1.5, epochs=10), 4, Bottleneck.STORAGE, RUN_WITH_WORKERS),
     ],
 )
 def test_the_command_that_tries_more_is_named_where_it_could_pay(monkeypatch, known, cores, bottleneck, command):
@@ -67,6 +75,26 @@ def test_the_command_that_tries_more_is_named_where_it_could_pay(monkeypatch, kn
     named = [each.kind for each in found.advice if each.kind in (RUN, RUN_WITH_WORKERS)]
     assert named == ([command] if command else [])
     assert not any("x as fast" in each.sentence and "at most" not in each.sentence for each in found.advice)
+
+
+def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):
+    (found,) = told_of(monkeypatch, loader_of(), script=None)
+    assert found.advice[0].startswith('`enable("run", workers=True)` tries workers')
+
+
+def test_while_other_settings_are_tried_all_figures_are_those_of_the_settings_that_are_told(monkeypatch):
+    known, eight = loader_of(), LoaderConfig(num_workers=8)
+    known.tune_by(Found(site=SITE, log=known.log, tuner=Tuner(known.log, known.own, cores=4), has_batched_fetch=True))
+    known.found.tuner.measured = {
+        each: [ran(each, rate).measurement] for each, rate in ((known.own, 47.0), (eight, 690.0))
+    }
+    known.found.tuner.is_trying = True
+    seen = seen_of(monkeypatch, known)
+    (told,), result = seen.report.loaders, seen.result
+    assert (told.samples_per_s, told.wait_share, told.settings_now["num_workers"]) == (47.0, 0.125, 0)
+    assert (result.rate.value, result.wait_share, result.status) == (47.0, 0.125, "partial")
+    assert result.bottleneck == told.bottleneck == known.found.result.bottleneck
+    assert "8 workers, prefetch 2 so far, 14.7x the rate of 0 workers; not settled yet." in result.report()
 
 
 def test_a_loader_that_the_script_hardly_waits_for_comes_last_and_is_left_alone(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 
 import pytest
 
@@ -270,11 +271,12 @@ def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring
 def test_loaders_that_ask_for_no_workers_get_none_and_the_command_that_allows_them_is_named(bench):
     bench.write(WAITING)
     _, plain = bench.run("train.py", "1", FETCH_S="0")
-    printed, told = bench.told("run", "train.py", "1")
-    (loader,) = told["loaders"]
-    assert printed == plain
-    assert (loader["settings_now"]["num_workers"], loader["kept"]["kind"]) == (0, "no_consent")
-    assert "autotune-loader run --workers train.py" in loader["advice"][0]["sentence"]
+    for script in (["train.py", "1", "a b"], ["-m", "train", "1", "a b"]):
+        printed, told = bench.told("run", *script)
+        (loader,) = told["loaders"]
+        assert printed == plain
+        assert (loader["settings_now"]["num_workers"], loader["kept"]["kind"]) == (0, "no_consent")
+        assert f"`autotune-loader run --workers {shlex.join(script)}`" in loader["advice"][0]["sentence"]
 
 
 def test_start_with_begins_with_what_a_file_says(bench):

@@ -47,6 +47,13 @@ def make(batch_size=4):
     return DataLoader(NUMBERS, batch_size=batch_size)
 
 
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_a_short_last_batch_counts_as_what_it_is(verb, capsys):
+    with enable(verb, workers=True):
+        list(DataLoader(NUMBERS, batch_size=32))
+    assert "TensorDataset[48], batches of 32" in capsys.readouterr().err
+
+
 LINE = f"tests/watch/test_watched.py:{make.__code__.co_firstlineno + 1}"
 
 
