@@ -79,7 +79,7 @@ CASES = {
     "the CPU": ("cpu", {}, "100 ms of CPU to load, 15 ms to train.", "Speed up the transforms"),
     "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms to train.", ""),
     "all cores in use": ("cpu", {"cpu_share": 0.97}, "97% of 4 cores are busy.", ""),
-    "a slow stage": ("cpu", {"stages": STAGES}, "", "Speed up decode (photos.py:41, PIL.Image.convert): smaller source"),
+    "a slow stage": ("cpu", {"stages": STAGES}, "", "Speed up decode (photos.py:41, PIL.Image.convert), which takes"),
     "what failed otherwise": ("cpu", {"trials": (failed("user_exception"),)}, "", ""),
     "a step that was passed": ("cpu", {"ceiling": exactly(800.0)}, "at most 2.00x as fast", ""),
     "memory that was not missed": ("cpu", NOT_MISSED, "", ""),

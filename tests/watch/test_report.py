@@ -79,7 +79,7 @@ def test_the_command_that_tries_more_is_named_where_it_could_pay(monkeypatch, kn
 
 def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):
     (found,) = told_of(monkeypatch, loader_of(), script=None)
-    assert found.advice[0].startswith('`enable("run", workers=True)` tries workers')
+    assert found.advice[0].startswith('`enable("run", workers=True)` tries worker processes')
 
 
 def test_while_other_settings_are_tried_all_figures_are_those_of_the_settings_that_are_told(monkeypatch):
@@ -94,7 +94,7 @@ def test_while_other_settings_are_tried_all_figures_are_those_of_the_settings_th
     assert (told.samples_per_s, told.wait_share, told.settings_now["num_workers"]) == (47.0, 0.125, 0)
     assert (result.rate.value, result.wait_share, result.status) == (47.0, 0.125, "partial")
     assert result.bottleneck == told.bottleneck == known.found.result.bottleneck
-    assert "8 workers, prefetch 2 so far, 14.7x the rate of 0 workers; not settled yet." in result.report()
+    assert "Best so far: 8 workers, prefetch 2, 14.7x the rate of 0 workers." in result.report()
 
 
 def test_a_loader_that_the_script_hardly_waits_for_comes_last_and_is_left_alone(monkeypatch):
