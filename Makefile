@@ -13,8 +13,7 @@ help: ## show this list
 
 venv: $(INSTALLED) ## install the package and its tools into .venv (PYTHON=python3.x chooses the interpreter)
 
-demo: $(INSTALLED) ## make 1,200 JPEG files once, watch a plain script that trains on them, tune the job, write loader.json
-	@$(BIN)/autotune-loader watch examples/train.py
+demo: $(INSTALLED) ## watch a script that trains on JPEG files behind a simulated object store, tune it, train with the result
 	@$(BIN)/autotune-loader demo
 
 check: $(INSTALLED) ## lint, format, types, layers, circles between files

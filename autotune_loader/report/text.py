@@ -41,6 +41,7 @@ LONGEST_NAME = 32
 HEADERS = ("", "workers", "prefetch", "options", "{rate_unit}", "95% range", "rounds", "wait", "memory")
 NUMERIC = (1, 2, 4, 5, 6, 7, 8)
 OPTIONS = HEADERS.index("options")
+EQUAL = "equal: counts as equally fast, but is no cheaper than the chosen setting."
 LEGEND = (
     "rounds: A/B rounds (settings take turns, so drift cancels); - is a single trial.",
     "wait: share of the time that the training loop waits for data.",
@@ -139,7 +140,8 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     ]
     if len(shown) < len(rows):
         lines.append(f"{counted(len(rows) - len(shown), 'more configuration')} in result.to_dataframe()")
-    return "\n".join([*lines, "", *(wrapped(line, width) for line in LEGEND), *_failure_lines(shown, width)])
+    equal = [EQUAL] if any(row.is_as_fast for row in shown) else []
+    return "\n".join([*lines, "", *(wrapped(line, width) for line in (*equal, *LEGEND)), *_failure_lines(shown, width)])
 
 
 def _shown(rows: Sequence[Standing]) -> list[Standing]:

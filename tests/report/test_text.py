@@ -46,6 +46,7 @@ before       0        -               400     375–425      2  12% 640 MiB
 
 failed       8       16                 -           -      -    -       -
 
+equal: counts as equally fast, but is no cheaper than the chosen setting.
 rounds: A/B rounds (settings take turns, so drift cancels); - is a single trial.
 wait: share of the time that the training loop waits for data.
 
