@@ -138,7 +138,7 @@ def test_many_words_are_wrapped_in_their_column_and_a_long_list_is_cut_but_for_w
     assert max(map(len, text.splitlines())) <= 80
     assert all(word in text for word in ("pinned,", "persistent,", "forkserver,", "batch 1024"))
     assert "29 more configurations in result.to_dataframe()" in text.splitlines()
-    marked = [line.split()[0] for line in text.splitlines() if line[:1].isalpha() and line[6:7] == " "]
+    marked = [line.split()[0] for line in text.splitlines() if line[:1].isalpha() and line[6:8] == "  "]
     assert marked == ["equal", "chosen", "before", "failed"]
 
 
