@@ -227,12 +227,12 @@ class Source(Table):
 class Answer(Table):
     """Which of two is faster: the one wording, wherever a gain is told."""
 
-    FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# A/B round}."
-    SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# A/B round}."
-    EQUAL = "{name} is as fast as {other} within {tolerance:share}: {ratio:ratio} in {rounds:# A/B round}."
-    NOT_SHOWN = "{name} shows no significant difference from {other}: {ratio:ratio} as fast in {rounds:# A/B round}."
+    FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both."
+    SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both."
+    EQUAL = "{name} is as fast as {other} within {tolerance:share}: {ratio:ratio} in {rounds:# A/B round} of both."
+    NOT_SHOWN = "{name} shows no significant difference from {other}: {ratio:ratio} as fast in {rounds:# A/B round} of both."
     UNSURE = (
-        "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round}: too few or too noisy for an interval."
+        "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both: too few or too noisy for an interval."
     )
     FAILED = "{name} failed: {error}"
     ALONE = "Only {name} worked."

@@ -48,7 +48,7 @@ def _draw(result: TuningResult, rows: tuple[Standing, ...], axes: canvas.Axes) -
         _draw_rates(axes, of_source, fmt="o", color=canvas.BLUE, markerfacecolor=fill, label=label)
     own, best = [row for row in rows if row.is_baseline], [row for row in rows if row.is_best]
     _draw_rates(axes, own, fmt="s", color=canvas.BLACK, markersize=8, zorder=5, label="before tuning")
-    label = "so far" if result.status == "undecided" else "chosen"
+    label = "chosen" if result.status == "complete" else "so far"
     _draw_rates(axes, best, fmt="*", color=canvas.VERMILLION, markersize=15, zorder=5, label=label)
     if failed := sorted({row.config.num_workers for row in rows if row.rate is None} - rates.keys()):
         near = [count for count in failed if count <= FAR * (1 + max(rates))]
