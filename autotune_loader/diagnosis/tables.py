@@ -230,10 +230,10 @@ class Answer(Table):
     FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both."
     SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both."
     EQUAL = "{name} is as fast as {other} within {tolerance:share}: {ratio:ratio} in {rounds:# A/B round} of both."
-    NOT_SHOWN = "{name} shows no significant difference from {other}: {ratio:ratio} as fast in {rounds:# A/B round} of both."
-    UNSURE = (
-        "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both: too few or too noisy for an interval."
+    NOT_SHOWN = (
+        "{name} shows no significant difference from {other}: {ratio:ratio} as fast in {rounds:# A/B round} of both."
     )
+    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both: too few or too noisy for an interval."
     FAILED = "{name} failed: {error}"
     ALONE = "Only {name} worked."
     NONE = "No loader worked."

@@ -100,7 +100,10 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         ({"best": NONE}, "Keep 0 workers, your current setting: 1,195 samples/s (1,068 to 1,322). No setting that"),
         ({"speedup": ratio(1.13, 0.85, 1.51)}, "Keep your settings if memory matters."),
         ({"speedup": ratio(0.99, 0.95, 1.02)}, "Keep your settings if memory matters."),
-        ({"speedup": ratio(1.01, 0.95, 1.02), "baseline": THREE}, "It needs fewer resources and counts as equally fast."),
+        (
+            {"speedup": ratio(1.01, 0.95, 1.02), "baseline": THREE},
+            "It needs fewer resources and counts as equally fast.",
+        ),
         ({"speedup": None}, "It was not compared with 0 workers (before tuning) in A/B rounds."),
         ({"source": Source.STORAGE(sample=1e5)}, "The trials read 97.7 KiB per sample from storage."),
         ({"step": "SmallCnn"}, "Step: SmallCnn."),
