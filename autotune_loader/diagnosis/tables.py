@@ -233,7 +233,7 @@ class Answer(Table):
     NOT_SHOWN = (
         "{name} shows no significant difference from {other}: {ratio:ratio} as fast in {rounds:# A/B round} of both."
     )
-    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both: too few or too noisy for an interval."
+    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both: too noisy for an interval."
     FAILED = "{name} failed: {error}"
     ALONE = "Only {name} worked."
     NONE = "No loader worked."
