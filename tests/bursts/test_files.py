@@ -128,7 +128,7 @@ def test_what_changes_files_ends_the_run_and_is_told_what_to_do(change, runs):
 @pytest.mark.process
 def test_a_step_that_waits_for_a_thread_which_a_fork_lacks_ends_the_run(runs):
     rows = writer("scratch/events", size=20)  # the script's own
-    says = r"no thread of this process \(.*writer.*\) runs in a fork.*leave saving"
+    says = r"Threads of this process \(.*writer.*\) do not run in a fork.*leave saving"
     with pytest.raises(WorkloadError, match=says):
         run(stepping(lambda: rows.put("row"))(runs), ALONE, plan=BurstPlan(deadline_s=5.0))
 

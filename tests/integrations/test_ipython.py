@@ -48,7 +48,7 @@ def test_a_cell_is_told_of_by_the_lines_that_the_notebook_shows_and_the_next_one
 )
 def test_the_next_step_of_a_cell_is_a_cell(shell, capsys, head, after, step):
     shell.run_cell("from autotune_loader import enable").raise_error()
-    shell.run_cell(f"{head}list(DataLoader(Waiting(torch.rand(64, 4)), batch_size=8, {after}))").raise_error()
+    shell.run_cell(f"{head}list(DataLoader(Waiting(torch.rand(480, 4)), batch_size=8, {after}))").raise_error()
     assert f"next: `{step}` tries" in capsys.readouterr().err
 
 
