@@ -64,36 +64,38 @@ def _noting_what_is_given(init: Callable[P, None]) -> Callable[P, None]:
 
 
 class AutoLoader(DataLoader[T_co]):
-    """A DataLoader that finds its number of workers while it trains.
+    """A DataLoader that finds its number of workers during training.
 
-    It gives the batches that `DataLoader` gives with the same arguments: the same indices in the same order, each once. Its
-    workers are torch's: they see the dataset as it was when they began, live as long as DataLoader's do, and whatever they do
-    besides samples they do as there. Use it wherever `num_workers=2` would work. `num_workers=0`, written out, means none.
+    It returns the batches of `DataLoader` with the same arguments: the same indices in the same order, each once. Its
+    workers are PyTorch's: they see the dataset as it was when they started, and live as long as DataLoader's. Use it
+    wherever `num_workers=2` would work. `num_workers=0`, written out, means none.
 
-    Where the loop waits for data, other numbers of workers are tried for parts of a second; what is not shown to be faster is
-    not kept. Random numbers of a batch come from (seed of the epoch, number of the batch), so that augmentations do not depend
-    on the number of workers. Batches travel in memory that both sides have mapped; neither /dev/shm nor TMPDIR is used.
+    If the training loop waits for data, other numbers of workers are tried for parts of a second; only what is
+    significantly faster is kept. The random numbers of a batch are seeded by epoch and batch, so augmentations do not
+    depend on the number of workers. Batches are written to memory that worker and training process share; neither
+    /dev/shm nor TMPDIR is used.
 
     Args:
-        dataset: as for DataLoader, or a DataLoader, which is only read.
+        dataset: As in `DataLoader`, or a DataLoader, which does not change.
         batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last, worker_init_fn, generator,
-            pin_memory_device, in_order: as for DataLoader.
-        num_workers: what to begin with. None, the default: the loop fetches, and workers are tried if it waits. 0: none. 1: one
-            worker makes all batches, one after the other. From 2 on the number may change, but not to 0.
-        timeout, multiprocessing_context, prefetch_factor, persistent_workers: as for DataLoader. They may be given without
-            `num_workers`: they say how workers are, if there are any.
-        config: a configuration or a `loader.json` in place of `num_workers`, `prefetch_factor`, `pin_memory`, `in_order`,
+            pin_memory_device, in_order: As in `DataLoader`.
+        num_workers: Number of workers at the start. `None` (default) starts without workers and tries some if the loop
+            waits. 0 uses none. 1 keeps one worker, which loads all batches in order. From 2 on the number may change,
+            but not to 0.
+        timeout, multiprocessing_context, prefetch_factor, persistent_workers: As in `DataLoader`. Without `num_workers`
+            they apply as soon as there are workers.
+        config: Settings or a `loader.json` in place of `num_workers`, `prefetch_factor`, `pin_memory`, `in_order`,
             `persistent_workers` and start method.
-        tune: False keeps the number of workers.
-        on_change: called with `loader.found` each time that another configuration is best, such as for a logger.
-        max_workers: most worker processes at any time.
-        workers: whether workers may be used. None: unless `num_workers=0` is written out.
-        fetch_threads: fetch the items of a batch by so many threads in each worker, where the dataset has no `__getitems__`.
-            The dataset must be thread-safe, and draw no random numbers.
+        tune: `False` keeps the number of workers.
+        on_change: Called with `loader.found` whenever another setting is best, such as for a logger.
+        max_workers: Most worker processes at any time.
+        workers: Whether workers may be used. `None`: unless `num_workers=0` is written out.
+        fetch_threads: Load the samples of a batch by this many threads in each worker, if the dataset has no
+            `__getitems__`. The dataset must be thread-safe, and draw no random numbers.
 
     Raises:
-        TypeError: an argument has the wrong type; or the loader makes iterators of its own, which would be left out.
-        ValueError: as DataLoader.
+        TypeError: An argument has the wrong type; or the loader has its own iterator, which would not run.
+        ValueError: As in `DataLoader`.
     """
 
     @_noting_what_is_given
@@ -173,15 +175,15 @@ class AutoLoader(DataLoader[T_co]):
         return str(self._live.found.result)
 
     def report(self) -> str:
-        """What was tried, what was found and what the bottleneck is, as text; and why nothing was tried, where that is so."""
+        """What was tried, what was found and what limits training, as text; or why nothing was tried."""
         return self._live.found.result.report()
 
     def metrics(self) -> dict[str, float]:
-        """Figures since the last call, for any logger; those that were not measured are left out.
+        """Figures since the last call, for any logger, without those that were not measured.
 
         Returns:
-            `data_time`: seconds a step in which the loop waited for its batch. `data_wait_share`: share of the time, from 0 to
-            1. `samples_per_sec`. `num_workers`: those that run now.
+            `data_time`: Seconds per step that the loop waited for its batch. `data_wait_share`: Share of the time, from
+            0 to 1. `samples_per_sec`. `num_workers`: The current number.
         """
         totals = self._live.found.log.totals
         now = (float(totals.batches), float(totals.samples), totals.waited_s, totals.active_s)
@@ -193,11 +195,11 @@ class AutoLoader(DataLoader[T_co]):
         return figures
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `loader.json` with the best configuration known: `AutoLoader(..., config=path)` begins where this one ended."""
+        """Write `loader.json` with the best known setting: `AutoLoader(..., config=path)` starts with it."""
         self._live.found.result.save(path)
 
     def freeze(self) -> None:
-        """Try and change nothing any more."""
+        """Stop tuning."""
         self.tune = False
         self._live.tuner.freeze()
 

@@ -79,7 +79,7 @@ def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise OSError(errno.EINVAL, "it is no file", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is not a file", os.fspath(path))
     return target, target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
@@ -129,7 +129,7 @@ def _made_of(raw: Any, kind: Any, place: str) -> Any:
         return float(raw)
     if type(raw) is kind:
         return raw
-    raise ValueError(f"{place}={raw!r:.60} is no {kind if origin else kind.__name__}")
+    raise ValueError(f"{place}={raw!r:.60} must be of type {kind if origin else kind.__name__}")
 
 
 @functools.cache
