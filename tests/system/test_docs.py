@@ -96,6 +96,33 @@ def test_the_code_of_a_page_runs(page, tmp_path, request):
     assert run.wait(timeout=110) == 0, run.output
 
 
+TRAIN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+for epoch in range(2):
+    for (x,) in DataLoader(TensorDataset(torch.rand(640, 4)), batch_size=8):
+        x.sum()
+"""
+
+
+def test_the_commands_of_the_readme_run_as_printed(tmp_path):
+    """`make demo` and `make test` are what they are said to be; what the first does runs in tests/cli."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target, does in {"demo": "autotune-loader demo", "test": "pytest"}.items():
+        assert f"\nmake {target} " in text
+        assert (
+            does in subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        )
+    (tmp_path / "train.py").write_text(TRAIN)
+    commands = re.findall(r"`autotune-loader (\w+ train\.py)`", text)
+    assert commands == ["watch train.py", "run train.py"]
+    for command in commands:
+        line = [sys.executable, "-m", "autotune_loader", *command.split()]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in done.stderr
+
+
 def test_the_documentation_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
