@@ -150,7 +150,8 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         if alone_s and (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > MUCH_LONGER * alone_s:
             is_disturbed = foreign > FOREIGN_CPU_LIMIT
             yield Fact.BUSY(share=foreign) if is_disturbed else Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
-        yield Fact.AT_MOST(factor=1 + gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
+        bound = Fact.AT_MOST if alone_s else Fact.ABOUT  # steps that wait for no data may be shorter
+        yield bound(factor=1 + gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
 
 
 def _stage_that_waits(evidence: Evidence) -> Finding | None:

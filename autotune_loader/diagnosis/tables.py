@@ -60,6 +60,7 @@ class Fact(Table):
 
     WAITS = "The training loop waits for data {wait:share} of the time."
     AT_MOST = "With instant data, training would be at most {factor:.2f}x as fast."
+    ABOUT = "With instant data, training would be about {factor:.1f}x as fast."
     OF_CEILING = "It runs at {rate:rate}; the step alone runs at {ceiling:rate}."
     CPU_OF_BATCH = "Per batch: {cpu:seconds} of CPU to load, {step:seconds} to train."
     CORES = "{share:share} of {cores:# core} are busy."

@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import json
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ STARTUP = str(Path(__file__).with_name("startup"))
 LINE = "_autotune_loader_line"
 """Attribute of a loader: file and number of the line that made it."""
 Verb = Literal["watch", "run"]
+SHARE_AND_NEXT = re.compile(r"waits for data \d+%|(?<=  )next: .*(?:\n {4}.*)*")
+"""What a terminal shows in colour."""
 LEGIBLY = "autotune_loader"
 """An error handler of `codecs`, for terminals that lack characters of our reports."""
 IN_ASCII = {"─": "-", "–": "-", "±": "+-"}
@@ -95,6 +98,8 @@ def say(text: str, *, flushes: bool = True) -> None:
             sys.stdout.flush()
     try:
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+        if "NO_COLOR" not in os.environ and getattr(sys.stderr, "isatty", bool)():
+            text = SHARE_AND_NEXT.sub("\033[1;36m\\g<0>\033[0m", text)
         print(text.encode(encoding, LEGIBLY).decode(encoding), file=sys.stderr, flush=True)
     except OSError:
         sys.stderr = None  # else what it holds back would make Python's exit code 120
