@@ -235,6 +235,19 @@ def test_a_terminal_without_our_characters_has_others_and_a_scripts_own_streams_
     assert err.buffer.getvalue().endswith(b"\na - b - c +- ?\n")
 
 
+@pytest.mark.parametrize("environ", [{}, {"NO_COLOR": "1"}])
+def test_a_terminal_shows_the_share_and_the_next_step_in_colour(environ, monkeypatch, capsys):
+    plain = "  waits for data 96% of the time\n  next: `autotune-loader\n    run`."
+    coloured = "  \033[1;36mwaits for data 96%\033[0m of the time\n  \033[1;36mnext: `autotune-loader\n    run`.\033[0m"
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    say(plain)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    say(plain)
+    assert capsys.readouterr().err == f"{plain}\n{plain if environ else coloured}\n"
+
+
 OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=1 << 30, gpu="H100", torch="2.6.0")
 FROM_ANOTHER = (  # what matters comes first
     r"2026-11-26, 1,024 cores, 1 GiB, H100,\s+torch 2.6.0.\n\n! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
