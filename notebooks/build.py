@@ -41,7 +41,7 @@ QUICKSTART = (
     CODE('result = tune(loader, model, budget="45s", output="loader.json", progress=False)\nprint(result.report())'),
     MARKDOWN(
         "If it says *no significant difference*, a larger budget may show one; otherwise keep your settings.\n\n## 3. Plot\n\nEach "
-        "point is a measurement. Where the curve is flat, more workers do not help."
+        "point is a measurement. Beyond the peak, more workers do not help."
     ),
     CODE("result.plot_workers()"),
     MARKDOWN("Where the time of a sample goes in a worker. Speed up the longest bar first."),

@@ -62,7 +62,7 @@ class Command(argparse.ArgumentParser):
         works = f"{self.prog} --help has all"
         if self._script:
             works = f"an argument of the script goes after its name: {self.prog} {self._script} {name}"
-        near = difflib.get_close_matches(name, self.options, n=1)
+        near = difflib.get_close_matches(name, self.options, n=1, cutoff=0.75)
         raise ValueError(f"{self.prog} takes no {name}; {f'did you mean {near[0]}?' if near else works}")
 
     def error(self, message: str) -> NoReturn:

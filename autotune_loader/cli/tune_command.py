@@ -136,11 +136,13 @@ def load_workload(target: str) -> tuple[Any, dict[str, Any]]:
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise ValueError(f"{target!r} does not name a factory; {_EXAMPLE}")
+        raise ValueError(f"{target!r} does not name a function; {_EXAMPLE}")
     module = _module(place)
     if not hasattr(module, name):
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        raise ValueError(f"{place} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else f"; {_EXAMPLE}"))
+        own = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        near = difflib.get_close_matches(name, own, n=1)
+        works = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'no function'}"
+        raise ValueError(f"{place} has no {name!r}; {works}")
     made = getattr(module, name)
     if callable(made):
         try:

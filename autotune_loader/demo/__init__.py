@@ -80,7 +80,7 @@ def tour(latency_s: float = LATENCY_S, budget: str = "45s") -> int:
     """
     with tempfile.TemporaryDirectory(prefix="autotune-loader-demo-") as folder, store(latency_s) as source:
         where = f"a simulated object store, {1000 * latency_s:.0f} ms a request" if latency_s else "the local disk"
-        print(f"The job: a small CNN on {PICTURES:,} JPEG files from {where}.", flush=True)
+        print(f"The job: a small CNN on {PICTURES:,} JPEG files from {where}. All files are temporary.", flush=True)
         shutil.copy(Path(__file__).with_name("train.py"), folder)
         watch, tune = ["watch", "--json", "report.json", "train.py", source], ["tune", "train.py:make_job"]
         before = BEFORE if latency_s else AFTER
@@ -94,8 +94,11 @@ def tour(latency_s: float = LATENCY_S, budget: str = "45s") -> int:
                 rates.append(json.loads(Path(folder, "report.json").read_text())["loaders"][0]["samples_per_s"])
         settings = json.loads(Path(folder, "loader.json").read_text())["dataloader_kwargs"]
         slow, fast = rates
+        told = f"With loader.json: {fast:,.0f} samples/s, {fast / slow:.1f}x as fast"
+        if not settings["num_workers"]:
+            told = f"With loader.json, which has the same settings: {fast:,.0f} samples/s. Nothing to gain here"
         print(
-            f"\nBefore: {slow:,.0f} samples/s. With loader.json: {fast:,.0f} samples/s, {fast / slow:.1f}x as fast.\n"
+            f"\nBefore: {slow:,.0f} samples/s. {told} (one run each, with the starts of workers and of short epochs).\n"
             f"loader.json: {settings}\n"
             "Your own script: autotune-loader watch train.py"
         )
@@ -107,6 +110,7 @@ def _run(command: list[str], folder: str) -> int:
     process = subprocess.Popen([sys.executable, "-m", "autotune_loader", *command], cwd=folder)
     while True:
         try:
-            return process.wait()
+            code = process.wait()
+            return code if code >= 0 else 128 - code  # by a signal, as a shell tells it
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,8 +15,8 @@ from autotune_loader.results.record import Finding
 FEWEST_BATCHES = 3
 """Of fewer nothing can be said: the first waits for workers, and the last has no step after it."""
 LITTLE_GAIN, LARGE_GAIN = 0.02, 9.0
-"""What cannot bring more is not worth a sentence (it is also the tolerance of `tune()`); what could bring more than ten times
-only says that the step takes next to no time."""
+"""What cannot bring more is not worth a sentence (it is also the tolerance of `tune()`); beyond ten times a figure would tell
+how short the step is, and no more."""
 LONG_START = 0.1
 """Share of the time in the starts of epochs from which on they count."""
 COMPUTING_SHARE = 0.6
@@ -140,7 +140,7 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
                 yield Fact.WAITED(fetch=fetch.fetch_s, cpu=fetch.fetch_cpu_s)
                 yield Fact.FETCHES(share=evidence.fetching_share)
             yield Fact.BUSY(share=foreign) if foreign > HARDLY_WAITS else None
-        case Bottleneck.IN_MEMORY | Bottleneck.LITTLE:
+        case Bottleneck.LITTLE:
             return
     yield Fact.WAITS(wait=evidence.wait_share)
     if row in (Bottleneck.STEP, Bottleneck.UNCLEAR):
@@ -151,7 +151,10 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
             is_disturbed = foreign > FOREIGN_CPU_LIMIT
             yield Fact.BUSY(share=foreign) if is_disturbed else Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
         bound = Fact.AT_MOST if alone_s else Fact.ABOUT  # steps that wait for no data may be shorter
-        yield bound(factor=1 + gain) if LITTLE_GAIN <= gain < LARGE_GAIN else None
+        if gain >= LARGE_GAIN:
+            yield Fact.MUCH()
+        elif gain >= LITTLE_GAIN:
+            yield bound(factor=1 + gain)
 
 
 def _stage_that_waits(evidence: Evidence) -> Finding | None:

@@ -86,6 +86,7 @@ def _advice(evidence: Evidence, bottleneck: Finding) -> Iterator[Finding]:
             yield from _batched_fetch(evidence)
         case Bottleneck.IN_MEMORY:
             yield from _batched_fetch(evidence)
+            yield Advice.AUTOLOADER_TRANSFERS(workers=2)
         case Bottleneck.STORAGE:
             yield Advice.LARGER_READS()
         case Bottleneck.CORES:

@@ -47,10 +47,10 @@ class Bottleneck(Table):
     COPY = "Bottleneck: copying batches to the device."
     MEMORY = "Bottleneck: memory."
     START_UP = "Bottleneck: starting epochs, which takes {share:share} of the time."
-    IN_MEMORY = "Bottleneck: none. Fetching a batch takes {fetch:seconds}, so no worker is needed."
+    IN_MEMORY = "Bottleneck: loading data in the training process, {fetch:seconds} per batch."
     LITTLE = "This loader takes {share:share} of the time of all loaders."
     UNCLEAR = "Bottleneck: unclear."
-    TOO_SHORT = "{batches:# batch}: too few to tell anything."
+    TOO_SHORT = "{batches:# batch}: too few to report a bottleneck."
     NO_STEP = "No training step was timed: each epoch ended after its first batch."
     NOTHING = "Nothing was measured."
 
@@ -61,6 +61,7 @@ class Fact(Table):
     WAITS = "The training loop waits for data {wait:share} of the time."
     AT_MOST = "With instant data, training would be at most {factor:.2f}x as fast."
     ABOUT = "With instant data, training would be about {factor:.1f}x as fast."
+    MUCH = "With instant data, training would be more than 10x as fast."
     OF_CEILING = "It runs at {rate:rate}; the step alone runs at {ceiling:rate}."
     CPU_OF_BATCH = "Per batch: {cpu:seconds} of CPU to load, {step:seconds} to train."
     CORES = "{share:share} of {cores:# core} are busy."
@@ -86,7 +87,9 @@ class Advice(Table):
     LEAVE_IT = "Leave the loader as it is."
     SPEED_UP_STEP = "Speed up the step (torch.compile, mixed precision, a larger batch), not the loader."
     MORE_CORES = "Use a machine with more cores, or run fewer other processes during training."
-    FEWER_WORKERS = "Use fewer workers than {workers}, or a machine with more cores."
+    FEWER_WORKERS = (
+        "Use fewer than {workers} workers (num_workers=0 if the samples are in memory), or a machine with more cores."
+    )
     SPREAD_SHARDS = "Use at most {busy:# worker}, or write more shards: each worker needs its own."
     CHEAPER_STAGE = (
         "Speed up {stage} ({where}), which takes {share:share} of a worker's CPU time ({cpu:seconds} per sample){how}."
@@ -123,7 +126,7 @@ class Choice(Table):
     USE = "Use {best}{rate}."
     KEEP = "Keep {best}, your current setting{rate}."
     NOTHING_FASTER = "No setting that was tried is more than {tolerance:share} faster."
-    COSTS_LESS = "It needs fewer resources and counts as equally fast."
+    COSTS_LESS = "It counts as equally fast and uses fewer resources."
     IF_MEMORY = "Keep your settings if memory matters."
     NOT_COMPARED = "It was not compared with {baseline} in A/B rounds."
     SO_FAR = "This is the best so far."
@@ -176,8 +179,8 @@ class Kept(Table):
     START_METHOD = "With start method {method}, workers are used only if num_workers is given."
     NOT_WAITING = "The training loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try other settings."
-    NOT_FASTER = "No other number of workers was shown to be faster."
-    NOT_SETTLED = "Other numbers of workers were still being compared."
+    NOT_FASTER = "No other number of workers was significantly faster."
+    NOT_SETTLED = "The training ended before the comparison of other numbers of workers."
     SAMPLES_DIFFER = "Batch {batch} of a worker differs from that of the training process ({what})."
     WORKER_ERROR = "A worker raised an exception that the training process does not: {error}"
     WORKERS_LOST = "Workers died repeatedly: {error}"
@@ -201,7 +204,7 @@ class Caution(Table):
     DISTURBED = "Other processes used more than {limit:share} of the CPU in {busy} of {rounds:# A/B round}."
     NOT_WRITTEN = "{path} was not written ({why}). Save the result elsewhere with result.save()."
     CEILING_PASSED = (
-        "The step alone ran at {alone:rate}, slower than training at {rate:rate}: the ceiling is not shown."
+        "The step alone ran at {alone:rate}, and steps in training at up to {rate:rate}: the ceiling is not shown."
     )
     BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): samples/s are compared, which says nothing about convergence."
     READ_AHEAD = "Thread {thread} reads batches ahead of training: the wait is that of the thread, not of training."
@@ -213,7 +216,7 @@ class Caution(Table):
 class Source(Table):
     """Where bursts had their samples from, and where training will have them from."""
 
-    NOT_STORAGE = "The trials read nothing from storage: samples came from memory, or over a network."
+    NOT_STORAGE = "The trials read nothing from a disk: samples came from memory or over the network."
     STORAGE = "The trials read {sample:bytes} per sample from storage."
     STORAGE_ALWAYS = (
         "The trials read {sample:bytes} per sample from storage. So does training: the data (about {data:bytes}) do not fit "
@@ -228,13 +231,13 @@ class Source(Table):
 class Answer(Table):
     """Which of two is faster: the one wording, wherever a gain is told."""
 
-    FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both."
-    SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both."
-    EQUAL = "{name} is as fast as {other} within {tolerance:share}: {ratio:ratio} in {rounds:# A/B round} of both."
+    FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# A/B round} with both."
+    SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# A/B round} with both."
+    EQUAL = "{name} is as fast as {other} within {tolerance:share}: {ratio:ratio} in {rounds:# A/B round} with both."
     NOT_SHOWN = (
-        "{name} shows no significant difference from {other}: {ratio:ratio} as fast in {rounds:# A/B round} of both."
+        "{name} shows no significant difference from {other}: {ratio:ratio} as fast in {rounds:# A/B round} with both."
     )
-    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round} of both: too noisy for an interval."
+    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round} with both, too few or noisy for an interval."
     FAILED = "{name} failed: {error}"
     ALONE = "Only {name} worked."
     NONE = "No loader worked."

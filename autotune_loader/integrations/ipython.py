@@ -11,7 +11,7 @@ def load_ipython_extension(shell: Any) -> None:
     """Called by `%load_ext autotune_loader`."""
 
     def watch(line: str, cell: str) -> None:
-        """Run a cell and tell what its loaders cost it; `%%watch run` tunes them meanwhile, with `--workers` all of them."""
+        """Report how long a cell waits for data. `%%watch run` tunes its loaders, `--workers` also those without workers."""
         words = line.split()
         verb: Any = next((word for word in words if not word.startswith("-")), "watch")
         if not cell.startswith("%%"):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from autotune_loader.diagnosis.units import rate_text, seconds_text
+from autotune_loader.diagnosis.units import rate_text
 from autotune_loader.values import LoaderConfig, Trial
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Progress:
         )
 
     def _line(self, name: str, config: LoaderConfig, outcome: str, seconds_left: float) -> None:
-        left = seconds_text(max(0.0, float(round(seconds_left))))
+        left = f"{max(0, round(seconds_left))} s"
         self.announce(f"{name}  {config!s:<{_CONFIG_WIDTH}}  {outcome}  {left} left")
 
 

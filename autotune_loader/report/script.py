@@ -53,7 +53,8 @@ class LoaderReport:
         epochs = f" in {units.counted(self.epochs, 'epoch')}" if self.epochs > 1 else ""
         seen = [f"{units.counted(self.batches, 'batch')}{epochs}"]
         if self.samples_per_s is not None:
-            seen.append(f"{units.number_text(self.samples_per_s)} samples/s")
+            is_new = "now " if self.settings_now != self.settings else ""
+            seen.append(f"{is_new}{units.number_text(self.samples_per_s)} samples/s")
         if self.wait_share is not None:
             seen.append(f"waits for data {units.share_text(self.wait_share)} of the time")
         own, now = settings_text(self.settings), settings_text(self.settings_now)

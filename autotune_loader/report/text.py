@@ -40,12 +40,10 @@ LONGEST_NAME = 32
 """Of a function in the table of stages."""
 HEADERS = ("", "workers", "prefetch", "options", "{rate_unit}", "95% range", "rounds", "wait", "memory")
 NUMERIC = (1, 2, 4, 5, 6, 7, 8)
-OPTIONS = HEADERS.index("options")
+OPTIONS, ROUNDS = HEADERS.index("options"), HEADERS.index("rounds")
 EQUAL = "equal: counts as equally fast, but is no cheaper than the chosen setting."
-LEGEND = (
-    "rounds: A/B rounds (settings take turns, so drift cancels); - is a single trial.",
-    "wait: share of the time that the training loop waits for data.",
-)
+ROUNDS_WORDS = "rounds: A/B rounds (settings alternate, so drift cancels); -: a single trial."
+WAIT_WORDS = "wait: share of the time that the training loop waits for data."
 
 
 def summary_of(result: TuningResult) -> str:
@@ -129,6 +127,11 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     headers, columns = [header.format(rate_unit=result.rate_unit) for header in HEADERS], list(range(len(HEADERS)))
     if len({tuple(row.config.words()) for row in shown if row.config.num_workers}) < 2:  # the first sentence has them
         columns.remove(OPTIONS)
+    legend = [EQUAL] if any(row.is_as_fast for row in shown) else []
+    if any(row.source == "rounds" for row in shown):
+        legend.append(ROUNDS_WORDS)
+    else:
+        columns.remove(ROUNDS)
     lines = [
         table_text(
             [headers[column] for column in columns],
@@ -140,8 +143,8 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     ]
     if len(shown) < len(rows):
         lines.append(f"{counted(len(rows) - len(shown), 'more configuration')} in result.to_dataframe()")
-    equal = [EQUAL] if any(row.is_as_fast for row in shown) else []
-    return "\n".join([*lines, "", *(wrapped(line, width) for line in (*equal, *LEGEND)), *_failure_lines(shown, width)])
+    words = (wrapped(line, width) for line in (*legend, WAIT_WORDS))
+    return "\n".join([*lines, "", *words, *_failure_lines(shown, width)])
 
 
 def _shown(rows: Sequence[Standing]) -> list[Standing]:

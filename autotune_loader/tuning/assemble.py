@@ -14,7 +14,7 @@ from statistics import fmean
 
 from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT
-from autotune_loader.diagnosis.judge import changes_in_training, source_of
+from autotune_loader.diagnosis.judge import BURSTS_DIFFER, changes_in_training, source_of
 from autotune_loader.results.record import Finding, Status
 from autotune_loader.results.result import TuningResult
 from autotune_loader.search.belief import CERTAIN, Belief, equally_fast
@@ -113,6 +113,8 @@ def why_undecided(search: Search) -> Finding | None:
     busy = _disturbed(search)
     if len(belief.configs) > 1 and busy > MUCH_DISTURBED * len(rounds):
         return Undecided.BUSY(busy=busy, rounds=len(rounds))
+    if belief.choice is not None and _is_outrun(search, _measured_choice(belief)):
+        return Undecided.TOO_NOISY(rounds=len(rounds), tolerance=search.run.tolerance)
     if ended in (Ended.SAFE, Ended.CEILING) or belief.choice is None:
         return None
     if not rounds:
@@ -125,6 +127,13 @@ def why_undecided(search: Search) -> Finding | None:
         why = Undecided.TOO_NOISY if had_time else Undecided.CLOSE
         return why(rounds=len(rounds), tolerance=search.run.tolerance)
     return None
+
+
+def _is_outrun(search: Search, best: LoaderConfig) -> bool:
+    """Whether a trial of something else was much faster than each of the choice's: the table would contradict the choice."""
+    rates = [(each.config, each.measurement.samples_per_s) for each in search.trials if each.measurement is not None]
+    own = max((rate.value for config, rate in rates if config.key() == best.key()), default=math.inf)
+    return any(rate.is_telling and rate.low > (1 + BURSTS_DIFFER) * own for _, rate in rates)
 
 
 def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:

@@ -47,18 +47,17 @@ before       0        -               400     375–425      2  12% 640 MiB
 failed       8       16                 -           -      -    -       -
 
 equal: counts as equally fast, but is no cheaper than the chosen setting.
-rounds: A/B rounds (settings take turns, so drift cancels); - is a single trial.
+rounds: A/B rounds (settings alternate, so drift cancels); -: a single trial.
 wait: share of the time that the training loop waits for data.
 
 8 workers, prefetch 16 failed: shared memory (batches): /dev/shm is full [/red];
   start with --shm-size=1g"""
 ALIKE = """\
-      workers  prefetch  samples/s  95% range  rounds  wait   memory
-────────────────────────────────────────────────────────────────────
-            1         2        700    690–710       -   12%  640 MiB
-kept        0         -        400    390–410       -   12%  640 MiB
+      workers  prefetch  samples/s  95% range  wait   memory
+────────────────────────────────────────────────────────────
+            1         2        700    690–710   12%  640 MiB
+kept        0         -        400    390–410   12%  640 MiB
 
-rounds: A/B rounds (settings take turns, so drift cancels); - is a single trial.
 wait: share of the time that the training loop waits for data."""
 
 
@@ -94,7 +93,7 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         ({**TRIES, "best": ONE}, "Best so far: 3 workers, prefetch 2, pinned, 3.0x the rate of 0 workers. The"),
         (
             {**TRIES, "best": TWO},
-            "2.99x (2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 A/B rounds of both. This is the",
+            "2.99x (2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 A/B rounds with both. This is the",
         ),
         ({**TRIES, "trials": (TRIED[0], ran(ONE, 300.0))}, "(1,068 to 1,322). This is the best so far."),
         ({"best": NONE}, "Keep 0 workers, your current setting: 1,195 samples/s (1,068 to 1,322). No setting that"),
@@ -102,7 +101,7 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         ({"speedup": ratio(0.99, 0.95, 1.02)}, "Keep your settings if memory matters."),
         (
             {"speedup": ratio(1.01, 0.95, 1.02), "baseline": THREE},
-            "It needs fewer resources and counts as equally fast.",
+            "It counts as equally fast and uses fewer resources.",
         ),
         ({"speedup": None}, "It was not compared with 0 workers (before tuning) in A/B rounds."),
         ({"source": Source.STORAGE(sample=1e5)}, "The trials read 97.7 KiB per sample from storage."),
@@ -148,7 +147,7 @@ def test_many_words_are_wrapped_in_their_column_and_a_long_list_is_cut_but_for_w
 def test_what_prints_is_two_sentences_and_where_the_report_is():
     assert str(SMALL) == (
         "Use 2 workers, prefetch 2, pinned: 1,195 samples/s (1,068 to 1,322). It is 2.99x\n"
-        "(2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 A/B rounds of both.\n"
+        "(2.80x to 3.20x) as fast as 0 workers (before tuning) in 2 A/B rounds with both.\n"
         "result.report() shows the table."
     )
     assert repr(SMALL) == "<TuningResult complete: 2 workers, prefetch 2, pinned>"
@@ -172,14 +171,14 @@ cached      1,203  3.00x (2.76x to 3.26x)   12%        2  640 MiB  cpu
 broken     failed                                      1
 
 broken failed: user_exception: no such file
-cached is 3.00x (2.76x to 3.26x) as fast as now in 4 A/B rounds of both."""
+cached is 3.00x (2.76x to 3.26x) as fast as now in 4 A/B rounds with both."""
 
 
 def test_a_comparison_is_a_table_and_a_sentence_for_each_side_and_a_frame():
     assert COMPARED.report().startswith(COMPARISON)
     assert "cached: Bottleneck: CPU." in COMPARED.report()
     assert "No loader worked." in Comparison(sides=SIDES[2:]).report()
-    assert str(COMPARED).endswith("in 4 A/B rounds of both. comparison.report() shows the table.")
+    assert str(COMPARED).endswith("in 4 A/B rounds with both. comparison.report() shows the table.")
     with pytest.raises(KeyError, match="'warm' is not a side; 'now', 'cached', 'broken' would work"):
         COMPARED["warm"]
     frame = COMPARED.to_dataframe().set_index("side")

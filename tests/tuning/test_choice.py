@@ -48,6 +48,8 @@ FASTER, ALIKE = [(100.0, 200.0), (100.0, 190.0)], [(100.0, 110.0), (100.0, 90.0)
     [
         (a_search(FASTER, SAFE), None, TWO),
         (a_search(ALIKE, SAFE), None, OWN),
+        # sure, and one trial of something else says otherwise
+        (a_search([(100.0, 60.0), (100.0, 60.0)], SAFE, searched=(None, 150.0)), Undecided.TOO_NOISY, OWN),
         # undecided, and it is almost certainly faster
         (a_search(FASTER, NO_TIME, foreign=0.5), Undecided.BUSY, TWO),
         (a_search(FASTER[:1], NO_TIME, searched=(100.0, 200.0)), Undecided.FEW_ROUNDS, TWO),
