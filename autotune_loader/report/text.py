@@ -92,6 +92,8 @@ def _choice(result: TuningResult) -> list[Finding]:
         if ratio is not None and not is_claimed(ratio) and ratio.value < MUCH_FASTER:
             sizes = [(each.num_workers, each.batches_in_flight) for each in (best, result.baseline)]
             said.append(Choice.COSTS_LESS() if sizes[0] < sizes[1] else Choice.IF_MEMORY())
+    if result.status == "undecided" and ratio is not None and is_claimed(ratio):
+        said = [*said[1:], said[0]]  # what is sure comes first
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 
 

@@ -78,6 +78,10 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         (DOUBT, "Inconclusive: no A/B round fit into the budget. Rerun with a larger budget. Keep 0 workers"),
         (DOUBT, "kept 0 - 400 375–425 2"),
         ({**DOUBT, "best": TWO}, "so far 2 2 pinned"),
+        (
+            {**DOUBT, "best": TWO, "speedup": ratio(2.99, 2.8, 3.2)},
+            "in 2 A/B rounds with both. Inconclusive: no A/B round",
+        ),
         ({"gpu_busy_share": 0.931}, "GPU: busy 93% of the time (from the first to the last kernel of each step)."),
         (
             {"ceiling": exactly(1300.0)},
