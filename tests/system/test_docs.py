@@ -115,8 +115,8 @@ def test_the_commands_of_the_readme_run_as_printed(tmp_path):
             does in subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         )
     (tmp_path / "train.py").write_text(TRAIN)
-    commands = re.findall(r"`autotune-loader (\w+ train\.py)`", text)
-    assert commands == ["watch train.py", "run train.py"]
+    commands = re.findall(r"`autotune-loader (\w+ (?:--\w+ )?train\.py)`", text)
+    assert commands == ["watch train.py", "run --workers train.py"]
     for command in commands:
         line = [sys.executable, "-m", "autotune_loader", *command.split()]
         done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)

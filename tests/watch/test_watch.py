@@ -184,7 +184,7 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
     assert 0.6 < loader["wait_share"] < 0.95
     assert loader["bottleneck"]["gain"] == pytest.approx(loader["wait_share"] / (1 - loader["wait_share"]))
     assert f"autotune-loader {command}" in loader["advice"][0]["sentence"]
-    assert "1 batch: too few to tell anything" in other["bottleneck"]["sentence"]
+    assert "1 batch: too few to report a bottleneck" in other["bottleneck"]["sentence"]
     assert (code, "--fail-if-wait allows 10%" in told["notes"][0]) == (4, True)
     result = TuningResult.load(bench.folder / "loader.json")
     assert (result.found_by, result.best.num_workers) == ("watch", workers)
