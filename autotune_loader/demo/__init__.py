@@ -58,12 +58,14 @@ def store(latency_s: float = LATENCY_S) -> Iterator[str]:
             return
         command = [sys.executable, "-m", f"{__name__}.store", folder, str(latency_s)]
         pipe = subprocess.PIPE  # a session of its own: Ctrl-C is for those that read from it
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
-            assert process.stdout is not None
-            try:
-                yield process.stdout.readline().strip()
-            finally:
-                process.terminate()
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()  # by then it has the pictures in memory
+    with process:
+        try:
+            yield url
+        finally:
+            process.terminate()
 
 
 def job(latency_s: float = LATENCY_S) -> tuple[Any, Any]:
