@@ -126,7 +126,7 @@ class TrainingStep:
             if not is_first or self.is_own:
                 raise StepError(str(error)) from error
             cause = first_sentence(f"{type(error).__name__}: {error}")
-            said = f"Inferred step {self.name} failed on {described(batch)}: {cause}; {ASKS}"
+            said = f"Inferred step {self.name.removeprefix('a ')} failed on {described(batch)}: {cause}; {ASKS}"
             raise StepInferenceError(said) from error
         finally:
             torch.clear_autocast_cache()  # weights are cast anew in each step, as where each step enters autocast

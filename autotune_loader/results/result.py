@@ -91,7 +91,7 @@ class TuningResult:
     ended: Finding | None = None
     """Why nothing more was tried."""
     bottleneck: Finding | None = None
-    """What limits the best configuration; its `gain` is what a loader without any cost would bring at most."""
+    """What limits training with the best settings; its `gain` is the most that instant data would gain."""
     advice: tuple[Finding, ...] = ()
     warnings: tuple[Finding, ...] = ()
     step: str = ""
@@ -307,7 +307,7 @@ class TuningResult:
 
     @property
     def summary(self) -> tuple[str, ...]:
-        """What to use, what it brings, what limits it, why the search ended, and what should be known: a sentence each."""
+        """The settings to use, the speedup, the bottleneck, why the search ended, and warnings: a sentence each."""
         from autotune_loader.report.text import sentences_of
 
         return tuple(sentences_of(self))
