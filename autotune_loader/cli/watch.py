@@ -101,5 +101,4 @@ def _launch(verb: Verb, script: Sequence[str], *, is_module: bool, **options: An
             require_writable(typed, options[name], example)
     for name in ("output", "report", "start_with"):
         options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
-    plan = Plan(verb=verb, script=f"-m {target}" if is_module else target, **options)
-    return partial(launch, plan, target, arguments, is_module=is_module)
+    return partial(launch, Plan(verb=verb, **options), target, arguments, is_module=is_module)

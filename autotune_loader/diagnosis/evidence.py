@@ -106,9 +106,8 @@ class Evidence:
             return max(0.0, self.ceiling.value / self.samples_per_s - 1)
         if self.wait_share is None or self.wait_share >= 1:
             return None
-        others = [burst.samples_per_s.value for config, burst in self.bursts if config.batch_size is None]
         gain = self.wait_share / (1 - self.wait_share)
-        return None if max(others, default=0.0) > (1 + gain) * self.samples_per_s else gain
+        return None if max(self.rates, default=0.0) > (1 + gain) * self.samples_per_s else gain
 
     @property
     def fetching_share(self) -> float:
@@ -127,6 +126,11 @@ class Evidence:
     def bursts(self) -> list[tuple[LoaderConfig, Measurement]]:
         """Every configuration that was measured."""
         return [(trial.config, trial.measurement) for trial in self.trials if trial.measurement is not None]
+
+    @property
+    def rates(self) -> list[float]:
+        """What was measured with batches of the caller's size, which alone have the same step."""
+        return [burst.samples_per_s.value for config, burst in self.bursts if config.batch_size is None]
 
     @property
     def undisturbed(self) -> Evidence:

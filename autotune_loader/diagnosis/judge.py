@@ -132,9 +132,8 @@ def ceiling_doubt(evidence: Evidence) -> Finding | None:
     if evidence.ceiling is None:
         return None
     alone, wait = evidence.ceiling.value, evidence.wait_share or 0.0
-    rates = [each.samples_per_s.value for config, each in evidence.bursts if config.batch_size is None]
     in_loop = evidence.samples_per_s / (1 - wait) if wait <= HARDLY_STEPS else evidence.samples_per_s
-    fastest = max([in_loop, *rates])
+    fastest = max([in_loop, *evidence.rates])
     return Caution.CEILING_PASSED(alone=alone, rate=fastest) if fastest > (1 + BURSTS_DIFFER) * alone else None
 
 

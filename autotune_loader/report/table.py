@@ -17,6 +17,11 @@ def wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> str:
     return "\n".join(map(wrapper.fill, text.splitlines() or [""]))
 
 
+def tail_of(name: str, longest: int) -> str:
+    """A name that is too long for its place, by its end, which tells most."""
+    return name if len(name) <= longest else f"...{name[3 - longest :]}"
+
+
 def table_text(
     headers: Sequence[str],
     groups: Sequence[Sequence[Sequence[str]]],

@@ -26,7 +26,7 @@ from autotune_loader.diagnosis.units import (
     share_text,
 )
 from autotune_loader.machine.fingerprint import NO_GPU
-from autotune_loader.report.table import WIDTH, table_text, wrapped
+from autotune_loader.report.table import WIDTH, table_text, tail_of, wrapped
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding
 from autotune_loader.results.result import TuningResult
@@ -246,8 +246,7 @@ def stage_lines(times: Sequence[StageTime], width: int = WIDTH) -> list[str]:
 
 def _short(where: str) -> str:
     """Names that are too long for their column, by their ends: the line of the user's and the function tell most."""
-    words = (f"...{word[3 - LONGEST_NAME :]}" if len(word) > LONGEST_NAME else word for word in where.split())
-    return " ".join(words)
+    return " ".join(tail_of(word, LONGEST_NAME) for word in where.split())
 
 
 def comparison_summary(comparison: Comparison) -> str:

@@ -73,11 +73,11 @@ class Comparison:
     def rates(self) -> dict[str, Interval]:
         """Mean rate of each side that worked."""
         ran = [each for each in self.rounds if each.rates]
-        effects = Effects(ran) if ran else None
-        names = [
-            side.name for side in self.sides if effects is not None and side.name in effects.keys and not side.error
-        ]
-        return {} if effects is None else {name: effects.rate(name) for name in names}
+        if not ran:
+            return {}
+        effects = Effects(ran)
+        names = [side.name for side in self.sides if side.name in effects.keys and not side.error]
+        return {name: effects.rate(name) for name in names}
 
     @property
     def ratios(self) -> dict[str, Interval]:

@@ -273,10 +273,8 @@ def _refuse_several(study: optuna.Study) -> None:
 
 def read_record(done: FrozenTrial) -> Trial | None:
     """What an objective recorded of a trial, without histories; None where it recorded nothing that this release reads."""
-    import msgspec
-
     text = done.user_attrs.get(RECORD)
-    with contextlib.suppress(msgspec.ValidationError, ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError):
         return from_plain(json.loads(text), Trial) if isinstance(text, str) else None
     return None
 

@@ -113,16 +113,18 @@ def why_undecided(search: Search) -> Finding | None:
     busy = _disturbed(search)
     if len(belief.configs) > 1 and busy > MUCH_DISTURBED * len(rounds):
         return Undecided.BUSY(busy=busy, rounds=len(rounds))
-    if belief.choice is not None and _is_outrun(search, _measured_choice(belief)):
+    if belief.choice is None:
+        return None
+    best = _measured_choice(belief)
+    if _is_outrun(search, best):
         return Undecided.TOO_NOISY(rounds=len(rounds), tolerance=search.run.tolerance)
-    if ended in (Ended.SAFE, Ended.CEILING) or belief.choice is None:
+    if ended in (Ended.SAFE, Ended.CEILING):
         return None
     if not rounds:
         return Undecided.ONE_TRIED() if len(tried) < 2 else Undecided.NO_ROUNDS()
     had_time = ended is Ended.NOT_WORTH_IT
     if len(rounds) < LEAST_ROUNDS and not had_time:
         return Undecided.FEW_ROUNDS(rounds=len(rounds))
-    best = _measured_choice(belief)
     if best.key() not in belief.configs or belief.loss(best) > search.run.tolerance:
         why = Undecided.TOO_NOISY if had_time else Undecided.CLOSE
         return why(rounds=len(rounds), tolerance=search.run.tolerance)

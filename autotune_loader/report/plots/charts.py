@@ -9,6 +9,7 @@ from typing import Any
 from autotune_loader.diagnosis.ranking import Standing, ranking
 from autotune_loader.diagnosis.units import counted, number_text, rate_text, ratio_text, seconds_text, share_text
 from autotune_loader.report.plots import canvas
+from autotune_loader.report.table import tail_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values import StageTime
 
@@ -113,11 +114,11 @@ def _draw_stages(stages: tuple[StageTime, ...], axes: canvas.Axes) -> None:
     for row, each in enumerate(stages):
         text = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}"
         axes.text(each.wall_s * 1e3, row, text, va="center", fontsize=8, color=canvas.DARK_GREY)
-    axes.set_yticks(rows, [f"{_short(each.stage)}\n{_short(each.where)}" for each in stages], fontsize=8)
+    axes.set_yticks(
+        rows,
+        [f"{tail_of(each.stage, LONGEST_NAME)}\n{tail_of(each.where, LONGEST_NAME)}" for each in stages],
+        fontsize=8,
+    )
     longest_s = max(each.wall_s for each in stages)
     axes.set(xlabel="milliseconds of self time for each sample\n(without other stages that it calls)")
     axes.set_xlim(0, 1.3 * longest_s * 1e3)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"...{name[3 - LONGEST_NAME :]}"
