@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+OTHER := build/$(notdir $(PYTHON))-torch-$(TORCH)
+QUIETLY := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test quick coverage acceptance docs gpu libraries clean
+.PHONY: help venv demo check test quick coverage acceptance docs gpu libraries torch dist clean
 MAKEFLAGS += --no-print-directory
 
 help: ## show this list
@@ -38,6 +40,24 @@ acceptance: $(INSTALLED) ## many simulated searches: how good the choices are, a
 docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+torch: ## unit and process tests with another torch, in an environment of its own (TORCH=2.6.0, PYTHON=python3.10)
+	@test -n "$(TORCH)" || { echo 'say which: make torch TORCH=2.6.0'; exit 2; }
+	@$(PYTHON) -m venv $(OTHER)
+	@grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	@$(OTHER)/bin/python -m pip install $(QUIETLY) -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]'
+	@$(OTHER)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
+	@$(OTHER)/bin/python -m pytest -n 3 -m "unit or process"
+
+dist: ## build wheel and sdist, check their metadata, install the wheel alone in a fresh environment, run its demo
+	@rm -rf dist build/release build/wheel
+	@$(PYTHON) -m venv build/release
+	@build/release/bin/python -m pip install $(QUIETLY) -c constraints.txt build twine
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt build/release/bin/python -m build . > build/release/log || { cat build/release/log; exit 1; }
+	@build/release/bin/python -m twine check --strict dist/*
+	@$(PYTHON) -m venv build/wheel
+	@build/wheel/bin/python -m pip install $(QUIETLY) -c constraints.txt dist/*.whl
+	@cd build/wheel && env -u PYTHONPATH bin/autotune-loader demo
+
 libraries: $(INSTALLED) ## tune with the loaders of twenty libraries, each in an environment of its own under ~/.cache (LIBRARIES="monai timm")
 	@$(BIN)/python -m studies.libraries $(LIBRARIES)
 
@@ -53,5 +73,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("autotune-loader needs Python 3.10 or newer; try make PYTHON=python3.11")'
 	@echo "installing into $(VENV) (torch is large; this takes a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install $(QUIETLY) -c constraints.txt -e '.[dev]'
 	@touch $@

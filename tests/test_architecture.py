@@ -18,12 +18,6 @@ DOORS = ("cli", "integrations", "watch")
 MOST_MODULES, MOST_NAMES = 12, 25
 # What costs start-up time and is needed only by those who tune.
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
-PUBLIC = {
-    *("AutoLoader", "Comparison", "DevicePrefetcher", "LoaderConfig", "TunerError", "TuningResult", "TwinSampler"),
-    *("__version__", "compare", "enable", "load_config", "tune", "ConfigFileError", "MachineMismatchError"),
-    *("MissingExtraError", "PlatformError", "WorkloadError"),
-}
-
 # Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
 # nobody else may enter.
 UNPICKLING = {
@@ -68,9 +62,18 @@ def test_the_files_that_contributing_names_exist():
     assert [each for each in named if not (PACKAGE / each).exists() and not (PACKAGE.parent / each).exists()] == []
 
 
-def test_all_names_exactly_the_public_surface_and_every_name_can_be_imported():
-    assert set(autotune_loader.__all__) == PUBLIC
-    assert [name for name in PUBLIC if getattr(autotune_loader, name, None) is None] == []
+def test_the_public_names_are_those_of_the_reference_and_each_can_be_imported():
+    """`__all__`, the first table of docs/reference.md, `dir()` and what type checkers see are one list."""
+    public = set(autotune_loader.__all__) - {"__version__"}
+    reference = (PACKAGE.parent / "docs" / "reference.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+).*$", reference.partition("## Commands")[0], flags=re.MULTILINE)
+    errors = set(re.findall(r"`(\w+Error)`", reference))
+    assert {*rows, *errors} == public
+    seen = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (typed,) = (node for node in seen.body if isinstance(node, ast.If))
+    assert {alias.name for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names} == public
+    assert {*dir(autotune_loader)} == {*public, "__version__"}
+    assert [name for name in public if getattr(autotune_loader, name).__name__ != name] == []
     assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
 
 

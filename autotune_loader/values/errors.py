@@ -1,7 +1,14 @@
-"""What can go wrong through no fault of the tuner's caller arguments.
+"""Exceptions of the package, all of them public.
 
-A wrong argument stays a plain `ValueError` or `TypeError`. A configuration that fails during the study is no exception at
-all: it is a `Failure` (see `measurement.py`), because the study goes on.
+    TunerError                      everything below, in one `except`
+     +- WorkloadError               the user's dataset, model or step raised
+     +- ConfigFileError             a `loader.json` cannot be read
+     +- MachineMismatchError        a `loader.json` is of another machine, with `on_mismatch="strict"`
+     +- PlatformError               another operating system than Linux; also an `ImportError`
+     +- MissingExtraError           packages are not installed; also an `ImportError`
+
+A wrong argument is a `ValueError` or `TypeError`. A trial that fails is no exception but a `Failure` (`measurement.py`),
+because the study goes on.
 """
 
 from __future__ import annotations
