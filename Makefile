@@ -43,7 +43,7 @@ docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
 torch: ## unit and process tests with another torch, in an environment of its own (TORCH=2.6.0, PYTHON=python3.10)
 	@test -n "$(TORCH)" || { echo 'say which: make torch TORCH=2.6.0'; exit 2; }
 	@$(PYTHON) -m venv $(OTHER)
-	@grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	@grep -vE '^(torch|sympy)==' constraints.txt > $(OTHER)/constraints.txt
 	@$(OTHER)/bin/python -m pip install $(QUIETLY) -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]'
 	@$(OTHER)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
 	@$(OTHER)/bin/python -m pytest -n 3 -m "unit or process"

@@ -7,14 +7,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 import autotune_loader
+from tests.sizes import PACKAGE, named_by_doors
 
-PACKAGE = Path(__file__).parents[1] / "autotune_loader"
-DOORS = ("cli", "integrations", "watch")
 MOST_MODULES, MOST_NAMES = 12, 25
 # What costs start-up time and is needed only by those who tune.
 LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
@@ -36,15 +34,9 @@ LOADING = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib", "yaml
 
 
 def test_the_doors_name_few_modules_and_few_names_of_inner_rooms():
-    """Also inside of functions; the public names of the package are what everybody may use."""
-    found = set[tuple[str, str]]()
-    for path in (path for door in DOORS for path in (PACKAGE / door).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            package, _, inner = str(getattr(node, "module", "")).partition(".")
-            if isinstance(node, ast.ImportFrom) and package == "autotune_loader" and inner.split(".")[0] not in DOORS:
-                found |= {(inner, each.name) for each in node.names if inner}
-    assert len({module for module, _ in found}) <= MOST_MODULES, sorted(found)
-    assert len({name for _, name in found}) <= MOST_NAMES, sorted(found)
+    named = named_by_doors()
+    assert len({module for module, _ in named}) <= MOST_MODULES, sorted(named)
+    assert len({name for _, name in named}) <= MOST_NAMES, sorted(named)
 
 
 def test_a_file_name_and_a_class_name_stand_for_one_thing():

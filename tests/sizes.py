@@ -1,0 +1,53 @@
+"""How large the house is: `python -m tests.sizes` prints lines and modules of each room, and what its modules import."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "autotune_loader"
+DOORS = ("cli", "integrations", "watch")
+
+
+def lines_of(*paths: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def imported(path: Path) -> set[tuple[str, str]]:
+    """(module, name) of each `from autotune_loader.module import name`, also inside of functions."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ours = [
+        node for node in nodes if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("autotune_loader.")
+    ]
+    return {(str(node.module).partition(".")[2], alias.name) for node in ours for alias in node.names}
+
+
+def named_by_doors() -> set[tuple[str, str]]:
+    """What doors name of inner rooms; the public names of the package are what everybody may use."""
+    named = set[tuple[str, str]]().union(*(imported(path) for door in DOORS for path in (PACKAGE / door).rglob("*.py")))
+    return {(module, name) for module, name in named if module and module.split(".")[0] not in DOORS}
+
+
+def imports_a_module() -> float:
+    """How many other modules of the package a module imports from, on average."""
+    paths = list(PACKAGE.rglob("*.py"))
+    return sum(len({module for module, _ in imported(path)}) for path in paths) / len(paths)
+
+
+def main() -> None:
+    print(f"{'room':14}{'lines':>7}{'modules':>9}")
+    for room in sorted(path for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()):
+        print(f"{room.name:14}{lines_of(*room.rglob('*.py')):7,}{len(list(room.rglob('*.py'))):9}")
+    for folder in ("autotune_loader", "tests", "studies"):
+        paths = list((ROOT / folder).rglob("*.py"))
+        print(f"{folder + '/':14.14}{lines_of(*paths):7,}{len(paths):9}")
+    longest = max(PACKAGE.rglob("*.py"), key=lines_of)
+    print(f"the longest: {longest.relative_to(PACKAGE)}, {lines_of(longest)} lines")
+    named = named_by_doors()
+    print(f"doors name {len({module for module, _ in named})} modules and {len({name for _, name in named})} names")
+    print(f"{imports_a_module():.2f} imports a module")
+
+
+if __name__ == "__main__":
+    main()
