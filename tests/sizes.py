@@ -1,13 +1,24 @@
-"""How large the house is: `python -m tests.sizes` prints lines and modules of each room, and what its modules import."""
+"""How large the house is: `python -m tests.sizes` prints lines and modules of each room, and what its modules import.
+
+`python -m tests.sizes --tree` writes the tree of ARCHITECTURE.md anew, from the docstring of each room's `__init__.py`.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "autotune_loader"
+PAGE = ROOT / "ARCHITECTURE.md"
 DOORS = ("cli", "integrations", "watch")
+FLOORS = (
+    *("cli", "integrations", "demo", "watch", "tuning", "autoloader", "report", "diagnosis", "results", "search"),
+    *("bursts", "pipeline", "machine", "values"),
+)
+"""The rooms from top to bottom, as in the layers of pyproject.toml."""
 
 
 def lines_of(*paths: Path) -> int:
@@ -35,7 +46,27 @@ def imports_a_module() -> float:
     return sum(len({module for module, _ in imported(path)}) for path in paths) / len(paths)
 
 
+def docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+
+
+def tree() -> str:
+    """Each room with the docstring of its `__init__.py`, which has a line for each of its files."""
+    rooms = [f"{room}/  {docstring(PACKAGE / room / '__init__.py')}" for room in FLOORS]
+    alone = [f"{name}  {docstring(PACKAGE / name)}" for name in ("lines.py", "version.py")]
+    return re.sub("\n{2,}", "\n", "\n".join(("```", *rooms, *alone, "```")))
+
+
+def page_with(tree: str) -> str:
+    """ARCHITECTURE.md with that tree."""
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition("<!-- tree -->\n")
+    return f"{before}{begin}{tree}\n{rest[rest.index('<!-- end -->') :]}"
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--tree"]:
+        PAGE.write_text(page_with(tree()), encoding="utf-8")
+        return
     print(f"{'room':14}{'lines':>7}{'modules':>9}")
     for room in sorted(path for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()):
         print(f"{room.name:14}{lines_of(*room.rglob('*.py')):7,}{len(list(room.rglob('*.py'))):9}")

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 import autotune_loader
-from tests.sizes import PACKAGE, named_by_doors
+from tests.sizes import FLOORS, PACKAGE, PAGE, named_by_doors, page_with, tree
 
 MOST_MODULES, MOST_NAMES = 12, 25
 # What costs start-up time and is needed only by those who tune.
@@ -47,11 +47,39 @@ def test_a_file_name_and_a_class_name_stand_for_one_thing():
     assert [name for name, count in Counter(files + classes).items() if count > 1] == []
 
 
-def test_the_files_that_contributing_names_exist():
-    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_the_files_that_a_page_names_exist(page):
+    text = (PACKAGE.parent / page).read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:\w+/)+\w+\.\w+)`", text))
-    assert len(named) > 20
+    assert len(named) > 5
     assert [each for each in named if not (PACKAGE / each).exists() and not (PACKAGE.parent / each).exists()] == []
+
+
+def test_the_tree_of_the_architecture_has_a_line_for_each_file():
+    assert PAGE.read_text(encoding="utf-8") == page_with(tree()), "run: python -m tests.sizes --tree"
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert rooms == set(FLOORS)
+    files = {path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")}
+    described = Counter(re.findall(r"^ *((?:\w+/)*\w+\.py)  +\S", tree(), flags=re.MULTILINE))
+    assert [
+        path.name for path in files if sum(described[f"{each}{path.name}"] for each in ("", "plots/", "startup/")) != 1
+    ] == []
+
+
+def test_a_private_name_of_torch_stands_in_the_architecture():
+    """Those of its iterator that the subclass uses are in tests/autoloader/test_torchs.py."""
+    table = PAGE.read_text(encoding="utf-8").partition("## Torch's private names")[2]
+    rows = {where: row for row in table.splitlines() for where in re.findall(r"^\| `(\S+)` \|", row)}
+    found = dict[str, set[str]]()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.unparse(node) if isinstance(node, ast.ImportFrom | ast.Attribute) else ""
+            if re.match(r"from torch[\w.]*( import _|\._)|torch[\w.]*\._(?!_)", text):
+                found.setdefault(path.relative_to(PACKAGE).as_posix(), set()).add(re.split(r"[. ]", text)[-1])
+    assert found.keys() == rows.keys()
+    assert {
+        where: {name for name in names if name not in rows[where]} for where, names in found.items() if where in rows
+    } == {where: set() for where in rows}
 
 
 def test_the_public_names_are_those_of_the_reference_and_each_can_be_imported():
