@@ -13,8 +13,6 @@ UNKNOWN = "-"
 """What stands where nothing was measured."""
 WORTH_CLAIMING = 1.005
 """A ratio above it is written as 1.01 at least, and one below its inverse as 0.99 at most."""
-MUCH_FASTER = 1.5
-"""The luck of single bursts is far below it."""
 
 
 def number_text(value: float) -> str:

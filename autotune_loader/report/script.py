@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader.diagnosis import units
-from autotune_loader.report.table import wrapped
+from autotune_loader.report.text import wrapped
 from autotune_loader.results.record import Finding
 from autotune_loader.values import Interval, write_json
 

@@ -10,9 +10,9 @@ import pytest
 from report.example import STAGES, exactly, ran
 
 from autotune_loader.diagnosis import Advice, Answer, Evidence, diagnose, units
-from autotune_loader.diagnosis.ranking import ranking
 from autotune_loader.diagnosis.tables import Table, answer
-from autotune_loader.results.result import TuningResult
+from autotune_loader.report.ranking import ranking
+from autotune_loader.report.result import TuningResult
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
 
 FOUR, SIX, TWELVE = (LoaderConfig(num_workers=workers) for workers in (4, 6, 12))

@@ -10,9 +10,8 @@ from report.example import BEST, DEEP, NONE, STAGES, exactly, ran
 
 from autotune_loader.diagnosis.units import share_text
 from autotune_loader.report import plots
-from autotune_loader.report.plots.canvas import svg_bytes
-from autotune_loader.report.plots.charts import MOST_ROWS
-from autotune_loader.results.result import TuningResult
+from autotune_loader.report.plots import MOST_STAGES, svg_bytes
+from autotune_loader.report.result import TuningResult
 from autotune_loader.values import LoaderConfig
 
 EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
@@ -94,9 +93,9 @@ def test_stages_are_drawn_longest_first_and_no_more_than_can_be_read(result):
     assert "self time" in axes.get_xlabel()
     # Stages of one name are not drawn over each other, and long ones leave room for the bars.
     long = replace(STAGES[0], stage="Random" * 20, where="transforms" * 20)
-    axes = plots.plot_stages(replace(result, stages=(long, *STAGES * MOST_ROWS))).axes[0]
+    axes = plots.plot_stages(replace(result, stages=(long, *STAGES * MOST_STAGES))).axes[0]
     axes.figure.canvas.draw()
-    assert len({bar.get_y() for bar in axes.patches}) == len(axes.texts) == MOST_ROWS
+    assert len({bar.get_y() for bar in axes.patches}) == len(axes.texts) == MOST_STAGES
     assert axes.get_position().width > 0.5
 
 

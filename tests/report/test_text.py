@@ -10,10 +10,10 @@ from report.example import FULL, KILLED, exactly, ran
 
 from autotune_loader.diagnosis import Source, Undecided
 from autotune_loader.report.progress import make_progress
+from autotune_loader.report.result import Comparison, TuningResult
 from autotune_loader.report.text import configurations_of, report_of
-from autotune_loader.results.comparison import Comparison, Side
+from autotune_loader.results.comparison import Side
 from autotune_loader.results.record import Finding
-from autotune_loader.results.result import TuningResult
 from autotune_loader.values import Interval, LoaderConfig, Round
 
 

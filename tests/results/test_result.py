@@ -20,9 +20,9 @@ from report.example import synthetic_result
 from torch.utils.data import DataLoader
 
 from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.report.result import TuningResult
 from autotune_loader.results.file import load_config
 from autotune_loader.results.record import Finding
-from autotune_loader.results.result import TuningResult
 from autotune_loader.values import ConfigFileError, Failure, Interval, LoaderConfig, MachineMismatchError, Trial
 
 BEST = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True)
