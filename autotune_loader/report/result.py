@@ -34,7 +34,8 @@ class TuningResult(TuningRecord):
     """The result of `tune()`, of an AutoLoader, or of `watch`.
 
     `TuningResult.load(path)` equals the result that was saved. The file does not have the study, the times of single
-    batches, and the objects of the tuned loader that `make_loader()` uses.
+    batches, and the objects of the tuned loader that `make_loader()` uses. Pictures need matplotlib; without it they
+    raise `MissingExtraError`.
     """
 
     __slots__ = ()
@@ -56,19 +57,11 @@ class TuningResult(TuningRecord):
         return frames.stages_frame(self) if of == "stages" else frames.trials_frame(self)
 
     def plot_workers(self) -> Figure:
-        """Plot rates over the number of workers, with intervals, the chosen setting and the ceiling.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
+        """Plot rates over the number of workers, with intervals, the chosen setting and the ceiling."""
         return plots.plot_workers(self)
 
     def plot_stages(self) -> Figure:
-        """Plot the self time of each stage of a sample in a worker: CPU time and waiting.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
+        """Plot the self time of each stage of a sample in a worker: CPU time and waiting."""
         return plots.plot_stages(self)
 
     def plot_timeline(self, trial: int | None = None) -> Figure:
@@ -78,7 +71,6 @@ class TuningResult(TuningRecord):
             trial: Number of the trial; by default the last one with the chosen setting.
 
         Raises:
-            MissingExtraError: matplotlib is not installed.
             ValueError: There is no such trial, it failed, or the result was loaded from a file, which has no single
                 batches.
         """
