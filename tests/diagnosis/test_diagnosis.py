@@ -11,8 +11,6 @@ from report.example import STAGES, exactly, ran
 
 from autotune_loader.diagnosis import Advice, Answer, Evidence, diagnose, units
 from autotune_loader.diagnosis.tables import Table, answer
-from autotune_loader.report.ranking import ranking
-from autotune_loader.report.result import TuningResult
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
 
 FOUR, SIX, TWELVE = (LoaderConfig(num_workers=workers) for workers in (4, 6, 12))
@@ -49,29 +47,15 @@ QUEUED = {"fetch_queued_s": 0.12}
 STARTS = {"starting_share": 0.2, "wait_share": 0.3}
 LONG_STEP = {"wait_share": 0.2, "ceiling": exactly(7540.0), "step_s": 0.025}
 LOOP_QUEUED = {
-    "receive_s": 0.002,
-    "receive_queued_s": 0.009,
-    "fetch_s": 0.01,
-    "fetch_cpu_s": 0.005,
-    "fetch_queued_s": 0.0,
-}
+    "receive_s": 0.002, "receive_queued_s": 0.009, "fetch_s": 0.01, "fetch_cpu_s": 0.005, "fetch_queued_s": 0.0,
+}  # fmt: skip
 NO_STORAGE = {
-    "receive_s": 0.004,
-    "wait_share": 0.15,
-    "fetch_s": 0.1,
-    "fetch_cpu_s": 0.001,
-    "fetch_queued_s": 0.001,
-    "ceiling": None,
-}
+    "receive_s": 0.004, "wait_share": 0.15, "fetch_s": 0.1, "fetch_cpu_s": 0.001, "fetch_queued_s": 0.001, "ceiling": None,
+}  # fmt: skip
 COPIES = {"copy_s": 0.01, "fetch_s": 0.04}
 COPIES_ITSELF = {
-    "copy_s": 0.014,
-    "fetch_s": 0.04,
-    "wait_share": 0.01,
-    "step_s": 0.03,
-    "cpu_share": 0.3,
-    "on_accelerator": True,
-}
+    "copy_s": 0.014, "fetch_s": 0.04, "wait_share": 0.01, "step_s": 0.03, "cpu_share": 0.3, "on_accelerator": True,
+}  # fmt: skip
 NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5}
 
 # Kind, what differs from a loader limited by the CPU, words of the bottleneck, words of some advice (None: no advice).
@@ -148,15 +132,6 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
     assert (found.gain, "at most" in found.sentence) == (None, False)
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_a_row_counts_the_rounds_that_its_side_ran_in_and_not_its_batches(rounds):
-    sides = ran(LoaderConfig(), 200.0), ran(FOUR, 1000.0)
-    trials = tuple(replace(each, number=number, round=number) for number in range(rounds) for each in sides)
-    rates = {"rate": exactly(1000.0), "baseline_rate": exactly(200.0)}
-    found = TuningResult(best=FOUR, status="undecided", trials=trials, **rates)
-    assert [row.rate.count for row in ranking(found) if row.rate] == [rounds, rounds]
-
-
 def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
     # GIVEN a burst whose batches the loop fetched itself, so that none lay ready, and epochs of 100 batches of 32 ms
     ends = dict.fromkeys(("fetch_end", "collate_end", "cpu_s", "received", "step_end"), 0.1)
@@ -169,16 +144,8 @@ def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
 
 
 RATIO = Interval(value=2.31, low=2.2, high=2.42, count=4)
-FIGURES = {
-    "share": 0.25,
-    "bytes": 1 << 20,
-    "seconds": 0.02,
-    "rate": 1234.5,
-    "ratio": RATIO,
-    "": "words",
-    ".2f": 2.25,
-    ".1f": 12.8,
-}
+FIGURES = {"share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "rate": 1234.5, "ratio": RATIO}
+FIGURES |= {"": "words", ".2f": 2.25, ".1f": 12.8}
 
 
 def test_every_row_can_be_said_in_one_line_that_ends_and_only_with_all_its_figures():
