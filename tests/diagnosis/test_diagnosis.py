@@ -7,9 +7,9 @@ import string
 from dataclasses import replace
 
 import pytest
-from report.example import STAGES, exactly, ran
+from report.example import STAGES, exactly, ran, synthetic_result
 
-from autotune_loader.diagnosis import Advice, Answer, Evidence, diagnose, units
+from autotune_loader.diagnosis import Advice, Answer, Caution, Evidence, diagnose, judged, units
 from autotune_loader.diagnosis.tables import Table, answer
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
 
@@ -42,6 +42,7 @@ SMALL = {
 }  # fmt: skip
 RARELY = {"wait_share": 0.12, "fetch_s": 0.004, "fetch_cpu_s": 0.003, "cpu_share": 0.27, "foreign_cpu_share": 0.7}
 NOT_MISSED = {"trials": (ran(SIX, 1010.0), failed("oom_killed", TWELVE))}
+EXPECTED_NO_FASTER = replace(failed("oom_killed"), predicted_samples_per_s=1010.0)
 ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3, "ceiling": exactly(1090.0)}
 QUEUED = {"fetch_queued_s": 0.12}
 STARTS = {"starting_share": 0.2, "wait_share": 0.3}
@@ -62,11 +63,13 @@ NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5
 CASES = {
     "the CPU": ("cpu", {}, "100 ms of CPU to load, 15 ms to train.", "Speed up the transforms"),
     "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms to train.", ""),
-    "all cores in use": ("cpu", {"cpu_share": 0.97}, "97% of 4 cores are busy.", ""),
+    "all cores in use": ("cpu", {**READS, "cpu_share": 0.97}, "97% of 4 cores are busy.", ""),
+    "a loop that hardly steps": ("cpu", {"wait_share": 0.97}, "at most 2.00x as fast", ""),
     "a slow stage": ("cpu", {"stages": STAGES}, "", "Speed up decode (photos.py:41, PIL.Image.convert), which takes"),
     "what failed otherwise": ("cpu", {"trials": (failed("user_exception"),)}, "", ""),
     "a step that was passed": ("cpu", {"ceiling": exactly(800.0)}, "about 2.0x as fast", ""),
     "memory that was not missed": ("cpu", NOT_MISSED, "", ""),
+    "memory that would bring nothing": ("cpu", {"trials": (EXPECTED_NO_FASTER,)}, "", ""),
     "the step": ("step", {"wait_share": 0.02, "ceiling": exactly(1020.0)},
         "waits for data 2% of the time. It runs at 1,000/s; the step alone runs at 1,020/s.", "Speed up the step"),
     "without a ceiling": ("step", {"wait_share": 0.01, "ceiling": None}, "waits for data 1% of the time.", ""),
@@ -130,6 +133,11 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
     # AND what was faster than that is no more than it
     found, _ = diagnose(evidence(ceiling=None, wait_share=0.41, trials=(ran(FOUR, 1700.0),)))
     assert (found.gain, "at most" in found.sentence) == (None, False)
+
+
+def test_a_ceiling_that_was_passed_is_not_in_the_result_and_a_warning_says_why():
+    result = judged(replace(synthetic_result(), ceiling=exactly(10.0)))
+    assert (result.ceiling, Caution.CEILING_PASSED.said_by(result.warnings[-1])) == (None, True)
 
 
 def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
