@@ -12,8 +12,8 @@ from autotune_loader.values import FailureKind, Interval, LoaderConfig, Measurem
 
 FOREIGN_CPU_LIMIT = 0.25
 """A trial or round with a larger foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
-LITTLE = 0.05
-"""Clocks and rates of trials tell no less: a smaller share of waiting is none, and closer rates are the same."""
+NEGLIGIBLE = 0.05
+"""Clocks and trials show no less: a loop that waits for a smaller share does not wait, and closer rates are the same."""
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
 """Failures that more memory, shared or not, would have prevented."""
 
@@ -177,7 +177,7 @@ class Evidence:
 
         None where others with more workers ran and were no faster, or where it was predicted to be no faster.
         """
-        own, least = self.config, (1 + LITTLE) * self.samples_per_s
+        own, least = self.config, (1 + NEGLIGIBLE) * self.samples_per_s
         more = [burst.samples_per_s.value for config, burst in self.bursts if config.num_workers > own.num_workers]
         if more and max(more) <= least:
             return None

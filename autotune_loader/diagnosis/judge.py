@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, LITTLE, Evidence
+from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, NEGLIGIBLE, Evidence
 from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution, Fact, Source
 from autotune_loader.results.record import Finding, TuningRecord
 from autotune_loader.values import OTHER_THREADS, TRANSFER, LoaderConfig, Measurement
@@ -37,9 +37,7 @@ COPY_SHARE = 0.5
 BURSTS_DIFFER = 0.15
 """A trial and the step alone, each timed for seconds, may differ by so much."""
 MUCH_SLOWER = 0.8
-"""A step that has its batches in time and runs below this share of its rate alone is held up by something."""
-MUCH_LONGER = 1.25
-"""A step that takes so many times what it takes alone is mentioned: waiting does not explain the whole gain."""
+"""A step below this share of its rate alone is held up by something other than waiting for data."""
 RARELY_FETCHES = 0.2
 """The loop does not wait for workers that fetch for less than this share of their time."""
 IDLE_SHARE = 0.15
@@ -104,7 +102,7 @@ def ceiling_doubt(evidence: Evidence) -> Finding | None:
         return None
     alone, wait = evidence.ceiling.value, evidence.wait_share or 0.0
     # A loop that hardly steps says nothing about its step.
-    in_loop = evidence.samples_per_s / (1 - wait) if wait <= 1 - LITTLE else evidence.samples_per_s
+    in_loop = evidence.samples_per_s / (1 - wait) if wait <= 1 - NEGLIGIBLE else evidence.samples_per_s
     fastest = max([in_loop, *evidence.rates])
     return Caution.CEILING_PASSED(alone=alone, rate=fastest) if fastest > (1 + BURSTS_DIFFER) * alone else None
 
@@ -118,15 +116,15 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.TOO_SHORT
     if wait is None:
         return Bottleneck.NO_STEP
-    if evidence.loader_share < LITTLE_GAIN and wait >= LITTLE:
+    if evidence.loader_share < LITTLE_GAIN and wait >= NEGLIGIBLE:
         return Bottleneck.LITTLE
     if evidence.starting_share > (LONG_START if evidence.fetch_s is None else max(LONG_START, wait / 2)):
         return Bottleneck.START_UP
-    if evidence.ceiling is not None and evidence.samples_per_s >= (1 - LITTLE) * evidence.ceiling.value:
+    if evidence.ceiling is not None and evidence.samples_per_s >= (1 - NEGLIGIBLE) * evidence.ceiling.value:
         return Bottleneck.STEP
     if evidence.saved_s > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
         return Bottleneck.COPY
-    if wait < LITTLE:
+    if wait < NEGLIGIBLE:
         return _never_waiting(evidence)
     if evidence.ran_out is not None:
         return Bottleneck.MEMORY
@@ -197,10 +195,10 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         case Bottleneck.MEMORY if trial is not None and trial.failure is not None:
             yield Fact.RAN_OUT(config=trial.config, kind=trial.failure.kind.replace("_", " "))
         case Bottleneck.UNCLEAR:
-            if evidence.fetch_s is not None and (evidence.wait_share or 0.0) >= LITTLE:
+            if evidence.fetch_s is not None and (evidence.wait_share or 0.0) >= NEGLIGIBLE:
                 yield Fact.WAITED(fetch=fetch.fetch_s, cpu=fetch.fetch_cpu_s)
                 yield Fact.FETCHES(share=evidence.fetching_share)
-            yield Fact.BUSY(share=foreign) if foreign > LITTLE else None
+            yield Fact.BUSY(share=foreign) if foreign > NEGLIGIBLE else None
         case Bottleneck.LITTLE:
             return
     yield Fact.WAITS(wait=evidence.wait_share)
@@ -214,7 +212,7 @@ def _gain(evidence: Evidence) -> Iterator[Finding]:
     """What instant data would bring, and where a longer step is part of it."""
     gain, foreign = evidence.headroom or 0.0, evidence.foreign_share
     alone_s = 0.0 if evidence.ceiling is None else evidence.batch_size / evidence.ceiling.value
-    if alone_s and (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > MUCH_LONGER * alone_s:
+    if alone_s and (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > alone_s / MUCH_SLOWER:
         is_disturbed = foreign > FOREIGN_CPU_LIMIT
         yield Fact.BUSY(share=foreign) if is_disturbed else Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
     if gain >= LARGE_GAIN:
