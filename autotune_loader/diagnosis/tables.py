@@ -1,6 +1,6 @@
 """Everything that can be said of a run: a row is a sentence, whose figures are written in the unit that it names.
 
-A row is called with its figures and gives a `Finding`: `Bottleneck.CPU()` is `Finding(kind="cpu", sentence="Bottleneck: CPU.")`.
+A row is called with its figures: `Bottleneck.CPU()` is `Finding(kind="cpu", sentence="Bottleneck: CPU.")`.
 """
 
 from __future__ import annotations

@@ -94,13 +94,13 @@ class Finding(str):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRecord:
-    """What was found and what it rests on, with its arithmetic; `report.TuningResult` adds what shows it."""
+    """What was found and what it rests on; `TuningResult` adds the methods that show it."""
 
     best: LoaderConfig
     """The cheapest configuration of those that are as fast as the fastest. All settings are for each training process."""
     status: Status
     """`complete`; `undecided` when too little was measured to choose, so that `best` is a guess; `partial` when it was
-    interrupted, or trains still; `fallback` when nothing worked and torch's defaults are given."""
+    interrupted, or training goes on; `fallback` when nothing worked and `best` is torch's defaults."""
     found_by: FoundBy = "tune"
     tuned_at: str | None = None
     """When it was found: ISO 8601, UTC."""
@@ -137,13 +137,13 @@ class TuningRecord:
     advice: tuple[Finding, ...] = ()
     warnings: tuple[Finding, ...] = ()
     step: str = ""
-    """What bursts did with a batch, in words."""
+    """What trials did with a batch, in words."""
     step_s: float | None = None
     """Seconds of the step alone, data already in memory."""
     step_cores: float = 1.0
     """Cores that the step keeps busy: its threads on a CPU, 1 where it only feeds an accelerator."""
     source: Finding | None = None
-    """Where bursts had their samples from, storage or memory, and where training will."""
+    """Where trials had their samples from, storage or memory, and where training will have them from."""
     stages: tuple[StageTime, ...] = ()
     """Where the time of a sample goes in a worker, the longest stage first."""
     tolerance: float = 0.02
@@ -154,7 +154,7 @@ class TuningRecord:
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
     trials: tuple[Trial, ...] = ()
-    """Every burst, alone or of a paired round."""
+    """Every trial, alone or in a paired round."""
     study: Study | None = field(default=None, compare=False, repr=False)
     """The Optuna study, an ordinary one; None after `load()`."""
     parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -238,13 +238,13 @@ class TuningRecord:
 
         return prefetched_as_tuned(loader, self.best, device or "cuda")
 
-    def save(self, path: str | os.PathLike[str], *, private: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write `loader.json`. The file is replaced at once, so a reader never sees half of it.
 
-        If it has a traceback of the user, or is `private`, only the owner can read it; otherwise the umask decides.
+        If it has a traceback of the user's code, only the owner can read it; otherwise the umask decides.
         """
-        private = private or any(trial.failure is not None and trial.failure.traceback for trial in self.trials)
-        write_json(self.to_dict(), path, private=private)
+        has_traceback = any(trial.failure is not None and trial.failure.traceback for trial in self.trials)
+        write_json(self.to_dict(), path, private=has_traceback)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
