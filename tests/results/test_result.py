@@ -48,24 +48,14 @@ def write(path, **changes):
     path.write_text(json.dumps({**least, **changes}))
 
 
-UNBOUNDED = Interval(value=100.0, low=-math.inf, high=math.inf, count=1)
+RARE = {
+    "best": replace(BEST, batch_size=64, device_prefetch=2), "batch_size": 64, "machine": replace(HERE, gpu=None),
+    "rate": Interval(value=100.0, low=-math.inf, high=math.inf, count=1), "as_fast": (LoaderConfig(), BEST),
+    "baseline": replace(BEST, in_order=False, multiprocessing_context="spawn"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {
-            "rate": UNBOUNDED,
-            "machine": replace(HERE, gpu=None),
-            "as_fast": (LoaderConfig(), BEST),
-            "best": replace(BEST, batch_size=64, device_prefetch=2),
-            "batch_size": 64,
-            "baseline": replace(BEST, in_order=False, multiprocessing_context="spawn"),
-        },
-    ],
-    ids=["a run", "an interval without bounds, a GPU that is not known, other settings"],
-)
+@pytest.mark.parametrize("changes", [{}, RARE], ids=["a run", "what is rare"])
 def test_what_is_saved_comes_back_without_single_batches(tmp_path, changes):
     result, path = finished_run(**changes), tmp_path / "new" / "folder" / "loader.json"
     result.save(path)
