@@ -119,7 +119,7 @@ def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
 def fit(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
     """The configuration scaled down to a machine with fewer cores or without the GPU; never scaled up.
 
-    The number of workers per core stays the same, but at least as many workers stay as there are cores.
+    The number of workers per core stays the same, but no worker goes that has a core of its own.
     """
     workers = config.num_workers
     if here.usable_cores < tuned_on.usable_cores:
