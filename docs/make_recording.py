@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autotune_loader import demo
-from autotune_loader.report.table import WIDTH
+from autotune_loader.report.text import WIDTH
 
 DOCS = Path(__file__).parent
 

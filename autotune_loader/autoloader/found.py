@@ -11,7 +11,7 @@ from autotune_loader.diagnosis import Advice, Finding, Kept, judged
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.pipeline.site import Site
-from autotune_loader.results.result import TuningResult
+from autotune_loader.report.result import TuningResult
 from autotune_loader.values import Trial, averaged
 
 

@@ -1,10 +1,9 @@
-"""What figures of a run mean: who is fastest, what limits it, what to do. Pure: records go in, findings come out.
+"""What figures of a run mean: what limits it, and what to do. Pure: records go in, findings come out.
 
+units        numbers for people
+tables       every sentence that can be said
 evidence     what was measured of a loader in its loop
-bottleneck   what limits it
-judge        what to do about it, and both put into a result
-ranking      every configuration once, with the best evidence there is of it
-tables       every sentence that can be said      units     numbers for people
+judge        what limits it, what to do about it, and both put into a result
 """
 
 from autotune_loader.diagnosis.evidence import Evidence

@@ -11,11 +11,11 @@ from typing import Any
 from autotune_loader.values import FailureKind, Interval, LoaderConfig, Measurement, StageTime, Trial
 
 FOREIGN_CPU_LIMIT = 0.25
-"""A burst or round above this foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
-SAME_RATE = 0.05
-"""Bursts whose rates differ by less are no faster than each other."""
+"""A trial or round with a larger foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
+NEGLIGIBLE = 0.05
+"""Clocks and trials show no less: a loop that waits for a smaller share does not wait, and closer rates are the same."""
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
-"""What more memory, of either kind, would have prevented."""
+"""Failures that more memory, shared or not, would have prevented."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Evidence:
     """What a worker, or the loop, takes to fetch and collate."""
     fetch_cpu_s: float | None = None
     fetch_queued_s: float | None = None
-    """Beside `fetch_s`: what a fetch is ready to run and waits for a core; None where the kernel does not tell."""
+    """What a fetch waits for a core, not part of `fetch_s`; None where the kernel does not tell."""
     receive_queued_s: float = 0.0
     """The same of the loop while it receives a batch."""
     receive_s: float | None = None
@@ -89,13 +89,18 @@ class Evidence:
         return cls(config=config, cores=cores, **{**known, **more})
 
     @property
+    def foreign_share(self) -> float:
+        """Share of the CPU that other processes used, as far as that was measured."""
+        return self.foreign_cpu_share or 0.0
+
+    @property
     def period_s(self) -> float:
         """Seconds of one batch at the measured rate."""
         return self.batch_size / self.samples_per_s
 
     @property
     def lost_s(self) -> float:
-        """Seconds of a batch beyond its step alone; beyond its step in the loop where nothing is known of it alone."""
+        """Seconds of a batch beyond its step alone, or beyond its step in the loop where there is no ceiling."""
         alone_s = (self.step_s or 0.0) if self.ceiling is None else self.batch_size / self.ceiling.value
         return self.period_s - alone_s
 
@@ -129,18 +134,18 @@ class Evidence:
 
     @property
     def rates(self) -> list[float]:
-        """What was measured with batches of the caller's size, which alone have the same step."""
+        """Rates with batches of the caller's size; others have another step."""
         return [burst.samples_per_s.value for config, burst in self.bursts if config.batch_size is None]
 
     @property
     def undisturbed(self) -> Evidence:
         """A fetch where nothing else wanted its core: with the fewest workers, on a quiet machine.
 
-        There, a worker that waits does so for its data. Where the machine was never quiet: the burst whose fetches had the CPU
-        for most of their time.
+        There, a worker that waits does so for its data. Where the machine was never quiet, it is the trial whose fetches had
+        the CPU for most of their time.
         """
         found = [Evidence.of(burst, config=config, cores=self.cores) for config, burst in self.bursts]
-        quiet = [each for each in found if (each.foreign_cpu_share or 0.0) <= FOREIGN_CPU_LIMIT]
+        quiet = [each for each in found if each.foreign_share <= FOREIGN_CPU_LIMIT]
         if quiet:
             return min(quiet, key=lambda each: each.config.num_workers)
         return max(found, key=lambda each: each.computing_share, default=self)
@@ -152,16 +157,14 @@ class Evidence:
 
     @property
     def waiting(self) -> tuple[float, float, float] | None:
-        """What the loop's waiting goes to, as shares: computing, waiting for a core, and neither; None where that is not known.
+        """Shares of the loop's waiting: computing, waiting for a core, and neither; None where that is not known.
 
-        With workers the loop computes, or waits for a core itself, while it receives. For the rest it waits for a fetch.
+        With workers the loop itself computes, or waits for a core, while it receives. For the rest it waits for a fetch.
         """
         if not self.wait_share or not self.fetch_s or self.fetch_cpu_s is None or self.fetch_queued_s is None:
             return None
         wait_s = self.wait_share * self.period_s
-        own_s = own_queued_s = 0.0
-        if self.config.num_workers:
-            own_s, own_queued_s = self.receive_s or 0.0, self.receive_queued_s
+        own_s, own_queued_s = (self.receive_s or 0.0, self.receive_queued_s) if self.config.num_workers else (0.0, 0.0)
         fetch_s = max(0.0, wait_s - own_s - own_queued_s)
         scale = fetch_s / (max(self.fetch_s, self.fetch_cpu_s) + self.fetch_queued_s)
         computing_s, core_s = own_s + scale * self.fetch_cpu_s, own_queued_s + scale * self.fetch_queued_s
@@ -170,11 +173,11 @@ class Evidence:
 
     @property
     def ran_out(self) -> Trial | None:
-        """The smallest configuration with more batches in flight that ran out of memory, and was missed; None where none was.
+        """The smallest configuration that ran out of memory, had more batches in flight, and might have been faster.
 
-        It is not missed where others with more workers ran, and were no faster, or where it was predicted to be no faster.
+        None where others with more workers ran and were no faster, or where it was predicted to be no faster.
         """
-        own, least = self.config, (1 + SAME_RATE) * self.samples_per_s
+        own, least = self.config, (1 + NEGLIGIBLE) * self.samples_per_s
         more = [burst.samples_per_s.value for config, burst in self.bursts if config.num_workers > own.num_workers]
         if more and max(more) <= least:
             return None

@@ -1,49 +1,74 @@
-"""From figures to findings, written once for `tune()`, `compare()`, AutoLoader and `watch`."""
+"""From figures to findings: what limits a loader, what to do about it, and both put into a result.
+
+`tune()`, `compare()`, AutoLoader and `watch` use the same rules. docs/bottleneck.md has them in order: the first row of `_row`
+that holds is the answer. Each rests on a clock or a count; where two of them disagree, or nothing shows it, the answer is
+UNCLEAR, with both figures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from autotune_loader.diagnosis.bottleneck import LARGE_BATCH_BYTES, LARGE_STAGE, LONG_START, bottleneck_of
-from autotune_loader.diagnosis.evidence import Evidence
-from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution, Source
-from autotune_loader.results.record import Finding
-from autotune_loader.results.result import TuningResult
+from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, NEGLIGIBLE, Evidence
+from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution, Fact, Source
+from autotune_loader.results.record import Finding, TuningRecord
 from autotune_loader.values import OTHER_THREADS, TRANSFER, LoaderConfig, Measurement
 
 if TYPE_CHECKING:
     from autotune_loader.machine.facts import Machine
     from autotune_loader.pipeline.workload import DataSide
 
+Result = TypeVar("Result", bound=TuningRecord)
+
+FEWEST_BATCHES = 3
+"""Fewer say nothing: the first waits for the workers to start, and the last has no step after it."""
+LITTLE_GAIN, LARGE_GAIN = 0.02, 9.0
+"""A smaller gain is not worth a sentence (it is the tolerance of `tune()`); a larger one only says how short the step is."""
+LONG_START = 0.1
+"""Share of the time in the starts of epochs from which on they count."""
+COMPUTING_SHARE = 0.6
+"""A fetch that has the CPU for more than this share of its time computes; below, it waits for storage or the network."""
+TRANSFER_SHARE = 0.3
+"""Share of the loop's time in receiving batches from which on that is the bottleneck."""
+COPY_SHARE = 0.5
+"""Copies are the bottleneck where they are more than this share of what a batch takes beyond its step."""
 BURSTS_DIFFER = 0.15
-"""A burst and the step alone may differ by so much, and nothing is wrong."""
-HARDLY_STEPS = 0.95
-"""A loop that waits for more than this tells nothing of its step."""
+"""A trial and the step alone, each timed for seconds, may differ by so much."""
+MUCH_SLOWER = 0.8
+"""A step below this share of its rate alone is held up by something other than waiting for data."""
+RARELY_FETCHES = 0.2
+"""The loop does not wait for workers that fetch for less than this share of their time."""
+IDLE_SHARE = 0.15
+"""With more than this share of the cores idle, a fetch that waits does not wait for a core."""
+LARGE_STAGE = 0.2
+"""A stage that takes more than this share of a worker is worth naming."""
+LARGE_BATCH_BYTES = 1 << 20
+"""Below this size the fixed cost of a transfer counts, not the bytes."""
+CHEAP_BATCH_S, CHEAP_SAMPLE_S = 0.002, 50e-6
+"""A batch that is loaded faster than this costs less than its transfer from a worker."""
 PYTHON_SAMPLE_S = 200e-6
-"""Fetching a sample faster than this is mostly Python's overhead per sample, which a batched fetch saves."""
+"""A sample that is loaded faster than this is mostly Python's overhead per sample, which a batched fetch saves."""
+FROM_MEMORY_BYTES = 64
+"""Fewer bytes read per sample are those of the code that the first batch imports."""
 CHEAPER = {
     "decode": ": smaller source images, a faster decoder, or a cache of decoded images",
     "read": ": larger chunks, or a format that needs no parsing",
     "collate": ": fewer and larger tensors",
 }
-NO_LINES = (TRANSFER, OTHER_THREADS)
-"""Stages that are no lines of the user's."""
-FROM_MEMORY_BYTES = 64
-"""Less than this for each sample is what reading the code of the first batch takes."""
 
 
 def diagnose(evidence: Evidence) -> tuple[Finding, tuple[Finding, ...]]:
-    """What limits a loader, and what to do about it, the best first, from what was measured of it alone."""
+    """What limits a loader, with the most that instant data would gain, and what to do about it, the best first."""
     if ceiling_doubt(evidence) is not None:
         evidence = replace(evidence, ceiling=None)
-    bottleneck = bottleneck_of(evidence)
-    return bottleneck, tuple(_advice(evidence, bottleneck))
+    row = _row(evidence)
+    return _bottleneck(row, evidence), tuple(_advice(row, evidence))
 
 
-def judged(result: TuningResult, *, epoch_batches: int | None = None, **known: bool) -> TuningResult:
-    """The result with bottleneck and advice; without a ceiling where something speaks against it, which is a warning then.
+def judged(result: Result, *, epoch_batches: int | None = None, **known: bool) -> Result:
+    """The result with bottleneck and advice; without a ceiling that was passed, which is a warning then.
 
     Args:
         result: figures and trials; its `machine` tells the cores.
@@ -71,10 +96,148 @@ def judged(result: TuningResult, *, epoch_batches: int | None = None, **known: b
     return replace(result, bottleneck=bottleneck, advice=advice)
 
 
-def _advice(evidence: Evidence, bottleneck: Finding) -> Iterator[Finding]:
+def ceiling_doubt(evidence: Evidence) -> Finding | None:
+    """Why the ceiling is wrong: a rate lies above it, or steps in the loop are faster than alone."""
+    if evidence.ceiling is None:
+        return None
+    alone, wait = evidence.ceiling.value, evidence.wait_share or 0.0
+    # A loop that hardly steps says nothing about its step.
+    in_loop = evidence.samples_per_s / (1 - wait) if wait <= 1 - NEGLIGIBLE else evidence.samples_per_s
+    fastest = max([in_loop, *evidence.rates])
+    return Caution.CEILING_PASSED(alone=alone, rate=fastest) if fastest > (1 + BURSTS_DIFFER) * alone else None
+
+
+# What limits it
+
+
+def _row(evidence: Evidence) -> Bottleneck:
+    wait, config = evidence.wait_share, evidence.config
+    if evidence.batches is not None and evidence.batches < FEWEST_BATCHES:
+        return Bottleneck.TOO_SHORT
+    if wait is None:
+        return Bottleneck.NO_STEP
+    if evidence.loader_share < LITTLE_GAIN and wait >= NEGLIGIBLE:
+        return Bottleneck.LITTLE
+    if evidence.starting_share > (LONG_START if evidence.fetch_s is None else max(LONG_START, wait / 2)):
+        return Bottleneck.START_UP
+    if evidence.ceiling is not None and evidence.samples_per_s >= (1 - NEGLIGIBLE) * evidence.ceiling.value:
+        return Bottleneck.STEP
+    if evidence.saved_s > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
+        return Bottleneck.COPY
+    if wait < NEGLIGIBLE:
+        return _never_waiting(evidence)
+    if evidence.ran_out is not None:
+        return Bottleneck.MEMORY
+    if evidence.fetch_s is None:
+        return Bottleneck.UNCLEAR
+    if not config.num_workers and evidence.fetch_s < max(CHEAP_BATCH_S, CHEAP_SAMPLE_S * evidence.batch_size):
+        return Bottleneck.IN_MEMORY
+    if evidence.waiting is not None and evidence.waiting[1] > max(evidence.waiting[::2]):
+        return Bottleneck.CORES
+    if config.num_workers and (evidence.receive_s or 0.0) > TRANSFER_SHARE * evidence.period_s:
+        return Bottleneck.TRANSFER
+    return _cpu_or_storage(evidence)
+
+
+def _never_waiting(evidence: Evidence) -> Bottleneck:
+    """What slows a step that has its batches in time: nothing, or workers that share its cores."""
+    if evidence.ceiling is None:
+        return Bottleneck.STEP
+    # With half of the cores idle, workers take none from it.
+    if evidence.on_accelerator or (evidence.cpu_share is not None and evidence.cpu_share < 0.5):
+        is_as_alone = evidence.samples_per_s >= MUCH_SLOWER * evidence.ceiling.value
+        return Bottleneck.STEP if is_as_alone else Bottleneck.UNCLEAR
+    return Bottleneck.UNCLEAR if evidence.foreign_share > FOREIGN_CPU_LIMIT else Bottleneck.CPU
+
+
+def _cpu_or_storage(evidence: Evidence) -> Bottleneck:
+    fetch, is_full = evidence.undisturbed, (evidence.cpu_share or 0.0) > 1 - IDLE_SHARE
+    if not is_full and evidence.fetching_share < RARELY_FETCHES:
+        return Bottleneck.UNCLEAR
+    if is_full or fetch.computing_share > COMPUTING_SHARE:
+        return Bottleneck.CPU
+    if evidence.waiting is not None and evidence.waiting[0] == max(evidence.waiting):
+        return Bottleneck.TRANSFER if evidence.config.num_workers else Bottleneck.CPU
+    # A fetch does not wait for a core where cores were idle, or where it waits longer than others used them.
+    others = fetch.foreign_cpu_share
+    had_core = fetch.cpu_share is None or others is None or 1 - fetch.cpu_share - others > IDLE_SHARE
+    waits_longer = fetch.computing_share <= COMPUTING_SHARE * (1 - fetch.foreign_share)
+    return Bottleneck.STORAGE if had_core or waits_longer else Bottleneck.UNCLEAR
+
+
+def _bottleneck(row: Bottleneck, evidence: Evidence) -> Finding:
+    share = evidence.loader_share if row is Bottleneck.LITTLE else evidence.starting_share
+    found = row(share=share, fetch=evidence.fetch_s, batches=evidence.batches or 0)
+    if row in (Bottleneck.TOO_SHORT, Bottleneck.NO_STEP):
+        return found
+    facts = filter(None, _facts(row, evidence))
+    return Finding(kind=found.kind, sentence=" ".join([found, *facts]), gain=evidence.headroom)
+
+
+def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
+    """The figures behind it, a sentence each."""
+    fetch, trial, ceiling, foreign = evidence.undisturbed, evidence.ran_out, evidence.ceiling, evidence.foreign_share
+    match row:
+        case Bottleneck.CPU:
+            yield Fact.CPU_OF_BATCH(cpu=evidence.fetch_cpu_s, step=evidence.step_s)
+            if evidence.cpu_share is not None:
+                yield Fact.CORES(share=min(1.0, evidence.cpu_share), cores=round(evidence.cores))
+        case Bottleneck.STORAGE:
+            yield Fact.WAITED(fetch=fetch.fetch_s, cpu=fetch.fetch_cpu_s)
+            yield _stage_that_waits(evidence)
+        case Bottleneck.CORES if evidence.waiting is not None:
+            yield Fact.FOR_A_CORE(share=evidence.waiting[1], cores=round(evidence.cores))
+        case Bottleneck.TRANSFER:
+            receiving = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
+            yield receiving(size=evidence.batch_bytes, receive=evidence.receive_s)
+        case Bottleneck.COPY:
+            yield Fact.COPYING(size=evidence.batch_bytes, copy=evidence.copy_s)
+        case Bottleneck.MEMORY if trial is not None and trial.failure is not None:
+            yield Fact.RAN_OUT(config=trial.config, kind=trial.failure.kind.replace("_", " "))
+        case Bottleneck.UNCLEAR:
+            if evidence.fetch_s is not None and (evidence.wait_share or 0.0) >= NEGLIGIBLE:
+                yield Fact.WAITED(fetch=fetch.fetch_s, cpu=fetch.fetch_cpu_s)
+                yield Fact.FETCHES(share=evidence.fetching_share)
+            yield Fact.BUSY(share=foreign) if foreign > NEGLIGIBLE else None
+        case Bottleneck.LITTLE:
+            return
+    yield Fact.WAITS(wait=evidence.wait_share)
+    if row in (Bottleneck.STEP, Bottleneck.UNCLEAR):
+        yield None if ceiling is None else Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value)
+    elif row is not Bottleneck.START_UP:
+        yield from _gain(evidence)
+
+
+def _gain(evidence: Evidence) -> Iterator[Finding]:
+    """What instant data would bring, and where a longer step is part of it."""
+    gain, foreign = evidence.headroom or 0.0, evidence.foreign_share
+    alone_s = 0.0 if evidence.ceiling is None else evidence.batch_size / evidence.ceiling.value
+    if alone_s and (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > alone_s / MUCH_SLOWER:
+        is_disturbed = foreign > FOREIGN_CPU_LIMIT
+        yield Fact.BUSY(share=foreign) if is_disturbed else Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
+    if gain >= LARGE_GAIN:
+        yield Fact.MUCH()
+    elif gain >= LITTLE_GAIN:
+        bound = Fact.AT_MOST if alone_s else Fact.ABOUT  # steps that wait for no data may be shorter
+        yield bound(factor=1 + gain)
+
+
+def _stage_that_waits(evidence: Evidence) -> Finding | None:
+    """The stage with the largest part of a worker's waiting, and its line."""
+    longest = max(evidence.stages, key=lambda each: each.waited_s, default=None)
+    whole_s = sum(each.waited_s for each in evidence.stages)
+    if longest is None or not whole_s or longest.waited_s < LARGE_STAGE * whole_s:
+        return None
+    return Fact.STAGE_WAITS(stage=longest.stage, share=longest.waited_s / whole_s, where=longest.where)
+
+
+# What to do about it
+
+
+def _advice(row: Bottleneck, evidence: Evidence) -> Iterator[Finding]:
     """One to three sentences for each bottleneck, with the figures that call for them."""
     config = evidence.config
-    match Bottleneck[bottleneck.kind.upper()]:
+    match row:
         case Bottleneck.STEP:
             yield Advice.SPEED_UP_STEP()
         case Bottleneck.LITTLE:
@@ -94,8 +257,8 @@ def _advice(evidence: Evidence, bottleneck: Finding) -> Iterator[Finding]:
             yield Advice.FEWER_WORKERS(workers=config.num_workers) if many else Advice.MORE_CORES()
         case Bottleneck.TRANSFER:
             is_large = evidence.batch_bytes >= LARGE_BATCH_BYTES
-            row = Advice.TRANSFER_LESS if is_large else Advice.LARGER_BATCHES
-            yield row(size=evidence.batch_bytes, receive=evidence.receive_s)
+            less = Advice.TRANSFER_LESS if is_large else Advice.LARGER_BATCHES
+            yield less(size=evidence.batch_bytes, receive=evidence.receive_s)
             yield Advice.AUTOLOADER_TRANSFERS(workers=config.num_workers)
         case Bottleneck.COPY:
             if not config.device_prefetch:
@@ -112,7 +275,8 @@ def _advice(evidence: Evidence, bottleneck: Finding) -> Iterator[Finding]:
 
 def _cheaper_fetching(evidence: Evidence) -> Iterator[Finding]:
     """The stages that take much of a worker's CPU, the largest first; the transforms as a whole where none is known."""
-    large = [each for each in evidence.stages if each.cpu_share >= LARGE_STAGE and each.stage not in NO_LINES]
+    named = [each for each in evidence.stages if each.stage not in (TRANSFER, OTHER_THREADS)]  # lines of the user's
+    large = [each for each in named if each.cpu_share >= LARGE_STAGE]
     for each in sorted(large, key=lambda stage: -stage.cpu_share):
         how = CHEAPER.get(each.stage, "")
         yield Advice.CHEAPER_STAGE(stage=each.stage, where=each.where, how=how, share=each.cpu_share, cpu=each.cpu_s)
@@ -127,18 +291,11 @@ def _batched_fetch(evidence: Evidence) -> Iterator[Finding]:
         yield Advice.BATCHED_FETCH(sample=sample_s)
 
 
-def ceiling_doubt(evidence: Evidence) -> Finding | None:
-    """Why the ceiling is none: no rate may lie above it, and no step be faster in the loop than alone."""
-    if evidence.ceiling is None:
-        return None
-    alone, wait = evidence.ceiling.value, evidence.wait_share or 0.0
-    in_loop = evidence.samples_per_s / (1 - wait) if wait <= HARDLY_STEPS else evidence.samples_per_s
-    fastest = max([in_loop, *evidence.rates])
-    return Caution.CEILING_PASSED(alone=alone, rate=fastest) if fastest > (1 + BURSTS_DIFFER) * alone else None
+# What else has to be known of a tuned configuration
 
 
 def source_of(measured: Measurement, data: DataSide, machine: Machine) -> Finding | None:
-    """Where bursts had their samples from, and where training will have them from; None where no kernel tells."""
+    """Where bursts had their samples from, and where training will have them from; None where the kernel does not tell."""
     sample, samples = measured.read_bytes_per_sample, data.samples_per_epoch()
     if sample is None:
         return None

@@ -1,6 +1,6 @@
-"""Everything that can be said of a run, one row a sentence. Rows are called with their figures and give a `Finding`.
+"""Everything that can be said of a run: a row is a sentence, whose figures are written in the unit that it names.
 
-`Bottleneck.CPU()` is `Finding(kind="cpu", sentence="Bottleneck: CPU.")`. Figures are written in the unit that the row names.
+A row is called with its figures: `Bottleneck.CPU()` is `Finding(kind="cpu", sentence="Bottleneck: CPU.")`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ class Table(Enum):
     """Rows of sentences by name."""
 
     def __call__(self, **figures: Any) -> Finding:
-        """What the row says of these figures.
-
-        Raises:
-            KeyError: the row needs a figure that was not given.
-        """
+        """What the row says of these figures."""
         return Finding(kind=self.kind, sentence=_UNITS.format(self.value, **figures))
 
     @property

@@ -1,4 +1,4 @@
-"""Numbers for people: rates, sizes, durations and shares as short texts. All below return `-` for None."""
+"""Numbers for people: rates, sizes, durations and shares as short texts; None is `-`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any, ClassVar
 from autotune_loader.values import Interval
 
 UNKNOWN = "-"
-"""What stands where nothing was measured."""
+"""Shown where nothing was measured."""
 WORTH_CLAIMING = 1.005
-"""A ratio above it is written as 1.01 at least, and one below its inverse as 0.99 at most."""
-MUCH_FASTER = 1.5
-"""The luck of single bursts is far below it."""
+"""Larger ratios are written as 1.01 or more, and those below its inverse as 0.99 or less."""
 
 
 def number_text(value: float) -> str:
@@ -34,7 +32,7 @@ def rate_text(samples_per_s: float | None) -> str:
 
 
 def range_text(interval: Interval | None) -> str:
-    """The limits of an interval: "1,180–1,290"; unknown where it tells nothing."""
+    """The limits of an interval: "1,180–1,290"."""
     if interval is None or not interval.is_telling:
         return UNKNOWN
     return f"{number_text(interval.low)}–{number_text(interval.high)}"
@@ -52,12 +50,12 @@ def ratio_text(interval: Interval | None) -> str:
 
 
 def is_claimed(ratio: Interval) -> bool:
-    """Whether words say that something is faster: all of its interval, as it is written, lies above one."""
+    """Whether something is called faster: the whole interval, as it is written, lies above one."""
     return ratio.low > WORTH_CLAIMING
 
 
 def is_slower(ratio: Interval) -> bool:
-    """Whether words say that something is slower: the mirror image of `is_claimed`."""
+    """Whether something is called slower: the whole interval lies below one."""
     return ratio.high < 1 / WORTH_CLAIMING
 
 

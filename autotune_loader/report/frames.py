@@ -1,102 +1,103 @@
-"""Results as pandas frames, in SI units: a row for each burst, each stage, or each side of a comparison.
+"""Results as pandas frames: a row for each trial, each stage, or each side of a comparison.
 
-Units are in the names: `_s` seconds, `_bytes` bytes, `_share` 0 to 1. The columns and their types are the same whatever was
-measured, also without a row; what is missing is NA.
+Units are in the names: `_s` seconds, `_bytes` bytes, `_share` 0 to 1. Columns and their types are always the same, also
+without a row; what was not measured is NA.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.results.comparison import Comparison, Side
-from autotune_loader.results.result import TuningResult
-from autotune_loader.values import Interval, LoaderConfig, StageTime, Trial
+from autotune_loader.results.comparison import ComparisonRecord, Side
+from autotune_loader.results.record import TuningRecord
+from autotune_loader.values import Interval, Trial
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_WHOLE = {"number", "round", "prefetch_factor", "batch_size", "rss_bytes", "pss_bytes", "shm_bytes"}
-_WHOLE |= {"gpu_memory_bytes", "memory_bytes", "num_workers", "device_prefetch"}
-_YES_OR_NO = {"pin_memory", "persistent_workers", "in_order"}
-_TEXT = {"multiprocessing_context", "failure_kind", "failure_phase", "failure_message"}
-_TEXT |= {"stage", "where", "side", "config", "bottleneck", "error"}
-_KNOBS = [field.name for field in fields(LoaderConfig)]
-_OF_BURST = (
-    *("samples_per_s", "samples_per_s_low", "samples_per_s_high", "predicted_samples_per_s", "wait_share"),
-    *("first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s", "copy_s", "cpu_share", "foreign_cpu_share"),
-    *("rss_bytes", "pss_bytes", "shm_bytes", "gpu_busy_share", "gpu_memory_bytes", "seconds"),
-    *("failure_kind", "failure_phase", "failure_message"),
-)
-_OF_SIDE = (
-    *("side", "config", "batch_size", "rate", "rate_low", "rate_high", "ratio", "ratio_low", "ratio_high"),
-    *("wait_share", "cpu_share", "gpu_busy_share", "memory_bytes", "bottleneck", "error"),
-)
+# Columns with their types, which allow NA: pandas would turn integers beside a missing one into floats.
+WHOLE, REAL, FLAG, TEXT = "Int64", "float64", "boolean", "object"
+OF_TRIAL = {
+    **dict.fromkeys(("number", "round", "num_workers", "prefetch_factor"), WHOLE),
+    **dict.fromkeys(("pin_memory", "persistent_workers", "in_order"), FLAG),
+    "multiprocessing_context": TEXT,
+    "batch_size": WHOLE,
+    "device_prefetch": WHOLE,
+    **dict.fromkeys(("samples_per_s", "samples_per_s_low", "samples_per_s_high", "predicted_samples_per_s"), REAL),
+    **dict.fromkeys(
+        ("wait_share", "first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s", "copy_s"), REAL
+    ),
+    **dict.fromkeys(("cpu_share", "foreign_cpu_share"), REAL),
+    **dict.fromkeys(("rss_bytes", "pss_bytes", "shm_bytes"), WHOLE),
+    "gpu_busy_share": REAL,
+    "gpu_memory_bytes": WHOLE,
+    "seconds": REAL,
+    **dict.fromkeys(("failure_kind", "failure_phase", "failure_message"), TEXT),
+}
+OF_STAGE = {"stage": TEXT, "where": TEXT, **dict.fromkeys(("wall_share", "cpu_share", "wall_s", "cpu_s"), REAL)}
+OF_SIDE = {
+    "side": TEXT,
+    "config": TEXT,
+    "batch_size": WHOLE,
+    **dict.fromkeys(("rate", "rate_low", "rate_high", "ratio", "ratio_low", "ratio_high"), REAL),
+    **dict.fromkeys(("wait_share", "cpu_share", "gpu_busy_share"), REAL),
+    "memory_bytes": WHOLE,
+    "bottleneck": TEXT,
+    "error": TEXT,
+}
 
 
-def trials_frame(result: TuningResult) -> pd.DataFrame:
-    """One row per burst in the order they ran: configuration, rates, waits, memory, failure."""
-    return _frame((row_of(trial) for trial in result.trials), ("number", "round", *_KNOBS, *_OF_BURST))
+def trials_frame(result: TuningRecord) -> pd.DataFrame:
+    """One row per trial in the order they ran: configuration, rates, waits, memory, failure."""
+    return _frame(map(_trial_row, result.trials), OF_TRIAL)
 
 
-def stages_frame(result: TuningResult) -> pd.DataFrame:
-    """One row per stage of a sample's way through a worker, the longest first."""
-    return _frame((asdict(each) for each in result.stages), [field.name for field in fields(StageTime)])
+def stages_frame(result: TuningRecord) -> pd.DataFrame:
+    """One row per stage of a sample in a worker, the longest first."""
+    return _frame(map(asdict, result.stages), OF_STAGE)
 
 
-def sides_frame(comparison: Comparison) -> pd.DataFrame:
-    """One row for each side: configuration, rate and ratio with their limits, shares, bytes, what limits it, error."""
-    return _frame((_side(comparison, side) for side in comparison.sides), _OF_SIDE)
+def sides_frame(comparison: ComparisonRecord) -> pd.DataFrame:
+    """One row per side: configuration, rate and ratio with their limits, shares, bytes, bottleneck, error."""
+    return _frame((_side_row(comparison, side) for side in comparison.sides), OF_SIDE)
 
 
-def row_of(trial: Trial) -> dict[str, Any]:
-    """Each column from the record that has a field of its name; what is named otherwise, by hand."""
+def _trial_row(trial: Trial) -> dict[str, Any]:
+    """Each column from the record that has a field of its name, the first of those that have one."""
     measured, failure = trial.measurement, trial.failure
-    own: dict[str, Any] = {}
-    if measured is not None:
-        own = _limits("samples_per_s", measured.samples_per_s)
+    row: dict[str, Any] = {} if measured is None else _limits("samples_per_s", measured.samples_per_s)
     if failure is not None:
-        own |= {f"failure_{name}": getattr(failure, name) for name in ("kind", "phase", "message")}
+        row |= {f"failure_{name}": getattr(failure, name) for name in ("kind", "phase", "message")}
     for record in (trial, trial.config, measured, measured and measured.memory):
-        own = {
-            name: getattr(record, name) for name in ("number", "round", *_KNOBS, *_OF_BURST) if hasattr(record, name)
-        } | own
-    return own
+        row = {name: getattr(record, name) for name in OF_TRIAL if hasattr(record, name)} | row
+    return row
 
 
-def _side(comparison: Comparison, side: Side) -> dict[str, Any]:
-    measured = side.measurement
-    return {
+def _side_row(comparison: ComparisonRecord, side: Side) -> dict[str, Any]:
+    row: dict[str, Any] = {
         "side": side.name,
         "config": str(side.config),
-        "batch_size": None if measured is None else round(measured.batch_size),
         **_limits("rate", comparison.rates.get(side.name)),
         **_limits("ratio", comparison.ratios.get(side.name)),
-        "wait_share": None if measured is None else measured.wait_share,
-        "cpu_share": None if measured is None else measured.cpu_share,
-        "gpu_busy_share": None if measured is None else measured.gpu_busy_share,
-        "memory_bytes": None if measured is None else measured.taken_bytes,
-        "bottleneck": None if side.bottleneck is None else side.bottleneck.kind,
+        "bottleneck": side.bottleneck and side.bottleneck.kind,
         "error": side.error,
     }
+    if (measured := side.measurement) is not None:
+        row |= {name: getattr(measured, name) for name in ("wait_share", "cpu_share", "gpu_busy_share")}
+        row |= {"batch_size": round(measured.batch_size), "memory_bytes": measured.taken_bytes}
+    return row
 
 
-def _limits(name: str, interval: Interval | None) -> dict[str, float | None]:
-    low, value, high = (None, None, None) if interval is None else (interval.low, interval.value, interval.high)
-    return {name: value, f"{name}_low": low, f"{name}_high": high}
+def _limits(name: str, interval: Interval | None) -> dict[str, float]:
+    if interval is None:
+        return {}
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
-def _frame(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
-    """A frame with nullable types where pandas would turn a missing integer's column into floats."""
+def _frame(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> pd.DataFrame:
     import pandas as pd
 
-    frame = pd.DataFrame(list(rows), columns=list(columns))
-    typed: pd.DataFrame = frame.astype({name: _kind(name) for name in frame.columns})
-    return typed
-
-
-def _kind(name: str) -> str:
-    if name in _WHOLE:
-        return "Int64"
-    return "boolean" if name in _YES_OR_NO else "object" if name in _TEXT else "float64"
+    frame: pd.DataFrame = pd.DataFrame(list(rows), columns=list(columns)).astype(columns)
+    return frame

@@ -1,4 +1,4 @@
-"""What a person sees while the tuner works: one line for each burst and each round, on stderr or in the log."""
+"""What a person sees while the tuner works: one line for each trial and each A/B round, on stderr or in the log."""
 
 from __future__ import annotations
 
@@ -12,49 +12,8 @@ from autotune_loader.diagnosis.units import rate_text
 from autotune_loader.values import LoaderConfig, Trial
 
 log = logging.getLogger(__name__)
-_CONFIG_WIDTH = 36
-"""Columns of a configuration in a line: nearly all of them fit into these."""
-
-
-class Progress:
-    """One line for each event, to a stream or, without one, to the log."""
-
-    def __init__(self, stream: TextIO | None = None, *, level: int = logging.INFO) -> None:
-        self._stream, self._level = stream, level
-
-    def announce(self, text: str) -> None:
-        """Print a line, such as what was inferred of the workload."""
-        if self._stream is None:
-            log.log(self._level, "%s", text)
-        else:
-            print(text, file=self._stream, flush=True)
-
-    def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
-        """A burst is over: number, configuration, rate with its error or how it failed, best so far, time left."""
-        rates = [each.samples_per_s for each in (trial, best) if each is not None and each.samples_per_s is not None]
-        outcome = ""
-        if trial.measurement is not None:
-            rate = trial.measurement.samples_per_s
-            error = f" ± {(rate.high - rate.low) / 2 / rate.value * 100:.1f}%" if rate.is_telling else ""
-            outcome = f"{rate_text(rate.value)}{error}"
-        if trial.failure is not None:
-            outcome = f"failed: {trial.failure.kind.replace('_', ' ')}"
-        best_text = f"best {rate_text(max(rates))}" if rates else "no trial has worked yet"
-        self._line(f"trial {trial.number:3d}", trial.config, f"{outcome:<17}  {best_text}", seconds_left)
-
-    def round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:
-        """A paired round is over: its fastest configuration, and how many ran; failed ones are not in `rates`."""
-        if not rates:
-            self.announce(f"round {number:3d}  no setting worked")
-            return
-        leader = max(rates, key=lambda config: rates[config])
-        self._line(
-            f"round {number:3d}", leader, f"{rate_text(rates[leader]):<8}  fastest of {len(rates)}", seconds_left
-        )
-
-    def _line(self, name: str, config: LoaderConfig, outcome: str, seconds_left: float) -> None:
-        left = f"{max(0, round(seconds_left))} s"
-        self.announce(f"{name}  {config!s:<{_CONFIG_WIDTH}}  {outcome}  {left} left")
+CONFIG_WIDTH = 36
+"""Columns that nearly every configuration fits into."""
 
 
 def make_progress(shown: bool | None = None, *, rank: int = 0, stream: TextIO | None = None) -> Progress:
@@ -75,12 +34,50 @@ def make_progress(shown: bool | None = None, *, rank: int = 0, stream: TextIO | 
 def _is_terminal(stream: TextIO | None) -> bool:
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
-    except (AttributeError, ValueError):  # a script's own, with write() and flush() alone; closed
+    except (AttributeError, ValueError):  # a stream of the script's that has only write() and flush(); a closed one
         return False
 
 
 def _is_notebook() -> bool:
-    """Whether a notebook's kernel runs this process; IPython in a terminal is none."""
+    """Whether a notebook's kernel runs this process, and not IPython in a terminal."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)  # Colab's is made from it
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)  # Colab's is a subclass
+
+
+class Progress:
+    """One line for each event, to a stream or, without one, to the log."""
+
+    def __init__(self, stream: TextIO | None = None, *, level: int = logging.INFO) -> None:
+        self._stream, self._level = stream, level
+
+    def announce(self, text: str) -> None:
+        """Print a line, such as what was inferred of the workload."""
+        if self._stream is None:
+            log.log(self._level, "%s", text)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
+        """A trial is over: number, configuration, rate with its error or how it failed, best so far, time left."""
+        rates = [each.samples_per_s for each in (trial, best) if each is not None and each.samples_per_s is not None]
+        outcome = "" if trial.failure is None else f"failed: {trial.failure.kind.replace('_', ' ')}"
+        if trial.measurement is not None:
+            rate = trial.measurement.samples_per_s
+            error = f" ± {(rate.high - rate.low) / 2 / rate.value * 100:.1f}%" if rate.is_telling else ""
+            outcome = f"{rate_text(rate.value)}{error}"
+        best_text = f"best {rate_text(max(rates))}" if rates else "no trial has worked yet"
+        self._line(f"trial {trial.number:3d}", trial.config, f"{outcome:<17}  {best_text}", seconds_left)
+
+    def round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:
+        """A paired round is over: its fastest configuration, and how many ran; failed ones are not in `rates`."""
+        if not rates:
+            self.announce(f"round {number:3d}  no setting worked")
+            return
+        leader = max(rates, key=lambda config: rates[config])
+        outcome = f"{rate_text(rates[leader]):<8}  fastest of {len(rates)}"
+        self._line(f"round {number:3d}", leader, outcome, seconds_left)
+
+    def _line(self, name: str, config: LoaderConfig, outcome: str, seconds_left: float) -> None:
+        left = f"{max(0, round(seconds_left))} s"
+        self.announce(f"{name}  {config!s:<{CONFIG_WIDTH}}  {outcome}  {left} left")

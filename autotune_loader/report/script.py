@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader.diagnosis import units
-from autotune_loader.report.table import wrapped
+from autotune_loader.report.text import wrapped
 from autotune_loader.results.record import Finding
 from autotune_loader.values import Interval, write_json
 
 MOST_SHOWN = 12
-"""Loaders whose blocks are printed; a script that makes one for each client or fold has hundreds."""
+"""Loaders that are printed; a script that makes one for each client or fold has hundreds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderReport:
-    """What is known of one loader; shares are of its training time, pauses apart."""
+    """What is known of one loader; shares are of its training time without pauses."""
 
     name: str
     """The line that makes it."""
@@ -27,24 +27,24 @@ class LoaderReport:
     seconds: float = 0.0
     """Of training: waiting and steps."""
     samples_per_s: float | None
-    """With the settings now, where their effect was measured; None where that time is no step long."""
+    """With the settings now, where their effect was measured; None where no step was timed."""
     wait_share: float | None
-    """The loop waited for data, with the same settings; None before there was a step."""
+    """Share of the time in which the loop waited for data, with the same settings; None before there was a step."""
     settings: dict[str, Any]
-    """As the script has them."""
+    """Those of the script."""
     settings_now: dict[str, Any]
     speedup: Interval | None = None
-    """How many times as fast the change made it, from blocks of batches in turns; None where there were none."""
+    """Rate now over the rate with the script's settings, from blocks of batches in turns; None where there were none."""
     kept: Finding | None = None
-    """Why the number of workers is as asked."""
+    """Why the number of workers did not change."""
     delivered: tuple[int, ...] | None = None
     """Batches of a stream by the worker that made them."""
     idle_workers: Finding | None = None
-    """Workers of a stream that had nothing to deliver."""
+    """Said where workers of a stream had nothing to deliver."""
     read_ahead: Finding | None = None
-    """A thread takes the batches, so that waiting and steps are the thread's."""
+    """Said where a thread takes the batches, so that waiting and steps are the thread's."""
     processes: int = 1
-    """That have such a loader; the figures are of the one with most time."""
+    """Number of processes that have this loader; the figures are of the one with most time."""
     bottleneck: Finding
     advice: tuple[Finding, ...] = ()
     """What to do, the best first."""

@@ -1,1 +1,6 @@
-"""The finished run: its record, `loader.json`, `load_config()`, and what a comparison found."""
+"""What a run found, as values.
+
+file         `load_config()`: `loader.json` in the training job
+record       findings, and the record of a tuned, watched or self-tuning loader
+comparison   the record of `compare()`
+"""

@@ -1,29 +1,25 @@
-"""What `compare()` found: sides, their rates in paired rounds, who is faster and what limits each."""
+"""What `compare()` found: its sides, and their rates and ratios in paired rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import TYPE_CHECKING
 
 from autotune_loader.results.record import Finding, RateUnit
 from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, Round, log_ratios
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 SURE = 0.95
 """Confidence with which all intervals of a comparison hold together."""
 
 
 def ratios_of(rounds: Sequence[Round], works: Sequence[str], count: int) -> dict[str, Interval]:
-    """How many times as fast as the first of those that work each other one is, where `count` sides are compared."""
+    """Rate of each side that works over that of the first one; `count` sides are compared."""
     first, *others = works or [""]
     others = [name for name in others if log_ratios(rounds, name, first)]
-    effects = Effects([each for each in rounds if each.rates]) if others else None
-    sure = 1 - (1 - SURE) / max(1, count - 1)
-    return {} if effects is None else {name: effects.ratio(name, first, sure) for name in others}
+    if not others:
+        return {}
+    effects, confidence = Effects([each for each in rounds if each.rates]), 1 - (1 - SURE) / (count - 1)
+    return {name: effects.ratio(name, first, confidence) for name in others}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +40,8 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """The result of `compare()`: each side beside the first.
-
-    If the first side failed, the next one that worked takes its place. All intervals together hold with 95% confidence:
-    with m sides beside the first, each has an error of 5% / m (Bonferroni). They hold at any stopping time.
-    """
+class ComparisonRecord:
+    """What was measured; `report.result.Comparison` adds the methods that show it."""
 
     sides: tuple[Side, ...]
     rounds: tuple[Round, ...] = ()
@@ -84,25 +76,5 @@ class Comparison:
         """How many times as fast each side is as the first, from A/B rounds, without sides that failed."""
         return ratios_of(self.rounds, list(self.rates), len(self.sides))
 
-    def report(self) -> str:
-        """The table of the sides and the conclusions as text, 80 columns wide."""
-        from autotune_loader.report.text import comparison_report
-
-        return comparison_report(self)
-
-    def to_dataframe(self) -> pd.DataFrame:
-        """One row per side: settings, rate and ratio with their limits, shares, bytes, bottleneck, error."""
-        from autotune_loader.report.frames import sides_frame
-
-        return sides_frame(self)
-
-    def __str__(self) -> str:
-        from autotune_loader.report.text import comparison_summary
-
-        return comparison_summary(self)
-
     def __repr__(self) -> str:
-        return f"<Comparison of {', '.join(side.name for side in self.sides)}: {len(self.rounds)} rounds>"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(self.report())}</pre>"
+        return f"<{type(self).__name__} of {', '.join(side.name for side in self.sides)}: {len(self.rounds)} rounds>"

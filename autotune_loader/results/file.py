@@ -1,6 +1,6 @@
-"""`load_config()` in the training job: where `loader.json` is looked for, and how it is fitted to the machine of the job.
+"""`load_config()` in the training job: where it looks for `loader.json`, and how it fits the settings to the job's machine.
 
-Only the standard library and `values` are needed to read a file; `machine` is asked where the file says on which it was tuned.
+Reading a file needs only the standard library and `values`; `machine` is asked where the file names the machine that was tuned.
 """
 
 from __future__ import annotations
@@ -14,31 +14,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from autotune_loader.machine.fingerprint import NO_GPU, Difference, Fingerprint, differences
-from autotune_loader.values import ConfigFileError, LoaderConfig, MachineMismatchError, require_choice
+from autotune_loader.values import ConfigFileError, LoaderConfig, MachineMismatchError, from_plain, require_choice
 
 _Kind = TypeVar("_Kind")
 OnMismatch = Literal["fit", "strict", "ignore"]
 SCHEMA_VERSION = 1
 CONFIG_VARIABLE = "AUTOTUNE_LOADER_CONFIG"
-"""Names the file for jobs that take no argument."""
+"""The environment variable that names the file, for jobs that take no argument."""
 FILE_NAME = "loader.json"
-"""In the folder of the job."""
+"""In the job's working directory."""
 HOW_TO_WRITE = "write one with tune(..., output='loader.json') or result.save('loader.json')"
-
-
-def find_loader_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """What `AUTOTUNE_LOADER_CONFIG` names, else `./loader.json`.
-
-    Raises:
-        ConfigFileError: it is not there; the message names the place.
-    """
-    named = environ.get(CONFIG_VARIABLE)
-    place = Path(named or FILE_NAME)
-    if place.is_file():
-        return place
-    if named:
-        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} is not a file; unset it or write a file there")
-    raise ConfigFileError(f"there is no {place.absolute()}, and {CONFIG_VARIABLE} is not set; {HOW_TO_WRITE}")
 
 
 def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMismatch = "fit") -> LoaderConfig:
@@ -58,7 +43,7 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
         ValueError: `on_mismatch` is none of the three.
     """
     require_choice("on_mismatch", on_mismatch, ("fit", "strict", "ignore"))
-    path = find_loader_file() if path is None else path
+    path = _find_file() if path is None else path
     config, tuned_on = read_json(path, lambda raw: (config_of(raw), _machine_of(raw)))
     if on_mismatch == "ignore" or tuned_on is None:
         return config
@@ -74,6 +59,17 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
     return fitted
 
 
+def _find_file() -> Path:
+    """What `AUTOTUNE_LOADER_CONFIG` names, else `./loader.json`."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    path = Path(named or FILE_NAME)
+    if path.is_file():
+        return path
+    if named:
+        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} is not a file; unset it or write a file there")
+    raise ConfigFileError(f"there is no {path.absolute()}, and {CONFIG_VARIABLE} is not set; {HOW_TO_WRITE}")
+
+
 def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Difference]]:
     """This machine, and how it differs from the one that a file was tuned on."""
     from autotune_loader.machine.facts import inspect_machine
@@ -83,10 +79,10 @@ def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Differenc
 
 
 def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _Kind:
-    """What `parse` makes of a JSON file of ours, after its version was checked.
+    """What `parse` makes of a `loader.json`.
 
     Raises:
-        ConfigFileError: missing, not JSON, of a newer version, or nothing that `parse` takes.
+        ConfigFileError: missing, not JSON, of a newer version, or `parse` refuses it.
     """
     name = f"path={os.fspath(path)!r}"
     try:
@@ -96,7 +92,7 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
     try:
         raw = json.loads(data, parse_constant=_refuse)
         version = raw.get("schema_version") if isinstance(raw, dict) else None
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        if not isinstance(version, int) or version < 1:
             raise ValueError(f"schema_version={version!r}, and this release writes {SCHEMA_VERSION}")
         if version > SCHEMA_VERSION:
             raise ConfigFileError(
@@ -110,20 +106,20 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a number in JSON")  # read, it would be saved as null, which is another thing
+    raise ValueError(f"{constant} is not a number in JSON")  # it would be saved as null, which means something else
 
 
 def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
-    """The configuration that the plain values of a `loader.json` describe."""
-    is_autoloaders = raw.get("found_by") == "autoloader"
-    values = {**raw["dataloader_kwargs"], **(raw.get("extras") or {}), "for_autoloader": is_autoloaders}
+    """The settings that the plain values of a `loader.json` describe."""
+    for_autoloader = raw.get("found_by") == "autoloader"
+    values = {**raw["dataloader_kwargs"], **(raw.get("extras") or {}), "for_autoloader": for_autoloader}
     return LoaderConfig.from_dict(values)
 
 
 def fit(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
     """The configuration scaled down to a machine with fewer cores or without the GPU; never scaled up.
 
-    Workers that wait may outnumber the cores as they did there; no fewer are left than there are cores to use.
+    The number of workers per core stays the same, but no worker goes that has a core of its own.
     """
     workers = config.num_workers
     if here.usable_cores < tuned_on.usable_cores:
@@ -134,12 +130,4 @@ def fit(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> Loade
 
 
 def _machine_of(raw: Mapping[str, Any]) -> Fingerprint | None:
-    """The machine that a file names; None where it names none."""
-    if (told := raw.get("machine")) is None:
-        return None
-    from autotune_loader.values import from_plain
-
-    tuned_on = from_plain(told, Fingerprint)
-    if tuned_on.usable_cores < 1:
-        raise ValueError(f"machine.usable_cores={tuned_on.usable_cores!r} is not a number of cores")
-    return tuned_on
+    return None if raw.get("machine") is None else from_plain(raw["machine"], Fingerprint)

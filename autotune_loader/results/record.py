@@ -1,12 +1,52 @@
-"""What can be said of a run, as a value; and the words that a result is described with."""
+"""What a run found, as one value: what to use, what was measured, what can be said of it.
+
+`report.result.TuningResult` is this record with the methods that show it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Literal
 
+from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
+from autotune_loader.values import (
+    FOR_AUTOLOADER,
+    Interval,
+    LoaderConfig,
+    Measurement,
+    StageTime,
+    Trial,
+    averaged,
+    from_plain,
+    to_plain,
+    write_json,
+)
+from autotune_loader.version import __version__
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from torch.utils.data import DataLoader
+    from typing_extensions import Self
+
+    from autotune_loader.search.predict import Prediction
+else:
+    Study = Any  # importing Optuna takes a second, and no file holds one
+
+log = logging.getLogger(__name__)
 RateUnit = Literal["samples/s", "batches/s"]
 Status = Literal["complete", "undecided", "partial", "fallback"]
 FoundBy = Literal["tune", "autoloader", "watch"]
+NOT_IN_FILE = ("best", "study", "parts")
+"""Fields that are not in `loader.json`, or not under their name: `best` is `dataloader_kwargs` and `extras`."""
+FILE_ONLY = ("schema_version", "created_by", "for", "dataloader_kwargs", "extras")
+"""Keys of `loader.json` that are not fields. `dataloader_kwargs` can be passed to `DataLoader` as they stand."""
+ORDER = ("shuffle", "sampler", "batch_sampler")
+"""Arguments of DataLoader that decide the order of the samples."""
 
 
 class Finding(str):
@@ -28,10 +68,10 @@ class Finding(str):
         return str(self)
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
-        return (), {"kind": self.kind, "sentence": str(self), "gain": self.gain}
+        return (), self.to_plain()
 
     def to_plain(self) -> dict[str, Any]:
-        """As `loader.json` has it."""
+        """Its entry in `loader.json`."""
         gain = {} if self.gain is None else {"gain": self.gain}
         return {"kind": self.kind, "sentence": str(self), **gain}
 
@@ -40,14 +80,270 @@ class Finding(str):
         """The inverse of `to_plain`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: `raw` is not a finding.
         """
-        if (
-            not isinstance(raw, dict)
-            or not isinstance(raw.get("kind"), str)
-            or not isinstance(raw.get("sentence"), str)
-        ):
-            raise ValueError(f"{raw!r:.60} is not a finding with a kind and a sentence")
-        if not isinstance(gain := raw.get("gain"), (int, float, type(None))):
+        match raw:
+            case {"kind": str(kind), "sentence": str(sentence)}:
+                gain = raw.get("gain")
+            case _:
+                raise ValueError(f"{raw!r:.60} is not a finding with a kind and a sentence")
+        if not isinstance(gain, (int, float, type(None))):
             raise ValueError(f"gain={gain!r:.60} is not a number")
-        return cls(kind=raw["kind"], sentence=raw["sentence"], gain=gain)
+        return cls(kind=kind, sentence=sentence, gain=gain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningRecord:
+    """What was found and what it rests on; `TuningResult` adds the methods that show it."""
+
+    best: LoaderConfig
+    """The cheapest configuration of those that are as fast as the fastest. All settings are for each training process."""
+    status: Status
+    """`complete`; `undecided` when too little was measured to choose, so that `best` is a guess; `partial` when it was
+    interrupted, or training goes on; `fallback` when nothing worked and `best` is torch's defaults."""
+    found_by: FoundBy = "tune"
+    tuned_at: str | None = None
+    """When it was found: ISO 8601, UTC."""
+    baseline: LoaderConfig = field(default_factory=LoaderConfig)
+    """The user's own configuration, or torch's defaults."""
+    batch_size: int | None = None
+    """Samples of a batch; None where the dataset or a batch_sampler makes the batches."""
+    shuffle: bool | None = None
+    """Whether the order was random; None for a sampler or batch_sampler of the user's, or an IterableDataset."""
+    drop_last: bool = False
+    rate_unit: RateUnit = "samples/s"
+    """Of all rates: batches where it is not known how many samples they hold."""
+    rate: Interval | None = None
+    """Of the best configuration, from the paired rounds where it ran in them."""
+    baseline_rate: Interval | None = None
+    speedup: Interval | None = None
+    """Rate of the best over that of the baseline, from paired rounds; None where none were run, or they are the same."""
+    ceiling: Interval | None = None
+    """Rate of the training step alone, data already in memory: no loader can exceed it."""
+    wait_share: float | None = None
+    """Of the best configuration, like the two below: share of the time in which the loop waited for data."""
+    memory_bytes: int | None = None
+    """Of all processes together."""
+    gpu_busy_share: float | None = None
+    """Share of the time in which the GPU was in a step, by its own clock; gaps between kernels are included."""
+    as_fast: tuple[LoaderConfig, ...] = ()
+    """Others that count as equally fast, by the rule that made the choice."""
+    undecided: Finding | None = None
+    """Why the choice is a guess, and what would decide it."""
+    ended: Finding | None = None
+    """Why nothing more was tried."""
+    bottleneck: Finding | None = None
+    """What limits training with the best settings; its `gain` is the most that instant data would gain."""
+    advice: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+    step: str = ""
+    """What trials did with a batch, in words."""
+    step_s: float | None = None
+    """Seconds of the step alone, data already in memory."""
+    step_cores: float = 1.0
+    """Cores that the step keeps busy: its threads on a CPU, 1 where it only feeds an accelerator."""
+    source: Finding | None = None
+    """Where trials had their samples from, storage or memory, and where training will have them from."""
+    stages: tuple[StageTime, ...] = ()
+    """Where the time of a sample goes in a worker, the longest stage first."""
+    tolerance: float = 0.02
+    """Rates this close count as equally fast."""
+    seconds: float = 0.0
+    """Wall seconds from the call to the result."""
+    machine: Fingerprint | None = None
+    loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Arguments for the other loaders of a script, by the line that makes each, such as "train.py:47"."""
+    trials: tuple[Trial, ...] = ()
+    """Every trial, alone or in a paired round."""
+    study: Study | None = field(default=None, compare=False, repr=False)
+    """The Optuna study, an ordinary one; None after `load()`."""
+    parts: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What `make_loader()` takes over from the tuned loader: collate_fn, worker_init_fn, generator, and over the same
+    `dataset` its sampler or batch_sampler."""
+
+    def rates_of(self, config: LoaderConfig) -> dict[int, float]:
+        """The rates of a configuration in A/B rounds, by the number of the round."""
+        return {
+            trial.round: trial.measurement.samples_per_s.value
+            for trial in self.trials
+            if trial.round is not None and trial.config == config and trial.measurement is not None
+        }
+
+    def measurement_of(self, config: LoaderConfig) -> Measurement | None:
+        """The mean measurement of a configuration in A/B rounds, or else that of its last trial."""
+        own = [trial for trial in self.trials if trial.measurement and trial.config.key() == config.key()]
+        in_rounds = [trial.measurement for trial in own if trial.round is not None and trial.measurement]
+        if in_rounds:
+            return averaged(in_rounds)
+        return own[-1].measurement if own else None
+
+    def apply_to(self, loader: Any, *, device: Any = None) -> Any:
+        """Return a loader with the settings of the result: same dataset, sampler, shuffling and class.
+
+        Args:
+            loader: A DataLoader, or a subclass such as StatefulDataLoader. It does not change.
+            device: Device of the step, if `allow="device_prefetch"` chose to copy batches ahead; "cuda" by default.
+
+        Raises:
+            ValueError: A batch size was tuned, and this loader has a batch_sampler, which decides it; or its class
+                keeps something that runs, such as a thread. The message names what would work.
+        """
+        from autotune_loader.pipeline.build import rebuild
+
+        return self._on_device(rebuild(loader, self.best), device)
+
+    def make_loader(self, dataset: Any, *, device: Any = None, **kwargs: Any) -> DataLoader[Any]:
+        """Return a DataLoader over `dataset` with the settings of the result.
+
+        Batch size, shuffling, drop_last, collate_fn, worker_init_fn and generator are those of the tuned loader. After
+        `load()`, functions and objects are unknown: pass them, or use `apply_to(loader)`.
+
+        Args:
+            dataset: Any dataset that DataLoader takes.
+            device: As in `apply_to()`.
+            **kwargs: Further DataLoader arguments, such as `shuffle=False`; they override the tuned ones. Those for
+                workers, such as `timeout`, are used if there are workers.
+
+        Raises:
+            ValueError: The tuned loader had its own sampler or batch_sampler, which belongs to another dataset.
+        """
+        from autotune_loader.pipeline.build import build_loader
+
+        parts = {**self._parts_for(dataset, kwargs), **kwargs}
+        if parts.get("batch_sampler") is None:
+            parts = {"batch_size": self.batch_size, "drop_last": self.drop_last, **parts}
+        made: DataLoader[Any] = self._on_device(build_loader(dataset, self.best, **parts), device)
+        return made
+
+    def _parts_for(self, dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the tuned loader had, as far as it belongs to this dataset and is not given."""
+        from torch.utils.data import IterableDataset
+
+        parts = {name: value for name, value in self.parts.items() if name not in (*ORDER, "dataset")}
+        if isinstance(dataset, IterableDataset) or not given.keys().isdisjoint(ORDER):
+            return parts
+        if self.shuffle is not None:
+            return {**parts, "shuffle": self.shuffle}
+        own = {name: self.parts[name] for name in ORDER if name in self.parts}
+        if own and dataset is self.parts.get("dataset"):
+            return {**parts, **own}
+        name, kind = next(((name, type(value).__name__) for name, value in own.items()), ("sampler", "sampler"))
+        raise ValueError(
+            f"{name} was not given, and the tuned loader had its own {kind}; shuffle=True or {name}=... for this dataset "
+            "would work"
+        )
+
+    def _on_device(self, loader: Any, device: Any) -> Any:
+        from autotune_loader.pipeline.prefetch import prefetched_as_tuned
+
+        return prefetched_as_tuned(loader, self.best, device or "cuda")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `loader.json`. The file is replaced at once, so a reader never sees half of it.
+
+        If it has a traceback of the user's code, only the owner can read it; otherwise the umask decides.
+        """
+        has_traceback = any(trial.failure is not None and trial.failure.traceback for trial in self.trials)
+        write_json(self.to_dict(), path, private=has_traceback)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read the result that `save()` wrote.
+
+        Raises:
+            ConfigFileError: The file is missing, corrupt, or of a newer version.
+        """
+        return read_json(path, cls.from_dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plain JSON values of `loader.json`. Below the first level, default values are left out."""
+        told = replace(
+            self,
+            trials=tuple(map(_told, self.trials)),
+            tuned_at=self.tuned_at or datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        kept = {each.name: _sparse(getattr(told, each.name)) for each in fields(self) if each.name not in NOT_IN_FILE}
+        extras = {name: getattr(self.best, name) for name in ("device_prefetch", "batch_size")}
+        plain: dict[str, Any] = to_plain(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "status": kept.pop("status"),
+                **({"for": FOR_AUTOLOADER} if self.found_by == "autoloader" else {}),
+                "dataloader_kwargs": self.best.arguments(),
+                "extras": {name: value for name, value in extras.items() if value},
+                **kept,
+                "created_by": f"autotune_loader {__version__}",
+            }
+        )
+        return plain
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; keys that this release does not know are ignored, with a line in the log.
+
+        Raises:
+            ValueError, TypeError, KeyError: the values make no result.
+        """
+        known = {each.name for each in fields(cls)}.difference(NOT_IN_FILE)
+        if unknown := sorted(raw.keys() - known - set(FILE_ONLY)):
+            log.info("keys that this release does not use are ignored: %s", ", ".join(unknown))
+        values, best = {name: raw[name] for name in known & raw.keys()}, config_of(raw)
+        return from_plain({**values, "best": {**best.to_dict(), "for_autoloader": best.for_autoloader}}, cls)
+
+    def predict(
+        self, num_workers: int | None = None, prefetch_factor: int | None = None, *, cores: float | None = None
+    ) -> Prediction:
+        """Predict the rate and memory with other workers, other prefetching, or another number of cores.
+
+        After `load()` a prediction uses the mean of each trial, because the file has no times of single batches.
+
+        Args:
+            num_workers: Worker processes; those of the best setting by default.
+            prefetch_factor: Batches ahead of each worker.
+            cores: Usable cores of the machine; this machine's by default.
+
+        Raises:
+            ValueError: No trial succeeded; or `cores` is not positive.
+        """
+        workers = self.best.num_workers if num_workers is None else num_workers
+        return self.predictions([self.best.with_workers(workers, prefetch_factor)], cores=cores)[0]
+
+    def predictions(self, configs: Sequence[LoaderConfig], *, cores: float | None = None) -> list[Prediction]:
+        """`predict()` for many configurations at once, which takes little longer than for one."""
+        from autotune_loader.search.predict import predict
+
+        if self.machine is None:
+            raise ValueError("predict() needs at least one successful trial; a result of tune() with one would work")
+        usable = self.machine.usable_cores
+        return predict(
+            self.trials, configs, cores=cores, usable_cores=usable, step_s=self.step_s, step_cores=self.step_cores
+        )
+
+    def differences(self) -> list[str]:
+        """How this machine differs from the one that was tuned: sentences; those that matter come first, with "!"."""
+        found = [] if self.machine is None else differences_here(self.machine)[1]
+        ordered = sorted(found, key=lambda each: not each.matters)
+        return [f"{'!' if each.matters else '~'} {each.sentence}" for each in ordered]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.status}: {self.best}>"
+
+
+def _told(trial: Trial) -> Trial:
+    """A trial as the file has it: without single batches, and without what only the search needs."""
+    if trial.failure is not None:
+        return replace(trial, failure=replace(trial.failure, retryable=False))
+    assert trial.measurement is not None
+    measurement = replace(trial.measurement, traces=(), stages=None, samples=0, window_s=0.0, read_bytes=None)
+    return replace(trial, measurement=measurement)
+
+
+def _sparse(value: Any) -> Any:
+    """A record without default values; a configuration keeps its number of workers."""
+    if isinstance(value, (list, tuple)):
+        return [_sparse(each) for each in value]
+    if not is_dataclass(value):
+        return value
+    values = {each.name: getattr(value, each.name) for each in fields(value)}
+    defaults = {each.name: each.default for each in fields(value)}
+    return {name: _sparse(own) for name, own in values.items() if own != defaults[name] or name == "num_workers"}

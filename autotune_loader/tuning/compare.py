@@ -23,7 +23,8 @@ from autotune_loader.diagnosis.tables import answer
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
-from autotune_loader.results.comparison import Comparison, Side, ratios_of
+from autotune_loader.report.result import Comparison
+from autotune_loader.results.comparison import Side, ratios_of
 from autotune_loader.search.belief import MAX_FAILURES
 from autotune_loader.search.turns import in_turns
 from autotune_loader.tuning.arguments import make_workload, refuse

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from autotune_loader.bursts.protocol import Probe
-from autotune_loader.results.result import TuningResult
+from autotune_loader.report.result import TuningResult
 from autotune_loader.values import Failure, Measurement, TunerError
 
 _groups = itertools.count()

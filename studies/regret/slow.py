@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import itemgetter
 
-from autotune_loader.results.result import TuningResult
+from autotune_loader.report.result import TuningResult
 from autotune_loader.tuning.assemble import assembled
 from autotune_loader.values import LoaderConfig
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, with_workers

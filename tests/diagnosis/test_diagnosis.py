@@ -7,12 +7,10 @@ import string
 from dataclasses import replace
 
 import pytest
-from report.example import STAGES, exactly, ran
+from report.example import STAGES, exactly, ran, synthetic_result
 
-from autotune_loader.diagnosis import Advice, Answer, Evidence, diagnose, units
-from autotune_loader.diagnosis.ranking import ranking
+from autotune_loader.diagnosis import Advice, Answer, Caution, Evidence, diagnose, judged, units
 from autotune_loader.diagnosis.tables import Table, answer
-from autotune_loader.results.result import TuningResult
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
 
 FOUR, SIX, TWELVE = (LoaderConfig(num_workers=workers) for workers in (4, 6, 12))
@@ -44,45 +42,34 @@ SMALL = {
 }  # fmt: skip
 RARELY = {"wait_share": 0.12, "fetch_s": 0.004, "fetch_cpu_s": 0.003, "cpu_share": 0.27, "foreign_cpu_share": 0.7}
 NOT_MISSED = {"trials": (ran(SIX, 1010.0), failed("oom_killed", TWELVE))}
+EXPECTED_NO_FASTER = replace(failed("oom_killed"), predicted_samples_per_s=1010.0)
 ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3, "ceiling": exactly(1090.0)}
 QUEUED = {"fetch_queued_s": 0.12}
 STARTS = {"starting_share": 0.2, "wait_share": 0.3}
 LONG_STEP = {"wait_share": 0.2, "ceiling": exactly(7540.0), "step_s": 0.025}
 LOOP_QUEUED = {
-    "receive_s": 0.002,
-    "receive_queued_s": 0.009,
-    "fetch_s": 0.01,
-    "fetch_cpu_s": 0.005,
-    "fetch_queued_s": 0.0,
-}
+    "receive_s": 0.002, "receive_queued_s": 0.009, "fetch_s": 0.01, "fetch_cpu_s": 0.005, "fetch_queued_s": 0.0,
+}  # fmt: skip
 NO_STORAGE = {
-    "receive_s": 0.004,
-    "wait_share": 0.15,
-    "fetch_s": 0.1,
-    "fetch_cpu_s": 0.001,
-    "fetch_queued_s": 0.001,
-    "ceiling": None,
-}
+    "receive_s": 0.004, "wait_share": 0.15, "fetch_s": 0.1, "fetch_cpu_s": 0.001, "fetch_queued_s": 0.001, "ceiling": None,
+}  # fmt: skip
 COPIES = {"copy_s": 0.01, "fetch_s": 0.04}
 COPIES_ITSELF = {
-    "copy_s": 0.014,
-    "fetch_s": 0.04,
-    "wait_share": 0.01,
-    "step_s": 0.03,
-    "cpu_share": 0.3,
-    "on_accelerator": True,
-}
+    "copy_s": 0.014, "fetch_s": 0.04, "wait_share": 0.01, "step_s": 0.03, "cpu_share": 0.3, "on_accelerator": True,
+}  # fmt: skip
 NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5}
 
 # Kind, what differs from a loader limited by the CPU, words of the bottleneck, words of some advice (None: no advice).
 CASES = {
     "the CPU": ("cpu", {}, "100 ms of CPU to load, 15 ms to train.", "Speed up the transforms"),
     "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms to train.", ""),
-    "all cores in use": ("cpu", {"cpu_share": 0.97}, "97% of 4 cores are busy.", ""),
+    "all cores in use": ("cpu", {**READS, "cpu_share": 0.97}, "97% of 4 cores are busy.", ""),
+    "a loop that hardly steps": ("cpu", {"wait_share": 0.97}, "at most 2.00x as fast", ""),
     "a slow stage": ("cpu", {"stages": STAGES}, "", "Speed up decode (photos.py:41, PIL.Image.convert), which takes"),
     "what failed otherwise": ("cpu", {"trials": (failed("user_exception"),)}, "", ""),
     "a step that was passed": ("cpu", {"ceiling": exactly(800.0)}, "about 2.0x as fast", ""),
     "memory that was not missed": ("cpu", NOT_MISSED, "", ""),
+    "memory that would bring nothing": ("cpu", {"trials": (EXPECTED_NO_FASTER,)}, "", ""),
     "the step": ("step", {"wait_share": 0.02, "ceiling": exactly(1020.0)},
         "waits for data 2% of the time. It runs at 1,000/s; the step alone runs at 1,020/s.", "Speed up the step"),
     "without a ceiling": ("step", {"wait_share": 0.01, "ceiling": None}, "waits for data 1% of the time.", ""),
@@ -148,13 +135,9 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
     assert (found.gain, "at most" in found.sentence) == (None, False)
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_a_row_counts_the_rounds_that_its_side_ran_in_and_not_its_batches(rounds):
-    sides = ran(LoaderConfig(), 200.0), ran(FOUR, 1000.0)
-    trials = tuple(replace(each, number=number, round=number) for number in range(rounds) for each in sides)
-    rates = {"rate": exactly(1000.0), "baseline_rate": exactly(200.0)}
-    found = TuningResult(best=FOUR, status="undecided", trials=trials, **rates)
-    assert [row.rate.count for row in ranking(found) if row.rate] == [rounds, rounds]
+def test_a_ceiling_that_was_passed_is_not_in_the_result_and_a_warning_says_why():
+    result = judged(replace(synthetic_result(), ceiling=exactly(10.0)))
+    assert (result.ceiling, Caution.CEILING_PASSED.said_by(result.warnings[-1])) == (None, True)
 
 
 def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
@@ -169,16 +152,8 @@ def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
 
 
 RATIO = Interval(value=2.31, low=2.2, high=2.42, count=4)
-FIGURES = {
-    "share": 0.25,
-    "bytes": 1 << 20,
-    "seconds": 0.02,
-    "rate": 1234.5,
-    "ratio": RATIO,
-    "": "words",
-    ".2f": 2.25,
-    ".1f": 12.8,
-}
+FIGURES = {"share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "rate": 1234.5, "ratio": RATIO}
+FIGURES |= {"": "words", ".2f": 2.25, ".1f": 12.8}
 
 
 def test_every_row_can_be_said_in_one_line_that_ends_and_only_with_all_its_figures():

@@ -10,7 +10,7 @@ import torch
 from report.example import synthetic_result
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
-from autotune_loader.results.result import TuningResult
+from autotune_loader.report.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.values import LoaderConfig
 from tests.support.schedules import Stream

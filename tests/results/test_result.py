@@ -20,9 +20,9 @@ from report.example import synthetic_result
 from torch.utils.data import DataLoader
 
 from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.report.result import TuningResult
 from autotune_loader.results.file import load_config
 from autotune_loader.results.record import Finding
-from autotune_loader.results.result import TuningResult
 from autotune_loader.values import ConfigFileError, Failure, Interval, LoaderConfig, MachineMismatchError, Trial
 
 BEST = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True)
@@ -48,19 +48,14 @@ def write(path, **changes):
     path.write_text(json.dumps({**least, **changes}))
 
 
-UNBOUNDED = Interval(value=100.0, low=-math.inf, high=math.inf, count=1)
+RARE = {
+    "best": replace(BEST, batch_size=64, device_prefetch=2), "batch_size": 64, "machine": replace(HERE, gpu=None),
+    "rate": Interval(value=100.0, low=-math.inf, high=math.inf, count=1), "as_fast": (LoaderConfig(), BEST),
+    "baseline": replace(BEST, in_order=False, multiprocessing_context="spawn"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"rate": UNBOUNDED, "speedup": UNBOUNDED, "machine": replace(HERE, gpu=None)},
-        {"best": replace(BEST, batch_size=64, device_prefetch=2), "batch_size": 64},
-        {"baseline": replace(BEST, in_order=False, multiprocessing_context="spawn"), "as_fast": (LoaderConfig(), BEST)},
-    ],
-    ids=["a run", "intervals without bounds, a GPU that is not known", "a tuned batch size", "other configurations"],
-)
+@pytest.mark.parametrize("changes", [{}, RARE], ids=["a run", "what is rare"])
 def test_what_is_saved_comes_back_without_single_batches(tmp_path, changes):
     result, path = finished_run(**changes), tmp_path / "new" / "folder" / "loader.json"
     result.save(path)
@@ -79,27 +74,18 @@ def test_what_is_saved_comes_back_without_single_batches(tmp_path, changes):
 
 def test_a_finding_is_its_sentence_with_a_name_and_survives_pickle_and_file():
     found = Finding(kind="cpu", sentence="Bottleneck: CPU.", gain=0.5)
-    for again in (pickle.loads(pickle.dumps(found)), Finding.from_plain(found.to_plain())):
-        assert (again, again.kind, again.sentence, again.gain) == (found, "cpu", "Bottleneck: CPU.", 0.5)
     result = finished_run(warnings=(found,), bottleneck=found)
     loaded = TuningResult.from_dict(json.loads(json.dumps(result.to_dict())))
-    assert [each.kind for each in loaded.warnings] == ["cpu"]
+    for again in (pickle.loads(pickle.dumps(found)), *loaded.warnings):
+        assert (again, again.kind, again.sentence, again.gain) == (found, "cpu", "Bottleneck: CPU.", 0.5)
+    # AND a result is its pickle, too
+    assert pickle.loads(pickle.dumps(loaded)) == loaded
     assert loaded.summary == result.summary
     assert result.summary.count("Bottleneck: CPU.") == 2
 
 
-def key_paths(value, path=""):
-    """Every key of a JSON document, by its path; an interval is one."""
-    if isinstance(value, dict) and value.keys() != {"value", "low", "high", "count"}:
-        return {each for key, part in value.items() for each in key_paths(part, f"{path}.{key}")}
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {each for part in value for each in key_paths(part, f"{path}[]")}
-    return {path}
-
-
-def test_a_file_is_small_and_holds_nothing_that_has_its_default():
-    plain = json.loads(json.dumps(synthetic_result().to_dict()))
-    assert len(key_paths(plain)) <= 66
+def test_a_file_holds_nothing_that_has_its_default():
+    plain = synthetic_result().to_dict()
     assert next(iter(plain)) == "schema_version"
     assert plain["baseline"] == plain["trials"][0]["config"] == {"num_workers": 0}
     assert "failure" not in plain["trials"][0]
@@ -143,21 +129,13 @@ def test_the_least_file_is_enough_and_keys_that_are_not_known_are_ignored_at_eve
 REFUSED = [
     ({"schema_version": 2}, "schema_version=2, newer than 1.*a newer release of autotune_loader would read it"),
     ({"schema_version": None}, "schema_version=None"),
-    ({"schema_version": "1"}, "schema_version='1',"),
     (b'{"schema_version": 1, "status": "comp', ""),
     (bytes(range(256)), ""),
     (b"[" * 100_000, ""),
-    (b'{"seconds": 1' + b"0" * 9999 + b"}", ""),
     ({"seconds": math.nan}, "NaN is not a number in JSON"),
-    ({"status": "done"}, "status"),
     ({"dataloader_kwargs": {"num_workers": -1}}, "num_workers=-1 must be an integer >= 0; num_workers=1 would work"),
-    ({"dataloader_kwargs": {"num_workers": "__import__('os')"}}, "num_workers="),
-    (
-        {"dataloader_kwargs": {"num_workers": 10**9}},
-        "=1000000000 is larger than the maximum of 1024; num_workers=2 would",
-    ),
+    ({"dataloader_kwargs": {"num_workers": 10**9}}, "=1000000000 is larger than the maximum of 1024; num_workers=2"),
     ({"dataloader_kwargs": {"num_workers": 1, "multiprocessing_context": "os.system"}}, "'os.system'"),
-    ({"extras": {"device_prefetch": -1}}, "device_prefetch=-1 must be an integer >= 0; device_prefetch=1 would work"),
     ({"wait_share": "much"}, "wait_share"),
     ({"bottleneck": "CPU"}, "'CPU' is not a finding with a kind and a sentence"),
     ({"bottleneck": {"kind": "cpu", "sentence": "CPU.", "gain": "x"}}, "gain='x' is not a number"),
@@ -243,7 +221,7 @@ def test_reading_a_file_needs_the_standard_library_alone(path):
     assert (done.stdout, done.stderr) == ("2\n", "")
 
 
-def test_predictions_are_for_workers_prefetching_and_cores_and_for_nothing_else():
+def test_predictions_are_for_workers_prefetching_and_cores():
     result = synthetic_result()
     few, many = result.predict(num_workers=1), result.predict(num_workers=8, prefetch_factor=4)
     assert few.samples_per_s.value < many.samples_per_s.value
@@ -252,8 +230,6 @@ def test_predictions_are_for_workers_prefetching_and_cores_and_for_nothing_else(
     assert result.predict().config == result.best
     loaded = TuningResult.from_dict(result.to_dict())
     assert loaded.predict(4).samples_per_s.value == pytest.approx(result.predict(4).samples_per_s.value, rel=0.2)
-    with pytest.raises(TypeError, match="stages"):
-        result.predict(stages={"decode": 0.5})
     with pytest.raises(ValueError, match="cores=0 must be greater than 0, such as cores=2"):
         result.predict(cores=0)
     with pytest.raises(ValueError, match=r"predict\(\) needs at least one successful trial; .* would work"):

@@ -15,7 +15,8 @@ import pytest
 
 import autotune_loader
 from autotune_loader.cli.parser import Command
-from autotune_loader.results.result import FILE_ONLY, NOT_IN_FILE, TuningResult
+from autotune_loader.report.result import TuningResult
+from autotune_loader.results.record import FILE_ONLY, NOT_IN_FILE
 
 pytestmark = pytest.mark.system
 

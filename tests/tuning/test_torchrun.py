@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.results.result import TuningResult
+from autotune_loader.report.result import TuningResult
 from autotune_loader.tuning.torchrun import decided, joined_ranks, slowest
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, TunerError
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe

@@ -1,7 +1,7 @@
-"""Every configuration that was tried, once, with the best evidence there is of it.
+"""Every configuration that was tried, once, with its best evidence: the rows of the table and the points of the picture.
 
-Rates of the paired rounds stand apart from those of the search: the winner of a search looks better in it than it is, so the
-two are neither ranked against each other nor called a tie. Tables and pictures show these rows and compute nothing.
+Rates of A/B rounds stand apart from those of the search: the winner of a search looks better in it than it is, so the two
+are neither ranked against each other nor called a tie.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune_loader.results.result import TuningResult
+from autotune_loader.results.record import TuningRecord
 from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement
 
 
@@ -19,10 +19,10 @@ class Standing:
 
     config: LoaderConfig
     rate: Interval | None
-    """Mean of the rounds, or else that of its last burst; None where every burst failed."""
+    """Mean of the rounds, or else that of its last trial; None where every trial failed."""
     source: Literal["rounds", "search", "failed"]
     measurement: Measurement | None
-    """Its last burst that worked, in the rounds where it ran in them."""
+    """Mean of the rounds, or else its last trial that worked."""
     failure: Failure | None
     """Why it has no rate."""
     is_best: bool
@@ -31,9 +31,9 @@ class Standing:
     """Whether it counts as equally fast, by the rule that made the choice."""
 
 
-def ranking(result: TuningResult) -> tuple[Standing, ...]:
+def ranking(result: TuningRecord) -> tuple[Standing, ...]:
     """Those of the rounds, fastest first; then those that only the search ran; then those that failed."""
-    # Whether workers live on shows in no rate: one row for both, unless the other is what one has or had.
+    # persistent_workers does not change a rate: both values share a row, unless one is the best or the baseline.
     own = (result.best, result.baseline)
     kept = {trial.config.key(): trial.config for trial in result.trials if trial.measurement is not None}
     configs = (t.config if t.config in own else kept.get(t.config.key(), t.config) for t in result.trials)
@@ -41,9 +41,9 @@ def ranking(result: TuningResult) -> tuple[Standing, ...]:
     return tuple(sorted(rows, key=lambda row: (row.source != "rounds", -row.rate.value if row.rate else 0.0)))
 
 
-def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
+def _standing(config: LoaderConfig, result: TuningRecord) -> Standing:
     rates, measurement = result.rates_of(config), result.measurement_of(config)
-    # Those of the best and the baseline are as the result has them, which allows for the choice.
+    # The result's own rates of the best and the baseline allow for the choice among several.
     rate = {result.baseline: result.baseline_rate, result.best: result.rate}.get(config)
     if rate is None and measurement is not None:
         rate = measurement.samples_per_s

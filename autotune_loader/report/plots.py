@@ -1,0 +1,281 @@
+"""Pictures of a result: rates over workers, the stages of a sample, and a timeline of single batches.
+
+Figures are plain matplotlib figures, made without pyplot: nothing is kept in global state and no window opens. They
+show themselves in a notebook, and `figure.savefig("picture.svg")` writes them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from autotune_loader.diagnosis.units import counted, number_text, rate_text, ratio_text, seconds_text, share_text
+from autotune_loader.report.ranking import Standing, ranking
+from autotune_loader.report.text import tail_of
+from autotune_loader.results.record import TuningRecord
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, Measurement, MissingExtraError, StageTime
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colours that colour-blind people tell apart (Okabe and Ito, "Color universal design", 2008).
+BLACK, ORANGE, SKY, BLUE, VERMILLION, PURPLE = "#000000", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#CC79A7"
+PALE_GREY, GREY, DARK_GREY = "#E5E5E5", "#999999", "#555555"  # background and secondary text
+# One look for all pictures, which neither reads nor changes the user's settings of matplotlib.
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": PALE_GREY,
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "autotune_loader",
+}
+FAR = 1.6
+"""A ceiling this many times as high as the rates, or a failure as far to the right, would squeeze everything else."""
+MOST_STAGES = 10
+"""The bars of shorter stages are too thin to read."""
+LONGEST_NAME = 36
+"""Characters of a stage's name or place that fit beside its bar."""
+MAX_BATCHES = 10
+"""Batches in a timeline: the last of the trial."""
+LEAST_NUMBERED = 0.016
+"""A bar that takes less of the width has no room for the number of its batch."""
+PALE = 0.35
+"""Opacity of the bars of earlier batches."""
+ACTIVITIES = {  # colour and legend, in the order of drawing
+    "wait": (ORANGE, "training loop waits"),
+    "step": (BLUE, "training step"),
+    "fetch": (PURPLE, "samples are fetched"),
+    "collate": (SKY, "batch is collated"),
+    "unseen": (PALE_GREY, "not seen"),
+}
+
+
+def plot_workers(result: TuningRecord) -> Figure:
+    """Rates over workers: one point for each number of workers that ran, the chosen setting, failures and the ceiling.
+
+    Of settings with equally many workers the chosen one is shown, else the fastest in the A/B rounds, else the fastest.
+    """
+    rows = ranking(result)
+    is_empty = not any(row.rate for row in rows)
+    return _picture(
+        "How many workers help", "No configuration worked." if is_empty else partial(_workers, result, rows)
+    )
+
+
+def _workers(result: TuningRecord, rows: tuple[Standing, ...], axes: Axes) -> None:
+    shown: dict[int, Standing] = {}
+    for row in sorted((row for row in rows if row.rate), key=lambda row: not row.is_best):
+        shown.setdefault(row.config.num_workers, row)
+    rates = {count: row.rate.value for count, row in sorted(shown.items()) if row.rate}
+    top = max(rates.values())
+    if result.ceiling is not None and result.ceiling.value > FAR * top:
+        axes.plot([], [], " ", label=f"the step alone: {rate_text(result.ceiling.value)}, far above")
+    elif result.ceiling is not None:
+        dashes: Any = (0, (6, 3))
+        axes.axhline(result.ceiling.value, label="the step alone", color=BLACK, linewidth=1.2, linestyle=dashes)
+    axes.plot(list(rates), list(rates.values()), color=BLUE, linewidth=1.2)
+    for source, fill, label in (("rounds", BLUE, "A/B rounds, 95%"), ("search", "white", "single trial, 95%")):
+        of_source = [row for row in shown.values() if row.source == source]
+        _draw_rates(axes, of_source, fmt="o", color=BLUE, markerfacecolor=fill, label=label)
+    own, best = [row for row in rows if row.is_baseline], [row for row in rows if row.is_best]
+    _draw_rates(axes, own, fmt="s", color=BLACK, markersize=8, zorder=5, label="before tuning")
+    label = "chosen" if result.status == "complete" else "so far"
+    _draw_rates(axes, best, fmt="*", color=VERMILLION, markersize=15, zorder=5, label=label)
+    if failed := sorted({row.config.num_workers for row in rows if row.rate is None} - rates.keys()):
+        near = [count for count in failed if count <= FAR * (1 + max(rates))]
+        label = f"failed: {', '.join(map(str, failed))} workers"
+        axes.plot(near, [0.03 * top] * len(near), "x", color=VERMILLION, markersize=8, label=label)
+    axes.set(xlabel="worker processes", ylabel=result.rate_unit.replace("/s", " per second"))
+    axes.set_ylim(0, 1.25 * max(top, axes.dataLim.y1))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == round(value) else f"{value:g}")
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)  # type: ignore[call-arg, unused-ignore]
+    for row in best:
+        _annotate(axes, row, result)
+
+
+def _draw_rates(axes: Axes, rows: Sequence[Standing], **look: Any) -> None:
+    """Rates with their intervals, where these tell anything."""
+    rates = {row.config.num_workers: row.rate for row in rows if row.rate is not None}
+    if rates:
+        below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates.values()]
+        above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates.values()]
+        axes.errorbar(list(rates), [rate.value for rate in rates.values()], [below, above], capsize=3, **look)
+
+
+def _annotate(axes: Axes, row: Standing, result: TuningRecord) -> None:
+    """The rate and speedup of the chosen setting in words, above everything that is drawn."""
+    if row.rate is None:
+        return
+    count = row.config.num_workers
+    words = f"{counted(count, 'worker')}: {number_text(row.rate.value)} {result.rate_unit}"
+    if result.speedup is not None:
+        words += f"\n{ratio_text(result.speedup)} as fast as before"
+    side, at = ("left", 0) if 2 * count <= sum(axes.get_xlim()) else ("right", 1)
+    line = {"arrowstyle": "-", "color": VERMILLION, "linewidth": 0.8, "relpos": (at, 0)}
+    look: dict[str, Any] = {"color": VERMILLION, "fontsize": 9, "ha": side, "va": "top", "arrowprops": line}
+    axes.annotate(words, (count, row.rate.value), (count, axes.get_ylim()[1]), **look)
+
+
+def plot_stages(result: TuningRecord) -> Figure:
+    """A bar for each stage of a sample: computing and waiting, the longest stage on top."""
+    shown = result.stages[:MOST_STAGES][::-1]  # bars are drawn upwards
+    content = partial(_stages, shown) if shown else "No trial with workers was recorded."
+    return _picture("Where a sample's time goes in a worker", content, height=1.6 + 0.42 * max(3, len(shown)))
+
+
+def _stages(stages: tuple[StageTime, ...], axes: Axes) -> None:
+    rows = range(len(stages))
+    computing = [min(each.cpu_s, each.wall_s) * 1e3 for each in stages]
+    waiting = [each.waited_s * 1e3 for each in stages]
+    axes.barh(rows, computing, color=BLUE, label="computing")
+    if any(waiting):
+        label = "waiting (I/O, a lock; in some sandboxes a core)"
+        axes.barh(rows, waiting, left=computing, color=SKY, label=label)
+    for row, each in enumerate(stages):
+        words = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}"
+        axes.text(each.wall_s * 1e3, row, words, va="center", fontsize=8, color=DARK_GREY)
+    names = [f"{tail_of(each.stage, LONGEST_NAME)}\n{tail_of(each.where, LONGEST_NAME)}" for each in stages]
+    axes.set_yticks(rows, names, fontsize=8)
+    axes.set(xlabel="milliseconds of self time for each sample\n(without other stages that it calls)")
+    axes.set_xlim(0, 1.3e3 * max(each.wall_s for each in stages))
+
+
+def plot_timeline(result: TuningRecord, trial: int | None = None) -> Figure:
+    """A row for the training loop and for each worker that made one of the last batches.
+
+        training loop   waits ▒▒▒ steps ██ steps ██ waits ▒ steps ██
+        worker 0        fetch ████████ collate ▓ fetch ███████ ...
+
+    Bars have the number of their batch where there is room; those of earlier batches are pale.
+    """
+    config, measurement = _traced_trial(result, trial)
+    shown = measurement.traces[-MAX_BATCHES:]
+    waited_s = sum(trace.wait_s for trace in shown)
+    waits = share_text(waited_s / (waited_s + sum(trace.step_s for trace in shown)))
+    title = f"The last {counted(len(shown), 'batch')} of a trial: {config}\nThe training loop waits {waits} of the time shown"
+    reported = share_text((result.measurement_of(config) or measurement).wait_share)
+    rows = {worker: row for row, worker in enumerate(sorted({MAIN_PROCESS, *(trace.worker for trace in shown)}))}
+    return _picture(
+        title if waits == reported else f"{title} ({reported} over whole trials)",
+        partial(_timeline, measurement.traces, rows),
+        width=9.0,
+        height=1.8 + 0.36 * len(rows),
+        legend_columns=5,
+    )
+
+
+def _traced_trial(result: TuningRecord, number: int | None) -> tuple[LoaderConfig, Measurement]:
+    """The trial of this number; by default the last with the chosen setting, else the fastest that has single batches."""
+    measured = {each.number: (each.config, each.measurement) for each in result.trials if each.measurement}
+    traced = {number: trial for number, trial in measured.items() if trial[1].traces}
+    if not traced:
+        raise ValueError(
+            "plot_timeline() needs the single batches of a trial, which loader.json does not have; the result that tune() "
+            "returned, in the process that tuned, would work"
+        )
+    if number is not None and number not in traced:
+        known = ", ".join(map(str, sorted(traced)))
+        raise ValueError(f"trial={number!r} has no single batches; these have some: {known}")
+    if number is not None:
+        return traced[number]
+    chosen = [trial for trial in traced.values() if trial[0].key() == result.best.key()]
+    return chosen[-1] if chosen else max(traced.values(), key=lambda trial: trial[1].samples_per_s.value)
+
+
+def _timeline(traces: Sequence[BatchTrace], rows: Mapping[int, int], axes: Axes) -> None:
+    """Without workers the loop fetches while it waits: those bars are drawn narrower, on top of the wait."""
+    shown = traces[-MAX_BATCHES:]
+    start, end = min(min(trace.fetch_start, trace.requested) for trace in shown), shown[-1].step_end
+    for activity, (colour, label) in ACTIVITIES.items():
+        is_numbered = activity in ("step", "fetch") or (activity == "wait" and len(rows) > 1)
+        bars = [span for span in _spans(traces, activity) if span[1] in rows and start < span[3] and span[2] < end]
+        for number, worker, begun, ended in bars:
+            row, length, alpha = rows[worker], ended - begun, 1 if number > 0 else PALE
+            height = 0.4 if worker == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72
+            place: dict[str, Any] = {"left": begun - start, "edgecolor": "white", "linewidth": 0.4}
+            axes.barh(row, length, height, color=colour, alpha=alpha, **place)
+            if is_numbered and number > 0 and length > LEAST_NUMBERED * (end - start):
+                ink = "white" if activity == "step" else "black"
+                axes.text(begun - start + length / 2, row, str(number), color=ink, ha="center", va="center", fontsize=7)
+        if bars:
+            axes.barh(0, 0, color=colour, label=label)
+    names = ["training loop" if worker == MAIN_PROCESS else f"worker {worker}" for worker in rows]
+    axes.set_yticks(list(rows.values()), names)
+    axes.set(xlabel="seconds", xlim=(0, end - start), ylim=(len(rows) - 0.5, -0.5))
+    axes.grid(axis="y", visible=False)
+
+
+def _spans(traces: Sequence[BatchTrace], activity: str) -> Iterator[tuple[int, int, float, float]]:
+    """(batch, process, begin, end) of each span of an activity; the first batch that is shown has number 1."""
+    if activity == "unseen":
+        yield 1, MAIN_PROCESS, min(trace.fetch_start for trace in traces), traces[0].requested
+        last_seen = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
+        yield from ((1, worker, seen_until, traces[-1].step_end) for worker, seen_until in last_seen.items())
+        return
+    for number, trace in enumerate(traces, 1 - max(0, len(traces) - MAX_BATCHES)):
+        spans = {
+            "wait": (MAIN_PROCESS, trace.requested, trace.received),
+            "step": (MAIN_PROCESS, trace.received, trace.step_end),
+            "fetch": (trace.worker, trace.fetch_start, trace.fetch_end),
+            "collate": (trace.worker, trace.fetch_end, trace.collate_end),
+        }
+        yield number, *spans[activity]
+
+
+def _picture(
+    title: str,
+    content: Callable[[Axes], None] | str,
+    *,
+    width: float = 7.0,
+    height: float = 4.2,
+    legend_columns: int = 3,
+) -> Figure:
+    """A figure with one set of axes, `width` times `height` inches; a string says why there is nothing to draw."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("plotting", "matplotlib") from error
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        # IPython's inline backend does not know a figure made without pyplot.
+        figure._repr_png_ = partial(_png_bytes, figure)  # type: ignore[attr-defined, unused-ignore]
+        axes = figure.add_subplot()
+        axes.set_title(title, wrap=True)
+        if isinstance(content, str):
+            axes.set_axis_off()
+            axes.text(0.5, 0.5, content, ha="center", va="center", transform=axes.transAxes, color=GREY, wrap=True)
+        else:
+            content(axes)
+            figure.legend(loc="outside lower center", ncols=legend_columns)
+    return figure
+
+
+def _png_bytes(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def svg_bytes(figure: Figure) -> bytes:
+    """The figure as an SVG file; the same figure gives the same bytes."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
