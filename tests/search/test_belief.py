@@ -5,11 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune_loader.search.belief import CERTAIN, Belief, choose, equally_fast
-from autotune_loader.search.draws import PATHS, Draws, Observed, draw
+from autotune_loader.search.belief import CERTAIN, Belief
+from autotune_loader.search.draws import (
+    PATHS,
+    Draws,
+    Observed,
+    Sufficient,
+    choose,
+    draw,
+    equally_fast,
+    sufficient,
+    with_sufficiency,
+)
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import Context, Space
-from autotune_loader.search.sufficiency import Sufficient, sufficient, with_sufficiency
 from autotune_loader.values import Failure, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
@@ -167,7 +176,7 @@ def observed(config, *, batches=200, slow=0, faster=1.0, **of):
     service = np.full(batches, 0.04) / faster
     service[:slow] *= 10
     loop = {name: np.full(batches, s) / faster for name, s in {"receive_s": 0.0005, "step_s": 0.01, **of}.items()}
-    kept = {"service_s": service, "cpu_s": service, "batch_size": 8.0, "samples_per_s": 100.0, **loop}
+    kept = {"service_s": service, "cpu_s": service, "batch_size": 8.0, "batches_per_s": 12.5, "at_work": 1.0, **loop}
     return Observation(num_workers=config.num_workers, **kept)
 
 
