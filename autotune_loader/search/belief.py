@@ -53,8 +53,8 @@ class Belief:
         context: cores and step.
         trials: all that was measured.
         tolerance: relative difference that counts as equally fast.
-        is_open: whether configurations that never ran are believed of, too.
-        barred: what cannot run, without what a burst cannot see.
+        is_open: whether configurations that never ran are considered.
+        barred: keys of what cannot run.
     """
 
     def __init__(
@@ -163,20 +163,20 @@ class Belief:
     # What failed
 
     @cached_property
-    def most_workers(self) -> int | None:
-        """Workers beyond which nothing is tried after a failure, which may have cost a deadline; None before there is one.
+    def most_workers(self) -> float:
+        """Workers beyond which nothing is tried after a failure, which may have cost a deadline; infinite before there is one.
 
         The geometric middle of what succeeded and what failed: one, where no number of workers has succeeded. What failed for
         memory with a deep queue says nothing of workers yet.
         """
         most = self._most_that_succeeded
         failed = [c.num_workers for c, kind in self._failures if c.num_workers > most and not _is_of_queue(c, kind)]
-        return min(max(most + 1, math.isqrt(most * min(failed))), min(failed) - 1) if failed else None
+        return min(max(most + 1, math.isqrt(most * min(failed))), min(failed) - 1) if failed else math.inf
 
     @property
     def proven(self) -> tuple[LoaderConfig, ...]:
         """What may be chosen: once workers have failed, no more than have succeeded; a hang in a round is dear."""
-        most = math.inf if self.most_workers is None else self._most_that_succeeded
+        most = self._most_that_succeeded if self.most_workers < math.inf else math.inf
         return tuple(config for config in self.configs if config.num_workers <= most)
 
     @property
@@ -187,8 +187,8 @@ class Belief:
     @cached_property
     def configs(self) -> tuple[LoaderConfig, ...]:
         """What is believed of, without what a burst cannot see: what may be proposed, and what works."""
-        useful = None if self.twin is None else self.twin.useful_workers
-        limits = [n for n in (self.most_workers, self.context.epoch_batches, useful) if n is not None]
+        useful = math.inf if self.twin is None else self.twin.useful_workers
+        most_workers = min(self.most_workers, self.context.epoch_batches or math.inf, useful)
         tried = list(dict.fromkeys(trial.config.key() for trial in self._seen))
         often = Counter(config.key() for config, _ in self._failed)
         often.update({config.key(): MAX_FAILURES for config, kind in self._failed if kind == "deadline"})
@@ -199,13 +199,12 @@ class Belief:
         bad -= {each for config in tried for each in _odd(config)}
         queues = [config.batches_in_flight for config, kind in self._failures if _is_of_queue(config, kind)]
         most_in_flight = max(min(queues, default=math.inf) / 2, 1)
-        most_workers = math.inf if self.most_workers is None else self.most_workers
         deepest = deepest_prefetch(self.context)
-        legal = self.space.candidates(min(limits, default=None)) if self._is_open else ()
+        legal = self.space.candidates(most_workers) if self._is_open else ()
         proposed = [
             config
             for config in (each.key() for each in legal)
-            if config.num_workers <= most_workers
+            if config.num_workers <= self.most_workers
             and config.batches_in_flight <= most_in_flight
             and (config.prefetch_factor or 0) <= deepest
             and not bad & _odd(config)
@@ -308,15 +307,7 @@ def predict(
     step_cores: float = 1.0,
     cores: float | None = None,
 ) -> list[Prediction]:
-    """What to expect of each configuration, by what these trials say.
-
-    Args:
-        trials: what was measured.
-        configs: any legal ones.
-        usable_cores: of the machine that the trials ran on.
-        step_s: seconds of the step on a cached batch, where it was timed.
-        step_cores: cores that the step keeps busy while it runs.
-        cores: of the machine that is asked about; those of the trials where it is not given.
+    """What to expect of each configuration, by what these trials say; on a machine with other cores, where these are given.
 
     Raises:
         ValueError: nothing was measured, or `cores` is not positive.
@@ -336,11 +327,12 @@ def predict(
         more = np.log(there.samples_per_s / here.samples_per_s)
     low, high = np.exp(np.quantile(logs, [0.025, 0.975], axis=0) + more)
     rates = np.exp(logs.mean(axis=0) + more)
+    bursts = [(trial.config, m) for trial in known if (m := trial.measurement)]
     return [
         Prediction(
             config=config,
             samples_per_s=Interval(value=rate, low=lowest, high=highest, count=len(known)),
-            memory_bytes=_peak_bytes(config, [(t.config, m) for t in known if (m := t.measurement)]),
+            memory_bytes=_peak_bytes(config, bursts),
         )
         for config, rate, lowest, highest in zip(configs, *(each.tolist() for each in (rates, low, high)), strict=True)
     ]

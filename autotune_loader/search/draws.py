@@ -3,14 +3,11 @@
     ln(rate observed) = truth of the configuration + what its round had in common + noise
 
 How far beliefs may err, how noisy a burst is and how much rounds differ is averaged over a grid, each by how likely the
-observations are under it. Everything that is decided is counted over the same draws: what is chosen, how surely, who is its
-rival, and what one more pair of both would add to that certainty.
+observations are under it. Everything that is decided is counted over the same draws.
 
-Adding workers cannot make a configuration faster whose workers keep the step busy. Two bursts differ by whatever the machine
-does meanwhile, and that hides a few percent of their rates. Within one burst workers and loop have the same machine: how much
-more the workers could deliver than the loop takes, the headroom workers x (receipt + step) / service, hardly depends on it. A
-burst of more workers that says otherwise was lucky: they can only take cores from the step. More workers also hide the transfer
-time, so the shortest receive time of any burst counts.
+Adding workers cannot make a configuration faster whose workers keep the step busy, they can only take cores from the step: a
+burst that says otherwise was lucky. Within one burst workers and loop have the same machine, so the headroom
+workers x (receipt + step) / service hardly depends on what else the machine does, as the rates of two bursts do.
 """
 
 from __future__ import annotations
@@ -111,13 +108,8 @@ class Draws:
 def draw(keys: Sequence[Hashable], mean: Floats, covariance: Floats, seen: Observed) -> Draws:
     """Draws of the truths after these observations; always the same ones, so that answers repeat.
 
-    Each is a draw of what is believed beforehand, corrected by what the observations say beyond it (Matheron's rule).
-
-    Args:
-        keys: what the rates are of.
-        mean: of the logarithms before the observations.
-        covariance: of the same.
-        seen: what was observed; may be nothing.
+    Each is a draw of what is believed beforehand, by the mean and covariance of the logarithms, corrected by what the
+    observations say beyond it (Matheron's rule).
     """
     rng, count = np.random.default_rng(0), len(seen.where)
     root = np.linalg.cholesky(covariance + JITTER * np.eye(len(keys)))
@@ -201,13 +193,7 @@ class Sufficient:
 def sufficient(
     configs: Sequence[LoaderConfig], observations: Sequence[Observation], loop_use: Sequence[float] | Floats
 ) -> list[Sufficient]:
-    """What the bursts show.
-
-    Args:
-        configs: the configurations.
-        observations: all bursts that the twin models.
-        loop_use: share of the time in which the loop of each configuration works, as the twin says.
-    """
+    """What the bursts show, and the share of the time in which the loop of each configuration works, as the twin says."""
     same_workers, alike = defaultdict[LoaderConfig, list[int]](list), defaultdict[LoaderConfig, list[int]](list)
     for position, config in enumerate(configs):
         if config.num_workers:
@@ -236,10 +222,6 @@ def with_sufficiency(paths: Floats, found: Sequence[Sufficient]) -> Floats:
     In each draw a sufficient configuration is raised to the larger one that is the fastest on average, less as its own rate is
     better known. Then the larger ones are capped at its rate. The same draws say how far the headroom was misread, so that
     answers repeat. Where more workers were seen to be faster beyond all luck, nothing is moved.
-
-    Args:
-        paths: logarithms of rates as they may be, shape (paths, configurations).
-        found: whose workers are enough.
     """
     moved: Floats = paths.copy()
     luck = np.random.default_rng(1).standard_normal(len(paths))
@@ -262,7 +244,8 @@ def _headrooms(observations: Sequence[Observation]) -> Mapping[int, tuple[float,
     seen = [(each, max(float(each.step_s.mean()), 1e-12)) for each in observations if each.num_workers]
     if not seen:
         return {}
-    # In steps of the same burst: in seconds it would be that of the burst in which everything was quickest.
+    # More workers also hide the transfer, so the shortest receipt of any burst counts: in steps of the same burst, as in
+    # seconds it would be that of the burst in which everything was quickest.
     quickest = min(float(each.receive_s.mean()) / step_s for each, step_s in seen)
     bursts = defaultdict[int, list[tuple[float, float]]](list)
     for (each, step_s), variance in zip(seen, sampling_variance([each for each, _ in seen]), strict=True):

@@ -24,12 +24,8 @@ FILL_ROUNDS = 3  # of `workers` batches before the steady window: by then the pi
 def simulate(service_s: Floats, receive_s: Floats, step_s: Floats, *, workers: Ints, prefetch: Ints) -> Floats:
     """When each step was done, in seconds from the moment the workers could begin, shape (batches, columns).
 
-    Args:
-        service_s: fetch and collate, shape (batches, columns).
-        receive_s: in which the training loop takes a ready batch over; broadcast to that shape, as is the next.
-        step_s: of the training step.
-        workers: worker processes per column; 0 fetches in the training loop.
-        prefetch: batches handed out ahead per worker, at least 1; ignored without workers.
+    `service_s` has that shape, `receive_s` and `step_s` are broadcast to it; workers, and prefetch of at least 1, are those of
+    each column. Without workers the training loop fetches.
     """
     batches, columns = service_s.shape
     receive, step = (np.broadcast_to(each, service_s.shape) for each in (receive_s, step_s))

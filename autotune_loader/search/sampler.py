@@ -4,9 +4,8 @@
     study = optuna.create_study(direction="maximize", sampler=sampler)
     study.optimize(objective, callbacks=[sampler.stop_when_safe])       # the objective returns samples/s
 
-What it knows it reads from the study's trials: their parameters and values, or, where the objective told more by `record`,
-what a burst measured. Batch histories stay in this process; the rest of a record is an attribute of the trial, so that another
-process or host goes on from there.
+It reads the study's trials: their parameters and values, or what a burst measured, where the objective told it by `record`.
+A record is an attribute of the trial, so that another process goes on from there; batch histories stay in this one.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         """Keep what a burst measured, or how it failed; call it in the objective before it returns or prunes.
 
         Args:
-            asked: the trial that Optuna gave the objective.
-            trial: what came of it.
+            asked: The trial that Optuna gave the objective.
+            trial: What came of it.
         """
         trial = self._own[asked.number] = replace(trial, number=asked.number)
         if trial.measurement is not None:
@@ -120,7 +119,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         return [each for each in found if each is not None]
 
     def belief(self, study: optuna.Study) -> Belief:
-        """What these trials say of every configuration; of those that ran alone, where another sampler proposes."""
+        """What the trials say of every configuration; of those that ran alone, where another sampler proposes."""
         done, is_open = self.trials(study), self._is_open(study)
         # What an objective of the user's does not ask for has one value, and workers are as many as it asks for.
         all_trials = study.get_trials(deepcopy=False)
@@ -144,10 +143,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     # What to do next
 
     def upcoming(self, study: optuna.Study) -> LoaderConfig | None:
-        """What to measure next; None where nothing is worth it.
-
-        Passes over what failed, and over what others measure at this moment.
-        """
+        """What to measure next, and nobody else measures at this moment; None where nothing is worth it."""
         with LOCK, np.errstate(all="ignore"):  # a script may have made an error of an underflow
             if not self._turns:
                 self._plan(study)
@@ -181,8 +177,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         elsewhere = {config.key() for config in self._proposed.values()}
         elsewhere |= set() if choice is None else self._elsewhere(study)
         first = self.first if self._is_open(study) else []
-        first = [config for config in first if most is None or config.num_workers <= most]
-        first += [self.space.as_kept(self.space.as_set(LoaderConfig()))] if choice is None else []
+        first = [config for config in first if config.num_workers <= most]
+        first += [self.space.config({"num_workers": 0})] if choice is None else []
         untried = next((config for config in first if config.key() not in taken | elsewhere), None)
         if untried is not None and (left_s > 0 or len(taken) < 2):
             self._turns.append((untried, None))

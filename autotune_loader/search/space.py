@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 64  # more on one rank have never been shown to help, and starting them takes seconds
 PREFETCH_FACTORS = (1, 2, 4, 8)  # the deeper a queue, the less one more batch in it changes
-SAFE_SHARE = (
-    0.9  # of /dev/shm, descriptors and memory: batches of a whole training run differ more than those of a burst
-)
+SAFE_SHARE = 0.9  # of /dev/shm, descriptors and memory: batches of a whole training differ more than a burst's
 WORKER_BASE_BYTES = 60 << 20  # interpreter, torch and an untouched forked dataset, before a worker has loaded anything
 RESERVED_DESCRIPTORS = 64  # what the process needs apart from the batches in flight
 CHEAP_BYTES, CHEAP_SHARE = 1 << 30, 0.02  # a queue of so many bytes and this share of the memory costs nothing
@@ -70,7 +68,7 @@ class BatchCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The legal values of every knob: the first is what it is unless another is shown to be better."""
+    """The legal values of every setting: the first is kept unless another is shown to be better."""
 
     max_workers: int = MOST_WORKERS
     prefetch_factors: tuple[int, ...] = PREFETCH_FACTORS
@@ -87,16 +85,16 @@ class Space:
     limits: Limits = Limits()
     batch: BatchCost = BatchCost()
 
-    def candidates(self, most_workers: int | None = None) -> tuple[LoaderConfig, ...]:
+    def candidates(self, most_workers: float = math.inf) -> tuple[LoaderConfig, ...]:
         """Every configuration of the grid that is not vetoed, fewest workers first, and the user's own."""
         legal = [self.as_kept(config) for config in self._grid(most_workers) if self.veto(config) is None]
         return tuple(dict.fromkeys([*legal, *self.also]))
 
     def as_set(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with the first value of what is searched beside workers and prefetch, and with what is set."""
-        names = ("persistent_workers", "multiprocessing_context")
-        first = {name: values[0] for name, values in self._unmodelled().items()}
-        values: dict[str, Any] = {**first, **{name: getattr(self, name) for name in names}}
+        values: dict[str, Any] = {name: each[0] for name, each in self._unmodelled().items()}
+        values["persistent_workers"] = self.persistent_workers
+        values["multiprocessing_context"] = self.multiprocessing_context
         return replace(config, **(values if config.num_workers else {**values, **WITHOUT_WORKERS}))
 
     def as_kept(self, config: LoaderConfig) -> LoaderConfig:
@@ -112,7 +110,7 @@ class Space:
     # What Optuna is told
 
     def distributions(self) -> dict[str, Any]:
-        """Optuna's distribution of every knob that has more than one value."""
+        """Optuna's distribution of every setting that has more than one value."""
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
         workers = IntDistribution(0, self._most("num_workers", self.max_workers))
@@ -142,9 +140,9 @@ class Space:
         return {name: getattr(config, name) for name in asked}
 
     def config(self, params: dict[str, Any]) -> LoaderConfig:
-        """The configuration that these parameters make; the user's own, where they are its.
+        """The configuration that these parameters make, or the user's own that has them; unknown ones are ignored.
 
-        Others are ignored, as is what only workers have where an objective asks for it without any.
+        So is what only workers have, where an objective asks for it without any.
         """
         usable = set(LoaderConfig.__slots__) - set(() if params.get("num_workers") else WITHOUT_WORKERS)
         known = {name: value for name, value in params.items() if name in usable}
@@ -229,9 +227,9 @@ class Space:
     def _most(self, name: str, most: int) -> int:
         return max([most, *(getattr(own, name) or 0 for own in self.also)])
 
-    def _grid(self, most_workers: int | None) -> Iterator[LoaderConfig]:
+    def _grid(self, most_workers: float) -> Iterator[LoaderConfig]:
         """All numbers of workers to 16, every second to 32, every fourth to 64, and the most: finer than can be measured."""
-        most = self.max_workers if most_workers is None else min(self.max_workers, most_workers)
+        most = int(min(self.max_workers, most_workers))
         counts = (*range(16), *range(16, 32, 2), *range(32, MOST_WORKERS, 4))
         for workers in (*(count for count in counts if count < most), most):
             for prefetch in self.prefetch_factors if workers else (None,):

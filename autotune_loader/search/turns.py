@@ -23,8 +23,8 @@ from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.values import BURSTS_DIFFER, LoaderConfig
 
 WORTH = 0.01
-"""A pair must add this much to the probability of a good choice for each of its seconds: with 2 to 5 times as much up to 1 point
-fewer choices are near the best, 1 to 3 s earlier (studies/regret/README.md)."""
+"""A pair must add this much to the probability of a good choice for each of its seconds: with 2 to 5 times as much up to 1
+point fewer choices are near the best, 1 to 3 s earlier (studies/regret/README.md)."""
 LEAST_ROUNDS = 2  # one burst gives no interval
 MOST_ROUNDS, MOST_ALONE = 40, 16  # a search ends, also one of so many configurations that ran by themselves
 CLEARLY = 2.0  # the caller's own sits out once it is slower by more than so many times the tolerance, almost certainly
@@ -61,7 +61,7 @@ def what_next(
         baseline: the caller's own configuration; None where it has none, or has failed.
         ceiling: samples/s of the step alone; None where that is unknown.
         seconds_left: of the budget.
-        elsewhere: what others measure at this moment, without what a burst cannot see.
+        elsewhere: what others measure at this moment, as keys.
         least_rounds: in which the choice has to run.
     """
     choice, tried = belief.choice, {trial.config.key() for trial in belief.trials}

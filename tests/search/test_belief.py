@@ -1,5 +1,6 @@
 """What is believed of a job from what was observed of it, and what follows for the choice and for the next burst."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -72,12 +73,12 @@ FAILURES = {
     "one, where none has worked": ("deadline", 35, 0, {}, 1),
     "none, where one has failed": ("crashed", 1, 0, {}, 0),
     "never what failed": ("oom_killed", 3, 2, {}, 2),
-    "unless more have succeeded": ("oom_killed", 4, 8, {}, None),
-    "not for another knob": ("user_exception", 8, 0, {"pin_memory": True}, None),
+    "unless more have succeeded": ("oom_killed", 4, 8, {}, math.inf),
+    "not for another knob": ("user_exception", 8, 0, {"pin_memory": True}, math.inf),
     "but a hang, whatever the knobs": ("deadline", 35, 0, {"pin_memory": True}, 1),
-    "nor for another batch size": ("out_of_memory", 8, 0, {"batch_size": 64}, None),
-    "nor for arithmetic": ("infeasible", 8, 2, {}, None),
-    "nor for memory with a deep queue": ("oom_killed", 8, 0, {"prefetch": 8}, None),
+    "nor for another batch size": ("out_of_memory", 8, 0, {"batch_size": 64}, math.inf),
+    "nor for arithmetic": ("infeasible", 8, 2, {}, math.inf),
+    "nor for memory with a deep queue": ("oom_killed", 8, 0, {"prefetch": 8}, math.inf),
 }
 
 
@@ -91,7 +92,7 @@ def test_a_failure_bounds_the_workers_that_are_tried(kind, failed, succeeded, kn
     # THEN neither it nor anything beyond is proposed or chosen (B8)
     assert broken.key() not in belief.configs
     seen = {trial.config.key() for trial in belief.trials}
-    assert all(most is None or config.num_workers <= most or config in seen for config in belief.configs)
+    assert all(config.num_workers <= most or config in seen for config in belief.configs)
     # AND a queue that took too much memory is halved at least
     if knobs.get("prefetch") == 8:
         assert (
