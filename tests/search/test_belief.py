@@ -10,10 +10,8 @@ from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.search.draws import (
     PATHS,
     Draws,
-    Observed,
     Sufficient,
     choose,
-    draw,
     equally_fast,
     sufficient,
     with_sufficiency,
@@ -55,7 +53,7 @@ def test_equally_fast_within_2_percent_means_what_it_says(deficit, sd, is_equal)
 def test_the_choice_on_a_machine_is_near_the_best_and_cheap():
     belief = Belief(Space(), CONTEXT, simulated_trials(MACHINE, *(with_workers(n, 8) for n in (0, 1, 4, 6))))
     choice, probe = belief.choice, SimulatedProbe(MACHINE, FakeClock())
-    assert probe.truth(choice) >= 0.97 * max(probe.truth(config) for config in belief.space.candidates(8))
+    assert probe.truth(choice) >= 0.97 * max(probe.truth(with_workers(n, 8), batches=400) for n in range(9))
     # THEN all answers come from the same draws
     assert belief.probability(choice) < CERTAIN
     rival, worth = belief.rival(choice)
@@ -95,13 +93,11 @@ def test_a_failure_bounds_the_workers_that_are_tried(kind, failed, succeeded, kn
     assert all(config.num_workers <= most or config in seen for config in belief.configs)
     # AND a queue that took too much memory is halved at least
     if knobs.get("prefetch") == 8:
-        assert (
-            max(config.batches_in_flight for config in belief.configs if config not in seen)
-            <= broken.batches_in_flight / 2
-        )
+        deep = max(config.batches_in_flight for config in belief.configs if config not in seen)
+        assert deep <= broken.batches_in_flight / 2
 
 
-def test_a_knob_that_fails_is_left_out():
+def test_a_setting_that_fails_is_left_out():
     broken = Failure(kind="user_exception", phase="batches", message="cannot pin")
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(2, 8))
     belief = Belief(PINS, CONTEXT, [*trials, Trial.of(9, with_workers(4, pin_memory=True), broken)])
@@ -128,20 +124,10 @@ def test_workers_that_start_anew_in_each_short_epoch_are_not_chosen(keeps, batch
     assert belief.predicted(with_workers(2, 8)) == pytest.approx(trials[1].samples_per_s, rel=0.1)
 
 
-@pytest.mark.parametrize(("last", "most"), [(50.0, 0.2 * np.log(2.0) / 4), (98.0, 0.01)], ids=["disturbed", "alike"])
-def test_an_observation_that_something_disturbed_moves_the_belief_less_than_its_distance(last, most):
-    # GIVEN a belief in 100 samples/s, and four bursts of the thing, the last of which differs
-    logs, none = np.log([100.0, 100.0, 100.0, last]), np.zeros(4)
-    seen = Observed(where=none.astype(int), logs=logs, variances=none, rounds=np.arange(4))
-    paths = draw(["it"], np.log([100.0]), np.array([[0.2**2]]), seen).paths
-    # THEN it counts for a small part of what one of four would
-    assert abs(np.log(100.0) - paths.mean()) < most
-
-
 def test_beliefs_hold_the_truth_as_often_as_they_say():
     """Truths beyond 1.645 standard deviations of ln(rate / rate of the choice)."""
     beyond = []
-    for seed in range(24):
+    for seed in range(0, 24, 2):
         machine = replace(MACHINE, noise_sd=0.04, alpha=0.02 + 0.004 * seed, cpu_s=0.01 * 1.1**seed)
         bursts = simulated_trials(machine, with_workers(0), with_workers(2, 8), with_workers(5), seed=seed)
         belief = Belief(Space(), CONTEXT, bursts)
