@@ -51,14 +51,10 @@ REFUTED = 3.0  # standard deviations by which more workers are faster, so that t
 class Observed:
     """Observations: one value each."""
 
-    where: Ints
-    """Positions of what was observed."""
-    logs: Floats
-    """Logarithms of the rates."""
-    variances: Floats
-    """Of these, by what each observation tells of itself; the noise that all have comes on top."""
-    rounds: Ints
-    """What was observed together has the same number."""
+    where: Ints  # positions of what was observed
+    logs: Floats  # logarithms of the rates
+    variances: Floats  # of these, by what each observation tells of itself; the noise that all have comes on top
+    rounds: Ints  # what was observed together has the same number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,10 +62,8 @@ class Draws:
     """Logarithms of rates as they may be."""
 
     keys: tuple[Hashable, ...]
-    paths: Floats
-    """Shape (PATHS, keys)."""
-    noise_sd: float
-    """Relative standard deviation of one further burst beside others of its round."""
+    paths: Floats  # shape (PATHS, keys)
+    noise_sd: float  # relative standard deviation of one further burst beside others of its round
 
     def of(self, keys: Sequence[Hashable]) -> Draws:
         """The same draws of some of the keys only."""
@@ -182,8 +176,7 @@ class Sufficient:
 
     position: int
     log_headroom: float
-    headroom_sd: float = 0.0
-    """Standard deviation of that logarithm."""
+    headroom_sd: float = 0.0  # standard deviation of that logarithm
     least_loss: float = 0.0
     """Share of the loop's time that is lost even where the headroom says that none is: service times vary."""
     larger: tuple[int, ...]

@@ -27,20 +27,13 @@ class Observation:
     """What one traced burst tells the twin. The sample arrays may differ in length: each is cleaned on its own."""
 
     num_workers: int
-    service_s: Floats
-    """Wall seconds of fetch and collate, one per warm batch."""
-    cpu_s: Floats
-    """CPU seconds of the same."""
-    receive_s: Floats
-    """Seconds in which the training loop took a batch over that was whole."""
-    step_s: Floats
-    """Seconds of the step, with the loop's own overhead."""
-    batch_size: float
-    """Mean samples per batch."""
-    batches_per_s: float
-    """Rate that the burst itself measured."""
-    at_work: float
-    """Mean number of workers at work in the steady part of the burst."""
+    service_s: Floats  # wall seconds of fetch and collate, one per warm batch
+    cpu_s: Floats  # CPU seconds of the same
+    receive_s: Floats  # seconds in which the training loop took a batch over that was whole
+    step_s: Floats  # seconds of the step, with the loop's own overhead
+    batch_size: float  # mean samples per batch
+    batches_per_s: float  # rate that the burst itself measured
+    at_work: float  # mean number of workers at work in the steady part of the burst
     between_s: float | None = None
     """Seconds of a worker from one batch to the next when its order is there; None where it never was."""
 

@@ -75,17 +75,12 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         self.context = context or Context(usable_cores=len(os.sched_getaffinity(0)))
         self.tolerance, self.ceiling, self.baseline = tolerance, ceiling, baseline
         self.first = begin_with(self.space, self.context) if first is None else list(first)
-        self.seconds_left: Callable[[], float] | None = None
-        """Of the budget."""
-        self.is_open: bool | None = None
-        """Whether it proposes what never ran; None: where it is the study's sampler."""
-        self.stop_reason: StopReason | None = None
-        """Why it proposes nothing more; None while it does."""
+        self.seconds_left: Callable[[], float] | None = None  # of the budget
+        self.is_open: bool | None = None  # whether it proposes what never ran; None: where it is the study's sampler
+        self.stop_reason: StopReason | None = None  # why it proposes nothing more; None while it does
         self._own: dict[int, Trial] = {}
-        self._turns = deque[tuple[LoaderConfig, int | None]]()
-        """What is next: configuration, and its place in a round."""
-        self._round = 0
-        """The latest, by the number of its first trial, which is unique in any storage."""
+        self._turns = deque[tuple[LoaderConfig, int | None]]()  # what is next: configuration, and its place in a round
+        self._round = 0  # the latest, by the number of its first trial, which is unique in any storage
         self._proposed: dict[int, LoaderConfig] = {}
         """To each trial; none is proposed twice by itself, whatever the objective makes of it."""
         self._belief: tuple[object, Belief] | None = None

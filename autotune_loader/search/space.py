@@ -37,12 +37,10 @@ class Context:
     """Cores that the step keeps busy while it runs: its intra-op threads on a CPU, 1 where it only feeds an accelerator."""
     step_s: float | None = None
     """Seconds of the step on a cached batch; None where there is no step, or it was not timed."""
-    epoch_batches: int | None = None
-    """Batches of an epoch; None where that is unknown."""
+    epoch_batches: int | None = None  # batches of an epoch; None where that is unknown
     fetch_s: float | None = None
     """Wall seconds of fetching the very first batch, in one process alone; None where that is unknown."""
-    fetch_cpu_s: float = 0.0
-    """CPU seconds of the same."""
+    fetch_cpu_s: float = 0.0  # CPU seconds of the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +50,7 @@ class Limits:
     shm_bytes: int | None = None
     memory_bytes: int | None = None
     descriptors: int | None = None
-    device_bytes: int | None = None
-    """Memory of the accelerator."""
+    device_bytes: int | None = None  # memory of the accelerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +59,7 @@ class BatchCost:
 
     bytes: int = 0
     tensors: int = 0
-    samples: int | None = None
-    """Samples in it, so that a batch of another size can be scaled."""
+    samples: int | None = None  # samples in it, so that a batch of another size can be scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +74,8 @@ class Space:
     batch_sizes: tuple[int | None, ...] = (None,)
     persistent_workers: bool = False
     """Whether workers are kept between epochs; set, never searched, as no burst can see it."""
-    multiprocessing_context: str | None = None
-    """Start method of the user's own loader; carried, never searched."""
-    also: tuple[LoaderConfig, ...] = ()
-    """Legal, though no grid has it: the user's own."""
+    multiprocessing_context: str | None = None  # start method of the user's own loader; carried, never searched
+    also: tuple[LoaderConfig, ...] = ()  # legal, though no grid has it: the user's own
     limits: Limits = Limits()
     batch: BatchCost = BatchCost()
 

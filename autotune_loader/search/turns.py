@@ -71,15 +71,12 @@ def what_next(
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
     rival, worth = belief.rival(choice) or (choice, 0.0)
     stop: StopReason | None = None
+    is_exhausted = len(belief.rounds) >= MOST_ROUNDS or len(tried) >= MOST_ALONE
     if is_at_ceiling(belief, choice, ceiling):
         stop = "CEILING"
     elif belief.probability(choice) >= CERTAIN:
         stop = "SAFE"
-    elif (
-        worth < WORTH * max(bursts_s(belief, [choice, rival]), 1.0)
-        or len(belief.rounds) >= MOST_ROUNDS
-        or len(tried) >= MOST_ALONE
-    ):
+    elif is_exhausted or worth < WORTH * max(bursts_s(belief, [choice, rival]), 1.0):
         stop = "NOT_WORTH_IT"
     # Once workers have failed, more of them than have succeeded are tried before they are chosen.
     bold = belief.choice_of(belief.configs)

@@ -54,12 +54,10 @@ with one order 90.0 instead of 93.5% of choices are near the best (studies/regre
 class Contention:
     """How the service time of a worker stretches with what else is busy."""
 
-    cpu_s: float
-    """CPU seconds of a batch with one worker running."""
+    cpu_s: float  # CPU seconds of a batch with one worker running
     alpha: float
     beta: float
-    wait_s: float = 0.0
-    """Seconds a batch waits (storage, network, sleep)."""
+    wait_s: float = 0.0  # seconds a batch waits (storage, network, sleep)
 
     def computing_s(self, wanting: Floats, step_busy: Floats, context: Context, cores: float) -> Floats:
         """Wall seconds in which a batch wants the CPU, beside so many workers that want it, too."""
@@ -92,15 +90,9 @@ class Stages:
     service_s: Floats
     receive_s: Floats
     step_s: Floats
-    cpu_share: Floats
-    """Share of the service time in which a worker wants a CPU."""
-    bound: Floats
-    """Batches per second were every queue endless and every stage steady."""
-
-    @property
-    def loop_s(self) -> Floats:
-        """Seconds between two batches that receipt and step allow."""
-        return self.receive_s + self.step_s
+    loop_s: Floats  # between two batches that receipt and step allow
+    cpu_share: Floats  # of the service time, in which a worker wants a CPU
+    bound: Floats  # batches per second were every queue endless and every stage steady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,8 +100,7 @@ class Solved:
     """What the twin says of some configurations, one value each."""
 
     samples_per_s: Floats
-    loop_use: Floats
-    """Share of the time in which the training loop receives or steps."""
+    loop_use: Floats  # share of the time in which the training loop receives or steps
 
 
 class Twin:
@@ -228,6 +219,7 @@ class Twin:
             service_s=service_s,
             receive_s=receive_s,
             step_s=step_s,
+            loop_s=loop_s,
             cpu_share=cpu_wall / np.maximum(cpu_wall + fitted.wait_s, 1e-12),
             bound=1.0 / np.maximum(slowest, 1e-12),
         )
