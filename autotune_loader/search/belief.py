@@ -26,7 +26,7 @@ from autotune_loader.search.queue import Floats
 from autotune_loader.search.rule import deepest_prefetch
 from autotune_loader.search.space import UNMODELLED, WORKER_BASE_BYTES, Context, Space, memory_bytes
 from autotune_loader.search.twin import Solved, Twin
-from autotune_loader.values import Z_95, FailureKind, Interval, LoaderConfig, Measurement, Round, Trial
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, Z_95, FailureKind, Interval, LoaderConfig, Round, Trial
 
 MODEL_SD = 0.055  # relative error that the twin's shape may have between distant configurations
 ROUGH_SD, ROUGH_SCALE = 0.027, 0.1
@@ -39,10 +39,15 @@ UNMODELLED_SD = 0.1  # what a setting that the twin does not model may change, r
 CERTAIN = 0.95  # a choice is safe when it loses no more than the tolerance against the best with this probability
 POOREST_BURST_SD = 0.2  # relative, of a burst whose few batches give no better interval
 MAX_FAILURES = 2  # what has failed this often is out although it has succeeded, too; after a hang at once
-OF_MEMORY, SHALLOW = ("out_of_memory", "oom_killed", "memory_guard", "descriptors"), 2
-"""Failures that fewer batches ahead may avoid, down to so many for each worker."""
-OF_WORKERS = ("oom_killed", "memory_guard", "crashed", "deadline", "descriptors", "shared_memory")
-"""Failures of the workers, whatever else was set."""
+OF_MEMORY = ("out_of_memory", "oom_killed", "memory_guard", "descriptors")  # what fewer batches ahead may avoid
+OF_WORKERS = (
+    "oom_killed",
+    "memory_guard",
+    "crashed",
+    "deadline",
+    "descriptors",
+    "shared_memory",
+)  # whatever else was set
 
 
 class Belief:
@@ -266,7 +271,7 @@ def _own_sd(trial: Trial) -> float:
 
 def _is_of_queue(config: LoaderConfig, kind: FailureKind) -> bool:
     """Whether fewer batches ahead may avoid the failure: of shared memory always, of memory where the queue is deep."""
-    is_deep = (config.prefetch_factor or 0) > SHALLOW
+    is_deep = (config.prefetch_factor or 0) > TORCH_PREFETCH_FACTOR
     return kind == "shared_memory" or (kind in OF_MEMORY and is_deep)
 
 
@@ -327,12 +332,11 @@ def predict(
         more = np.log(there.samples_per_s / here.samples_per_s)
     low, high = np.exp(np.quantile(logs, [0.025, 0.975], axis=0) + more)
     rates = np.exp(logs.mean(axis=0) + more)
-    bursts = [(trial.config, m) for trial in known if (m := trial.measurement)]
     return [
         Prediction(
             config=config,
             samples_per_s=Interval(value=rate, low=lowest, high=highest, count=len(known)),
-            memory_bytes=_peak_bytes(config, bursts),
+            memory_bytes=_peak_bytes(config, known),
         )
         for config, rate, lowest, highest in zip(configs, *(each.tolist() for each in (rates, low, high)), strict=True)
     ]
@@ -343,12 +347,13 @@ def _plain(config: LoaderConfig) -> LoaderConfig:
     return LoaderConfig().with_workers(config.num_workers, config.prefetch_factor)
 
 
-def _peak_bytes(config: LoaderConfig, seen: Sequence[tuple[LoaderConfig, Measurement]]) -> int | None:
+def _peak_bytes(config: LoaderConfig, trials: Sequence[Trial]) -> int | None:
     """Peak memory that is expected: what a worker more took in these bursts, and its queue as full as it may get.
 
     The slope is the median of those between bursts (Sen 1968), so that one burst beside a growing neighbour does not turn it.
     """
-    told = [(each, took, burst.batch_bytes) for each, burst in seen if (took := burst.taken_bytes) is not None]
+    bursts = [(trial.config, m) for trial in trials if (m := trial.measurement)]
+    told = [(each, took, burst.batch_bytes) for each, burst in bursts if (took := burst.taken_bytes) is not None]
     # Bursts without workers share nothing with anybody and tell little of those with.
     told = [each for each in told if each[0].num_workers] or told
     if not told:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune_loader.search.observation import Observation, sampling_variance
+from autotune_loader.search.observation import BURST_SD, Observation, sampling_variance
 from autotune_loader.search.queue import Floats, Ints
 from autotune_loader.values import TYPICAL_NOISE, LoaderConfig
 
@@ -38,10 +38,9 @@ LEAST_WEIGHT = 0.01  # points of the grid that are this unlikely are left out
 JITTER = 1e-6  # added to variances so that they stay above zero: 0.1% of a rate, far below any noise
 OUTCOMES = 96  # of a further pair that are imagined to tell what it is worth
 AHEAD = (1, 2, 4)  # pairs that are imagined at once: where one cannot change the choice, some may
-SURE = 0.9  # a configuration counts as equally fast when it does so with this probability
-LIKELY = 0.5  # a probability below this tells little
-NEAR_BEST = 0.1  # of the tolerance: of rivals that save as much within this, the cheapest is taken
-READING_SD = 0.02  # relative error of a headroom that no number of batches takes away
+SURE = 0.9  # a configuration counts as equally fast when it is so with this probability
+LIKELY = 0.5  # a probability below this tells little: then what is expected to lose the least counts
+NEAR_BEST = 0.1  # share of the tolerance by which expected losses may differ, and the cheapest is taken
 NEARLY_SUFFICIENT = 0.9  # workers that have less headroom do not tell how fast more of them are
 MOST_LOST = 0.999  # of the rate; a loss of all of it would have no logarithm
 REFUTED = 3.0  # standard deviations by which more workers are faster, so that those seen to be enough are not
@@ -245,10 +244,10 @@ def _headrooms(observations: Sequence[Observation]) -> Mapping[int, tuple[float,
         loop_s = step_s * (1.0 + quickest)
         log = math.log(each.num_workers * loop_s / max(float(each.service_s.mean()), 1e-12))
         own = float(variance) + float((each.step_s / loop_s).var()) / len(each.step_s)
-        bursts[each.num_workers].append((log, own + READING_SD**2))
+        bursts[each.num_workers].append((log, own + BURST_SD**2))
     known = {}
     for workers, values in bursts.items():
         logs, variances = np.array(values).T
         precision = float((1 / variances).sum())
-        known[workers] = (float((logs / variances).sum()) / precision, math.hypot(precision**-0.5, READING_SD))
+        known[workers] = (float((logs / variances).sum()) / precision, math.hypot(precision**-0.5, BURST_SD))
     return known

@@ -17,9 +17,10 @@ import numpy as np
 from autotune_loader.search.queue import Floats
 from autotune_loader.values import BatchTrace, LoaderConfig, Measurement, after_first_of_each
 
-MIN_WARM_SAMPLES = 4  # with fewer, warm-up batches are kept: a biased estimate beats none
-MIN_QUEUED = 4  # batches that followed at once on another, from which a worker's pause between two is known
-BURST_SD = 0.02  # relative, between the stage times of bursts of one configuration
+FEWEST_SAMPLES = (
+    4  # with fewer, warm-up batches are kept (a biased estimate beats none), and pauses of workers are not known
+)
+BURST_SD = 0.02  # relative, between the stage times of bursts of one configuration, however many batches they have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +49,7 @@ class Observation:
         service_s, cpu_s, receive_s, step_s = np.array([[m.service_s], [m.service_cpu_s], [m.receive_s], [m.step_s]])
         if traces:
             warm = after_first_of_each(traces)
-            kept = warm if len(warm) >= MIN_WARM_SAMPLES else traces
+            kept = warm if len(warm) >= FEWEST_SAMPLES else traces
             # Without workers the sampler runs between the request and the fetch; with workers it is part of the receipt.
             service_s = np.array([t.collate_end - (t.fetch_start if workers else t.requested) for t in kept])
             cpu_s = np.array([t.cpu_s for t in kept])
@@ -126,7 +127,7 @@ def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> fl
         if ended is not None and i >= lag and traces[i - lag].received <= ended:
             pauses.append(max(0.0, trace.fetch_start - ended))
         before[trace.worker] = trace.collate_end
-    return float(np.median(pauses)) if len(pauses) >= max(MIN_QUEUED, len(traces) // 2) else None
+    return float(np.median(pauses)) if len(pauses) >= max(FEWEST_SAMPLES, len(traces) // 2) else None
 
 
 def _steps(traces: Sequence[BatchTrace]) -> Floats:
@@ -134,7 +135,7 @@ def _steps(traces: Sequence[BatchTrace]) -> Floats:
     # The median: a burst may pause once to look at the clock or at memory.
     loop_s = max(0.0, float(np.median(between))) if between else 0.0
     steps = np.array([t.step_s for t in traces])
-    return (steps[1:] if len(steps) > MIN_WARM_SAMPLES else steps) + loop_s
+    return (steps[1:] if len(steps) > FEWEST_SAMPLES else steps) + loop_s
 
 
 def _visibly_at_work(traces: Sequence[BatchTrace], workers: int) -> float | None:
