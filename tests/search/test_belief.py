@@ -7,15 +7,7 @@ import numpy as np
 import pytest
 
 from autotune_loader.search.belief import CERTAIN, Belief
-from autotune_loader.search.draws import (
-    PATHS,
-    Draws,
-    Sufficient,
-    choose,
-    equally_fast,
-    sufficient,
-    with_sufficiency,
-)
+from autotune_loader.search.draws import PATHS, Draws, Sufficient, choose, equally_fast, sufficient, with_sufficiency
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values import Failure, Trial
