@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, NEGLIGIBLE, Evidence
 from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution, Fact, Source
 from autotune_loader.results.record import Finding, TuningRecord
-from autotune_loader.values import OTHER_THREADS, TRANSFER, LoaderConfig, Measurement
+from autotune_loader.values import BURSTS_DIFFER, OTHER_THREADS, TRANSFER, LoaderConfig, Measurement
 
 if TYPE_CHECKING:
     from autotune_loader.machine.facts import Machine
@@ -34,8 +34,6 @@ TRANSFER_SHARE = 0.3
 """Share of the loop's time in receiving batches from which on that is the bottleneck."""
 COPY_SHARE = 0.5
 """Copies are the bottleneck where they are more than this share of what a batch takes beyond its step."""
-BURSTS_DIFFER = 0.15
-"""A trial and the step alone, each timed for seconds, may differ by so much."""
 MUCH_SLOWER = 0.8
 """A step below this share of its rate alone is held up by something other than waiting for data."""
 RARELY_FETCHES = 0.2

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
     from typing_extensions import Self
 
-    from autotune_loader.search.predict import Prediction
+    from autotune_loader.search.belief import Prediction
 else:
     Study = Any  # importing Optuna takes a second, and no file holds one
 
@@ -310,7 +310,7 @@ class TuningRecord:
 
     def predictions(self, configs: Sequence[LoaderConfig], *, cores: float | None = None) -> list[Prediction]:
         """`predict()` for many configurations at once, which takes little longer than for one."""
-        from autotune_loader.search.predict import predict
+        from autotune_loader.search.belief import predict
 
         if self.machine is None:
             raise ValueError("predict() needs at least one successful trial; a result of tune() with one would work")

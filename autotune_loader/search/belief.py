@@ -2,60 +2,52 @@
 
     trials ──► twin (queues and cores) ──► rates expected ──► Gaussian process, corrected by every rate ──► draws
 
-The twin knows queues and cores; the Gaussian process over (workers, prefetch) and the knobs that the twin does not know takes
-up what it gets wrong (Rasmussen and Williams 2006, algorithm 2.1). Where there are rates but no traces, as in a study of a
-user's own objective, the process begins from nothing. No clock, no Optuna, no process.
+The Gaussian process over (workers, prefetch) and the settings that the twin does not model takes up what the twin gets wrong
+(Rasmussen and Williams 2006, algorithm 2.1). Where there are rates but no traces, as in a study of a user's own objective, the
+process begins from nothing. `predict` tells people rate and memory of what did not run. No clock, no Optuna, no process.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from autotune_loader.search.draws import Draws, Observed, draw
+from autotune_loader.search.draws import NEAR_BEST, Draws, Observed, choose, draw, sufficient, with_sufficiency
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import Floats
 from autotune_loader.search.rule import deepest_prefetch
-from autotune_loader.search.space import UNMODELLED, Context, Space
-from autotune_loader.search.sufficiency import sufficient, with_sufficiency
+from autotune_loader.search.space import UNMODELLED, WORKER_BASE_BYTES, Context, Space, memory_bytes
 from autotune_loader.search.twin import Solved, Twin
-from autotune_loader.values import Z_95, FailureKind, LoaderConfig, Round, Trial
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, Z_95, FailureKind, Interval, LoaderConfig, Round, Trial
 
-MODEL_SD = 0.055
-"""Relative error that the twin's shape may have between distant configurations (its goal is a median error of 3%)."""
+MODEL_SD = 0.055  # relative error that the twin's shape may have between distant configurations
 ROUGH_SD, ROUGH_SCALE = 0.027, 0.1
-"""What even neighbours do not share of it, and how far apart, in length scales, nothing of that is shared."""
-LEVEL_SD = 0.1
-"""And its level: all bursts may have been slow together."""
-UNKNOWN_SD = 0.7
-"""Without a twin anything may be twice as fast as anything else."""
-LENGTH_SCALE = 1.2
-"""How far apart, in doublings, configurations still share the twin's error."""
-UNMODELLED_SD = 0.1
-"""What a knob that the twin does not know may change, relative."""
-CERTAIN = 0.95
-"""A choice is safe when it loses no more than the tolerance against the best of all with this probability."""
-SURE = 0.9
-"""A configuration counts as equally fast when it does so with this probability, or where none does, with the highest."""
-LIKELY = 0.5
-"""A probability below this tells little."""
-NEAR_BEST = 0.1
-"""Of rivals that save as much, within this share of the tolerance, the cheapest is taken."""
-POOREST_BURST_SD = 0.2
-"""Relative standard deviation of a burst whose few batches give no better interval."""
-MAX_FAILURES = 2
-"""What has failed this often is out although it has succeeded, too; after a hang at once."""
-OF_MEMORY, SHALLOW = ("out_of_memory", "oom_killed", "memory_guard", "descriptors"), 2
-"""Failures that fewer batches ahead may avoid, down to so many for each worker."""
-TORCHS = LoaderConfig()
-OF_WORKERS = ("oom_killed", "memory_guard", "crashed", "deadline", "descriptors", "shared_memory")
-"""Failures of the workers, whatever other knobs were set."""
+"""What even neighbours do not share of it, and how far apart, in length scales, nothing of that is shared: 93 instead of 91%
+of choices are near the best (studies/regret/README.md)."""
+LENGTH_SCALE = 1.2  # how far apart, in doublings, configurations still share the twin's error
+LEVEL_SD = 0.1  # error of the twin's level: all bursts may have been slow together
+UNKNOWN_SD = 0.7  # without a twin anything may be twice as fast as anything else
+UNMODELLED_SD = 0.1  # what a setting that the twin does not model may change, relative
+CERTAIN = 0.95  # a choice is safe when it loses no more than the tolerance against the best with this probability
+POOREST_BURST_SD = 0.2  # relative, of a burst whose few batches give no better interval
+MAX_FAILURES = 2  # what has failed this often is out although it has succeeded, too; after a hang at once
+OF_MEMORY = ("out_of_memory", "oom_killed", "memory_guard", "descriptors")  # what fewer batches ahead may avoid
+OF_WORKERS = (
+    "oom_killed",
+    "memory_guard",
+    "crashed",
+    "deadline",
+    "descriptors",
+    "shared_memory",
+)  # whatever else was set
 
 
 class Belief:
@@ -66,8 +58,8 @@ class Belief:
         context: cores and step.
         trials: all that was measured.
         tolerance: relative difference that counts as equally fast.
-        is_open: whether configurations that never ran are believed of, too.
-        barred: what cannot run, without what a burst cannot see.
+        is_open: whether configurations that never ran are considered.
+        barred: keys of what cannot run.
     """
 
     def __init__(
@@ -80,55 +72,49 @@ class Belief:
         is_open: bool = True,
         barred: Collection[LoaderConfig] = (),
     ) -> None:
-        self.space, self.context, self.tolerance, self._is_open = space, context, tolerance, is_open
-        self._barred = barred
-        self.trials = tuple(trials)
+        self.space, self.context, self.tolerance = space, context, tolerance
+        self._is_open, self._barred, self.trials = is_open, barred, tuple(trials)
         self._seen = [trial for trial in trials if trial.log_rate is not None]
+        self._failed = [(trial.config, trial.failure.kind) for trial in trials if trial.failure is not None]
+        self._most_that_succeeded = max((trial.config.num_workers for trial in self._seen), default=0)
 
     @cached_property
     def twin(self) -> Twin | None:
         """The queueing model of all bursts whose stages were measured; None before there is any."""
-        measured = [(t.config, t.measurement) for t in self._seen if t.measurement is not None]
-        known = [(config, m) for config, m in measured if m.step_s + m.service_s > 0 and self.space.is_modelled(config)]
-        return Twin.fit([Observation.of(config, m) for config, m in known], self.context) if known else None
+        measured = [(t.config, m) for t in self._seen if (m := t.measurement) and m.step_s + m.service_s > 0]
+        known = [Observation.of(config, m) for config, m in measured if self.space.is_modelled(config)]
+        return Twin(known, self.context) if known else None
 
     @cached_property
     def sustained(self) -> Draws:
         """Rates as they may be in the midst of an epoch, of every legal configuration and every one that was observed."""
         configs = self.configs
         solved = None if self.twin is None else self.twin.predict(configs)
-        prior = draw(
-            configs, self._mean(configs, solved), _covariance(configs, self.space, solved), self._observed(configs)
-        )
+        drawn = draw(configs, self._mean(solved), _covariance(configs, self.space, solved), self._observed())
         if self.twin is None or solved is None:
-            return prior
+            return drawn
         found = sufficient(configs, self.twin.observations, solved.loop_use)
-        return replace(prior, paths=with_sufficiency(prior.paths, found))
+        return replace(drawn, paths=with_sufficiency(drawn.paths, found))
 
     @cached_property
     def draws(self) -> Draws:
         """The same of whole epochs: workers that do not live on start anew in each."""
         begun = [(t.config.num_workers, m) for t in self._seen if t.config.num_workers and (m := t.measurement)]
-        batches, configs = self.context.epoch_batches, self.configs
-        if not begun or not batches:
+        if not begun or not self.context.epoch_batches:
             return self.sustained
-        start_s = np.zeros(len(configs))
-        for index, config in enumerate(configs):
+        start_s, paths = np.zeros(len(self.configs)), self.sustained.paths
+        for index, config in enumerate(self.configs):
             if config.num_workers and not self.space.as_kept(config).persistent_workers:
                 _, nearest = min(begun, key=lambda each: abs(each[0] - config.num_workers))
                 start_s[index] = max(nearest.first_batch_s - nearest.service_s, 0.0)
-        epoch = batches * begun[0][1].batch_size
-        paths = self.sustained.paths
-        return replace(self.sustained, paths=paths - np.log1p(start_s * np.exp(paths) / epoch))
+        samples = self.context.epoch_batches * begun[0][1].batch_size
+        return replace(self.sustained, paths=paths - np.log1p(start_s * np.exp(paths) / samples))
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
         """The paired rounds, in order."""
-        found: dict[int, list[Trial]] = {}
-        for trial in self.trials:
-            if trial.round is not None:
-                found.setdefault(trial.round, []).append(trial)
-        rounds = (_round(found[number]) for number in sorted(found))
+        numbers = sorted({trial.round for trial in self.trials if trial.round is not None})
+        rounds = (_round([trial for trial in self.trials if trial.round == number]) for number in numbers)
         return tuple(each for each in rounds if each.rates)
 
     # The choice
@@ -182,54 +168,49 @@ class Belief:
     # What failed
 
     @cached_property
-    def most_workers(self) -> int | None:
-        """Workers beyond which nothing is tried after a failure, which may have cost a deadline; None before there is one.
+    def most_workers(self) -> float:
+        """Workers beyond which nothing is tried after a failure, which may have cost a deadline; infinite before there is one.
 
         The geometric middle of what succeeded and what failed: one, where no number of workers has succeeded. What failed for
         memory with a deep queue says nothing of workers yet.
         """
         most = self._most_that_succeeded
         failed = [c.num_workers for c, kind in self._failures if c.num_workers > most and not _is_of_queue(c, kind)]
-        return min(max(most + 1, math.isqrt(most * min(failed))), min(failed) - 1) if failed else None
+        return min(max(most + 1, math.isqrt(most * min(failed))), min(failed) - 1) if failed else math.inf
 
-    @cached_property
+    @property
     def proven(self) -> tuple[LoaderConfig, ...]:
         """What may be chosen: once workers have failed, no more than have succeeded; a hang in a round is dear."""
-        most = self._most_that_succeeded
-        return tuple(c for c in self.configs if self.most_workers is None or c.num_workers <= most)
+        most = self._most_that_succeeded if self.most_workers < math.inf else math.inf
+        return tuple(config for config in self.configs if config.num_workers <= most)
 
-    @cached_property
-    def _most_that_succeeded(self) -> int:
-        return max((trial.config.num_workers for trial in self._seen), default=0)
-
-    @cached_property
+    @property
     def _failures(self) -> list[tuple[LoaderConfig, FailureKind]]:
-        """What failed, and how, for its workers: not by arithmetic, nor perhaps by another knob."""
-        failed = [(t.config, t.failure.kind) for t in self.trials if t.failure is not None]
-        return [each for each in failed if each[1] in OF_WORKERS or (each[1] != "infeasible" and not _odd(each[0]))]
+        """What failed, and how, for its workers: not by arithmetic, nor perhaps by another setting."""
+        return [(c, kind) for c, kind in self._failed if kind in OF_WORKERS or (kind != "infeasible" and not _odd(c))]
 
     @cached_property
     def configs(self) -> tuple[LoaderConfig, ...]:
         """What is believed of, without what a burst cannot see: what may be proposed, and what works."""
-        useful = None if self.twin is None else self.twin.useful_workers
-        limits = [n for n in (self.most_workers, self.context.epoch_batches, useful) if n is not None]
+        useful = math.inf if self.twin is None else self.twin.useful_workers
+        most_workers = min(self.most_workers, self.context.epoch_batches or math.inf, useful)
         tried = list(dict.fromkeys(trial.config.key() for trial in self._seen))
-        failed = [(t.config, t.failure.kind) for t in self.trials if t.failure is not None]
-        often = Counter(config.key() for config, _ in failed)
-        often.update({config.key(): MAX_FAILURES for config, kind in failed if kind == "deadline"})
+        often = Counter(config.key() for config, _ in self._failed)
+        often.update({config.key(): MAX_FAILURES for config, kind in self._failed if kind == "deadline"})
         out = {config for config, failures in often.items() if failures >= MAX_FAILURES or config not in tried}
         out.update(self._barred)
+        # A setting with which something failed, and nothing worked, is not what fails with fewer workers as well.
+        bad = {each for config, kind in self._failed if kind not in OF_WORKERS for each in _odd(config)}
+        bad -= {each for config in tried for each in _odd(config)}
         queues = [config.batches_in_flight for config, kind in self._failures if _is_of_queue(config, kind)]
-        # A knob with which something failed, and nothing worked, is not what fails with fewer workers as well.
-        bad = {knob for config, kind in failed if kind not in OF_WORKERS for knob in _odd(config)}
-        bad -= {knob for config in tried for knob in _odd(config)}
-        legal = self.space.candidates(min(limits, default=None)) if self._is_open else ()
+        most_in_flight = max(min(queues, default=math.inf) / 2, 1)
         deepest = deepest_prefetch(self.context)
+        legal = self.space.candidates(most_workers) if self._is_open else ()
         proposed = [
             config
             for config in (each.key() for each in legal)
-            if (self.most_workers is None or config.num_workers <= self.most_workers)
-            and config.batches_in_flight <= max(min(queues, default=math.inf) / 2, 1)
+            if config.num_workers <= self.most_workers
+            and config.batches_in_flight <= most_in_flight
             and (config.prefetch_factor or 0) <= deepest
             and not bad & _odd(config)
         ]
@@ -238,15 +219,16 @@ class Belief:
     def _where(self, config: LoaderConfig) -> int:
         return self.configs.index(config.key())
 
-    def _mean(self, configs: Sequence[LoaderConfig], solved: Solved | None) -> Floats:
+    def _mean(self, solved: Solved | None) -> Floats:
+        """Of the logarithms of the rates, before they were observed."""
         if solved is not None:
             expected: Floats = np.log(np.maximum(solved.samples_per_s, 1e-12))
             return expected
         logs = [trial.log_rate for trial in self._seen if trial.log_rate is not None]
-        return np.full(len(configs), float(np.mean(logs)) if logs else 0.0)
+        return np.full(len(self.configs), float(np.mean(logs)) if logs else 0.0)
 
-    def _observed(self, configs: Sequence[LoaderConfig]) -> Observed:
-        where = {config: index for index, config in enumerate(configs)}
+    def _observed(self) -> Observed:
+        where = {config: index for index, config in enumerate(self.configs)}
         seen = [trial for trial in self._seen if trial.config.key() in where]
         together = [(t.round is None, t.number if t.round is None else t.round) for t in seen]
         groups = list(dict.fromkeys(together))
@@ -258,28 +240,10 @@ class Belief:
         )
 
 
-def equally_fast(draws: Draws, tolerance: float) -> list[int]:
-    """Positions of those that count as equally fast: within the tolerance of the best almost surely, or as surely as any.
-
-    While no such probability tells much, those that are expected to lose the least.
-    """
-    within = draws.within(tolerance)
-    if within.max() < LIKELY:
-        losses = draws.losses.mean(axis=0)
-        return [int(index) for index in np.flatnonzero(losses <= losses.min() + NEAR_BEST * tolerance)]
-    return [int(index) for index in np.flatnonzero(within >= min(SURE, float(within.max())))]
-
-
-def choose(draws: Draws, costs: Sequence[tuple[float, ...]], tolerance: float) -> int:
-    """Position of the cheapest of those that count as equally fast."""
-    losses = draws.losses.mean(axis=0)
-    return min(equally_fast(draws, tolerance), key=lambda i: (costs[i], losses[i]))
-
-
 def _covariance(configs: Sequence[LoaderConfig], space: Space, solved: Solved | None) -> Floats:
     """Covariance of the errors in the logarithm of the rate: similar configurations share them.
 
-    A knob that the twin does not know changes all configurations that have it alike.
+    A setting that the twin does not model changes all configurations that have it alike.
     """
     points = np.array([(math.log2(c.num_workers + 0.5), 0.5 * math.log2(c.prefetch_factor or 1)) for c in configs])
     distance = np.sqrt((((points[:, None, :] - points[None, :, :]) / LENGTH_SCALE) ** 2).sum(axis=2))
@@ -287,9 +251,9 @@ def _covariance(configs: Sequence[LoaderConfig], space: Space, solved: Solved | 
     covariance: Floats = LEVEL_SD**2 + sd**2 * np.exp(-0.5 * distance**2)
     covariance += ROUGH_SD**2 * np.exp(-distance / ROUGH_SCALE)
     usual = [space.as_set(config) for config in configs]
-    for knob in UNMODELLED:
-        values = [getattr(config, knob) for config in configs]
-        odd = [value != getattr(plain, knob) for value, plain in zip(values, usual, strict=True)]
+    for name in UNMODELLED:
+        values = [getattr(config, name) for config in configs]
+        odd = [value != getattr(plain, name) for value, plain in zip(values, usual, strict=True)]
         if any(odd):
             same = np.array([[one == other for other in values] for one in values])
             covariance += UNMODELLED_SD**2 * np.outer(odd, odd) * same
@@ -307,16 +271,99 @@ def _own_sd(trial: Trial) -> float:
 
 def _is_of_queue(config: LoaderConfig, kind: FailureKind) -> bool:
     """Whether fewer batches ahead may avoid the failure: of shared memory always, of memory where the queue is deep."""
-    is_deep = (config.prefetch_factor or 0) > SHALLOW
+    is_deep = (config.prefetch_factor or 0) > TORCH_PREFETCH_FACTOR
     return kind == "shared_memory" or (kind in OF_MEMORY and is_deep)
 
 
 def _odd(config: LoaderConfig) -> frozenset[tuple[str, Any]]:
     """What it sets, beside workers and prefetch, to another value than torch's default."""
-    return frozenset((name, value) for name in UNMODELLED if (value := getattr(config, name)) != getattr(TORCHS, name))
+    usual = LoaderConfig()
+    return frozenset((name, value) for name in UNMODELLED if (value := getattr(config, name)) != getattr(usual, name))
 
 
 def _round(trials: Sequence[Trial]) -> Round:
     foreign = [m.foreign_cpu_share for t in trials if (m := t.measurement) and m.foreign_cpu_share is not None]
     rates = {trial.config: rate for trial in trials if (rate := trial.samples_per_s) is not None}
     return Round(rates=rates, foreign_cpu_share=max(foreign, default=None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What is expected of one configuration."""
+
+    config: LoaderConfig
+    samples_per_s: Interval
+    """Sustained rate, with its 95% interval; `count` is the number of bursts."""
+    memory_bytes: int | None
+    """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
+
+    def __str__(self) -> str:
+        memory = "" if self.memory_bytes is None else f", {self.memory_bytes / 2**20:,.0f} MiB"
+        return f"{self.config}: {self.samples_per_s} samples/s expected{memory}"
+
+
+@np.errstate(all="ignore")  # a script may have made an error of an underflow
+def predict(
+    trials: Sequence[Trial],
+    configs: Sequence[LoaderConfig],
+    *,
+    usable_cores: int,
+    step_s: float | None = None,
+    step_cores: float = 1.0,
+    cores: float | None = None,
+) -> list[Prediction]:
+    """What to expect of each configuration, by what these trials say; on a machine with other cores, where these are given.
+
+    Raises:
+        ValueError: nothing was measured, or `cores` is not positive.
+    """
+    if cores is not None and not cores > 0:
+        raise ValueError(f"cores={cores!r} must be greater than 0, such as cores=2")
+    known = [t for t in trials if t.measurement is not None and t.config.batch_size is None]
+    if not known:
+        raise ValueError("predict() needs at least one successful trial; a result of tune() with one would work")
+    asked = [_plain(config) for config in configs]
+    context = Context(usable_cores=usable_cores, step_cores=step_cores, step_s=step_s)
+    seen = [replace(each, config=_plain(each.config)) for each in known]
+    belief = Belief(Space(max_workers=0, also=tuple(asked)), context, seen)
+    logs, more = belief.sustained.of(asked).paths, np.zeros(len(asked))
+    if cores is not None and belief.twin is not None:
+        there, here = belief.twin.predict(asked, cores), belief.twin.predict(asked)
+        more = np.log(there.samples_per_s / here.samples_per_s)
+    low, high = np.exp(np.quantile(logs, [0.025, 0.975], axis=0) + more)
+    rates = np.exp(logs.mean(axis=0) + more)
+    return [
+        Prediction(
+            config=config,
+            samples_per_s=Interval(value=rate, low=lowest, high=highest, count=len(known)),
+            memory_bytes=_peak_bytes(config, known),
+        )
+        for config, rate, lowest, highest in zip(configs, *(each.tolist() for each in (rates, low, high)), strict=True)
+    ]
+
+
+def _plain(config: LoaderConfig) -> LoaderConfig:
+    """Workers and prefetch alone, which is what the twin models."""
+    return LoaderConfig().with_workers(config.num_workers, config.prefetch_factor)
+
+
+def _peak_bytes(config: LoaderConfig, trials: Sequence[Trial]) -> int | None:
+    """Peak memory that is expected: what a worker more took in these bursts, and its queue as full as it may get.
+
+    The slope is the median of those between bursts (Sen 1968), so that one burst beside a growing neighbour does not turn it.
+    """
+    bursts = [(trial.config, m) for trial in trials if (m := trial.measurement)]
+    told = [(each, took, burst.batch_bytes) for each, burst in bursts if (took := burst.taken_bytes) is not None]
+    # Bursts without workers share nothing with anybody and tell little of those with.
+    told = [each for each in told if each[0].num_workers] or told
+    if not told:
+        return None
+    rest = [
+        (each.num_workers, took - memory_bytes(each, worker_bytes=0, batch_bytes=size)) for each, took, size in told
+    ]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(rest, 2) if a[0] != b[0]]
+    slope = statistics.median(slopes) if slopes else 0.0
+    worker = slope if slope > 0 else WORKER_BASE_BYTES
+    base = statistics.median(took - workers * worker for workers, took in rest)
+    batch = statistics.median(size for *_, size in told)
+    return round(max(base, 0.0) + memory_bytes(config, worker_bytes=worker, batch_bytes=batch))

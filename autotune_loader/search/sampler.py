@@ -4,9 +4,8 @@
     study = optuna.create_study(direction="maximize", sampler=sampler)
     study.optimize(objective, callbacks=[sampler.stop_when_safe])       # the objective returns samples/s
 
-What it knows it reads from the study's trials: their parameters and values, or, where the objective told more by `record`,
-what a burst measured. Batch histories stay in this process; the rest of a record is an attribute of the trial, so that another
-process or host goes on from there.
+It reads the study's trials: their parameters and values, or what a burst measured, where the objective told it by `record`.
+A record is an attribute of the trial, so that another process goes on from there; batch histories stay in this one.
 """
 
 from __future__ import annotations
@@ -45,10 +44,8 @@ from autotune_loader.values import (
 
 RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
 """Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""
-LOST_S = 60.0
-"""A trial of another process that has run this long is taken for lost: not every storage knows heartbeats."""
-LOCK = threading.RLock()
-"""Of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled."""
+LOST_S = 60.0  # a trial of another process that runs this long is taken for lost: not every storage knows heartbeats
+LOCK = threading.RLock()  # of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled
 WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
 
 
@@ -78,19 +75,12 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         self.context = context or Context(usable_cores=len(os.sched_getaffinity(0)))
         self.tolerance, self.ceiling, self.baseline = tolerance, ceiling, baseline
         self.first = begin_with(self.space, self.context) if first is None else list(first)
-        self.seconds_left: Callable[[], float] | None = None
-        """Of the budget."""
-        self.is_open: bool | None = None
-        """Whether it proposes what never ran; None: where it is the study's sampler."""
-        self.stop_reason: StopReason | None = None
-        """Why it proposes nothing more; None while it does."""
+        self.seconds_left: Callable[[], float] | None = None  # of the budget
+        self.is_open: bool | None = None  # whether it proposes what never ran; None: where it is the study's sampler
+        self.stop_reason: StopReason | None = None  # why it proposes nothing more; None while it does
         self._own: dict[int, Trial] = {}
-        self._turns = deque[tuple[LoaderConfig, int | None]]()
-        """What is next: configuration, and its place in a round."""
-        self._round = 0
-        """The latest, by the number of its first trial, which is unique in any storage."""
-        self._rounds: dict[int, int] = {}
-        """Of each trial that was proposed here for one."""
+        self._turns = deque[tuple[LoaderConfig, int | None]]()  # what is next: configuration, and its place in a round
+        self._round = 0  # the latest, by the number of its first trial, which is unique in any storage
         self._proposed: dict[int, LoaderConfig] = {}
         """To each trial; none is proposed twice by itself, whatever the objective makes of it."""
         self._belief: tuple[object, Belief] | None = None
@@ -102,15 +92,17 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         """Keep what a burst measured, or how it failed; call it in the objective before it returns or prunes.
 
         Args:
-            asked: the trial that Optuna gave the objective.
-            trial: what came of it.
+            asked: The trial that Optuna gave the objective.
+            trial: What came of it.
         """
-        self._own[asked.number] = replace(trial, number=asked.number)
-        asked.set_user_attr(RECORD, json.dumps(to_plain(_without_history(self._own[asked.number]))))
+        trial = self._own[asked.number] = replace(trial, number=asked.number)
+        if trial.measurement is not None:
+            trial = replace(trial, measurement=replace(trial.measurement, traces=(), stages=None))
+        asked.set_user_attr(RECORD, json.dumps(to_plain(trial)))
 
     def round_of(self, asked: optuna.trial.Trial) -> int | None:
         """The paired round that a trial is part of; None where it runs alone."""
-        found: int | None = self._rounds.get(asked.number, asked.user_attrs.get(ROUND))
+        found: int | None = asked.user_attrs.get(ROUND)
         return found
 
     def trials(self, study: optuna.Study) -> list[Trial]:
@@ -118,13 +110,11 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
         # Ctrl-C after a burst, before Optuna was told of it, makes a failed trial of what was measured.
         has_records = any(RECORD in each.user_attrs for each in done)
-        found = [
-            self._own.get(each.number) or read_record(each) or self._from_params(each, has_records) for each in done
-        ]
+        found = [self._own.get(each.number) or self._read(each, has_records) for each in done]
         return [each for each in found if each is not None]
 
     def belief(self, study: optuna.Study) -> Belief:
-        """What these trials say of every configuration; of those that ran alone, where another sampler proposes."""
+        """What the trials say of every configuration; of those that ran alone, where another sampler proposes."""
         done, is_open = self.trials(study), self._is_open(study)
         # What an objective of the user's does not ask for has one value, and workers are as many as it asks for.
         all_trials = study.get_trials(deepcopy=False)
@@ -148,20 +138,14 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     # What to do next
 
     def upcoming(self, study: optuna.Study) -> LoaderConfig | None:
-        """What to measure next; None where nothing is worth it.
-
-        Passes over what failed, and over what others measure at this moment.
-        """
-        with LOCK:
+        """What to measure next, and nobody else measures at this moment; None where nothing is worth it."""
+        with LOCK, np.errstate(all="ignore"):  # a script may have made an error of an underflow
             if not self._turns:
-                with np.errstate(all="ignore"):  # a script may have made of an underflow an error
-                    self._plan(study)
+                self._plan(study)
             return self._turns[0][0] if self._turns else None
 
     def stop_when_safe(self, study: optuna.Study, _trial: FrozenTrial) -> None:
-        """A callback of `study.optimize` that ends it when the choice is safe, or when no further trial is worth its
-        time.
-        """
+        """A callback of `study.optimize` that ends it when the choice is safe, or no further trial is worth its time."""
         if self.upcoming(study) is None and not study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             study.stop()
 
@@ -175,7 +159,6 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             if place is None:
                 return config, {}
             self._round = number if place == 0 else self._round
-            self._rounds[number] = self._round
             return config, {ROUND: self._round, ORDER: place}
 
     def is_within_round(self) -> bool:
@@ -183,35 +166,32 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         return any(place for _, place in self._turns)
 
     def _plan(self, study: optuna.Study) -> None:
-        belief = self.belief(study)
-        choice = belief.choice
-        taken, limit = {trial.config.key() for trial in belief.trials}, belief.most_workers
-        elsewhere = self._elsewhere(study) if choice is not None else set()
-        elsewhere |= {config.key() for config in self._proposed.values()}
-        left_s = math.inf if self.seconds_left is None else self.seconds_left()
+        belief, left_s = self.belief(study), math.inf if self.seconds_left is None else self.seconds_left()
+        choice, most = belief.choice, belief.most_workers
+        taken = {trial.config.key() for trial in belief.trials}
+        elsewhere = {config.key() for config in self._proposed.values()}
+        elsewhere |= set() if choice is None else self._elsewhere(study)
         first = self.first if self._is_open(study) else []
-        first = [config for config in first if limit is None or config.num_workers <= limit]
-        first += [self.space.as_kept(self.space.as_set(LoaderConfig()))] if choice is None else []
-        for config in first:
-            if config.key() not in taken | elsewhere:
-                if left_s > 0 or len(taken) < 2:
-                    self._turns.append((config, None))
-                else:
-                    self.stop_reason = "BUDGET"
-                return
-        if choice is None:
-            return
-        found = what_next(
-            belief,
-            baseline=self.baseline,
-            ceiling=self.ceiling,
-            seconds_left=left_s,
-            elsewhere=elsewhere,
+        first = [config for config in first if config.num_workers <= most]
+        first += [self.space.config({"num_workers": 0})] if choice is None else []
+        untried = next((config for config in first if config.key() not in taken | elsewhere), None)
+        if untried is not None and (left_s > 0 or len(taken) < 2):
+            self._turns.append((untried, None))
+        elif untried is not None:
+            self.stop_reason = "BUDGET"
+        elif choice is not None:
             # In a study of another sampler that is only watched nobody runs rounds.
-            least_rounds=LEAST_ROUNDS if self.is_open is not None or study.sampler is self else 0,
-        )
-        self.stop_reason = found.stop
-        self._turns += [(config, place if found.is_round else None) for place, config in enumerate(found.configs)]
+            is_watched = self.is_open is None and study.sampler is not self
+            found = what_next(
+                belief,
+                baseline=self.baseline,
+                ceiling=self.ceiling,
+                seconds_left=left_s,
+                elsewhere=elsewhere,
+                least_rounds=0 if is_watched else LEAST_ROUNDS,
+            )
+            self.stop_reason = found.stop
+            self._turns += [(config, place if found.is_round else None) for place, config in enumerate(found.configs)]
 
     # What Optuna asks of a sampler
 
@@ -225,6 +205,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         _, attributes = self.take(study, trial.number) or (None, {})
         for name, value in attributes.items():
             study._storage.set_trial_user_attr(trial._trial_id, name, value)  # as Optuna's own samplers do
+            trial.user_attrs[name] = value
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -252,13 +233,18 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         recent = [each for each in running if each.datetime_start is not None and each.datetime_start > since]
         return {self.space.config(each.params).key() for each in recent if "num_workers" in each.params}
 
-    def _from_params(self, done: FrozenTrial, has_records: bool) -> Trial | None:
-        """The record of a trial whose objective told nothing but its value, or that it failed."""
+    def _read(self, done: FrozenTrial, has_records: bool) -> Trial | None:
+        """What is known of a trial: its record, where this release can read it; else its value, or that it failed."""
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return from_plain(json.loads(done.user_attrs[RECORD]), Trial)
         if "num_workers" not in done.params or (has_records and done.state is TrialState.FAIL):
             return None
         outcome: Measurement | Failure = Failure(kind="user_exception", phase="batches", message="pruned, or an error")
         if done.state is TrialState.COMPLETE and done.value is not None and done.value > 0:
-            outcome = _of_rate(done.value)
+            names = ("first_batch_s", "wait_share", "service_s", "service_cpu_s", "receive_s", "step_s")
+            unknown: dict[str, Any] = dict.fromkeys(names, 0.0)
+            rate = Interval(value=done.value, low=-math.inf, high=math.inf, count=1)
+            outcome = Measurement(samples_per_s=rate, batch_size=1.0, **unknown)
         return Trial.of(done.number, self.space.config(done.params), outcome, round=done.user_attrs.get(ROUND))
 
 
@@ -269,14 +255,6 @@ def _maximises(study: optuna.Study) -> bool:
 def _refuse_several(study: optuna.Study) -> None:
     if len(study.directions) > 1:
         raise ValueError(f"TwinSampler maximises one value, and this study has {len(study.directions)}; {WORKS}")
-
-
-def read_record(done: FrozenTrial) -> Trial | None:
-    """What an objective recorded of a trial, without histories; None where it recorded nothing that this release reads."""
-    text = done.user_attrs.get(RECORD)
-    with contextlib.suppress(ValueError, TypeError):
-        return from_plain(json.loads(text), Trial) if isinstance(text, str) else None
-    return None
 
 
 @contextlib.contextmanager
@@ -290,17 +268,3 @@ def quiet_optuna() -> Iterator[None]:
             yield
     finally:
         optuna.logging.set_verbosity(before)
-
-
-def _without_history(trial: Trial) -> Trial:
-    measured = trial.measurement
-    return trial if measured is None else replace(trial, measurement=replace(measured, traces=(), stages=None))
-
-
-def _of_rate(samples_per_s: float) -> Measurement:
-    """A burst of which nothing but its rate is known."""
-    unknown: dict[str, Any] = dict.fromkeys(
-        ("window_s", "first_batch_s", "wait_share", "service_s", "service_cpu_s", "receive_s", "step_s"), 0.0
-    )
-    rate = Interval(value=samples_per_s, low=float("-inf"), high=float("inf"), count=1)
-    return Measurement(samples_per_s=rate, samples=0, batch_size=1.0, **unknown)

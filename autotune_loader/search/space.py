@@ -17,21 +17,15 @@ from autotune_loader.values import WITHOUT_WORKERS, Failure, FailureKind, Loader
 if TYPE_CHECKING:
     import optuna
 
-MOST_WORKERS = 64
-"""More worker processes on one rank have never been shown to help, and starting them takes seconds."""
+MOST_WORKERS = 64  # more on one rank have never been shown to help, and starting them takes seconds
 PREFETCH_FACTORS = (1, 2, 4, 8)  # the deeper a queue, the less one more batch in it changes
-SAFE_SHARE = 0.9
-"""Share of /dev/shm, descriptors and memory that a configuration may plan to use."""
-WORKER_BASE_BYTES = 60 << 20
-"""Interpreter, torch and a forked dataset that is not touched: what one more worker costs before it has loaded anything."""
-RESERVED_DESCRIPTORS = 64
-"""Descriptors that the process needs apart from the batches in flight."""
-CHEAP_BYTES, CHEAP_SHARE = 1 << 30, 0.02
-"""A queue of so many bytes, and of no more than this share of the memory, costs nothing; each doubling beyond is dearer."""
-LOADERS = 2
-"""Loaders that share /dev/shm: one for training and one for validation."""
+SAFE_SHARE = 0.9  # of /dev/shm, descriptors and memory: batches of a whole training differ more than a burst's
+WORKER_BASE_BYTES = 60 << 20  # interpreter, torch and an untouched forked dataset, before a worker has loaded anything
+RESERVED_DESCRIPTORS = 64  # what the process needs apart from the batches in flight
+CHEAP_BYTES, CHEAP_SHARE = 1 << 30, 0.02  # a queue of so many bytes and this share of the memory costs nothing
+LOADERS = 2  # share /dev/shm: one for training and one for validation
 UNMODELLED = ("batch_size", "pin_memory", "device_prefetch", "in_order")
-"""Knobs that the twin knows nothing of: bursts alone tell. The grid changes one of them at a time."""
+"""Settings that the twin does not model: only bursts tell. The grid changes one of them at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +37,10 @@ class Context:
     """Cores that the step keeps busy while it runs: its intra-op threads on a CPU, 1 where it only feeds an accelerator."""
     step_s: float | None = None
     """Seconds of the step on a cached batch; None where there is no step, or it was not timed."""
-    epoch_batches: int | None = None
-    """Batches of an epoch; None where that is unknown."""
+    epoch_batches: int | None = None  # batches of an epoch; None where that is unknown
     fetch_s: float | None = None
     """Wall seconds of fetching the very first batch, in one process alone; None where that is unknown."""
-    fetch_cpu_s: float = 0.0
-    """CPU seconds of the same."""
+    fetch_cpu_s: float = 0.0  # CPU seconds of the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +50,7 @@ class Limits:
     shm_bytes: int | None = None
     memory_bytes: int | None = None
     descriptors: int | None = None
-    device_bytes: int | None = None
-    """Memory of the accelerator."""
+    device_bytes: int | None = None  # memory of the accelerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +59,12 @@ class BatchCost:
 
     bytes: int = 0
     tensors: int = 0
-    samples: int | None = None
-    """Samples in it, so that a batch of another size can be scaled."""
+    samples: int | None = None  # samples in it, so that a batch of another size can be scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The legal values of every knob: the first is what it is unless another is shown to be better."""
+    """The legal values of every setting: the first is kept unless another is shown to be better."""
 
     max_workers: int = MOST_WORKERS
     prefetch_factors: tuple[int, ...] = PREFETCH_FACTORS
@@ -84,54 +74,37 @@ class Space:
     batch_sizes: tuple[int | None, ...] = (None,)
     persistent_workers: bool = False
     """Whether workers are kept between epochs; set, never searched, as no burst can see it."""
-    multiprocessing_context: str | None = None
-    """Start method of the user's own loader; carried, never searched."""
-    also: tuple[LoaderConfig, ...] = ()
-    """Legal, though no grid has it: the user's own."""
+    multiprocessing_context: str | None = None  # start method of the user's own loader; carried, never searched
+    also: tuple[LoaderConfig, ...] = ()  # legal, though no grid has it: the user's own
     limits: Limits = Limits()
     batch: BatchCost = BatchCost()
 
-    def candidates(self, most_workers: int | None = None) -> tuple[LoaderConfig, ...]:
-        """Every configuration worth a thought that is not vetoed, fewest workers first.
-
-        Args:
-            most_workers: beyond which there is none, such as the batches of an epoch.
-        """
+    def candidates(self, most_workers: float = math.inf) -> tuple[LoaderConfig, ...]:
+        """Every configuration of the grid that is not vetoed, fewest workers first, and the user's own."""
         legal = [self.as_kept(config) for config in self._grid(most_workers) if self.veto(config) is None]
         return tuple(dict.fromkeys([*legal, *self.also]))
 
-    def worker_counts(self, most_workers: int | None = None) -> tuple[int, ...]:
-        """All of 0 to 16, then every second to 32, every fourth to 64, and the most: finer than any measurable difference."""
-        most = self.max_workers if most_workers is None else min(self.max_workers, most_workers)
-        counts = (*range(16), *range(16, 32, 2), *range(32, MOST_WORKERS, 4))
-        return (*(count for count in counts if count < most), most)
-
     def as_set(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with the first value of what is searched beside workers and prefetch, and with what is set."""
-        first = {name: values[0] for name, values in self._unmodelled().items()}
-        if not config.num_workers:
-            return replace(config, **{**first, "in_order": True})
-        return replace(
-            config,
-            **first,
-            persistent_workers=self.persistent_workers,
-            multiprocessing_context=self.multiprocessing_context,
-        )
+        values: dict[str, Any] = {name: each[0] for name, each in self._unmodelled().items()}
+        values["persistent_workers"] = self.persistent_workers
+        values["multiprocessing_context"] = self.multiprocessing_context
+        return replace(config, **(values if config.num_workers else {**values, **WITHOUT_WORKERS}))
 
     def as_kept(self, config: LoaderConfig) -> LoaderConfig:
-        """The configuration as a job would keep it: with workers that persist where they may; the user's own as it is."""
-        own = next((own for own in self.also if self.params(own) == self.params(config)), None)
-        return own or replace(config, persistent_workers=self.persistent_workers and config.num_workers > 0)
+        """The configuration as a job keeps it: with workers that persist where they may; the user's own as it is."""
+        persists = self.persistent_workers and config.num_workers > 0
+        return self._own(config) or replace(config, persistent_workers=persists)
 
     def is_modelled(self, config: LoaderConfig) -> bool:
-        """Whether the twin knows all that it changes."""
+        """Whether the twin models all that it changes."""
         first = self.as_set(config)
         return all(getattr(config, name) == getattr(first, name) for name in UNMODELLED)
 
     # What Optuna is told
 
     def distributions(self) -> dict[str, Any]:
-        """Optuna's distribution of every knob that has more than one value."""
+        """Optuna's distribution of every setting that has more than one value."""
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
         workers = IntDistribution(0, self._most("num_workers", self.max_workers))
@@ -142,7 +115,7 @@ class Space:
     def suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
         """The configuration of a trial, exactly as Optuna proposes it; what only workers have is asked with workers only.
 
-        A knob beside workers that the sampler refuses (ValueError), as a `GridSampler` does that lacks it, stays as it is.
+        A setting that the sampler refuses (ValueError), as a `GridSampler` without it does, stays as it is.
         """
         values: dict[str, Any] = {}
         for name, each in self.distributions().items():  # the number of workers is the first
@@ -156,27 +129,24 @@ class Space:
         return self.config(values)
 
     def params(self, config: LoaderConfig) -> dict[str, Any]:
-        """What `suggest` makes this configuration of, such as for `study.enqueue_trial`."""
+        """The parameters of which `suggest` makes this configuration."""
         asked = [name for name in self.distributions() if config.num_workers or name not in WITHOUT_WORKERS]
         return {name: getattr(config, name) for name in asked}
 
     def config(self, params: dict[str, Any]) -> LoaderConfig:
-        """The configuration that these parameters make; the user's own, where they are its.
+        """The configuration that these parameters make, or the user's own that has them; unknown ones are ignored.
 
-        An objective of a user's may ask for what only workers have without any, too: that is left out.
+        So is what only workers have, where an objective asks for it without any.
         """
-        left_out = () if params.get("num_workers") else WITHOUT_WORKERS
-        known = {
-            name: value for name, value in params.items() if name in LoaderConfig.__slots__ and name not in left_out
-        }
-        plain = self.as_set(LoaderConfig(**{"num_workers": 0, **known}))
-        made = replace(plain, **known)
-        return next((own for own in self.also if self.params(own) == self.params(made)), made)
+        usable = set(LoaderConfig.__slots__) - set(() if params.get("num_workers") else WITHOUT_WORKERS)
+        known = {name: value for name, value in params.items() if name in usable}
+        made = replace(self.as_set(LoaderConfig(**known)), **known)
+        return self._own(made) or made
 
     # What is legal, and what it costs
 
     def holds(self, config: LoaderConfig) -> bool:
-        """Whether a study of this space can propose it, and it may be tried: not all of a file or of an earlier study is."""
+        """Whether a study of this space can propose it, and it may be tried: one of a file or an earlier study may not."""
         params, legal = self.params(config), self.distributions()
         contained = (
             value in each.choices if hasattr(each := legal[name], "choices") else each.low <= value <= each.high
@@ -189,30 +159,27 @@ class Space:
         if config in self.also:
             return None
         if config.num_workers > self.max_workers:
-            return _infeasible(
+            return _refusal(
                 f"more than {self.max_workers} workers are ruled out (max_workers, too few shards, repeated samples or data "
                 f"on an accelerator); num_workers={self.max_workers} would work"
             )
         limits, batch_bytes = self.limits, self._batch_bytes(config)
         tensors = config.batches_in_flight * self.batch.tensors + RESERVED_DESCRIPTORS
+        memory = memory_bytes(config, worker_bytes=WORKER_BASE_BYTES, batch_bytes=batch_bytes)
         needs = (
             (LOADERS * config.batches_in_flight * batch_bytes, limits.shm_bytes, "/dev/shm for two loaders", True),  # noqa: S108
             (tensors, limits.descriptors, "descriptors", False),
-            (self.memory_need(config), limits.memory_bytes, "host memory", True),
+            (memory, limits.memory_bytes, "host memory", True),
         )
         is_larger = (config.batch_size or 0) > (self.batch.samples or float("inf"))
         for need, limit, name, is_bytes in needs:
             if (config.num_workers or is_larger) and limit is not None and need > limit * SAFE_SHARE:
                 much, there = (f"{each / 2**20:.0f} MiB" if is_bytes else f"{each:.0f}" for each in (need, limit))
-                return _infeasible(f"{config} would need {much} of {name}, and there is {there}")
+                return _refusal(f"{config} would need {much} of {name}, and there is {there}")
         return None
 
     def over_margin(self, config: LoaderConfig, measured: Measurement) -> Failure | None:
-        """Why a configuration takes too much, from what its burst took; None where it does not.
-
-        That is asked of tuned batch sizes only: batches of a whole training run differ more than those of a burst,
-        so a margin must be left on host and device.
-        """
+        """Why a configuration of a tuned batch size takes too much, from what its burst took; None where it does not."""
         if config.batch_size is None:
             return None
         kinds: tuple[tuple[FailureKind, str, int | None, int | None], ...] = (
@@ -221,16 +188,16 @@ class Space:
         )
         for kind, name, took, limit in kinds:
             if took is not None and limit is not None and took > limit * SAFE_SHARE:
-                message = (
+                return _refusal(
                     f"batch_size={config.batch_size} took {took / 2**20:.0f} of {limit / 2**20:.0f} MiB of {name} memory, "
-                    f"more than {SAFE_SHARE:.0%}; a smaller one would work"
+                    f"more than {SAFE_SHARE:.0%}; a smaller one would work",
+                    kind,
                 )
-                return Failure(kind=kind, phase="plan", message=message)
         return None
 
     def cost(self, config: LoaderConfig) -> tuple[float, ...]:
         """What a configuration costs, most important first: another batch size, workers, their memory, odd settings."""
-        free = min(CHEAP_BYTES, CHEAP_SHARE * (self.limits.memory_bytes or math.inf))
+        free = min(CHEAP_BYTES, CHEAP_SHARE * (self.limits.memory_bytes or math.inf))  # each doubling beyond is dearer
         queue = config.batches_in_flight * self._batch_bytes(config) if config.num_workers else 0.0
         memory = max(0, math.ceil(math.log2(max(queue, 1.0) / free)))
         # Where memory is no matter, a deeper queue is hardly ever slower, and it evens out the slow batches that no burst has
@@ -238,9 +205,9 @@ class Space:
         depth = -(config.prefetch_factor or 0)
         return (config.batch_size is not None, config.num_workers, memory, not self.is_modelled(config), depth)
 
-    def memory_need(self, config: LoaderConfig) -> float:
-        """Least bytes that the workers will take; what data they copy is extra."""
-        return memory_bytes(config, worker_bytes=WORKER_BASE_BYTES, batch_bytes=self._batch_bytes(config))
+    def _own(self, config: LoaderConfig) -> LoaderConfig | None:
+        """The user's own configuration that has the same parameters."""
+        return next((own for own in self.also if self.params(own) == self.params(config)), None)
 
     def _batch_bytes(self, config: LoaderConfig) -> float:
         if config.batch_size is None or not self.batch.samples:
@@ -254,8 +221,11 @@ class Space:
     def _most(self, name: str, most: int) -> int:
         return max([most, *(getattr(own, name) or 0 for own in self.also)])
 
-    def _grid(self, most_workers: int | None) -> Iterator[LoaderConfig]:
-        for workers in self.worker_counts(most_workers):
+    def _grid(self, most_workers: float) -> Iterator[LoaderConfig]:
+        """All numbers of workers to 16, every second to 32, every fourth to 64, and the most: finer than can be measured."""
+        most = int(min(self.max_workers, most_workers))
+        counts = (*range(16), *range(16, 32, 2), *range(32, MOST_WORKERS, 4))
+        for workers in (*(count for count in counts if count < most), most):
             for prefetch in self.prefetch_factors if workers else (None,):
                 plain = self.as_set(LoaderConfig(num_workers=workers, prefetch_factor=prefetch))
                 yield plain
@@ -269,5 +239,5 @@ def memory_bytes(config: LoaderConfig, *, worker_bytes: float, batch_bytes: floa
     return config.num_workers * worker_bytes + config.batches_in_flight * batch_bytes
 
 
-def _infeasible(message: str) -> Failure:
-    return Failure(kind="infeasible", phase="plan", message=message)
+def _refusal(message: str, kind: FailureKind = "infeasible") -> Failure:
+    return Failure(kind=kind, phase="plan", message=message)

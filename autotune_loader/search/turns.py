@@ -13,29 +13,24 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, TypeVar
 
 from autotune_loader.search.belief import CERTAIN, Belief
-from autotune_loader.values import LoaderConfig
+from autotune_loader.values import BURSTS_DIFFER, LoaderConfig
 
 WORTH = 0.01
-"""A pair must add this much to the probability of a good choice for each of its seconds."""
-LEAST_ROUNDS, MOST_ROUNDS, MOST_ALONE = 2, 40, 16
-"""One burst gives no interval; and a search ends, also one of so many configurations that ran by themselves."""
-CLEARLY = 2.0
-"""The caller's own sits out once it is slower by more than so many times the tolerance, almost certainly."""
-CEILING_PASSED = 0.15
-"""A ceiling is none where something is faster by more than this."""
-MOST_OVERRUN_S = 2.0
-"""A first round may overrun the budget by so much."""
-START_S, FEWEST_BATCHES = 0.5, 3
-"""What a burst takes that never ran, where its batches are slow: so many of them, and its start."""
-
-MOST_FAILED = 8
-"""A search ends when so many bursts in a row have failed."""
+"""A pair must add this much to the probability of a good choice for each of its seconds: with 2 to 5 times as much up to 1
+point fewer choices are near the best, 1 to 3 s earlier (studies/regret/README.md)."""
+LEAST_ROUNDS = 2  # one burst gives no interval
+MOST_ROUNDS, MOST_ALONE = 40, 16  # a search ends, also one of so many configurations that ran by themselves
+CLEARLY = 2.0  # the caller's own sits out once it is slower by more than so many times the tolerance, almost certainly
+MOST_OVERRUN_S = 2.0  # by which a first round may overrun the budget
+START_S, FEWEST_BATCHES = 0.5, 3  # of a burst that never ran, where its batches are slow
+MOST_FAILED = 8  # bursts in a row that fail before a search ends
 
 Side = TypeVar("Side")
 StopReason = Literal["SAFE", "CEILING", "NOT_WORTH_IT", "BUDGET", "FAILING"]
@@ -66,7 +61,7 @@ def what_next(
         baseline: the caller's own configuration; None where it has none, or has failed.
         ceiling: samples/s of the step alone; None where that is unknown.
         seconds_left: of the budget.
-        elsewhere: what others measure at this moment, without what a burst cannot see.
+        elsewhere: what others measure at this moment, as keys.
         least_rounds: in which the choice has to run.
     """
     choice, tried = belief.choice, {trial.config.key() for trial in belief.trials}
@@ -75,67 +70,65 @@ def what_next(
         return Next(stop="FAILING")
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
     rival, worth = belief.rival(choice) or (choice, 0.0)
-    pair_s = max(sum(burst_s(belief, each) for each in (choice, rival)), 1.0)
     stop: StopReason | None = None
+    is_exhausted = len(belief.rounds) >= MOST_ROUNDS or len(tried) >= MOST_ALONE
     if is_at_ceiling(belief, choice, ceiling):
         stop = "CEILING"
     elif belief.probability(choice) >= CERTAIN:
         stop = "SAFE"
-    elif worth < WORTH * pair_s or len(belief.rounds) >= MOST_ROUNDS or len(tried) >= MOST_ALONE:
+    elif is_exhausted or worth < WORTH * max(bursts_s(belief, [choice, rival]), 1.0):
         stop = "NOT_WORTH_IT"
     # Once workers have failed, more of them than have succeeded are tried before they are chosen.
     bold = belief.choice_of(belief.configs)
     alone = [*([] if bold.key() in belief.proven else [bold]), *([] if stop else [rival])]
     untried = [each for each in alone if each.key() not in tried and each.key() not in elsewhere]
-    least_s = round_s(belief, [choice, own])
-    if untried and (len(tried) < 2 or burst_s(belief, untried[0]) + least_s <= seconds_left):
-        return Next(configs=(untried[0],))
+    if untried:
+        needs_s = bursts_s(belief, [untried[0]]) + bursts_s(belief, [choice, own])
+        if len(tried) < 2 or needs_s <= seconds_left:
+            return Next(configs=(untried[0],))
     ran, beside = [sum(each in r.rates for r in belief.rounds) for each in (choice, own)]
     # What is undecided leaves the caller its own: while that may lose much, it matters which of the two is faster.
     is_dear = own.key() != choice.key() and belief.loss(own) > belief.tolerance
     is_in_doubt = is_dear and belief.is_faster(choice, own) < CERTAIN and len(belief.rounds) < MOST_ROUNDS
     if stop and ran >= least_rounds and not (stop == "NOT_WORTH_IT" and is_in_doubt):
         return Next(stop=stop)
-    is_out = (
-        min(ran, beside) >= LEAST_ROUNDS and belief.is_faster(choice, own, 1 + CLEARLY * belief.tolerance) >= CERTAIN
-    )
+    is_slower = belief.is_faster(choice, own, 1 + CLEARLY * belief.tolerance) >= CERTAIN
+    is_out = is_slower and min(ran, beside) >= LEAST_ROUNDS
     sides = dict.fromkeys([choice, *([] if is_out else [own]), *([] if stop else [rival])])
     room_s = seconds_left + (0.0 if belief.rounds else MOST_OVERRUN_S)
     for entrants in ([*sides], [each for each in sides if each != rival or each == own]):
-        if round_s(belief, entrants) <= room_s:
+        if bursts_s(belief, entrants) <= room_s:
             return Next(configs=tuple(in_turns(entrants, len(belief.rounds))), is_round=True)
-    if own.key() not in tried and burst_s(belief, own) <= room_s:
+    if own.key() not in tried and bursts_s(belief, [own]) <= room_s:
         return Next(configs=(own,))
     return Next(stop="BUDGET")
 
 
 def is_at_ceiling(belief: Belief, config: LoaderConfig, ceiling: float | None) -> bool:
     """Whether it is as fast as the step alone, in the mean of two bursts or more; a much faster one denies that ceiling."""
-    rates: dict[LoaderConfig, list[float]] = {}
+    rates = defaultdict[LoaderConfig, list[float]](list)
     for trial in belief.trials:
         if trial.samples_per_s is not None:
-            rates.setdefault(trial.config.key(), []).append(trial.samples_per_s)
+            rates[trial.config.key()].append(trial.samples_per_s)
     means = {key: fmean(each) for key, each in rates.items() if len(each) > 1}
-    if ceiling is None or config.key() not in means or max(means.values()) > (1 + CEILING_PASSED) * ceiling:
+    if ceiling is None or config.key() not in means or max(means.values()) > (1 + BURSTS_DIFFER) * ceiling:
         return False
     return means[config.key()] >= (1 - belief.tolerance) * ceiling
 
 
-def burst_s(belief: Belief, config: LoaderConfig) -> float:
-    """Seconds that a burst takes, by what earlier ones took; of slow batches without workers, by their rate."""
-    took = {each.config.key(): each.seconds for each in belief.trials if each.measurement is not None}
-    if config.key() in took:
-        return took[config.key()]
-    longest_s, rate = max(took.values(), default=0.0), belief.predicted(config)
-    if config.num_workers or rate is None:
-        return longest_s
-    size = max(each.measurement.batch_size for each in belief.trials if each.measurement is not None)
-    return START_S + FEWEST_BATCHES * size / rate
+def bursts_s(belief: Belief, configs: Sequence[LoaderConfig]) -> float:
+    """Seconds that a burst of each takes, by what earlier ones took; of slow batches without workers, by their rate."""
+    measured = {each.config.key(): each for each in belief.trials if each.measurement is not None}
+    longest_s = max((each.seconds for each in measured.values()), default=0.0)
+    size = max((each.measurement.batch_size for each in measured.values() if each.measurement), default=0.0)
 
+    def burst_s(config: LoaderConfig) -> float:
+        if config in measured:
+            return measured[config].seconds
+        rate = None if config.num_workers else belief.predicted(config)
+        return longest_s if rate is None else START_S + FEWEST_BATCHES * size / rate
 
-def round_s(belief: Belief, configs: Sequence[LoaderConfig]) -> float:
-    """Seconds that a round of these takes."""
-    return sum(burst_s(belief, each) for each in {each.key(): each for each in configs}.values())
+    return sum(burst_s(config) for config in dict.fromkeys(each.key() for each in configs))
 
 
 def in_turns(sides: Sequence[Side], number: int) -> list[Side]:

@@ -1,43 +1,79 @@
 """The twin: predicts the rate of every configuration from a few traced bursts. Pure maths, no processes.
 
-Service stretches by `contention`. The step is slowed by workers beside it, and receiving by those at work: both by a
-line through the logarithms that the bursts show, held back by how far such lines usually go. A fixed point turns load
-into stage times and stage times into load; `queue` turns stage times into rates.
+With b workers busy, of whom w want a CPU, and a step that uses k of N cores for a share rho of the time, a batch takes
+
+    S       = cpu * f(min(w, N)) * share(w, rho) + wait
+    f(r)    = 1 + alpha (r - 1) + beta r (r - 1)        caches and memory bandwidth: the Universal Scalability Law
+    1/share = (1 - rho) min(1, N / w) + rho min(1, N / (w + k))
+
+alpha and beta are fitted to the CPU seconds of a batch on a grid, beside what is usual. Without beta, machines on which more
+workers are slower are missed by 20 to 40%; a wait that grows with the workers made no difference, even where it does grow
+(studies/regret/README.md). The step is slowed by workers beside it, and receiving by those at work: both by a line through the
+logarithms that the bursts show, held back by how far such lines usually go. A fixed point turns load into stage times and
+stage times into load; `queue` turns stage times into rates.
+USL: N. Gunther, Guerrilla Capacity Planning (2007), chapter 4.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from autotune_loader.search.contention import Contention, fit_contention, sampling_sd
-from autotune_loader.search.observation import Observation, whole_cycles
-from autotune_loader.search.queue import Floats, Ints, batches_needed, quantile_order, relative, simulate, steady_rate
-from autotune_loader.search.rule import useful_workers
-from autotune_loader.search.space import Context
+from autotune_loader.search.observation import Observation, sampling_sd, whole_cycles
+from autotune_loader.search.queue import Floats, Ints, simulate, steady_rate, steady_window
+from autotune_loader.search.rule import enough_workers
+from autotune_loader.search.space import MOST_WORKERS, Context
 from autotune_loader.values import LoaderConfig
 
-FIXED_POINT_ROUNDS = 30
-"""Each goes half of the way to the load that follows from it: 1e-9 of the way is left."""
-LEVEL_SD, SLOPE_SD = 0.3, 0.3
-"""How far a stage beside workers lies off the same stage alone, and by how much more per e-fold of disturbance (log)."""
+FEEDING_ROOM, FILLING_ROOM, MORE_WORKERS = 2.5, 1.5, 2
+"""Room beyond the workers that keep the loop busy, for slow batches; and beyond those that fill the cores: while some wait for
+their turn others compute. Without this bound 90.0 instead of 93.5% of choices are near the best (studies/regret/README.md)."""
+FIXED_POINT_ROUNDS = 30  # each goes half of the way to the load that follows from it: 1e-9 of the way is left
+FIRST_BATCH_SD = 0.3  # relative, of the stage times of the very first batch, which finds cold caches
+ALPHA_PRIOR, BETA_PRIOR = (0.03, 0.05), (0.0, 0.004)
+"""Mean and sd: JPEG decoding on 4 cores took 22% more CPU with four busy than with one, and coherence costs are rare for
+processes that share nothing."""
+ALPHAS, BETAS = (
+    axis.ravel()
+    for axis in np.meshgrid(np.linspace(0.0, 0.6, 121), np.concatenate([[0.0], np.geomspace(0.00005, 0.03, 30)]))
+)
+LINE_SD = 0.3  # how far a stage beside workers lies off the same stage alone, and per e-fold of disturbance more (log)
 STEADY_BATCHES, MOST_STEADY_BATCHES = 256, 1500
-"""Batches in the window of a steady rate; more where batches differ much: which worker the slow ones fall to is luck that a
-longer run evens out."""
+"""Batches in the window of a steady rate; more where batches differ much: a longer run evens out to which worker the slow
+ones fall."""
 LIGHT_VARIATION, HEAVY_ORDERS = 0.4, 3
-"""Standard deviation over mean of service times up to which `STEADY_BATCHES` are enough; beyond it, orders of the batches."""
+"""Standard deviation over mean of service times up to which `STEADY_BATCHES` are enough; beyond it, orders of the batches:
+with one order 90.0 instead of 93.5% of choices are near the best (studies/regret/README.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """How the service time of a worker stretches with what else is busy."""
+
+    cpu_s: float  # CPU seconds of a batch with one worker running
+    alpha: float
+    beta: float
+    wait_s: float = 0.0  # seconds a batch waits (storage, network, sleep)
+
+    def computing_s(self, wanting: Floats, step_busy: Floats, context: Context, cores: float) -> Floats:
+        """Wall seconds in which a batch wants the CPU, beside so many workers that want it, too."""
+        alone = np.minimum(1.0, cores / np.maximum(wanting, 1e-9))
+        with_step = np.minimum(1.0, cores / np.maximum(wanting + min(context.step_cores, cores), 1e-9))
+        shared = 1.0 / ((1.0 - step_busy) * alone + step_busy * with_step)
+        running = np.clip(wanting, 1.0, max(cores, 1.0))
+        return self.cpu_s * _stretch(running, self.alpha, self.beta) * shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
     """The logarithm of a factor as a line over the logarithm of 1 + some disturbance."""
 
-    level: float
-    slope: float
+    level: float = 0.0
+    slope: float = 0.0
     least: float = 0.0
     """Least disturbance that was seen where the line falls: below, it is not continued."""
 
@@ -51,30 +87,12 @@ class Trend:
 class Stages:
     """Mean seconds of each stage under a load: one value per configuration."""
 
-    workers: Ints
     service_s: Floats
     receive_s: Floats
     step_s: Floats
-    cpu_share: Floats
-    """Share of the service time in which a worker wants a CPU."""
-
-    @property
-    def loop_s(self) -> Floats:
-        """Seconds between two batches that receipt and step allow."""
-        return self.receive_s + self.step_s
-
-    @property
-    def headroom(self) -> Floats:
-        """How many times what the loop can take the workers could deliver; 0 without workers."""
-        times: Floats = self.workers * (self.loop_s / np.maximum(self.service_s, 1e-12))
-        return times
-
-    @property
-    def bound(self) -> Floats:
-        """Batches per second were every queue endless and every stage steady."""
-        slowest = np.maximum(self.loop_s, self.service_s / np.maximum(self.workers, 1))
-        rate: Floats = 1.0 / np.maximum(np.where(self.workers == 0, self.service_s + self.loop_s, slowest), 1e-12)
-        return rate
+    loop_s: Floats  # between two batches that receipt and step allow
+    cpu_share: Floats  # of the service time, in which a worker wants a CPU
+    bound: Floats  # batches per second were every queue endless and every stage steady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,64 +100,44 @@ class Solved:
     """What the twin says of some configurations, one value each."""
 
     samples_per_s: Floats
-    loop_use: Floats
-    """Share of the time in which the training loop receives or steps."""
+    loop_use: Floats  # share of the time in which the training loop receives or steps
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Twin:
-    """Predicts every DataLoader configuration on the machine and workload of its bursts. Built by `Twin.fit`."""
+    """Predicts every DataLoader configuration on the machine and workload of its bursts.
 
-    observations: tuple[Observation, ...]
-    context: Context
-    step_alone_s: float
-    """Seconds of the undisturbed step."""
-    contention: Contention
-    step: Trend
-    """Factor on a step beside workers and shared cores, over workers at work or, of a parallel step, its starved threads."""
-    serial_step: float
-    """The same without workers."""
-    receive: Trend
-    """Seconds to take a ready batch over, over the workers at work."""
-    serial_service_s: float
-    serial_receive_s: float
+    Args:
+        observations: traced bursts, at least one; best at 0 workers, at 1 or 2, and at as many as there are cores.
+        context: cores and step.
+    """
 
-    @classmethod
-    def fit(cls, observations: Sequence[Observation], context: Context) -> Twin:
-        """The twin of the machine that the bursts ran on.
-
-        Args:
-            observations: traced bursts; best at 0 workers, at 1 or 2, and at as many as there are cores.
-            context: cores and step.
-
-        Raises:
-            ValueError: there are no observations.
-        """
-        if not observations:
-            raise ValueError("the twin needs at least one observation, such as a burst with one worker")
-        observations = whole_cycles(observations)
-        least_busy = min(observations, key=lambda o: o.workers_at_work)
-        alone_s = max(context.step_s or float(least_busy.step_s.mean()), 1e-12)
-        serial = [o for o in observations if o.num_workers == 0]
-        fitted = [o for o in observations if o.num_workers > 0] or list(observations)
-        contention = fit_contention(fitted, context)
-        receive_s = np.maximum([o.receive_s.mean() for o in fitted], 1e-9)
+    def __init__(self, observations: Sequence[Observation], context: Context) -> None:
+        self.observations, self.context = whole_cycles(observations), context
+        serial = [o for o in self.observations if o.num_workers == 0]
+        with_workers = [o for o in self.observations if o.num_workers > 0]
+        self._fitted = fitted = with_workers or serial
+        least_busy = min(self.observations, key=lambda o: o.at_work)
+        self._step_alone_s = alone_s = max(context.step_s or float(least_busy.step_s.mean()), 1e-12)
+        self._contention = _fit_contention(fitted, context)
+        self._service_s = self._contention.cpu_s + self._contention.wait_s
+        receive_s = np.maximum(_means(fitted, "receive_s"), 1e-9)
         typical_s = float(np.exp(np.log(receive_s).mean()))
-        receive = _line(
-            [o.workers_at_work for o in fitted], np.log(receive_s / typical_s), sampling_sd(fitted, "receive_s")
-        )
-        serial_steps = [float(o.step_s.mean()) / alone_s for o in serial]
-        return cls(
-            observations=observations,
-            context=context,
-            step_alone_s=alone_s,
-            contention=contention,
-            step=_step_line(fitted, contention, context, alone_s),
-            serial_step=float(np.mean(serial_steps)) if serial else 1.0,
-            receive=Trend(level=math.log(typical_s) + receive.level, slope=receive.slope),
-            serial_service_s=_mean(serial, "service_s", contention.cpu_s + contention.wait_s),
-            serial_receive_s=_mean(serial, "receive_s", 0.0),
-        )
+        at_work = np.array([o.at_work for o in fitted])
+        receive = _line(at_work, np.log(receive_s / typical_s), sampling_sd(fitted, "receive_s"))
+        # Seconds to take a ready batch over, over the workers at work.
+        self._receive = Trend(level=math.log(typical_s) + receive.level, slope=receive.slope)
+        # Factor on a step beside workers and shared cores, over workers at work or, of a parallel step, its starved threads.
+        self._step = Trend()
+        if with_workers:
+            cores, threads = float(context.usable_cores), context.step_cores
+            wanting = _wanting(fitted, self._contention.wait_s)
+            off = np.log(np.maximum(_means(fitted, "step_s"), 1e-12) / (alone_s * _step_share(wanting, threads, cores)))
+            disturbance = _starved(wanting, threads, cores) if threads > 1 else at_work
+            self._step = _line(disturbance, off, sampling_sd(fitted, "step_s"))
+        # The same stages without workers.
+        self._serial_step = float((_means(serial, "step_s") / alone_s).mean()) if serial else 1.0
+        self._serial_service_s = float(_means(serial, "service_s").mean()) if serial else self._service_s
+        self._serial_receive_s = float(_means(serial, "receive_s").mean()) if serial else 0.0
 
     def predict(self, configs: Sequence[LoaderConfig], cores: float | None = None) -> Solved:
         """What to expect of each configuration in the midst of training; what is not modelled (pinning, order) is ignored.
@@ -150,14 +148,14 @@ class Twin:
         cores = cores or float(self.context.usable_cores)
         workers = np.array([c.num_workers for c in configs], dtype=np.int64)
         prefetch = np.array([c.prefetch_factor or 1 for c in configs], dtype=np.int64)
-        variation = float(self.services.std())
-        batches = round(
-            min(max(STEADY_BATCHES * (variation / LIGHT_VARIATION) ** 2, STEADY_BATCHES), MOST_STEADY_BATCHES)
-        )
-        rng, count = np.random.default_rng(0), batches_needed(workers, batches)
-        steps = np.concatenate([relative(o.step_s) for o in self.observations])
+        services = np.concatenate([_relative(o.service_s) for o in self._fitted])
+        steps = np.concatenate([_relative(o.step_s) for o in self.observations])
+        variation = float(services.std())
+        wanted = STEADY_BATCHES * (variation / LIGHT_VARIATION) ** 2
+        window = steady_window(workers, round(min(max(wanted, STEADY_BATCHES), MOST_STEADY_BATCHES)))
+        rng, count = np.random.default_rng(0), int(window[1].max()) + 1
         orders = [
-            (quantile_order(self.services, count, rng)[:, None], quantile_order(steps, count, rng)[:, None])
+            (_quantile_order(services, count, rng), _quantile_order(steps, count, rng))
             for _ in range(1 if variation < LIGHT_VARIATION else HEAVY_ORDERS)
         ]
         efficiency = np.ones(len(workers))
@@ -165,12 +163,13 @@ class Twin:
             stages = self._settled(workers, efficiency, cores)
             # Workers that keep up with the loop have long filled their queues. From empty ones those with 4% to spare take
             # 25 rounds for each batch ahead. With heavy tails they fall behind again before the queues are full.
-            full = workers * prefetch * (variation < LIGHT_VARIATION) * (stages.headroom >= 1.0)
+            headroom = workers * (stages.loop_s / np.maximum(stages.service_s, 1e-12))
+            full = workers * prefetch * (variation < LIGHT_VARIATION) * (headroom >= 1.0)
             made = np.arange(count)[:, None] < full
             rates = []
             for service, step in orders:
                 times = np.where(made, 0.0, service * stages.service_s), stages.receive_s, step * stages.step_s
-                rates.append(steady_rate(simulate(*times, workers=workers, prefetch=prefetch), workers, batches))
+                rates.append(steady_rate(simulate(*times, workers=workers, prefetch=prefetch), *window))
             rate = np.mean(rates, axis=0)
             efficiency = np.minimum(rate / stages.bound, 1.0)
         return Solved(
@@ -181,19 +180,12 @@ class Twin:
     @property
     def useful_workers(self) -> int:
         """Workers beyond which none could possibly help, as the undisturbed stages say."""
-        fetching, receive_s = self.contention, float(self.receive.at(np.array([1.0]))[0])
-        return useful_workers(
-            fetch_s=fetching.cpu_s + fetching.wait_s,
-            fetch_cpu_s=fetching.cpu_s,
-            loop_s=receive_s + self.step_alone_s,
-            cores=float(self.context.usable_cores),
+        cores = float(self.context.usable_cores)
+        loop_s = float(self._receive.at(np.array([1.0]))[0]) + self._step_alone_s
+        keep_up, fill_the_cores = enough_workers(self._service_s, self._contention.cpu_s, loop_s, cores)
+        return round(
+            min(FEEDING_ROOM * max(keep_up, cores), FILLING_ROOM * fill_the_cores, MOST_WORKERS) + MORE_WORKERS
         )
-
-    @cached_property
-    def services(self) -> Floats:
-        """Service times of all bursts with workers, relative to the mean of each."""
-        with_workers = [o for o in self.observations if o.num_workers > 0] or list(self.observations)
-        return np.concatenate([relative(o.service_s) for o in with_workers])
 
     def _settled(self, workers: Ints, efficiency: Floats, cores: float) -> Stages:
         """Stage times at the fixed point of load -> stage times -> rate -> load.
@@ -213,54 +205,73 @@ class Twin:
 
     def _stages(self, workers: Ints, at_work: Floats, wanting: Floats, step_busy: Floats, cores: float) -> Stages:
         """Stage times under a load."""
-        serial, fitted, threads = workers == 0, self.contention, self.context.step_cores
+        serial, fitted, threads = workers == 0, self._contention, self.context.step_cores
         cpu_wall = fitted.computing_s(wanting, step_busy, self.context, cores)
         beside = np.where(serial, 0.0, wanting)
-        slowed = _step_share(beside, threads, cores)
-        slowed = slowed * self.step.at(_starved(beside, threads, cores) if threads > 1 else at_work)
+        slowed = self._step.at(_starved(beside, threads, cores) if threads > 1 else at_work)
+        slowed = _step_share(beside, threads, cores) * slowed
+        service_s = np.where(serial, self._serial_service_s, cpu_wall + fitted.wait_s)
+        receive_s = np.where(serial, self._serial_receive_s, self._receive.at(at_work))
+        step_s = self._step_alone_s * np.where(serial, self._serial_step, slowed)
+        loop_s = receive_s + step_s
+        slowest = np.where(serial, service_s + loop_s, np.maximum(loop_s, service_s / np.maximum(workers, 1)))
         return Stages(
-            workers=workers,
-            service_s=np.where(serial, self.serial_service_s, cpu_wall + fitted.wait_s),
-            receive_s=np.where(serial, self.serial_receive_s, self.receive.at(at_work)),
-            step_s=self.step_alone_s * np.where(serial, self.serial_step, slowed),
+            service_s=service_s,
+            receive_s=receive_s,
+            step_s=step_s,
+            loop_s=loop_s,
             cpu_share=cpu_wall / np.maximum(cpu_wall + fitted.wait_s, 1e-12),
+            bound=1.0 / np.maximum(slowest, 1e-12),
         )
 
 
-def _step_line(fitted: Sequence[Observation], contention: Contention, context: Context, alone_s: float) -> Trend:
-    """How workers slow the step, beside taking cores from it."""
-    cores, threads = float(context.usable_cores), context.step_cores
-    wanting = np.array([_wanting(o, contention) for o in fitted])
-    beside = np.array([o.num_workers > 0 for o in fitted])
-    at_work = np.array([o.workers_at_work for o in fitted])
-    disturbance = _starved(wanting, threads, cores) if threads > 1 else at_work
-    shared = alone_s * _step_share(wanting, threads, cores)
-    off = np.log(np.maximum([o.step_s.mean() for o in fitted], 1e-12) / shared)
-    return _line(disturbance[beside], off[beside], sampling_sd(fitted, "step_s")[beside])
+def _fit_contention(observations: Sequence[Observation], context: Context) -> Contention:
+    """The stretch that the bursts show: those with workers, or, where there are none, those without."""
+    cores, sd = float(context.usable_cores), sampling_sd(observations)
+    wall = np.maximum(_means(observations, "service_s"), 1e-9)
+    cpu = np.maximum(_means(observations, "cpu_s"), 1e-9)
+    loop_s = _means(observations, "receive_s") + _means(observations, "step_s")
+    step_busy = np.minimum(1.0, np.array([o.batches_per_s for o in observations]) * loop_s)
+    # Waiting is what remains where the machine was least crowded; the rest of a crowded burst's wall time wants a CPU.
+    least = int(np.argmin(np.maximum([o.at_work for o in observations], 1.0)))
+    wanting = _wanting(observations, max(0.0, wall[least] - cpu[least]))
+    first = [context.fetch_cpu_s] if context.fetch_cpu_s else []
+    running = np.append(np.clip(wanting, 1.0, cores), [1.0] * len(first))
+    alone = np.log(np.append(cpu, first)) - np.log(_stretch(running, ALPHAS[:, None], BETAS[:, None]))
+    weight = np.append(sd, [FIRST_BATCH_SD] * len(first)) ** -2
+    level = alone @ weight / weight.sum()
+    misfit = ((alone - level[:, None]) ** 2) @ weight
+    for values, (mean, spread) in ((ALPHAS, ALPHA_PRIOR), (BETAS, BETA_PRIOR)):
+        misfit += ((values - mean) / spread) ** 2
+    # The mean: alpha and beta stand in for one another, and the likeliest pair often has one of them at 0.
+    likely = np.exp(-0.5 * (misfit - misfit.min()))
+    cpu_s, alpha, beta = (float(values @ likely / likely.sum()) for values in (np.exp(level), ALPHAS, BETAS))
+    found = Contention(cpu_s=cpu_s, alpha=alpha, beta=beta)
+    left, weight = wall - found.computing_s(wanting, step_busy, context, cores), (sd * wall) ** -2
+    return replace(found, wait_s=max(float(left @ weight / weight.sum()), 0.0))
 
 
-def _line(disturbance: Sequence[float] | Floats, values: Floats, noise_sd: Floats) -> Trend:
+def _stretch(running: Floats, alpha: Any, beta: Any) -> Floats:
+    """Factor on CPU seconds with this many processes running at once."""
+    factor: Floats = 1.0 + (alpha + beta * running) * (running - 1.0)
+    return factor
+
+
+def _wanting(observations: Sequence[Observation], wait_s: float) -> Floats:
+    """Workers that ran or wanted to run during each burst."""
+    wall = np.maximum(_means(observations, "service_s"), 1e-9)
+    cpu = np.maximum(_means(observations, "cpu_s"), 1e-9)
+    share = np.clip((wall - wait_s) / wall, np.minimum(cpu / wall, 1.0), 1.0)
+    wanting: Floats = np.maximum([o.at_work for o in observations], 1.0) * share
+    return wanting
+
+
+def _line(disturbance: Floats, values: Floats, noise_sd: Floats) -> Trend:
     """Level and slope: linear regression with normal priors around none of either."""
-    if not len(values):
-        return Trend(level=0.0, slope=0.0)
     features = np.stack([np.ones(len(values)), np.log1p(disturbance)], axis=1)
     weighted = features.T / noise_sd**2
-    priors = np.diag([LEVEL_SD**-2, SLOPE_SD**-2])
-    level, slope = np.linalg.solve(weighted @ features + priors, weighted @ values)
+    level, slope = np.linalg.solve(weighted @ features + LINE_SD**-2 * np.eye(2), weighted @ values)
     return Trend(level=float(level), slope=float(slope), least=float(min(disturbance)) if slope < 0 else 0.0)
-
-
-def _wanting(seen: Observation, contention: Contention) -> float:
-    """Workers that ran or wanted to run during a burst."""
-    wall, cpu = float(seen.service_s.mean()), float(seen.cpu_s.mean())
-    if not seen.num_workers or wall <= 0:
-        return float(seen.num_workers > 0)
-    share = np.clip((wall - contention.wait_s) / wall, min(cpu / wall, 1.0), 1.0)
-    return max(seen.workers_at_work, 1.0) * float(share)
-
-
-def _mean(serial: Sequence[Observation], stage: str, otherwise: float) -> float:
-    return float(np.mean([getattr(o, stage).mean() for o in serial])) if serial else otherwise
 
 
 def _step_share(wanting: Floats, step_cores: float, cores: float) -> Floats:
@@ -277,3 +288,20 @@ def _starved(wanting: Floats, threads: float, cores: float) -> Floats:
     """
     starved: Floats = np.clip(wanting + threads - cores, 0.0, threads) * (1.0 - 1.0 / max(threads, 1.0))
     return starved
+
+
+def _means(observations: Sequence[Observation], stage: str) -> Floats:
+    return np.array([getattr(each, stage).mean() for each in observations])
+
+
+def _relative(samples: Floats) -> Floats:
+    """The samples as multiples of their mean."""
+    mean = samples.mean()
+    return samples / mean if mean > 0 else np.ones_like(samples)
+
+
+def _quantile_order(pool: Floats, batches: int, rng: np.random.Generator) -> Floats:
+    """The pool's quantiles as a column, shuffled: its mean and its tail are in every run of so many batches."""
+    values = np.quantile(pool, (np.arange(batches) + 0.5) / batches)
+    order: Floats = rng.permutation(values * (pool.mean() / max(values.mean(), 1e-12)))
+    return order[:, None]

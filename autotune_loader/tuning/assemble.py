@@ -14,13 +14,14 @@ from statistics import fmean
 
 from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT
-from autotune_loader.diagnosis.judge import BURSTS_DIFFER, changes_in_training, source_of
+from autotune_loader.diagnosis.judge import changes_in_training, source_of
 from autotune_loader.report.result import TuningResult
 from autotune_loader.results.record import Finding, Status
-from autotune_loader.search.belief import CERTAIN, Belief, equally_fast
+from autotune_loader.search.belief import CERTAIN, Belief
+from autotune_loader.search.draws import equally_fast
 from autotune_loader.search.turns import LEAST_ROUNDS
 from autotune_loader.tuning.study import Search
-from autotune_loader.values import Effects, LoaderConfig, log_ratios, pooled, stage_times
+from autotune_loader.values import BURSTS_DIFFER, Effects, LoaderConfig, log_ratios, pooled, stage_times
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from autotune_loader.values.measurement import (
 from autotune_loader.values.serialization import from_plain, require_writable, to_plain, what_works, write_json
 from autotune_loader.values.stages import OTHER_THREADS, TRANSFER, Seen, StageSamples, StageTime, pooled, stage_times
 from autotune_loader.values.statistics import (
+    BURSTS_DIFFER,
     TYPICAL_NOISE,
     Z_95,
     Effects,
@@ -36,6 +37,7 @@ from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_o
 from autotune_loader.values.validation import require_bool, require_choice, require_int
 
 __all__ = [
+    "BURSTS_DIFFER",
     "FOR_AUTOLOADER",
     "MAIN_PROCESS",
     "OTHER_THREADS",

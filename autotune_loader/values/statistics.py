@@ -18,6 +18,8 @@ Z_95 = 1.96
 """Standard deviations from the middle to either end of a normal 95% interval."""
 TYPICAL_NOISE = 0.03
 """Relative standard deviation of a burst beside others of its round, before anything was measured."""
+BURSTS_DIFFER = 0.15
+"""Bursts, and the step alone, may differ by so much, relative, and nothing is wrong."""
 KNOWN_BEFORE = 2
 """What is believed of noise before the rounds tell counts as so many degrees of freedom."""
 QUANTILE_STEPS = 1 << 14

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from autotune_loader.bursts.loop import KEPT_FIRST, KEPT_LAST
 from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.search.predict import Prediction, predict
+from autotune_loader.search.belief import Prediction, predict
 from autotune_loader.tuning.bursting import CEILING_BURST
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, Trial
 from studies.regret import at

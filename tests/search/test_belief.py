@@ -1,15 +1,15 @@
 """What is believed of a job from what was observed of it, and what follows for the choice and for the next burst."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from autotune_loader.search.belief import CERTAIN, Belief, choose, equally_fast
-from autotune_loader.search.draws import PATHS, Draws, Observed, draw
+from autotune_loader.search.belief import CERTAIN, Belief
+from autotune_loader.search.draws import PATHS, Draws, Sufficient, choose, equally_fast, sufficient, with_sufficiency
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import Context, Space
-from autotune_loader.search.sufficiency import Sufficient, sufficient, with_sufficiency
 from autotune_loader.values import Failure, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
@@ -45,7 +45,7 @@ def test_equally_fast_within_2_percent_means_what_it_says(deficit, sd, is_equal)
 def test_the_choice_on_a_machine_is_near_the_best_and_cheap():
     belief = Belief(Space(), CONTEXT, simulated_trials(MACHINE, *(with_workers(n, 8) for n in (0, 1, 4, 6))))
     choice, probe = belief.choice, SimulatedProbe(MACHINE, FakeClock())
-    assert probe.truth(choice) >= 0.97 * max(probe.truth(config) for config in belief.space.candidates(8))
+    assert probe.truth(choice) >= 0.97 * max(probe.truth(with_workers(n, 8), batches=400) for n in range(9))
     # THEN all answers come from the same draws
     assert belief.probability(choice) < CERTAIN
     rival, worth = belief.rival(choice)
@@ -63,12 +63,12 @@ FAILURES = {
     "one, where none has worked": ("deadline", 35, 0, {}, 1),
     "none, where one has failed": ("crashed", 1, 0, {}, 0),
     "never what failed": ("oom_killed", 3, 2, {}, 2),
-    "unless more have succeeded": ("oom_killed", 4, 8, {}, None),
-    "not for another knob": ("user_exception", 8, 0, {"pin_memory": True}, None),
+    "unless more have succeeded": ("oom_killed", 4, 8, {}, math.inf),
+    "not for another knob": ("user_exception", 8, 0, {"pin_memory": True}, math.inf),
     "but a hang, whatever the knobs": ("deadline", 35, 0, {"pin_memory": True}, 1),
-    "nor for another batch size": ("out_of_memory", 8, 0, {"batch_size": 64}, None),
-    "nor for arithmetic": ("infeasible", 8, 2, {}, None),
-    "nor for memory with a deep queue": ("oom_killed", 8, 0, {"prefetch": 8}, None),
+    "nor for another batch size": ("out_of_memory", 8, 0, {"batch_size": 64}, math.inf),
+    "nor for arithmetic": ("infeasible", 8, 2, {}, math.inf),
+    "nor for memory with a deep queue": ("oom_killed", 8, 0, {"prefetch": 8}, math.inf),
 }
 
 
@@ -82,16 +82,14 @@ def test_a_failure_bounds_the_workers_that_are_tried(kind, failed, succeeded, kn
     # THEN neither it nor anything beyond is proposed or chosen (B8)
     assert broken.key() not in belief.configs
     seen = {trial.config.key() for trial in belief.trials}
-    assert all(most is None or config.num_workers <= most or config in seen for config in belief.configs)
+    assert all(config.num_workers <= most or config in seen for config in belief.configs)
     # AND a queue that took too much memory is halved at least
     if knobs.get("prefetch") == 8:
-        assert (
-            max(config.batches_in_flight for config in belief.configs if config not in seen)
-            <= broken.batches_in_flight / 2
-        )
+        deep = max(config.batches_in_flight for config in belief.configs if config not in seen)
+        assert deep <= broken.batches_in_flight / 2
 
 
-def test_a_knob_that_fails_is_left_out():
+def test_a_setting_that_fails_is_left_out():
     broken = Failure(kind="user_exception", phase="batches", message="cannot pin")
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(2, 8))
     belief = Belief(PINS, CONTEXT, [*trials, Trial.of(9, with_workers(4, pin_memory=True), broken)])
@@ -118,20 +116,10 @@ def test_workers_that_start_anew_in_each_short_epoch_are_not_chosen(keeps, batch
     assert belief.predicted(with_workers(2, 8)) == pytest.approx(trials[1].samples_per_s, rel=0.1)
 
 
-@pytest.mark.parametrize(("last", "most"), [(50.0, 0.2 * np.log(2.0) / 4), (98.0, 0.01)], ids=["disturbed", "alike"])
-def test_an_observation_that_something_disturbed_moves_the_belief_less_than_its_distance(last, most):
-    # GIVEN a belief in 100 samples/s, and four bursts of the thing, the last of which differs
-    logs, none = np.log([100.0, 100.0, 100.0, last]), np.zeros(4)
-    seen = Observed(where=none.astype(int), logs=logs, variances=none, rounds=np.arange(4))
-    paths = draw(["it"], np.log([100.0]), np.array([[0.2**2]]), seen).paths
-    # THEN it counts for a small part of what one of four would
-    assert abs(np.log(100.0) - paths.mean()) < most
-
-
 def test_beliefs_hold_the_truth_as_often_as_they_say():
     """Truths beyond 1.645 standard deviations of ln(rate / rate of the choice)."""
     beyond = []
-    for seed in range(24):
+    for seed in range(0, 24, 2):
         machine = replace(MACHINE, noise_sd=0.04, alpha=0.02 + 0.004 * seed, cpu_s=0.01 * 1.1**seed)
         bursts = simulated_trials(machine, with_workers(0), with_workers(2, 8), with_workers(5), seed=seed)
         belief = Belief(Space(), CONTEXT, bursts)
@@ -167,7 +155,7 @@ def observed(config, *, batches=200, slow=0, faster=1.0, **of):
     service = np.full(batches, 0.04) / faster
     service[:slow] *= 10
     loop = {name: np.full(batches, s) / faster for name, s in {"receive_s": 0.0005, "step_s": 0.01, **of}.items()}
-    kept = {"service_s": service, "cpu_s": service, "batch_size": 8.0, "samples_per_s": 100.0, **loop}
+    kept = {"service_s": service, "cpu_s": service, "batch_size": 8.0, "batches_per_s": 12.5, "at_work": 1.0, **loop}
     return Observation(num_workers=config.num_workers, **kept)
 
 
