@@ -12,9 +12,8 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.statistics import Interval, mean_interval
-from autotune_loader.values.trace import BatchTrace
+from autotune_loader.values.trace import BatchTrace, StageSamples
 
 FailureKind = Literal[
     "user_exception",  # dataset, collate, worker_init_fn, model or step raised
@@ -37,18 +36,13 @@ FailurePhase = Literal["plan", "start", "first_batch", "batches", "step", "shutd
 class BurstPlan:
     """How one burst is to be run."""
 
-    max_s: float = 2.0
-    """Longest time the timed window may last, in seconds."""
-    min_s: float = 0.3
-    """Shortest timed window, in seconds."""
+    max_s: float = 2.0  # longest time the timed window may last, in seconds
+    min_s: float = 0.3  # shortest timed window, in seconds
     relative_error: float = 0.02
     """The window closes early once the rate's 95% half-width, relative to the rate, is below this."""
-    seed: int = 0
-    """Where a probe that is started for this burst begins to read."""
-    deadline_s: float = 60.0
-    """The burst fails when it has not answered after this many seconds, start-up included."""
-    stages: bool = False
-    """Watch in the workers where the time of a sample goes."""
+    seed: int = 0  # where a probe that is started for this burst begins to read
+    deadline_s: float = 60.0  # the burst fails when it has not answered after this many seconds, start-up included
+    stages: bool = False  # watch in the workers where the time of a sample goes
     prefill_s: float = 0.0
     """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""
     again: bool = False
@@ -59,12 +53,10 @@ class BurstPlan:
 class MemoryUse:
     """Memory of the probe's process tree at the end of a burst's window."""
 
-    rss_bytes: int
-    """Sum of the resident set sizes; pages that processes share count once for each."""
+    rss_bytes: int  # sum of the resident set sizes; pages that processes share count once for each
     pss_bytes: int | None = None
     """Sum of the proportional set sizes; shared pages count once. None where the kernel does not tell."""
-    shm_bytes: int | None = None
-    """Use of /dev/shm above what was there before the burst."""
+    shm_bytes: int | None = None  # use of /dev/shm above what was there before the burst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,32 +65,21 @@ class Measurement:
 
     samples_per_s: Interval
     """Sustained rate of the training loop, with its 95% interval; `count` is the batches in the window."""
-    samples: int = 0
-    """Samples in the window."""
-    window_s: float = 0.0
-    """Length of the timed window."""
-    batch_size: float
-    """Mean samples per batch."""
-    first_batch_s: float
-    """From creating the iterator to the first batch: worker start-up included."""
-    wait_share: float
-    """Share of the window in which the training loop waited for data."""
-    service_s: float
-    """Mean wall seconds a worker spent on one batch (S)."""
-    service_cpu_s: float
-    """Mean CPU seconds a worker spent on one batch."""
-    receive_s: float
-    """Mean seconds to hand over a batch that was ready (u)."""
-    step_s: float
-    """Mean seconds of one training step (g)."""
-    cpu_share: float | None = None
-    """CPU use of the loop and its workers in the window, as a share of the usable cores."""
+    samples: int = 0  # samples in the window
+    window_s: float = 0.0  # length of the timed window
+    batch_size: float  # mean samples per batch
+    first_batch_s: float  # from creating the iterator to the first batch: worker start-up included
+    wait_share: float  # share of the window in which the training loop waited for data
+    service_s: float  # mean wall seconds a worker spent on one batch (S)
+    service_cpu_s: float  # mean CPU seconds a worker spent on one batch
+    receive_s: float  # mean seconds to hand over a batch that was ready (u)
+    step_s: float  # mean seconds of one training step (g)
+    cpu_share: float | None = None  # CPU use of the loop and its workers in the window, as a share of the usable cores
     foreign_cpu_share: float | None = None
     """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
     read_bytes: int | None = None
     """Bytes that the loop and its workers read from storage in the window; 0 where the data came from memory."""
-    batch_bytes: int = 0
-    """Bytes of the tensors in one batch."""
+    batch_bytes: int = 0  # bytes of the tensors in one batch
     memory: MemoryUse | None = None
     gpu_busy_share: float | None = None
     """Share of the window in which the device was in a step, by its own events: gaps between kernels count, copies do not.
@@ -148,30 +129,23 @@ class Failure:
 
     kind: FailureKind
     phase: FailurePhase
-    message: str
-    """One sentence for a person, with what to do about it where that is known."""
-    retryable: bool = False
-    """Whether the same configuration may well work the next time."""
-    traceback: str | None = None
-    """The user's own traceback, where user code raised."""
+    message: str  # one sentence for a person, with what to do about it where that is known
+    retryable: bool = False  # whether the same configuration may well work the next time
+    traceback: str | None = None  # the user's own traceback, where user code raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One burst of one configuration: exactly one of `measurement` and `failure` is there."""
 
-    number: int
-    """Of its trial in the Optuna study; without one its position in the result."""
-    config: LoaderConfig
-    """As it ran."""
+    number: int  # of its trial in the Optuna study; without one its position in the result
+    config: LoaderConfig  # as it ran
     round: int | None = None
     """Number of the paired round that it was run in, from 0; None where it ran alone. Bursts of one round ran in turns."""
     measurement: Measurement | None = None
     failure: Failure | None = None
-    predicted_samples_per_s: float | None = None
-    """What was expected before the burst, where anything was."""
-    seconds: float = 0.0
-    """Wall seconds the trial took, start-up and shutdown included."""
+    predicted_samples_per_s: float | None = None  # what was expected before the burst, where anything was
+    seconds: float = 0.0  # wall seconds the trial took, start-up and shutdown included
 
     def __post_init__(self) -> None:
         if (self.measurement is None) == (self.failure is None):
