@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from autotune_loader import AutoLoader, tune
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.options import parse_options
+from autotune_loader.tuning.run import parse_options
 
 SAMPLES = TensorDataset(torch.zeros(10, 2))
 LOADER, HELD = DataLoader(SAMPLES), DataLoader(SAMPLES, batch_size=5)

@@ -9,7 +9,7 @@ from autotune_loader.diagnosis import Caution, Ended, Source, Undecided
 from autotune_loader.diagnosis.judge import source_of
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.space import Context, Space
-from autotune_loader.tuning.assemble import assembled, choice_of, why_undecided
+from autotune_loader.tuning.assemble import assembled, choice_of
 from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 from tests.support.tuned import simulated_result, simulated_run, simulated_search
@@ -63,14 +63,13 @@ FASTER, ALIKE = [(100.0, 200.0), (100.0, 190.0)], [(100.0, 110.0), (100.0, 90.0)
         (a_search([], NO_TIME, searched=(100.0, 101.0)), Undecided.NO_ROUNDS, OWN),
         (a_search([], NO_TIME, searched=(100.0, None)), Undecided.ONE_TRIED, OWN),
         # interrupted: the best so far, and nothing that never ran, whatever is believed of it
-        (a_search([], Ended.INTERRUPTED, searched=(100.0, 400.0)), Undecided.NO_ROUNDS, TWO),
-        (a_search([], Ended.INTERRUPTED, searched=(100.0, None)), Undecided.ONE_TRIED, OWN),
+        (a_search([], Ended.INTERRUPTED, searched=(100.0, 400.0)), None, TWO),
+        (a_search([], Ended.INTERRUPTED, searched=(100.0, None)), None, OWN),
     ],
 )
 def test_a_guess_is_the_users_own_unless_something_is_almost_certainly_faster(search, why, best):
-    found = why_undecided(search)
-    assert (found and found.kind) == (why and why.kind)
-    assert choice_of(search, is_decided=found is None) == best
+    chosen, found = choice_of(search)
+    assert (chosen, found and found.kind) == (best, why and why.kind)
 
 
 def test_what_is_told_of_the_best_is_of_its_rounds_alone():

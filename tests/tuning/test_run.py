@@ -15,8 +15,7 @@ from autotune_loader.diagnosis.judge import changes_in_training
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.search.space import Limits, Space
-from autotune_loader.tuning.options import parse_options
-from autotune_loader.tuning.run import common_space, make_run
+from autotune_loader.tuning.run import common_space, make_run, parse_options
 from autotune_loader.values import LoaderConfig
 from tests.support import SimulatedMachine, with_workers
 from tests.support.schedules import Stream
