@@ -150,14 +150,13 @@ def _is_decided(ratio: Interval) -> bool:
 
 
 def _check_sides(sides: object) -> None:
-    works = 'sides={"now": loader, "then": other_loader} would work'
+    works = 'sides={"now": loader, "then": other_loader}'
     if not isinstance(sides, Mapping):
-        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works}")
-    if len(sides) < 2:
-        raise ValueError(f"sides={dict(sides)!r:.60} has fewer than two sides; {works}")
+        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works} would work")
+    refuse(len(sides) < 2, f"sides={dict(sides)!r:.60} has fewer than two sides", works, ValueError)
     for name in sides:
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"sides has the name {name!r}, which is not a string; {works}")
+        is_name = isinstance(name, str) and name
+        refuse(not is_name, f"sides has the name {name!r}, which is not a string", works)
 
 
 def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> Workload:
@@ -225,7 +224,7 @@ def _failure_of(error: WorkloadError) -> Failure:
 
 
 def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: Machine, seconds: float) -> Comparison:
-    counting = {name: each.opened.warmup.counts_batches for name, each in entrants.items() if each.opened is not None}
+    counting = {name: each.opened.warmup.counts_batches for name, each in entrants.items() if each.opened}
     if len(set(counting.values())) > 1:
         name = next(name for name, counts in counting.items() if counts)
         raise ValueError(
@@ -239,8 +238,8 @@ def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: M
         for name, each in entrants.items()
         for note in (*each.workload.notes, *(each.opened.notes if each.opened else ()))
     ]
-    # The last batch of an epoch may be smaller.
     measured = {side.name: side.measurement for side in sides if side.measurement is not None}
+    # The largest: the last batch of an epoch may be smaller.
     sizes = {name: max(each.samples for each in burst.traces) for name, burst in measured.items() if burst.traces}
     if len(set(sizes.values())) > 1:
         differ = ", ".join(f"{name} {size}" for name, size in sizes.items())

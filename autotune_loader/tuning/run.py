@@ -21,10 +21,10 @@ from autotune_loader.tuning.arguments import refuse
 from autotune_loader.values import ALLOWABLE, LoaderConfig, require_bool, require_choice, require_int
 
 BATCH_FACTORS = (2, 4, 0.5)
-"""Batch sizes around the user's own, in the order in which they are tried."""
+"""Batch sizes around the user's own, in the order in which they are tried: larger ones gain more often."""
 SHORTEST_BUDGET_S = 1.0
-"""Below this the first batch and one burst do not fit, whatever the workload."""
-_UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+"""In less no two bursts fit."""
+_UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}  # as people write them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +32,11 @@ class TuneOptions:
     """How to search: the arguments of `tune()` with these names, parsed."""
 
     budget_s: float
-    """Most wall seconds for bursts, once their process is warm."""
     max_workers: int | None
     allow: frozenset[str]
     tolerance: float
-    """Configurations this close to the fastest count as equally fast; the cheapest of them is chosen."""
     output: str | None
     progress: bool | None
-    """None: on a terminal and in a notebook."""
 
 
 def parse_options(
@@ -51,10 +48,10 @@ def parse_options(
     output: object = None,
     progress: bool | None = None,
 ) -> TuneOptions:
-    """`TuneOptions` from arguments of `tune()`: budgets such as "60s" or "3m", names of `allow` in any collection.
+    """`TuneOptions` from arguments of `tune()`.
 
     Raises:
-        TypeError, ValueError: naming the option, its value and one that would work.
+        TypeError, ValueError: one is wrong; the message names its value and one that would work.
     """
     require_int("max_workers", max_workers, minimum=0, or_none=True)
     names: list[Any] = [allow] if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [None]
@@ -103,8 +100,7 @@ class Run:
     warmup: WarmupReport
     machine: Machine
     tolerance: float = 0.02
-    notes: tuple[str, ...] = ()
-    """What the user should know of how the arguments were read and the bursts run."""
+    notes: tuple[str, ...] = ()  # what the user should know of how the arguments were read and the bursts run
 
     @property
     def baseline(self) -> LoaderConfig:
@@ -130,10 +126,9 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
     space = _make_space(workload, warmup, machine, options)
     notes = [*workload.notes, *opened.notes, *filter(None, [machine.why_no_workers])]
     if "batch_size" in options.allow and len(space.batch_sizes) == 1:
-        why_not = (
-            f"an epoch of {data.samples_per_epoch()} samples has room for no other batch size than {data.batch_size}"
-        )
-        if data.batch_size is None:
+        samples, size = data.samples_per_epoch(), data.batch_size
+        why_not = f"an epoch of {samples} samples has room for no other batch size than {size}"
+        if size is None:
             why_not = "the DataLoader has no batch_size; one with a batch_size would work"
         notes.append(f"batch_size is not tuned: {why_not}")
     return Run(
@@ -159,10 +154,9 @@ def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> 
 
 
 def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, options: TuneOptions) -> Space:
-    """The legal configurations of this workload on this machine, within what the user allows."""
     data, device = workload.data, torch.device(workload.training.device)
     device_bytes = warmup.device_bytes
-    if device_bytes is not None:  # the model of this process is the one that will be trained
+    if device_bytes is not None:  # and what this process has of it, whose model will be trained
         device_bytes += torch.get_device_module(device).memory_reserved(device)
     accelerated = device.type != "cpu" and not warmup.on_accelerator
     own, allow = workload.own_config, options.allow
@@ -198,7 +192,6 @@ def _batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ..
 
 
 def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: int | None) -> int:
-    """The most workers that are right here."""
     if machine.why_no_workers is not None:
         return 0
     caps = (MOST_WORKERS, asked, data.shards, data.batches_per_epoch(), warmup.most_workers)
