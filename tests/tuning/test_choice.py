@@ -23,21 +23,16 @@ SHAPE = replace(
 
 def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0):
     """A search whose bursts gave the user's own configuration and another one these rates; it knows nothing else."""
-    pairs = [(None, searched), *enumerate(rounds)]
-    cells = [(c, rate, number) for number, rates in pairs for c, rate in zip((OWN, TWO), rates, strict=True) if rate]
-    trials = [
-        Trial.of(
-            i,
-            config,
-            replace(SHAPE, samples_per_s=Interval(value=rate, low=rate, high=rate, count=9), **share),
-            round=n,
-        )
-        for i, (config, rate, n) in enumerate(cells)
-        for share in ({"foreign_cpu_share": foreign},)
-    ]
+    trials = []
+    for number, rates in [(None, searched), *enumerate(rounds)]:
+        for config, rate in zip((OWN, TWO), rates, strict=True):
+            told = Interval(value=rate or 0.0, low=rate or 0.0, high=rate or 0.0, count=9)
+            measured = replace(SHAPE, samples_per_s=told, foreign_cpu_share=foreign)
+            trials += [Trial.of(len(trials), config, measured, round=number)] if rate else []
     belief = Belief(Space(max_workers=0, also=(TWO,)), Context(usable_cores=2), trials)
-    run = SimpleNamespace(tolerance=0.02, baseline=OWN)
-    return SimpleNamespace(trials=trials, belief=belief, run=run, ended=ended, fastest=lambda: trials[-1])
+    return SimpleNamespace(
+        trials=trials, belief=belief, run=SimpleNamespace(tolerance=0.02, baseline=OWN), ended=ended
+    )
 
 
 FASTER, ALIKE = [(100.0, 200.0), (100.0, 190.0)], [(100.0, 110.0), (100.0, 90.0)]
@@ -73,7 +68,7 @@ def test_a_guess_is_the_users_own_unless_something_is_almost_certainly_faster(se
 
 
 def test_what_is_told_of_the_best_is_of_its_rounds_alone():
-    found = simulated_result(SimulatedMachine(step_s=0.005), own=with_workers(1))
+    found = simulated_result(SimulatedMachine(step_s=0.005), own=with_workers(1), budget_s=20.0)
     rates = found.rates_of(found.best)
     assert found.status == "complete"
     assert len(rates) >= 2
