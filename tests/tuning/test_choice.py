@@ -30,9 +30,7 @@ def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0):
             measured = replace(SHAPE, samples_per_s=told, foreign_cpu_share=foreign)
             trials += [Trial.of(len(trials), config, measured, round=number)] if rate else []
     belief = Belief(Space(max_workers=0, also=(TWO,)), Context(usable_cores=2), trials)
-    return SimpleNamespace(
-        trials=trials, belief=belief, run=SimpleNamespace(tolerance=0.02, baseline=OWN), ended=ended
-    )
+    return SimpleNamespace(trials=trials, belief=belief, run=SimpleNamespace(tolerance=0.02, baseline=OWN), ended=ended)
 
 
 FASTER, ALIKE = [(100.0, 200.0), (100.0, 190.0)], [(100.0, 110.0), (100.0, 90.0)]

@@ -1,13 +1,9 @@
 """The study of a run, on simulated machines with a fake clock: who proposes, what is told and kept, why it ends."""
 
 import functools
-import gc
 import os
 import pickle
-import shutil
 import stat
-import subprocess
-import tempfile
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -62,33 +58,8 @@ def test_the_study_holds_every_burst_of_search_and_rounds_and_the_choice():
     assert sum(result.best in each.rates for each in rounds) >= 2
 
 
-@pytest.fixture
-def postgresql():
-    """A server of our own, which root must not run."""
-    if not (shutil.which("initdb") and shutil.which("pg_ctl")):
-        pytest.skip("needs initdb and pg_ctl (Debian: apt-get install postgresql)")
-    psycopg = pytest.importorskip("psycopg", reason="needs pip install 'autotune-loader[postgres]'")
-    user = None if os.geteuid() else "nobody"
-    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: its parents are closed to other users
-        run = functools.partial(
-            subprocess.run, user=user, cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL,
-            env={**os.environ, "LC_ALL": "C", "PGDATA": f"{folder}/data"},
-        )  # fmt: skip
-        shutil.chown(folder, user or os.getuid())
-        run(["initdb", "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync"])
-        options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"  # a port might be taken
-        run(["pg_ctl", "-l", f"{folder}/log", "-w", "-o", options, "start"])
-        yield f"postgresql+psycopg://tuner@/postgres?host={folder}"
-        for connection in [each for each in gc.get_objects() if type(each) is psycopg.Connection]:
-            connection.close()  # Optuna leaves that to the garbage collector
-        run(["pg_ctl", "-m", "immediate", "-w", "stop"])
-
-
-@pytest.mark.parametrize(
-    "storage", ["study.journal", "sqlite:///study.db", pytest.param("postgresql", marks=pytest.mark.system)]
-)
+@pytest.mark.parametrize("storage", ["study.journal", "sqlite:///study.db"])
 def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_left(storage, tmp_path, monkeypatch, request):
-    storage = request.getfixturevalue(storage) if storage == "postgresql" else storage
     monkeypatch.chdir(tmp_path)
     request.addfinalizer(functools.partial(os.umask, os.umask(0)))
     # GIVEN a search that was told to end after some trials, and another process that stands still in one more
