@@ -109,11 +109,21 @@ def test_another_sampler_proposes_until_it_repeats_itself():
     assert {c for each in found.belief.rounds for c in each.rates} <= {*configs(found)}
 
 
-def test_a_grid_of_workers_alone_is_searched():
-    grid = optuna.samplers.GridSampler({"num_workers": [0, 2, 4]})
-    found, _ = search_on(FAST_STEP, sampler=grid, own=None, budget_s=10.0)
-    assert {config.num_workers for config in configs(found)} >= {0, 2, 4}
+GRID, RANDOM = optuna.samplers.GridSampler({"num_workers": [0, 2, 4]}), optuna.samplers.RandomSampler(seed=0)
+
+
+@pytest.mark.parametrize("sampler", [GRID, RANDOM])
+def test_another_sampler_leaves_time_for_rounds_and_may_know_workers_alone(sampler):
+    found, clock = search_on(FAST_STEP, sampler=sampler, own=None, budget_s=10.0)
+    assert {config.num_workers for config in configs(found)} >= ({0, 2, 4} if sampler is GRID else set())
     assert all(trial.measurement for trial in found.trials)
+    assert found.belief.rounds
+    assert clock() <= 12
+
+
+def test_bursts_of_slow_batches_last_some_turns_of_the_workers():
+    found, _ = search_on(SimulatedMachine(cpu_s=0.5), budget_s=20.0)
+    assert max(each.measurement.window_s for each in found.trials) > 2.0
 
 
 NO_CEILING = SimulatedMachine(step_s=0.005, noise_sd=0.03)
