@@ -95,7 +95,7 @@ class ThreadLoader(DataLoader):
         (SAMPLES, None, {"max_workers": -1}, ValueError, "max_workers=-1 must be an integer >= 0; max_workers=1 would work"),
         (SAMPLES, None, {"tolerance": 1}, ValueError, "tolerance=1 must be at least 0 and below 1; tolerance=0.02 would work"),
         (SAMPLES, None, {"progress": "on"}, TypeError, "progress='on' is not a bool; progress=False would work"),
-        (SAMPLES, None, {"allow": ("batch-size",)}, ValueError, "allow='batch_size' would work"),
+        (SAMPLES, None, {"allow": ("in-order",)}, ValueError, "allow='in_order' would work"),
         (SAMPLES, None, {"allow": 3}, TypeError, r"allow=3 is not a collection of names; allow=\('in_order',\) would work"),
         (SAMPLES, None, {"output": False}, TypeError, "output=False is not a path; output='loader.json' would work"),
         (SAMPLES, None, {"study": "x.db"}, TypeError, r"study='x.db' is not an optuna.Study; study=optuna.create_.*would work"),
