@@ -1,12 +1,10 @@
 """From what the caller passed to a `Workload`: every mistake that can be seen without running anything is named here.
 
-A wrapper of a library around a DataLoader is unwrapped. Nothing here knows a library: a wrapper is told by the DataLoader that
-it holds, anything else by what it can do.
+A library's wrapper around a DataLoader is recognised by the DataLoader that it holds, any other object by what it can do.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -22,15 +20,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autotune_loader.pipeline.prefetch import accelerator
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
-from autotune_loader.values import LoaderConfig, require_int
+from autotune_loader.values import LoaderConfig, nearest, require_int
 
 ASSUMED_BATCH_SIZE = 32
-"""What a bare dataset is measured with when no batch size is given; said aloud, because nobody trains with torch's 1."""
+"""For a dataset without a batch size, with a note: hardly anybody trains with torch's default of 1."""
 SEARCH_DEPTH, MOST_PARTS = 3, 64
-"""How deep in attributes, lists and dicts of a wrapper a DataLoader is looked for, and in how many of them."""
+"""How deep a DataLoader is looked for in attributes, lists and dicts of a wrapper (Lightning's CombinedLoader: 2), and in
+how many of them: a list of samples is one too."""
 AS_TORCH = ("StatefulDataLoader", "DataLoaderShard", "AutoLoader")
 """Loaders whose own `__iter__` yields what torch's would; Accelerate's bring it to the device, as the step does."""
-STEP_FOR_REST = "pass a train_step that takes"
 ANSWERS = {
     "get_train_dataloader": "autotune_loader.integrations.transformers.tune_trainer(trainer)",
     "iloc": "a TensorDataset of its columns",
@@ -56,8 +54,7 @@ def answers_unknown_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_
     @functools.wraps(tune)
     def answering(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         for name in kwargs.keys() - known.keys():
-            nearest = difflib.get_close_matches(name, known, n=1)
-            works = f"{nearest[0]}=..." if nearest else f"one of {', '.join(known)}"
+            works = f"{near}=..." if (near := nearest(name, known)) else f"one of {', '.join(known)}"
             works = in_a_loader(name) if name in of_loader else works
             refuse(True, f"{name}={kwargs[name]!r:.60} is not an argument of tune()", works)
         return tune(*args, **kwargs)
@@ -124,7 +121,6 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
 
 
 def _check_order(data: Any, model: Any) -> None:
-    """What stands where something else belongs: a path, or the model first."""
     given, in_order = _shown(data), "tune(data, model)"
     if isinstance(data, (str, bytes, os.PathLike)):
         folder = f"data=torchvision.datasets.ImageFolder({os.fspath(data)!r})"
@@ -139,7 +135,6 @@ def _check_order(data: Any, model: Any) -> None:
 
 
 def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device: str | torch.device) -> TrainingSide:
-    """The training step, of what was given for it."""
     if isinstance(train_step, (int, float)) and not isinstance(train_step, bool):
         no_time = f"train_step={train_step!r} is not the seconds of a step"
         refuse(not 0 < train_step < math.inf, no_time, "train_step=0.05", ValueError)
@@ -211,7 +206,7 @@ def _device_name(device: str | torch.device, model: Any) -> str:
 
 
 def _without_ranks(model: Any) -> Any:
-    """The model inside `DistributedDataParallel`, whose process group lives here only; compiled again where it was."""
+    """The model inside `DistributedDataParallel`, whose process group is only here; compiled again if it was."""
     inner = getattr(model, "_orig_mod", model)
     if type(inner).__name__ != "DistributedDataParallel":
         return model
@@ -222,13 +217,11 @@ def _without_ranks(model: Any) -> Any:
 
 
 def _check_dataset(dataset: Any) -> None:
-    """As torch has it: a map-style dataset has samples and a length."""
     _check_again(data=dataset)
-    if isinstance(dataset, IterableDataset):
-        return
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise _neither(dataset)
-    refuse(not len(dataset), "data is empty (len(data) == 0)", "a dataset with at least one sample", ValueError)
+    if not isinstance(dataset, IterableDataset):
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise _neither(dataset)
+        refuse(not len(dataset), "data is empty (len(data) == 0)", "a dataset with at least one sample", ValueError)
 
 
 def _check_again(**parts: Any) -> None:
@@ -240,6 +233,7 @@ def _check_again(**parts: Any) -> None:
 
 
 def _check_epoch(side: DataSide) -> list[str]:
+    """A note on an epoch of less than one batch; one without a batch is refused."""
     samples, size = side.samples_per_epoch(), side.batch_size
     refuse(samples == 0, "data has no sample in an epoch", "a sampler with at least one index", ValueError)
     if samples is None or size is None or samples >= size or side.is_iterable:
@@ -269,8 +263,8 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
     if len(found) == 1:
         ((path, loader),) = found.items()
         return loader, [
-            f"data={name} holds a DataLoader ({path}), which was tuned: apply the configuration to "
-            f"it. What {name} itself does to batches is not measured; {STEP_FOR_REST} them without"
+            f"data={name} holds a DataLoader ({path}), which was tuned: apply the configuration to it. What {name} itself "
+            "does to batches is not measured; pass a train_step that takes them without"
         ]
     if isinstance(given, Mapping) and given and not found:
         keys = ", ".join(map(repr, given))
@@ -284,7 +278,7 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
 
 
 def _neither(given: Any, answer: str | None = None) -> TypeError:
-    """An object is no dataset and no loader: the error, with the call, or the kind of argument, that would work."""
+    """The error for what is no dataset and no loader, with the call, or the kind of argument, that would work."""
     if answer is None:
         answer = "the dataset that it reads, in a DataLoader," if hasattr(given, "__iter__") else "a list of samples"
     return TypeError(
@@ -294,13 +288,13 @@ def _neither(given: Any, answer: str | None = None) -> TypeError:
 
 
 def _own_iteration(loader: DataLoader[Any]) -> list[str]:
-    """A note where the loader's class does something of its own with batches, which the bursts do not run."""
+    """A note if the loader's class does something of its own with batches, which the bursts do not run."""
     own = next(cls for cls in type(loader).__mro__ if "__iter__" in vars(cls) or "_get_iterator" in vars(cls))
     if own.__module__.startswith("torch.") or own.__name__ in AS_TORCH:
         return []
     return [
         f"{own.__name__} has its own __iter__, which the trials do not run: the step gets what the workers return; "
-        f"{STEP_FOR_REST} those, or let the workers do all of it (PyTorch Geometric: filter_per_worker=True)"
+        "pass a train_step that takes those, or let the workers do all of it (PyTorch Geometric: filter_per_worker=True)"
     ]
 
 

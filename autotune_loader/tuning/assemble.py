@@ -1,7 +1,4 @@
-"""From a search to its `TuningResult`: what is chosen, whose figures it holds, and what has to be known before it is used.
-
-What limits the rate, and what to do about it, is said by `diagnosis`.
-"""
+"""From a search to its `TuningResult`: what is chosen, whether that is a guess, and what has to be known of it."""
 
 from __future__ import annotations
 
@@ -32,15 +29,13 @@ MUCH_DISTURBED = 1 / 3
 def assembled(search: Search, seconds: float) -> TuningResult:
     """The result of a search after so many wall seconds."""
     run, data, warmup, belief = search.run, search.run.workload.data, search.run.warmup, search.belief
-    undecided = why_undecided(search)
-    best = choice_of(search, is_decided=undecided is None)
-    ended = search.ended
+    best, undecided = choice_of(search)
     status: Status = "complete" if undecided is None else "undecided"
+    ended = search.ended
     if belief.choice is None:
-        ended, status, undecided = Ended.FALLBACK, "fallback", None
+        status, ended = "fallback", Ended.FALLBACK
     elif ended is Ended.INTERRUPTED:
-        status, undecided = "partial", None
-    context = search.bursts.context
+        status = "partial"
     found = TuningResult(
         best=best,
         status=status,
@@ -52,16 +47,14 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         rate_unit="batches/s" if warmup.counts_batches else "samples/s",
         ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
         undecided=undecided,
-        ended=None
-        if ended is None
-        else ended(tolerance=run.tolerance, which="" if search.twin.is_open else " that ran"),
+        ended=ended(tolerance=run.tolerance, which="" if search.twin.is_open else " that ran"),
         step=warmup.step,
         stages=stage_times(pooled(each.measurement.stages for each in search.trials if each.measurement)),
         warnings=tuple(_cautions(search, best)),
         tolerance=run.tolerance,
         seconds=round(seconds, 3),
-        step_s=context.step_s,
-        step_cores=context.step_cores,
+        step_s=search.bursts.context.step_s,
+        step_cores=search.bursts.context.step_cores,
         machine=run.fingerprint,
         trials=tuple(search.trials),
         study=search.study,
@@ -80,9 +73,11 @@ def assembled(search: Search, seconds: float) -> TuningResult:
     if any(best in each.rates for each in belief.rounds):
         effects = Effects(belief.rounds)
         speedup = effects.ratio(best, run.baseline) if best != run.baseline in effects.keys else None
+        # Any that is not shown to be slower by more than the tolerance might have been chosen by these rounds.
+        contenders = [effects.ratio(each, best).high >= 1 - run.tolerance for each in effects.keys if each != best]
         found = replace(
             found,
-            rate=effects.rate(best, chosen_of=_contenders(effects, best, run.tolerance)),
+            rate=effects.rate(best, chosen_of=1 + sum(contenders)),
             speedup=speedup if speedup is not None and speedup.count else None,
             as_fast=() if undecided is not None else _as_fast(belief, effects, best),
         )
@@ -94,63 +89,22 @@ def assembled(search: Search, seconds: float) -> TuningResult:
     )
 
 
-def _contenders(effects: Effects, best: LoaderConfig, tolerance: float) -> int:
-    """How many might have been chosen by these rounds: those that are not shown to be slower by more than the tolerance."""
-    return sum(each == best or effects.ratio(each, best).high >= 1 - tolerance for each in effects.keys)
+def choice_of(search: Search) -> tuple[LoaderConfig, Finding | None]:
+    """What to use, and why the bursts do not decide it, where they do not.
 
-
-def _as_fast(belief: Belief, effects: Effects, best: LoaderConfig) -> tuple[LoaderConfig, ...]:
-    """Who counts as equally fast of those that ran in rounds, by the rule that made the choice; none of them is cheaper."""
-    ran = [each for each in effects.keys if each.key() in belief.configs]
-    equal = [ran[index] for index in equally_fast(belief.draws.of([each.key() for each in ran]), belief.tolerance)]
-    cost = belief.space.cost
-    return tuple(each for each in equal if each != best and cost(each) >= cost(best))
-
-
-def why_undecided(search: Search) -> Finding | None:
-    """Why the bursts do not decide, and what would; None where they do."""
-    belief, ended, rounds = search.belief, search.ended, search.belief.rounds
-    tried = {each.config.key() for each in search.trials if each.measurement is not None}
-    busy = _disturbed(search)
-    if len(belief.configs) > 1 and busy > MUCH_DISTURBED * len(rounds):
-        return Undecided.BUSY(busy=busy, rounds=len(rounds))
-    if belief.choice is None:
-        return None
-    best = _measured_choice(belief)
-    if _is_outrun(search, best):
-        return Undecided.TOO_NOISY(rounds=len(rounds), tolerance=search.run.tolerance)
-    if ended in (Ended.SAFE, Ended.CEILING):
-        return None
-    if not rounds:
-        return Undecided.ONE_TRIED() if len(tried) < 2 else Undecided.NO_ROUNDS()
-    had_time = ended is Ended.NOT_WORTH_IT
-    if len(rounds) < LEAST_ROUNDS and not had_time:
-        return Undecided.FEW_ROUNDS(rounds=len(rounds))
-    if best.key() not in belief.configs or belief.loss(best) > search.run.tolerance:
-        why = Undecided.TOO_NOISY if had_time else Undecided.CLOSE
-        return why(rounds=len(rounds), tolerance=search.run.tolerance)
-    return None
-
-
-def _is_outrun(search: Search, best: LoaderConfig) -> bool:
-    """Whether a trial of something else was much faster than each of the choice's: the table would contradict the choice."""
-    rates = [(each.config, each.measurement.samples_per_s) for each in search.trials if each.measurement is not None]
-    own = max((rate.value for config, rate in rates if config.key() == best.key()), default=math.inf)
-    return any(rate.is_telling and rate.low > (1 + BURSTS_DIFFER) * own for _, rate in rates)
-
-
-def choice_of(search: Search, *, is_decided: bool) -> LoaderConfig:
-    """What to use: undecided the user's own, unless something that ran is almost certainly faster."""
+    Undecided it is the user's own, unless something that ran is almost certainly faster.
+    """
     belief, baseline = search.belief, search.run.baseline
     if belief.choice is None:
-        return LoaderConfig()
+        return LoaderConfig(), None
     best = _measured_choice(belief)
+    undecided = None if search.ended is Ended.INTERRUPTED else _why_undecided(search, best)
     measured = {each.config for each in search.trials if each.measurement is not None}
     is_there = baseline in measured and {baseline.key(), best.key()} <= {*belief.configs}
-    if is_decided or search.ended is Ended.INTERRUPTED or best == baseline or not is_there:
-        return best
+    if undecided is None or best == baseline or not is_there:
+        return best, undecided
     was_faster = sum(log_ratios(belief.rounds, best, baseline)) >= 0  # or nobody would believe the choice
-    return best if was_faster and belief.is_faster(best, baseline) >= CERTAIN else baseline
+    return best if was_faster and belief.is_faster(best, baseline) >= CERTAIN else baseline, undecided
 
 
 def _measured_choice(belief: Belief) -> LoaderConfig:
@@ -175,32 +129,56 @@ def _measured_choice(belief: Belief) -> LoaderConfig:
     return best
 
 
-def _disturbed(search: Search) -> int:
+def _why_undecided(search: Search, best: LoaderConfig) -> Finding | None:
+    """Why the bursts do not decide, and what would; None where they do."""
+    belief, rounds, tolerance = search.belief, search.belief.rounds, search.run.tolerance
+    busy, had_time = _disturbed(belief), search.ended is Ended.NOT_WORTH_IT
+    if len(belief.configs) > 1 and busy > MUCH_DISTURBED * len(rounds):
+        return Undecided.BUSY(busy=busy, rounds=len(rounds))
+    rates = [(each.config.key(), each.measurement.samples_per_s) for each in search.trials if each.measurement]
+    own = max((rate.value for key, rate in rates if key == best.key()), default=math.inf)
+    if any(rate.is_telling and rate.low > (1 + BURSTS_DIFFER) * own for _, rate in rates):
+        return Undecided.TOO_NOISY(rounds=len(rounds), tolerance=tolerance)  # the table would contradict the choice
+    if search.ended in (Ended.SAFE, Ended.CEILING):
+        return None
+    if not rounds:
+        return Undecided.ONE_TRIED() if len({key for key, _ in rates}) < 2 else Undecided.NO_ROUNDS()
+    if len(rounds) < LEAST_ROUNDS and not had_time:
+        return Undecided.FEW_ROUNDS(rounds=len(rounds))
+    if best.key() not in belief.configs or belief.loss(best) > tolerance:
+        return (Undecided.TOO_NOISY if had_time else Undecided.CLOSE)(rounds=len(rounds), tolerance=tolerance)
+    return None
+
+
+def _as_fast(belief: Belief, effects: Effects, best: LoaderConfig) -> tuple[LoaderConfig, ...]:
+    """Who counts as equally fast of those that ran in rounds, by the rule that made the choice; none of them is cheaper."""
+    ran, cost = [each for each in effects.keys if each.key() in belief.configs], belief.space.cost
+    equal = [ran[index] for index in equally_fast(belief.draws.of([each.key() for each in ran]), belief.tolerance)]
+    return tuple(each for each in equal if each != best and cost(each) >= cost(best))
+
+
+def _disturbed(belief: Belief) -> int:
     """In how many rounds others kept the cores busy."""
-    return sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in search.belief.rounds)
-
-
-# What has to be known
+    return sum((each.foreign_cpu_share or 0.0) > FOREIGN_CPU_LIMIT for each in belief.rounds)
 
 
 def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
+    """What has to be known before it is used."""
+    belief = search.belief
     yield from changes_in_training(best, search.run.workload.data)
-    if search.belief.choice is not None and _starts_count(search.belief):
-        yield Caution.EPOCH_STARTS()
+    if belief.choice is not None:
+        # Whether workers of anything that ran start for more than the tolerance of an epoch.
+        tried = {trial.config.key() for trial in belief.trials if trial.samples_per_s}
+        starts = (belief.sustained.paths - belief.draws.paths).mean(axis=0)
+        if any(log > belief.tolerance for config, log in zip(belief.configs, starts, strict=True) if config in tried):
+            yield Caution.EPOCH_STARTS()
     yield from (Caution.NOTE(text=each) for each in search.run.notes)
-    if busy := _disturbed(search):
-        yield Caution.DISTURBED(limit=FOREIGN_CPU_LIMIT, busy=busy, rounds=len(search.belief.rounds))
+    if busy := _disturbed(belief):
+        yield Caution.DISTURBED(limit=FOREIGN_CPU_LIMIT, busy=busy, rounds=len(belief.rounds))
     failures = [trial.failure for trial in search.trials if trial.failure is not None]
     for kind in sorted({each.kind for each in failures}):
         messages = [each.message for each in failures if each.kind == kind]
         yield Caution.FAILED(trials=len(messages), kind=kind, message=messages[0])
-
-
-def _starts_count(belief: Belief) -> bool:
-    """Whether workers of anything that ran start for more than the tolerance of an epoch."""
-    tried = {trial.config.key() for trial in belief.trials if trial.samples_per_s}
-    logs = (belief.sustained.paths - belief.draws.paths).mean(axis=0)
-    return any(log > belief.tolerance for config, log in zip(belief.configs, logs, strict=True) if config in tried)
 
 
 def saved(result: TuningResult, output: str | None) -> TuningResult:

@@ -7,7 +7,7 @@ round      a little longer, and from full queues where workers would compute mor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.pipeline.throughput import queued_share
@@ -16,7 +16,7 @@ from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement
 
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 """The step alone, on a batch that lies ready: more exact than a burst of the search, because it bounds them all."""
-SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015)
+SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015, stages=True)
 """One burst of the search: it need only rank and feed the twin; the rounds measure."""
 ROUND_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
 """One burst of a round: long enough to average over stalls, short enough that a round sees one state of the machine.
@@ -39,18 +39,15 @@ FETCHES_TO_WAIT_FOR = 4
 """No burst hangs before so many times the seconds have passed that the first batch took."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Wall seconds that may be spent."""
+    """Wall seconds that may be spent from now on."""
 
-    seconds: float
-    started: float
-    """When they began, on the clock."""
-    clock: Callable[[], float]
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self.seconds, self.clock, self._started = seconds, clock, clock()
 
     def left(self) -> float:
         """Seconds; less than 0 once it is overrun."""
-        return self.seconds - (self.clock() - self.started)
+        return self.seconds - (self.clock() - self._started)
 
 
 class Bursts:
@@ -70,7 +67,7 @@ class Bursts:
         context: Context,
         budget: Budget,
         trials: Callable[[], Sequence[Trial]],
-        first_batch_s: float = 0.0,
+        first_batch_s: float,
     ) -> None:
         self._probe, self.context, self._trials = probe, context, trials
         self._budget, self._first_batch_s = budget, first_batch_s
@@ -90,21 +87,30 @@ class Bursts:
     def run(
         self, config: LoaderConfig, number: int, round_: int | None = None, predicted: float | None = None
     ) -> Trial:
-        """A burst of the search, with the stages of a sample watched, or of a round, from queues as full as in training.
-
-        One of the search runs once more where it failed by what may be chance.
-        """
-        trials, begun = self._trials(), self._budget.clock()
-        plan = replace(SEARCH_BURST, stages=True)
-        if round_ is not None:
-            plan = replace(
-                ROUND_BURST, prefill_s=self._prefill_s(config, trials), again=_may_read_again(trials, round_)
-            )
-        outcome = self._probe.burst(config, self._lasting(config, plan, trials))
+        """A burst of the search, or of the round of this number; one of the search that failed by chance runs once more."""
+        begun, plan = self._budget.clock(), self._plan(config, round_)
+        outcome = self._probe.burst(config, plan)
         if isinstance(outcome, Failure) and outcome.retryable and round_ is None:
-            outcome = self._probe.burst(config, self._lasting(config, plan, trials))
+            outcome = self._probe.burst(config, plan)
         seconds = self._budget.clock() - begun
         return Trial.of(number, config, outcome, seconds=seconds, round=round_, predicted_samples_per_s=predicted)
+
+    def _plan(self, config: LoaderConfig, round_: int | None) -> BurstPlan:
+        """Long enough for some turns of the workers, and with a deadline; in a round from queues as full as in training."""
+        trials, plan = self._trials(), SEARCH_BURST
+        if round_ is not None:
+            last = trials[-1] if trials and trials[-1].round == round_ else None
+            # A side reads what the one before it has read, where that did not come from storage.
+            again = last is not None and last.measurement is not None and last.measurement.read_bytes == 0
+            plan = replace(ROUND_BURST, prefill_s=self._prefill_s(config, trials), again=again)
+        least_s = self._least_window_s(config, trials)
+        return replace(
+            plan,
+            min_s=max(plan.min_s, least_s),
+            max_s=max(plan.max_s, least_s),
+            seed=len(trials),
+            deadline_s=self._deadline_s(trials),
+        )
 
     def _prefill_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
         """Seconds that the workers need to fill their queues before the loop begins, as the first traced burst has it.
@@ -122,17 +128,6 @@ class Bursts:
             return 0.0
         others_s = ((config.prefetch_factor or 1) - 1) * measured.service_s
         return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)
-
-    def _lasting(self, config: LoaderConfig, plan: BurstPlan, trials: Sequence[Trial]) -> BurstPlan:
-        """The plan for one configuration: long enough for some turns of its workers, and with a deadline."""
-        least_s = self._least_window_s(config, trials)
-        return replace(
-            plan,
-            min_s=max(plan.min_s, least_s),
-            max_s=max(plan.max_s, least_s),
-            seed=len(trials),
-            deadline_s=self._deadline_s(trials),
-        )
 
     def _least_window_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
         """Seconds for some turns of the workers, as in the burst with the most similar number of them."""
@@ -152,11 +147,3 @@ class Bursts:
         patient_s = max(SHORTEST_DEADLINE_S if has_workers else UNKNOWN_DEADLINE_S, DEADLINE_FACTOR * slowest_s)
         least_s = max(2 * slowest_s, FETCHES_TO_WAIT_FOR * self._first_batch_s)
         return max(min(patient_s, max(self._budget.left() / 2, LEAST_DEADLINE_S)), least_s)
-
-
-def _may_read_again(trials: Sequence[Trial], round_: int) -> bool:
-    """Whether a side of a round reads what the one before it has read: where that did not come from storage."""
-    last = trials[-1] if trials else None
-    return (
-        last is not None and last.round == round_ and last.measurement is not None and last.measurement.read_bytes == 0
-    )

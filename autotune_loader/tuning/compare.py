@@ -2,8 +2,7 @@
 
 sides ─► a probe each ─► the step alone, one burst each ─► rounds ─► ratios with intervals, bottlenecks
 
-In each round all sides run once. Rounds go on until every side is faster or slower than the first, or as fast, or the budget
-ends. `studies.fidelity.selection` tells how often that is so, and how often it is wrong.
+Rounds go on until every side is shown to be faster or slower than the first, or as fast, or the budget ends.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from autotune_loader.search.belief import MAX_FAILURES
 from autotune_loader.search.turns import in_turns
 from autotune_loader.tuning.arguments import make_workload, refuse
 from autotune_loader.tuning.bursting import Budget, Bursts
-from autotune_loader.tuning.options import parse_options
-from autotune_loader.tuning.run import make_context
+from autotune_loader.tuning.run import make_context, parse_options
 from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement, Round, Trial, WorkloadError, averaged
 
-LEAST_ROUNDS, MOST_ROUNDS = 4, 100
-"""With fewer rounds two that are equal would be called faster or slower too often; and a comparison ends."""
+LEAST_ROUNDS = 4
+"""With fewer rounds equal sides are called faster or slower too often (`studies.fidelity.selection`)."""
+MOST_ROUNDS = 100
+"""What the arithmetic of rounds takes grows with their number, cubed."""
 
 
 def compare(
@@ -80,20 +80,20 @@ def compare(
     workloads = {name: _workload(name, value, model, shared) for name, value in sides.items()}
     begun, machine, shown = time.monotonic(), inspect_machine(), make_progress(options.progress)
     with contextlib.ExitStack() as exits:
-        entrants = {}
-        for name, workload in workloads.items():
+        entrants = {name: _Entrant(workload) for name, workload in workloads.items()}
+        for name, entrant in entrants.items():
             shown.announce(f"starting {name}")
-            entrants[name] = entrant = _Entrant(workload=workload)
-            opening = open_probe(workload, machine, machine.memory_budget_bytes, budget_s=options.budget_s)
+            memory_bytes, budget_s = machine.memory_budget_bytes, options.budget_s
             try:
+                opening = open_probe(entrant.workload, machine, memory_bytes, budget_s=budget_s)
                 entrant.opened = exits.enter_context(opening)
             except WorkloadError as error:
                 entrant.failure = _failure_of(error)
-        bounds = Budget(seconds=options.budget_s, started=time.monotonic(), clock=time.monotonic)
+        budget_left = Budget(options.budget_s, time.monotonic)
         for entrant in entrants.values():
-            entrant.begin(machine, bounds)
+            entrant.begin(machine, budget_left)
         works = {name: each.trials[-1].seconds for name, each in entrants.items() if each.failure is None}
-        paired = PairedRounds(works, lambda name, number: entrants[name].burst(number), bounds, of=len(sides))
+        paired = PairedRounds(works, lambda name, number: entrants[name].burst(number), budget_left, of=len(sides))
         while paired.run():
             rates = (f"{name} {rate:,.0f}" for name, rate in paired.rounds[-1].rates.items())
             shown.announce(f"round {len(paired.rounds)}: {', '.join(rates)}")
@@ -104,14 +104,10 @@ def compare(
 class PairedRounds:
     """Rounds of some sides, in each of which those run once that are not yet known beside the first."""
 
-    burst_s: dict[str, float]
-    """Sides by name, with the seconds that the last burst of each took."""
-    burst: Callable[[str, int], Measurement | Failure]
-    """A burst of a side in the round of this number, from 0."""
-    budget: Budget
-    """A round that does not fit into it is not begun."""
-    of: int
-    """Number of sides that are compared, with those that failed before."""
+    burst_s: dict[str, float]  # sides by name, with the seconds that the last burst of each took
+    burst: Callable[[str, int], Measurement | Failure]  # a burst of a side in the round of this number, from 0
+    budget: Budget  # a round that does not fit into it is not begun
+    of: int  # number of sides that are compared, with those that failed before
     rounds: list[Round] = field(default_factory=list)
     _failed: Counter[str] = field(default_factory=Counter)
 
@@ -138,32 +134,30 @@ class PairedRounds:
         """Who runs in the next round, in this order."""
         number, works = len(self.rounds), self.works()
         ratios = ratios_of(self.rounds, works, self.of)
-        order = [name for name in works[1:] if not _is_decided(name, ratios.get(name))]
-        is_over = number >= MOST_ROUNDS or not (order or number < LEAST_ROUNDS)
-        order = works[:1] + order
-        while len(order) > 2 and sum(self.burst_s[name] for name in order) > self.budget.left():
-            order.remove(max(order[1:], key=self.burst_s.__getitem__))  # the others shall have an answer
-        if is_over or sum(self.burst_s[name] for name in order) > self.budget.left():
+        open_ones = [name for name in works[1:] if name not in ratios or not _is_decided(ratios[name])]
+        if number >= MOST_ROUNDS or not (open_ones or number < LEAST_ROUNDS):
             return []
+        order = works[:1] + open_ones
+        while sum(self.burst_s[name] for name in order) > self.budget.left():
+            if len(order) <= 2:
+                return []
+            order.remove(max(order[1:], key=self.burst_s.__getitem__))  # the others shall have an answer
         return in_turns(order, number)
 
 
-def _is_decided(name: str, ratio: Interval | None) -> bool:
-    if ratio is None or ratio.count < LEAST_ROUNDS:
-        return False
-    said = answer(name, ratio, "")
-    return not (Answer.NOT_SHOWN.said_by(said) or Answer.UNSURE.said_by(said))
+def _is_decided(ratio: Interval) -> bool:
+    said = answer("", ratio, "")
+    return ratio.count >= LEAST_ROUNDS and not (Answer.NOT_SHOWN.said_by(said) or Answer.UNSURE.said_by(said))
 
 
 def _check_sides(sides: object) -> None:
-    works = 'sides={"now": loader, "then": other_loader} would work'
+    works = 'sides={"now": loader, "then": other_loader}'
     if not isinstance(sides, Mapping):
-        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works}")
-    if len(sides) < 2:
-        raise ValueError(f"sides={dict(sides)!r:.60} has fewer than two sides; {works}")
+        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works} would work")
+    refuse(len(sides) < 2, f"sides={dict(sides)!r:.60} has fewer than two sides", works, ValueError)
     for name in sides:
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"sides has the name {name!r}, which is not a string; {works}")
+        is_name = isinstance(name, str) and name
+        refuse(not is_name, f"sides has the name {name!r}, which is not a string", works)
 
 
 def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> Workload:
@@ -172,10 +166,11 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
     Raises:
         TypeError, ValueError: it is none; the message begins with its name.
     """
-    given, (loader, *rest) = {"model": model, **shared}, value if isinstance(value, tuple) and value else (value,)
-    no_pair = isinstance(value, tuple) and len(value) not in (2, 3)
+    given, parts = {"model": model, **shared}, value if isinstance(value, tuple) else (value,)
+    no_pair = isinstance(value, tuple) and len(parts) not in (2, 3)
     works = "(loader, train_step) or (loader, model, train_step)"
-    refuse(no_pair, f"sides[{name!r}] is a tuple of {1 + len(rest)}", works)
+    refuse(no_pair, f"sides[{name!r}] is a tuple of {len(parts)}", works)
+    loader, *rest = parts
     if len(rest) == 1:
         given["model" if isinstance(rest[0], torch.nn.Module) else "train_step"] = rest[0]
     elif rest:
@@ -186,19 +181,16 @@ def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> W
         raise type(error)(f"sides[{name!r}]: {error}") from error
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Entrant:
     """One side while it is measured."""
 
     workload: Workload
-    opened: OpenProbe | None = None
+    opened: OpenProbe | None = None  # None where the first batch failed
     bursts: Bursts | None = None
-    step: Measurement | None = None
-    """The step alone, data already in memory."""
-    failure: Failure | None = None
-    """The last one."""
-    trials: list[Trial] = field(default_factory=list)
-    """Every burst, in order."""
+    step: Measurement | None = None  # the step alone, data already in memory
+    failure: Failure | None = None  # the last one
+    trials: list[Trial] = field(default_factory=list)  # every burst, in order
 
     @property
     def config(self) -> LoaderConfig:
@@ -228,13 +220,12 @@ class _Entrant:
 
 
 def _failure_of(error: WorkloadError) -> Failure:
-    return Failure(
-        kind="user_exception", phase="batches", message=error.message, traceback=error.user_traceback or None
-    )
+    traceback = error.user_traceback or None
+    return Failure(kind="user_exception", phase="batches", message=error.message, traceback=traceback)
 
 
 def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: Machine, seconds: float) -> Comparison:
-    counting = {name: each.opened.warmup.counts_batches for name, each in entrants.items() if each.opened is not None}
+    counting = {name: each.opened.warmup.counts_batches for name, each in entrants.items() if each.opened}
     if len(set(counting.values())) > 1:
         name = next(name for name, counts in counting.items() if counts)
         raise ValueError(
@@ -246,10 +237,10 @@ def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: M
     notes = [
         Caution.NOTE(text=f"{name}: {note}")
         for name, each in entrants.items()
-        for note in (*each.workload.notes, *(() if each.opened is None else each.opened.notes))
+        for note in (*each.workload.notes, *(each.opened.notes if each.opened else ()))
     ]
-    # The last batch of an epoch may be smaller.
     measured = {side.name: side.measurement for side in sides if side.measurement is not None}
+    # The largest: the last batch of an epoch may be smaller.
     sizes = {name: max(each.samples for each in burst.traces) for name, burst in measured.items() if burst.traces}
     if len(set(sizes.values())) > 1:
         differ = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -265,16 +256,14 @@ def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: M
 
 def _side(name: str, entrant: _Entrant, machine: Machine, *, works: bool) -> Side:
     """What was measured of a side, and what limits it, by the same rules as in `tune()`."""
-    config, workload, failure = entrant.config, entrant.workload, entrant.failure
-    trials = entrant.trials
+    config, workload, failure, trials = entrant.config, entrant.workload, entrant.failure, entrant.trials
     measured = [each.measurement for each in trials if each.measurement is not None and each.round is not None]
     if not (works and measured):
-        error = (
-            "the budget had no room for an A/B round with it; rerun with a larger budget"
-            if failure is None
-            else f"{failure.kind}: {failure.message}"
-        )
-        return Side(name=name, config=config, error=error, traceback=None if failure is None else failure.traceback)
+        if failure is None:
+            no_room = "the budget had no room for an A/B round with it; rerun with a larger budget"
+            return Side(name=name, config=config, error=no_room)
+        error = f"{failure.kind}: {failure.message}"
+        return Side(name=name, config=config, error=error, traceback=failure.traceback)
     together = averaged(measured)
     evidence = Evidence.of(
         together,

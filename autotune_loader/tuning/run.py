@@ -1,9 +1,12 @@
-"""One tuning run before its search begins: what is legal for its workload on this machine."""
+"""One tuning run before its search begins: how to search, and what is legal for its workload on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -14,11 +17,77 @@ from autotune_loader.machine.fingerprint import Fingerprint
 from autotune_loader.machine.host import cpu_model
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.search.space import MOST_WORKERS, BatchCost, Context, Limits, Space
-from autotune_loader.tuning.options import TuneOptions
-from autotune_loader.values import LoaderConfig
+from autotune_loader.tuning.arguments import refuse
+from autotune_loader.values import ALLOWABLE, LoaderConfig, require_bool, require_choice, require_int
 
 BATCH_FACTORS = (2, 4, 0.5)
-"""Batch sizes around the user's own, in the order in which they are tried."""
+"""Batch sizes around the user's own, in the order in which they are tried: larger ones gain more often."""
+SHORTEST_BUDGET_S = 1.0
+"""In less no two bursts fit."""
+_UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}  # as people write them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """How to search: the arguments of `tune()` with these names, parsed."""
+
+    budget_s: float
+    max_workers: int | None
+    allow: frozenset[str]
+    tolerance: float
+    output: str | None
+    progress: bool | None
+
+
+def parse_options(
+    *,
+    budget: object = 60.0,
+    max_workers: int | None = None,
+    allow: object = (),
+    tolerance: float = 0.02,
+    output: object = None,
+    progress: bool | None = None,
+) -> TuneOptions:
+    """`TuneOptions` from arguments of `tune()`.
+
+    Raises:
+        TypeError, ValueError: one is wrong; the message names its value and one that would work.
+    """
+    require_int("max_workers", max_workers, minimum=0, or_none=True)
+    names: list[Any] = [allow] if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [None]
+    are_names = all(isinstance(each, str) for each in names)
+    refuse(not are_names, f"allow={allow!r} is not a collection of names", "allow=('in_order',)")
+    for name in sorted(names):
+        require_choice("allow", name, ALLOWABLE)
+    is_share = isinstance(tolerance, (int, float)) and 0 <= tolerance < 1
+    refuse(not is_share, f"tolerance={tolerance!r} must be at least 0 and below 1", "tolerance=0.02", ValueError)
+    is_path = output is None or isinstance(output, (str, os.PathLike))
+    refuse(not is_path, f"output={output!r} is not a path", "output='loader.json'")
+    if progress is not None:
+        require_bool("progress", progress)
+    return TuneOptions(
+        budget_s=_seconds_of(budget),
+        max_workers=max_workers,
+        allow=frozenset(names),
+        tolerance=tolerance,
+        output=None if output is None else os.fsdecode(output),  # type: ignore[arg-type]
+        progress=progress,
+    )
+
+
+def _seconds_of(budget: object) -> float:
+    """Seconds from a number, "90", "90s", "3m" or "1h"."""
+    given, works = f"budget={budget!r}", "budget='60s'"
+    is_either = isinstance(budget, (int, float, str)) and not isinstance(budget, bool)
+    refuse(not is_either, f"{given} is neither a number of seconds nor a string such as '60s'", works)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(budget))
+    if match is None or match[2].lower() not in _UNITS_S:
+        units = ", ".join(filter(None, _UNITS_S))
+        raise ValueError(f"{given} cannot be read (units: {units}); {works} would work")
+    seconds = float(match[1]) * _UNITS_S[match[2].lower()]
+    is_long = SHORTEST_BUDGET_S <= seconds < float("inf")
+    refuse(not is_long, f"{given} is not at least {SHORTEST_BUDGET_S:.0f} s", works, ValueError)
+    return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +100,7 @@ class Run:
     warmup: WarmupReport
     machine: Machine
     tolerance: float = 0.02
-    notes: tuple[str, ...] = ()
-    """What the user should know of how the arguments were read and the bursts run."""
+    notes: tuple[str, ...] = ()  # what the user should know of how the arguments were read and the bursts run
 
     @property
     def baseline(self) -> LoaderConfig:
@@ -58,10 +126,9 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
     space = _make_space(workload, warmup, machine, options)
     notes = [*workload.notes, *opened.notes, *filter(None, [machine.why_no_workers])]
     if "batch_size" in options.allow and len(space.batch_sizes) == 1:
-        why_not = (
-            f"an epoch of {data.samples_per_epoch()} samples has room for no other batch size than {data.batch_size}"
-        )
-        if data.batch_size is None:
+        samples, size = data.samples_per_epoch(), data.batch_size
+        why_not = f"an epoch of {samples} samples has room for no other batch size than {size}"
+        if size is None:
             why_not = "the DataLoader has no batch_size; one with a batch_size would work"
         notes.append(f"batch_size is not tuned: {why_not}")
     return Run(
@@ -87,10 +154,9 @@ def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> 
 
 
 def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, options: TuneOptions) -> Space:
-    """The legal configurations of this workload on this machine, within what the user allows."""
     data, device = workload.data, torch.device(workload.training.device)
     device_bytes = warmup.device_bytes
-    if device_bytes is not None:  # the model of this process is the one that will be trained
+    if device_bytes is not None:  # and what this process has of it, whose model will be trained
         device_bytes += torch.get_device_module(device).memory_reserved(device)
     accelerated = device.type != "cpu" and not warmup.on_accelerator
     own, allow = workload.own_config, options.allow
@@ -126,7 +192,6 @@ def _batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ..
 
 
 def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: int | None) -> int:
-    """The most workers that are right here."""
     if machine.why_no_workers is not None:
         return 0
     caps = (MOST_WORKERS, asked, data.shards, data.batches_per_epoch(), warmup.most_workers)

@@ -1,9 +1,6 @@
-"""The Optuna study of a tuning run: opened, run, and told what was chosen.
+"""The Optuna study of a tuning run, opened and run: any storage, any sampler, several processes at once.
 
-    optimize: propose ─► veto ─► burst ─► record ─► is it decided? ─► choice
-
-The study is Optuna's and the user's: any storage, any sampler, several processes at once. A failure is pruned, with its reason,
-because samplers ignore a bare FAIL and propose it again.
+optimize: propose ─► veto ─► burst ─► record ─► is it decided?
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from autotune_loader.report.progress import Progress
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.sampler import ROUND, TwinSampler, quiet_optuna
+from autotune_loader.tuning.arguments import in_a_loader, refuse
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.run import Run
 from autotune_loader.values import LoaderConfig, Measurement, Trial, what_works
@@ -29,16 +27,33 @@ from autotune_loader.values import LoaderConfig, Measurement, Trial, what_works
 JOB, CHOSEN = "job", "chosen"
 """Attributes of a study: whose trials it has, and the configuration that was chosen."""
 SAMPLERS_SHARE = 0.5
-"""Share of the budget in which another sampler proposes; the rest is for rounds of the best that it has found."""
+"""Share of the budget in which another sampler proposes; rounds of the best that it has found need the rest."""
 MOST_REPEATS = 5
-"""A sampler that proposes so often in a row what it has proposed before has nothing new to say."""
+"""Another sampler that repeats itself so often in a row has seen all of a small space."""
+
+
+def check_study(study: Any, sampler: Any) -> None:
+    """Check the study and the sampler of the user.
+
+    Raises:
+        TypeError, ValueError: one is not Optuna's, or the study does not maximise one value.
+    """
+    works = "study=optuna.create_study(direction='maximize')"
+    refuse(not isinstance(study, (optuna.Study, type(None))), f"study={study!r:.60} is not an optuna.Study", works)
+    is_sampler = sampler is None or isinstance(sampler, optuna.samplers.BaseSampler)
+    of_torch = hasattr(sampler, "__iter__") and not isinstance(sampler, str)
+    works_instead = in_a_loader("sampler") if of_torch else "sampler=optuna.samplers.TPESampler()"
+    refuse(not is_sampler, f"sampler={sampler!r:.60} is not an Optuna sampler", works_instead)
+    if study is not None:
+        wanted = [optuna.study.StudyDirection.MAXIMIZE]
+        refuse(study.directions != wanted, "study= must maximise one value, the samples/s", works, ValueError)
 
 
 def open_study(storage: str | None = None, name: str = "autotune_loader") -> optuna.Study:
-    """A study for `tune(study=...)`, gone on with where it is there already.
+    """A study for `tune(study=...)`, which is continued if its storage has it.
 
     Args:
-        storage: URL of a database, or the path of a journal file, which is readable by its owner alone; None for memory.
+        storage: URL of a database, or the path of a journal file, which only its owner can read; None for memory.
         name: of the study in its storage.
 
     Raises:
@@ -74,10 +89,10 @@ class Search:
     Args:
         run: the job.
         probe: runs the bursts.
-        study: is told every trial; None for one in memory.
+        study: gets every trial; None for one in memory.
         sampler: proposes; None for the twin.
-        budget: of bursts, from when their process is warm.
-        progress: told what happens.
+        budget: of the bursts.
+        progress: shows every trial and round.
         suggestions: tried first, such as an earlier run's best.
 
     Raises:
@@ -98,17 +113,16 @@ class Search:
         self.run, self.budget, self._sampler, self._progress = run, budget, sampler, progress
         self._suggestions, self._repeats = list(suggestions), 0
         self.study, self._is_theirs = open_study() if study is None else study, study is not None
-        if self.study.user_attrs.get(JOB, run.identity) != run.identity:
-            raise ValueError(
-                f"study={self.study.study_name!r} has trials of another job ({self.study.user_attrs[JOB]}); "
-                "a separate study for each job would work"
-            )
+        if (job := self.study.user_attrs.get(JOB, run.identity)) != run.identity:
+            wrong = f"study={self.study.study_name!r} has trials of another job ({job})"
+            raise ValueError(f"{wrong}; a separate study for each job would work")
         self.twin = TwinSampler(run.space, run.context, tolerance=run.tolerance, baseline=run.baseline, first=())
         self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup.first_batch_s)
         self._expecting = self.belief
         """What the bursts of this round were proposed by."""
         self.ceiling: Measurement | None = None
-        self.ended: Ended | None = None
+        """The step alone; None without one."""
+        self.ended = Ended.ASKED
 
     @property
     def trials(self) -> list[Trial]:
@@ -129,7 +143,8 @@ class Search:
         before = self.study.sampler
         with quiet_optuna():
             try:
-                self._time_step()
+                if self.run.workload.has_step:
+                    self.ceiling = self.bursts.step_alone()
                 self.study.set_user_attr(JOB, self.run.identity)
                 self._search()
             except KeyboardInterrupt:
@@ -140,30 +155,17 @@ class Search:
                 if self._is_theirs and self._sampler is None:
                     self.study.sampler = before
 
-    def tell(self, chosen: LoaderConfig) -> None:
-        """Write the choice into the study."""
-        self.study.set_user_attr(CHOSEN, chosen.to_dict())
-
     def fastest(self) -> Trial | None:
         """The successful trial with the highest measured rate."""
         measured = [trial for trial in self.trials if trial.measurement is not None]
         return max(measured, key=lambda trial: trial.samples_per_s or 0.0, default=None)
 
-    def ceiling_rate(self) -> float | None:
-        """Samples/s of the step alone; None where batches of another size, with another ceiling, are searched as well."""
-        has_one_size = len(self.run.space.batch_sizes) == 1
-        return self.ceiling.samples_per_s.value if self.ceiling is not None and has_one_size else None
-
-    def _time_step(self) -> None:
-        """The step alone: the ceiling, and what the twin needs of it."""
-        if self.run.workload.has_step:
-            self.ceiling = self.bursts.step_alone()
-        self.twin.ceiling, self.twin.context = self.ceiling_rate(), self.bursts.context
-
     def _search(self) -> None:
         """The twin proposes everything; or another sampler for a while, and then the twin rounds of the best of it."""
         run, study, twin = self.run, self.study, self.twin
-        twin.seconds_left, twin.is_open = self.budget.left, self._sampler is None
+        twin.context, twin.seconds_left, twin.is_open = self.bursts.context, self.budget.left, self._sampler is None
+        if self.ceiling is not None and len(run.space.batch_sizes) == 1:  # batches of another size have another ceiling
+            twin.ceiling = self.ceiling.samples_per_s.value
         twin.first = begin_with(run.space, twin.context, own=run.baseline, suggested=self._suggestions)
         study.sampler = self._sampler or twin
         if self._sampler is None:
@@ -196,18 +198,18 @@ class Search:
             trial = Trial(number=asked.number, config=config, failure=failure, seconds=self.budget.clock() - begun)
         self.twin.record(asked, trial)
         self._progress.trial(trial, self.fastest(), self.budget.left())
-        if trial.failure is not None:
+        if trial.failure is not None:  # samplers ignore a bare FAIL and propose it again
             raise optuna.TrialPruned(trial.failure.message)
         assert trial.samples_per_s is not None
         return trial.samples_per_s
 
     def _show_round(self, _: optuna.Study, done: optuna.trial.FrozenTrial) -> None:
-        """A callback: the last side of a round has run."""
+        """Show a round once its last side has run."""
         if done.user_attrs.get(ROUND) is not None and not self.twin.is_within_round():
             rounds = self.belief.rounds
             self._progress.round(len(rounds), rounds[-1].rates if rounds else {}, self.budget.left())
 
     def _stop_sampling(self, study: optuna.Study, _: optuna.trial.FrozenTrial) -> None:
-        """A callback: another sampler has had its share of the budget, or repeats itself."""
+        """End the proposals of another sampler that has had its share of the budget, or repeats itself."""
         if self._repeats >= MOST_REPEATS or self.budget.left() < SAMPLERS_SHARE * self.budget.seconds:
             study.stop()

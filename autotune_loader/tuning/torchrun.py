@@ -3,8 +3,8 @@
     rank 0    ask ──► own burst ──► outcomes of all ──► slowest ──► study ──► ask ... ──► result
     rank r    hear ─► own burst ──► tell ─────────────────────────────────► hear ... ──► result
 
-So they contend for cores, memory and storage as they will in training. Objects travel by torch.distributed's own collectives on
-a gloo group. A rank that raises, or is interrupted, leaves the group with its own error; the others end with torch's.
+They contend for cores, memory and storage as in training. Objects travel by collectives of torch.distributed on a gloo group.
+A rank that raises, or is interrupted, leaves the group with its own error; the others end with torch's.
 """
 
 from __future__ import annotations

@@ -26,9 +26,8 @@ from autotune_loader.report.result import TuningResult
 from autotune_loader.tuning.arguments import answers_unknown_arguments, make_workload
 from autotune_loader.tuning.assemble import assembled, saved
 from autotune_loader.tuning.bursting import Budget
-from autotune_loader.tuning.options import check_study, parse_options
-from autotune_loader.tuning.run import Run, common_space, make_run
-from autotune_loader.tuning.study import Search
+from autotune_loader.tuning.run import Run, common_space, make_run, parse_options
+from autotune_loader.tuning.study import CHOSEN, Search, check_study
 from autotune_loader.tuning.torchrun import decided, joined_ranks
 from autotune_loader.values import ConfigFileError, LoaderConfig, require_writable
 
@@ -134,14 +133,14 @@ def tune(  # noqa: PLR0913 - all that a user may say
                     probe,
                     study,
                     sampler,
-                    budget=Budget(seconds=options.budget_s, started=time.monotonic(), clock=time.monotonic),
+                    budget=Budget(options.budget_s, time.monotonic),
                     progress=shown,
                     suggestions=earlier_best(options.output, run),
                 )
                 with np.errstate(all="ignore"):  # a script may have made an error of an underflow
                     search.decide()
                     result = assembled(search, time.monotonic() - called)
-                search.tell(result.best)
+                search.study.set_user_attr(CHOSEN, result.best.to_dict())
                 return saved(result, options.output)
 
             return replace(decided(ranks, opened.probe, decide), parts=workload.data.parts)

@@ -1,6 +1,24 @@
-"""Frozen records, errors, statistics and serialisation: what everything else is written in."""
+"""Records, errors, statistics and JSON, which everything else is written in. No torch is imported here.
 
-from autotune_loader.values.config import FOR_AUTOLOADER, TORCH_PREFETCH_FACTOR, WITHOUT_WORKERS, LoaderConfig
+config          the settings of a DataLoader, and checks of arguments
+trace           the history of one batch; where a sample's time goes in a worker
+measurement     a burst: its plan, what it measured or how it failed, and the trial that it is
+statistics      intervals, and rounds as effects
+serialization   dataclasses as JSON, and as files
+errors          every exception of the package
+"""
+
+from autotune_loader.values.config import (
+    ALLOWABLE,
+    FOR_AUTOLOADER,
+    TORCH_PREFETCH_FACTOR,
+    WITHOUT_WORKERS,
+    LoaderConfig,
+    nearest,
+    require_bool,
+    require_choice,
+    require_int,
+)
 from autotune_loader.values.errors import (
     ConfigFileError,
     MachineMismatchError,
@@ -20,7 +38,6 @@ from autotune_loader.values.measurement import (
     averaged,
 )
 from autotune_loader.values.serialization import from_plain, require_writable, to_plain, what_works, write_json
-from autotune_loader.values.stages import OTHER_THREADS, TRANSFER, Seen, StageSamples, StageTime, pooled, stage_times
 from autotune_loader.values.statistics import (
     BURSTS_DIFFER,
     TYPICAL_NOISE,
@@ -33,54 +50,25 @@ from autotune_loader.values.statistics import (
     mean_interval,
     student_t_quantile,
 )
-from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, after_first_of_each
-from autotune_loader.values.validation import require_bool, require_choice, require_int
+from autotune_loader.values.trace import (
+    MAIN_PROCESS,
+    OTHER_THREADS,
+    TRANSFER,
+    BatchTrace,
+    Seen,
+    StageSamples,
+    StageTime,
+    after_first_of_each,
+    pooled,
+    stage_times,
+)
 
 __all__ = [
-    "BURSTS_DIFFER",
-    "FOR_AUTOLOADER",
-    "MAIN_PROCESS",
-    "OTHER_THREADS",
-    "TORCH_PREFETCH_FACTOR",
-    "TRANSFER",
-    "TYPICAL_NOISE",
-    "WITHOUT_WORKERS",
-    "Z_95",
-    "BatchTrace",
-    "BurstPlan",
-    "ConfigFileError",
-    "Effects",
-    "Failure",
-    "FailureKind",
-    "FailurePhase",
-    "Interval",
-    "LoaderConfig",
-    "MachineMismatchError",
-    "Measurement",
-    "MemoryUse",
-    "MissingExtraError",
-    "PlatformError",
-    "Round",
-    "Seen",
-    "StageSamples",
-    "StageTime",
-    "Trial",
-    "TunerError",
-    "WorkloadError",
-    "after_first_of_each",
-    "averaged",
-    "correlated_mean_interval",
-    "from_plain",
-    "log_ratios",
-    "mean_interval",
-    "pooled",
-    "require_bool",
-    "require_choice",
-    "require_int",
-    "require_writable",
-    "stage_times",
-    "student_t_quantile",
-    "to_plain",
-    "what_works",
-    "write_json",
+    "ALLOWABLE", "BURSTS_DIFFER", "FOR_AUTOLOADER", "MAIN_PROCESS", "OTHER_THREADS", "TORCH_PREFETCH_FACTOR", "TRANSFER",
+    "TYPICAL_NOISE", "WITHOUT_WORKERS", "Z_95", "BatchTrace", "BurstPlan", "ConfigFileError", "Effects", "Failure",
+    "FailureKind", "FailurePhase", "Interval", "LoaderConfig", "MachineMismatchError", "Measurement", "MemoryUse",
+    "MissingExtraError", "PlatformError", "Round", "Seen", "StageSamples", "StageTime", "Trial", "TunerError",
+    "WorkloadError", "after_first_of_each", "averaged", "correlated_mean_interval", "from_plain", "log_ratios",
+    "mean_interval", "nearest", "pooled", "require_bool", "require_choice", "require_int", "require_writable",
+    "stage_times", "student_t_quantile", "to_plain", "what_works", "write_json",
 ]  # fmt: skip

@@ -1,18 +1,19 @@
-"""One DataLoader configuration, as a value: validated, comparable, JSON both ways, splat-able into `DataLoader`.
+"""One DataLoader configuration as a value, and the checks of its fields and of other arguments.
 
-Torch is not imported here, so that a `loader.json` can be read and checked on a machine without it.
+Torch is not imported, so that a `loader.json` can be read on a machine without it.
 """
 
 from __future__ import annotations
 
+import difflib
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from autotune_loader.values.validation import require_bool, require_choice, require_int
-
-# What torch.utils.data.DataLoader uses when prefetch_factor is not given and there are workers.
-TORCH_PREFETCH_FACTOR = 2
+ALLOWABLE = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
+"""What `allow=` may name: these change training, or take memory of the device, and are searched only if allowed."""
+TORCH_PREFETCH_FACTOR = 2  # DataLoader's default where there are workers
 START_METHODS = ("fork", "forkserver", "spawn")  # as multiprocessing names them
 WITHOUT_WORKERS: dict[str, Any] = {
     "prefetch_factor": None,
@@ -25,7 +26,7 @@ FOR_AUTOLOADER = (
     "these settings were found by AutoLoader and hold for its way of transferring batches: AutoLoader(dataset, ..., "
     "config='loader.json') or `autotune-loader run --start-with loader.json train.py` runs them; tune() finds DataLoader's"
 )
-# A file may come from anywhere, and `DataLoader` starts as many processes as it is told to.
+# A file may come from anywhere, and DataLoader starts as many processes as it says.
 _MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64}
 
 
@@ -80,15 +81,16 @@ class LoaderConfig:
 
     @classmethod
     def from_loader(cls, loader: Any) -> LoaderConfig:
-        """The settings of a `torch.utils.data.DataLoader`, or one like it, which is not iterated."""
-        workers = int(getattr(loader, "num_workers", 0) or 0)
-        context = getattr(loader, "multiprocessing_context", None) if workers else None
+        """The settings of a `torch.utils.data.DataLoader`, which is not iterated."""
+        if not (workers := int(loader.num_workers)):
+            return cls(pin_memory=bool(loader.pin_memory))
+        context = loader.multiprocessing_context
         return cls(
             num_workers=workers,
-            prefetch_factor=getattr(loader, "prefetch_factor", None) if workers else None,
-            pin_memory=bool(getattr(loader, "pin_memory", False)),
-            persistent_workers=bool(getattr(loader, "persistent_workers", False)) if workers else False,
-            in_order=bool(getattr(loader, "in_order", True)) if workers else True,
+            prefetch_factor=loader.prefetch_factor,
+            pin_memory=bool(loader.pin_memory),
+            persistent_workers=bool(loader.persistent_workers),
+            in_order=bool(getattr(loader, "in_order", True)),  # torchdata's had none at first
             multiprocessing_context=context.get_start_method() if context is not None else None,
         )
 
@@ -167,3 +169,33 @@ class LoaderConfig:
         workers = f"{self.num_workers} worker" + ("" if self.num_workers == 1 else "s")
         ahead = [f"prefetch {self.prefetch_factor}"] if self.num_workers else []
         return ", ".join([workers, *ahead, *self.words()])
+
+
+# Checks of one argument: the error names the argument, its value and one that would work.
+
+
+def require_int(name: str, value: object, *, minimum: int, or_none: bool = False) -> None:
+    if value is None and or_none:
+        return
+    said = f"{name}={value!r} must be an integer >= {minimum}; {name}={max(minimum, 1)} would work"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(said)
+    if value < minimum:
+        raise ValueError(said)
+
+
+def require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is not a bool; {name}=False would work")
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """One of the choices; the error suggests the nearest."""
+    if value not in choices:
+        known, works = ", ".join(map(repr, choices)), nearest(str(value), choices) or choices[0]
+        raise ValueError(f"{name}={value!r} is not one of {known}; {name}={works!r} would work")
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that may have been meant; None where none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)

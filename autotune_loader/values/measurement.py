@@ -12,9 +12,8 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from autotune_loader.values.config import LoaderConfig
-from autotune_loader.values.stages import StageSamples
 from autotune_loader.values.statistics import Interval, mean_interval
-from autotune_loader.values.trace import BatchTrace
+from autotune_loader.values.trace import BatchTrace, StageSamples
 
 FailureKind = Literal[
     "user_exception",  # dataset, collate, worker_init_fn, model or step raised
@@ -37,68 +36,43 @@ FailurePhase = Literal["plan", "start", "first_batch", "batches", "step", "shutd
 class BurstPlan:
     """How one burst is to be run."""
 
-    max_s: float = 2.0
-    """Longest time the timed window may last, in seconds."""
-    min_s: float = 0.3
-    """Shortest timed window, in seconds."""
-    relative_error: float = 0.02
-    """The window closes early once the rate's 95% half-width, relative to the rate, is below this."""
-    seed: int = 0
-    """Where a probe that is started for this burst begins to read."""
-    deadline_s: float = 60.0
-    """The burst fails when it has not answered after this many seconds, start-up included."""
-    stages: bool = False
-    """Watch in the workers where the time of a sample goes."""
-    prefill_s: float = 0.0
-    """Sleep between the loader's start and the first batch, so that the queues are as full as in the midst of training."""
-    again: bool = False
-    """Read the samples that the burst before this one read, from where it began; otherwise reading goes on where it stopped."""
+    max_s: float = 2.0  # longest time the timed window may last, in seconds
+    min_s: float = 0.3  # shortest timed window, in seconds
+    relative_error: float = 0.02  # the window closes early once the rate's relative 95% half-width is below this
+    seed: int = 0  # where a probe that is started for this burst begins to read
+    deadline_s: float = 60.0  # the burst fails when it has not answered after this many seconds, start-up included
+    stages: bool = False  # watch in the workers where the time of a sample goes
+    prefill_s: float = 0.0  # sleep before the first batch, so that queues are as full as in the midst of training
+    again: bool = False  # read the samples of the burst before this one once more; otherwise reading goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """Memory of the probe's process tree at the end of a burst's window."""
 
-    rss_bytes: int
-    """Sum of the resident set sizes; pages that processes share count once for each."""
-    pss_bytes: int | None = None
-    """Sum of the proportional set sizes; shared pages count once. None where the kernel does not tell."""
-    shm_bytes: int | None = None
-    """Use of /dev/shm above what was there before the burst."""
+    rss_bytes: int  # sum of the resident set sizes; pages that processes share count once for each
+    pss_bytes: int | None = None  # sum of the proportional set sizes; None where the kernel does not tell
+    shm_bytes: int | None = None  # use of /dev/shm above what was there before the burst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What one burst measured."""
 
-    samples_per_s: Interval
-    """Sustained rate of the training loop, with its 95% interval; `count` is the batches in the window."""
-    samples: int = 0
-    """Samples in the window."""
-    window_s: float = 0.0
-    """Length of the timed window."""
-    batch_size: float
-    """Mean samples per batch."""
-    first_batch_s: float
-    """From creating the iterator to the first batch: worker start-up included."""
-    wait_share: float
-    """Share of the window in which the training loop waited for data."""
-    service_s: float
-    """Mean wall seconds a worker spent on one batch (S)."""
-    service_cpu_s: float
-    """Mean CPU seconds a worker spent on one batch."""
-    receive_s: float
-    """Mean seconds to hand over a batch that was ready (u)."""
-    step_s: float
-    """Mean seconds of one training step (g)."""
-    cpu_share: float | None = None
-    """CPU use of the loop and its workers in the window, as a share of the usable cores."""
-    foreign_cpu_share: float | None = None
-    """Share of the CPUs that this process may run on (its affinity mask) that everything else kept busy; noise."""
-    read_bytes: int | None = None
-    """Bytes that the loop and its workers read from storage in the window; 0 where the data came from memory."""
-    batch_bytes: int = 0
-    """Bytes of the tensors in one batch."""
+    samples_per_s: Interval  # sustained rate of the training loop; `count` is the batches in the window
+    samples: int = 0  # samples in the window
+    window_s: float = 0.0  # length of the timed window
+    batch_size: float  # mean samples of a batch
+    first_batch_s: float  # from creating the iterator to the first batch: worker start-up included
+    wait_share: float  # share of the window in which the training loop waited for data
+    service_s: float  # mean wall seconds a worker spent on one batch (S)
+    service_cpu_s: float  # mean CPU seconds a worker spent on one batch
+    receive_s: float  # mean seconds to hand over a batch that was ready (u)
+    step_s: float  # mean seconds of one training step (g)
+    cpu_share: float | None = None  # CPU use of the loop and its workers in the window, as a share of the usable cores
+    foreign_cpu_share: float | None = None  # of the CPUs in the affinity mask, kept busy by everything else: noise
+    read_bytes: int | None = None  # read from storage in the window; 0 where the data came from memory
+    batch_bytes: int = 0  # bytes of the tensors in one batch
     memory: MemoryUse | None = None
     gpu_busy_share: float | None = None
     """Share of the window in which the device was in a step, by its own events: gaps between kernels count, copies do not.
@@ -106,12 +80,9 @@ class Measurement:
     copy_s: float | None = None
     """Mean seconds in which the copy of a batch to the device keeps its step from beginning; None off a device. Of a step that
     moves its batches, and so has them in `step_s`: seconds of a copy alone."""
-    gpu_memory_bytes: int | None = None
-    """Peak memory of the job on the device, as torch allocated it; None off a device."""
-    traces: tuple[BatchTrace, ...] = field(default=(), compare=False)
-    """Every batch of the burst from its very first, window or not."""
-    stages: StageSamples | None = field(default=None, compare=False)
-    """Where the time of a sample goes, as watched in the workers; None without workers, and where nobody watched."""
+    gpu_memory_bytes: int | None = None  # peak memory of the job on the device, as torch allocated it
+    traces: tuple[BatchTrace, ...] = field(default=(), compare=False)  # every batch of the burst, window or not
+    stages: StageSamples | None = field(default=None, compare=False)  # None without workers, or if nobody watched
 
     @classmethod
     def of(
@@ -148,30 +119,22 @@ class Failure:
 
     kind: FailureKind
     phase: FailurePhase
-    message: str
-    """One sentence for a person, with what to do about it where that is known."""
-    retryable: bool = False
-    """Whether the same configuration may well work the next time."""
-    traceback: str | None = None
-    """The user's own traceback, where user code raised."""
+    message: str  # one sentence for a person, with what to do about it where that is known
+    retryable: bool = False  # whether the same configuration may well work the next time
+    traceback: str | None = None  # the user's own traceback, where user code raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One burst of one configuration: exactly one of `measurement` and `failure` is there."""
 
-    number: int
-    """Of its trial in the Optuna study; without one its position in the result."""
-    config: LoaderConfig
-    """As it ran."""
-    round: int | None = None
-    """Number of the paired round that it was run in, from 0; None where it ran alone. Bursts of one round ran in turns."""
+    number: int  # of its trial in the Optuna study; without one its position in the result
+    config: LoaderConfig  # as it ran
+    round: int | None = None  # number of its paired round, from 0, whose bursts ran in turns; None: it ran alone
     measurement: Measurement | None = None
     failure: Failure | None = None
-    predicted_samples_per_s: float | None = None
-    """What was expected before the burst, where anything was."""
-    seconds: float = 0.0
-    """Wall seconds the trial took, start-up and shutdown included."""
+    predicted_samples_per_s: float | None = None  # what was expected before the burst, where anything was
+    seconds: float = 0.0  # wall seconds the trial took, start-up and shutdown included
 
     def __post_init__(self) -> None:
         if (self.measurement is None) == (self.failure is None):

@@ -53,10 +53,8 @@ class Interval:
 class Round:
     """One round: its sides ran in turns, each once."""
 
-    rates: Mapping[Any, float]
-    """Samples/s by candidate, under any key; a candidate that failed in this round is missing."""
-    foreign_cpu_share: float | None = None
-    """Largest CPU share of foreign processes during a burst of the round, 0 to 1 of the usable cores."""
+    rates: Mapping[Any, float]  # samples/s by candidate, under any key; without those that failed in this round
+    foreign_cpu_share: float | None = None  # the largest of a burst of the round, 0 to 1 of the usable cores
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:

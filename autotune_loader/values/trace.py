@@ -1,4 +1,6 @@
-"""The history of one batch. Times are seconds on the machine's monotonic clock, the same in every process of one machine.
+"""The history of one batch, and where a sample's time goes in a worker.
+
+Times are seconds on the machine's monotonic clock, the same in every process of one machine.
 
 worker     fetch_start ── __getitem__ ── fetch_end ── collate ── collate_end
 consumer                     requested ──────── wait ──────────────── received ── step ── step_end
@@ -6,34 +8,33 @@ consumer                     requested ──────── wait ───�
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 MAIN_PROCESS = -1
 """`BatchTrace.worker` of a batch that the consumer fetched itself (0 workers)."""
+TRANSFER, OTHER_THREADS = "transfer", "other threads"
+"""Stages beside the others: a thread writes batches to the queue, and libraries may have threads of their own."""
+OTHERS_SHARE = 0.05
+"""More of a worker's CPU than this in threads beside the one that makes batches is a row of its own."""
+FEWEST_S = 0.02
+"""Seconds that were clocked: of less nothing is said."""
 
 
 class BatchTrace(NamedTuple):
     """The history of one batch, in the order of delivery; making one takes half a microsecond."""
 
-    worker: int
-    """Worker that fetched it, from 0; `MAIN_PROCESS` without workers."""
-    fetch_start: float
-    """When the worker began to fetch, in seconds."""
-    fetch_end: float
-    """When the last sample was there and collating began, in seconds."""
-    collate_end: float
-    """When the batch was whole, in seconds."""
-    cpu_s: float
-    """CPU seconds of fetch and collate together."""
-    samples: int
-    """Samples in the batch."""
-    requested: float
-    """When the training loop asked for the batch, in seconds."""
-    received: float
-    """When the training loop had it, in seconds."""
-    step_end: float
-    """When the training step was done, in seconds."""
+    worker: int  # worker that fetched it, from 0; `MAIN_PROCESS` without workers
+    fetch_start: float  # when the worker began to fetch, in seconds
+    fetch_end: float  # when the last sample was there and collating began, in seconds
+    collate_end: float  # when the batch was whole, in seconds
+    cpu_s: float  # CPU seconds of fetch and collate together
+    samples: int  # samples in the batch
+    requested: float  # when the training loop asked for the batch, in seconds
+    received: float  # when the training loop had it, in seconds
+    step_end: float  # when the training step was done, in seconds
 
     @property
     def service_s(self) -> float:
@@ -60,3 +61,87 @@ def after_first_of_each(traces: Sequence[BatchTrace]) -> list[BatchTrace]:
     """The batches that were not the first of their worker, which opens files and fills caches."""
     first = {trace.worker: position for position, trace in reversed(list(enumerate(traces)))}
     return [trace for position, trace in enumerate(traces) if first[trace.worker] != position]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTime:
+    """One stage of what a worker does for a sample; the shares of all stages add up to 1.
+
+    Wall seconds are those of computing and of waiting for storage, the network or locks. Waiting for a core, which stretches
+    every stage where workers are more than cores, is not among them.
+    """
+
+    stage: str  # such as "decode", a transform's or a function's name, "collate", or "transfer" to the training process
+    where: str
+    """The line of the user's that most of it was seen in, or what it calls, such as "photos.py:41" or "PIL.Image.open"."""
+    wall_share: float  # share of a sample's wall seconds in a worker
+    cpu_share: float  # share of a sample's CPU seconds in a worker
+    wall_s: float
+    """Wall seconds for each sample; without those of waiting for a core, where the kernel tells them (`schedstat`)."""
+    cpu_s: float  # CPU seconds for each sample
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of waiting for anything but a core, for each sample."""
+        return max(0.0, self.wall_s - self.cpu_s)
+
+
+class Seen(NamedTuple):
+    """What was seen of one stage."""
+
+    stage: str
+    where: str
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSamples:
+    """What the clocks in a burst's workers saw, of the batches that were clocked."""
+
+    seen: tuple[Seen, ...]
+    samples: float
+    cpu_s: float  # CPU seconds of the process meanwhile, all its threads together
+    queue_cpu_s: float  # CPU seconds of the thread that writes batches to the queue
+
+
+def pooled(reports: Iterable[StageSamples | None]) -> StageSamples | None:
+    """What several workers or bursts have seen, as one; None where none was watched."""
+    known = [each for each in reports if each is not None]
+    if not known:
+        return None
+    lines: dict[tuple[str, str], tuple[float, float]] = {}
+    for stage, where, wall_s, cpu_s in (row for each in known for row in each.seen):
+        before = lines.get((stage, where), (0.0, 0.0))
+        lines[stage, where] = before[0] + wall_s, before[1] + cpu_s
+    names = ("samples", "cpu_s", "queue_cpu_s")
+    totals = {name: math.fsum(getattr(each, name) for each in known) for name in names}
+    return StageSamples(seen=tuple(Seen(*line, *seconds) for line, seconds in lines.items()), **totals)
+
+
+def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
+    """Where a sample's time in a worker goes, the longest stage first; empty where too little was seen to say."""
+    if burst is None or burst.samples <= 0 or math.fsum(row.wall_s for row in burst.seen) < FEWEST_S:
+        return ()
+    rows = [*burst.seen, Seen(TRANSFER, "multiprocessing's queue", burst.queue_cpu_s, burst.queue_cpu_s)]
+    others_s = burst.cpu_s - math.fsum(each.cpu_s for each in rows)
+    if others_s > OTHERS_SHARE * burst.cpu_s:
+        rows.append(Seen(OTHER_THREADS, "threads of the dataset or of its libraries", 0.0, others_s))
+    all_wall_s, all_cpu_s = math.fsum(row.wall_s for row in rows), math.fsum(row.cpu_s for row in rows)
+    stages: dict[str, list[Seen]] = {}
+    for row in rows:
+        stages.setdefault(row.stage, []).append(row)
+    times = []
+    for stage, own in stages.items():
+        wall_s, cpu_s = math.fsum(row.wall_s for row in own), math.fsum(row.cpu_s for row in own)
+        times.append(
+            StageTime(
+                stage=stage,
+                where=max(own, key=lambda row: row.wall_s + row.cpu_s).where,
+                wall_share=wall_s / all_wall_s,
+                cpu_share=cpu_s / all_cpu_s if all_cpu_s else 0.0,
+                wall_s=wall_s / burst.samples,
+                cpu_s=cpu_s / burst.samples,
+            )
+        )
+    return tuple(sorted(times, key=lambda each: (-each.wall_share, -each.cpu_share)))

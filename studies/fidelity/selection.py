@@ -74,7 +74,7 @@ def compared(kind: Kind, seed: int) -> Told:
         rate = 1000.0 * math.exp(truth[name] + drifts[number] + kind.noise_sd * noise)
         return replace(SHAPE, samples_per_s=Interval(value=rate, low=rate, high=rate, count=20))
 
-    budget = Budget(seconds=kind.budget_s + 1e-6, started=0.0, clock=clock)
+    budget = Budget(kind.budget_s + 1e-6, clock)
     paired = PairedRounds(dict.fromkeys(names, BURST_S), burst, budget, of=len(names))
     while paired.run():
         ratios = ratios_of(paired.rounds, list(names), len(names))

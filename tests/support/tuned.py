@@ -66,8 +66,8 @@ def simulated_run(machine, space=None, *, own=None, epoch_batches=None, has_step
 
 def simulated_search(probe, run, clock, study=None, sampler=None, *, budget_s=60.0, **given):
     """The search of `tune()` with this probe, up to the end of its rounds."""
-    budget = Budget(seconds=budget_s, started=given.pop("started", clock()), clock=clock)
-    search = Search(run, probe, study, sampler, budget=budget, **{"progress": make_progress(False), **given})
+    given = {"progress": make_progress(False), **given}
+    search = Search(run, probe, study, sampler, budget=Budget(budget_s, clock), **given)
     search.decide()
     return search
 

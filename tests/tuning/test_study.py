@@ -1,38 +1,38 @@
-"""The study of a run, on simulated machines with a fake clock: who proposes, what is told and kept, why it ends."""
+"""The study of a run on simulated machines: who proposes, what is kept, why it ends; what is chosen, and what is a guess."""
 
 import functools
-import gc
 import os
 import pickle
-import shutil
 import stat
-import subprocess
-import tempfile
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import optuna
 import pytest
 
-from autotune_loader.diagnosis import Ended
+from autotune_loader.diagnosis import Caution, Ended, Source, Undecided
+from autotune_loader.diagnosis.judge import source_of
+from autotune_loader.search.belief import Belief
 from autotune_loader.search.sampler import ROUND, TwinSampler
-from autotune_loader.search.space import Space
-from autotune_loader.tuning.assemble import assembled
-from autotune_loader.tuning.study import CHOSEN, MOST_REPEATS, open_study
-from autotune_loader.values import Failure, LoaderConfig
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
-from tests.support.tuned import simulated_run, simulated_search
+from autotune_loader.search.space import Context, Space
+from autotune_loader.tuning.assemble import assembled, choice_of
+from autotune_loader.tuning.study import MOST_REPEATS, open_study
+from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
+from tests.support.tuned import simulated_result, simulated_run, simulated_search
 
-OWN = LoaderConfig(num_workers=2)
+NONE, TWO = LoaderConfig(), with_workers(2)
 FAST_STEP = SimulatedMachine(step_s=0.001)
 
 
-def search_on(machine, *, own=OWN, probe=SimulatedProbe, space=None, **given):
+def search_on(machine, *, own=TWO, probe=SimulatedProbe, space=None, **given):
     clock = FakeClock()
     return simulated_search(probe(machine, clock), simulated_run(machine, space, own=own), clock, **given), clock
 
 
 def searched(found):
+    """What ran alone."""
     return [trial for trial in found.trials if trial.round is None]
 
 
@@ -44,10 +44,9 @@ def test_the_study_holds_every_burst_of_search_and_rounds_and_the_choice():
     told = Mock()
     found, _ = search_on(FAST_STEP, progress=told)
     result = assembled(found, 1.0)
-    found.tell(result.best)
     trials, study = found.trials, found.study
     # THEN the user's own comes first; parameters of the study are those of the configurations that ran, none is clipped
-    assert trials[0].config == OWN
+    assert trials[0].config == TWO
     assert [each.params["num_workers"] for each in study.trials] == [each.config.num_workers for each in trials]
     assert [each.user_attrs.get(ROUND) for each in study.trials] == [each.round for each in trials]
     best = max(trials, key=lambda each: each.samples_per_s or 0.0)
@@ -58,38 +57,12 @@ def test_the_study_holds_every_burst_of_search_and_rounds_and_the_choice():
     rounds = found.belief.rounds
     assert [call.args[0] for call in told.round.call_args_list] == list(range(1, len(rounds) + 1))
     assert len(pickle.loads(pickle.dumps(study)).trials) == len(trials)
-    # AND the choice is its attribute, and ran in two rounds
-    assert LoaderConfig.from_dict(study.user_attrs[CHOSEN]) == result.best
+    # AND the choice ran in two rounds
     assert sum(result.best in each.rates for each in rounds) >= 2
 
 
-@pytest.fixture
-def postgresql():
-    """A server of our own, which root must not run."""
-    if not (shutil.which("initdb") and shutil.which("pg_ctl")):
-        pytest.skip("needs initdb and pg_ctl (Debian: apt-get install postgresql)")
-    psycopg = pytest.importorskip("psycopg", reason="needs pip install 'autotune-loader[postgres]'")
-    user = None if os.geteuid() else "nobody"
-    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: its parents are closed to other users
-        run = functools.partial(
-            subprocess.run, user=user, cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL,
-            env={**os.environ, "LC_ALL": "C", "PGDATA": f"{folder}/data"},
-        )  # fmt: skip
-        shutil.chown(folder, user or os.getuid())
-        run(["initdb", "-U", "tuner", "-A", "trust", "-E", "UTF8", "--no-sync"])
-        options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"  # a port might be taken
-        run(["pg_ctl", "-l", f"{folder}/log", "-w", "-o", options, "start"])
-        yield f"postgresql+psycopg://tuner@/postgres?host={folder}"
-        for connection in [each for each in gc.get_objects() if type(each) is psycopg.Connection]:
-            connection.close()  # Optuna leaves that to the garbage collector
-        run(["pg_ctl", "-m", "immediate", "-w", "stop"])
-
-
-@pytest.mark.parametrize(
-    "storage", ["study.journal", "sqlite:///study.db", pytest.param("postgresql", marks=pytest.mark.system)]
-)
+@pytest.mark.parametrize("storage", ["study.journal", "sqlite:///study.db"])
 def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_left(storage, tmp_path, monkeypatch, request):
-    storage = request.getfixturevalue(storage) if storage == "postgresql" else storage
     monkeypatch.chdir(tmp_path)
     request.addfinalizer(functools.partial(os.umask, os.umask(0)))
     # GIVEN a search that was told to end after some trials, and another process that stands still in one more
@@ -97,12 +70,12 @@ def test_a_study_that_is_kept_is_gone_on_with_and_what_others_run_is_left(storag
     before, _ = search_on(FAST_STEP, study=theirs, budget_s=3.0)
     first, theirs.sampler = searched(before), before.twin
     before.twin.seconds_left = None
-    running = Space(also=(OWN,)).suggest(theirs.ask())
+    running = Space(also=(TWO,)).suggest(theirs.ask())
     assert len(first) >= 2
     assert running not in [trial.config for trial in first]
     assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.journal")] in ([], [0o600])
     # WHEN the same job is tuned with the same storage
-    found, _ = search_on(FAST_STEP, study=open_study(storage))
+    found, _ = search_on(FAST_STEP, study=open_study(storage), budget_s=5.0)
     # THEN what was measured is known, none of it is run again in the search, and the trial of the other one is left to it
     known = searched(found)[: len(first)]
     assert found.belief.twin is not None
@@ -136,10 +109,21 @@ def test_another_sampler_proposes_until_it_repeats_itself():
     assert {c for each in found.belief.rounds for c in each.rates} <= {*configs(found)}
 
 
-def test_a_grid_of_workers_alone_is_searched():
-    found, _ = search_on(FAST_STEP, sampler=optuna.samplers.GridSampler({"num_workers": [0, 2, 4]}), own=None)
-    assert {config.num_workers for config in configs(found)} >= {0, 2, 4}
+GRID, RANDOM = optuna.samplers.GridSampler({"num_workers": [0, 2, 4]}), optuna.samplers.RandomSampler(seed=0)
+
+
+@pytest.mark.parametrize("sampler", [GRID, RANDOM])
+def test_another_sampler_leaves_time_for_rounds_and_may_know_workers_alone(sampler):
+    found, clock = search_on(FAST_STEP, sampler=sampler, own=None, budget_s=10.0)
+    assert {config.num_workers for config in configs(found)} >= ({0, 2, 4} if sampler is GRID else set())
     assert all(trial.measurement for trial in found.trials)
+    assert found.belief.rounds
+    assert clock() <= 12
+
+
+def test_bursts_of_slow_batches_last_some_turns_of_the_workers():
+    found, _ = search_on(SimulatedMachine(cpu_s=0.5), budget_s=20.0)
+    assert max(each.measurement.window_s for each in found.trials) > 2.0
 
 
 NO_CEILING = SimulatedMachine(step_s=0.005, noise_sd=0.03)
@@ -196,13 +180,13 @@ def test_where_workers_are_killed_or_hang_the_most_that_are_safe_are_found(kind,
 
 def test_a_failure_that_may_pass_is_tried_once_more():
     answers = [Failure(kind="crashed", phase="start", message="chance", retryable=True)]
-    machine = replace(FAST_STEP, fails=lambda config: answers.pop() if config == OWN and answers else None)
-    found, _ = search_on(machine)
+    machine = replace(FAST_STEP, fails=lambda config: answers.pop() if config == TWO and answers else None)
+    found, _ = search_on(machine, budget_s=3.0)
     assert not answers
     assert all(trial.measurement for trial in found.trials)
 
 
-@pytest.mark.parametrize("own", [None, OWN])
+@pytest.mark.parametrize("own", [None, TWO])
 def test_with_one_legal_configuration_the_search_ends(own):
     found, clock = search_on(FAST_STEP, own=own, space=Space(max_workers=0), budget_s=5.0)
     assert clock() <= 6
@@ -211,34 +195,131 @@ def test_with_one_legal_configuration_the_search_ends(own):
 
 def test_what_an_earlier_run_was_allowed_is_not_chosen_by_one_that_is_not():
     wide, study = Space(in_order=(True, False)), open_study()
-    before = len(search_on(FAST_STEP, space=wide, study=study)[0].trials)
+    before = len(search_on(FAST_STEP, space=wide, study=study, budget_s=8.0)[0].trials)
     odd = LoaderConfig(num_workers=5, prefetch_factor=8, in_order=False)
-    found, clock = search_on(FAST_STEP, space=Space(max_workers=2), study=study, suggestions=[odd])
+    found, clock = search_on(FAST_STEP, space=Space(max_workers=2), study=study, suggestions=[odd], budget_s=8.0)
     best = assembled(found, clock()).best
     assert (best.in_order, best.num_workers <= 2) == (True, True)
     assert odd not in [trial.config for trial in found.trials[before:]]
 
 
-class Breaking(SimulatedProbe):
-    """From some burst on everything fails."""
-
-    kind, after = "crashed", 2
-
-    def burst(self, config, plan):
-        if len(self.bursts) >= self.after:
-            self.bursts.append(config)
-            self._clock.advance(plan.deadline_s if self.kind == "deadline" else 0.1)
-            return Failure(kind=self.kind, phase="batches", message="no more")
-        return super().burst(config, plan)
-
-
-@pytest.mark.parametrize("after", [0, 1, 2, 5, 7])
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
 @pytest.mark.parametrize("kind", ["crashed", "deadline"])
-def test_where_everything_fails_after_some_bursts_the_search_ends_with_a_result(monkeypatch, kind, after):
-    monkeypatch.setattr(Breaking, "kind", kind)
-    monkeypatch.setattr(Breaking, "after", after)
-    found, clock = search_on(FAST_STEP, probe=Breaking, budget_s=30.0)
+def test_where_everything_fails_after_some_bursts_the_search_ends_with_a_result(kind, after):
+    answers = [None] * after
+    broken = Failure(kind=kind, phase="batches", message="no more")
+    machine = replace(FAST_STEP, fails=lambda config: answers.pop() if answers else broken)
+    found, clock = search_on(machine, probe=Hanging, budget_s=30.0)
     result = assembled(found, clock())
     assert len(found.trials) < after + 12
     assert clock() < 30.0 + 2 * 20.0
-    assert after or result.status == "fallback"
+    # AND where nothing worked, torch's defaults, with the error
+    assert any(Caution.FAILED.said_by(each) and "no more" in each.sentence for each in result.warnings)
+    assert Ended.FALLBACK.said_by(result.ended) == (result.status == "fallback")
+    assert after or (result.status, result.best, result.rate) == ("fallback", NONE, None)
+
+
+# What is chosen
+
+SAFE, NO_TIME, WORTHLESS = Ended.SAFE, Ended.BUDGET, Ended.NOT_WORTH_IT
+SHAPE = replace(
+    simulated_trials(SimulatedMachine(), TWO)[0].measurement, traces=(), samples=0, step_s=0.0, service_s=0.0
+)
+
+
+def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0):
+    """A search whose bursts gave the user's own configuration and another one these rates; it knows nothing else."""
+    trials = []
+    for number, rates in [(None, searched), *enumerate(rounds)]:
+        for config, rate in zip((NONE, TWO), rates, strict=True):
+            told = Interval(value=rate or 0.0, low=rate or 0.0, high=rate or 0.0, count=9)
+            measured = replace(SHAPE, samples_per_s=told, foreign_cpu_share=foreign)
+            trials += [Trial.of(len(trials), config, measured, round=number)] if rate else []
+    belief = Belief(Space(max_workers=0, also=(TWO,)), Context(usable_cores=2), trials)
+    return SimpleNamespace(
+        trials=trials, belief=belief, run=SimpleNamespace(tolerance=0.02, baseline=NONE), ended=ended
+    )
+
+
+FASTER, ALIKE = [(100.0, 200.0), (100.0, 190.0)], [(100.0, 110.0), (100.0, 90.0)]
+
+
+@pytest.mark.parametrize(
+    ("search", "why", "best"),
+    [
+        (a_search(FASTER, SAFE), None, TWO),
+        (a_search(ALIKE, SAFE), None, NONE),
+        # sure, and one trial of something else says otherwise
+        (a_search([(100.0, 60.0), (100.0, 60.0)], SAFE, searched=(None, 150.0)), Undecided.TOO_NOISY, NONE),
+        # undecided, and it is almost certainly faster
+        (a_search(FASTER, NO_TIME, foreign=0.5), Undecided.BUSY, TWO),
+        (a_search(FASTER[:1], NO_TIME, searched=(100.0, 200.0)), Undecided.FEW_ROUNDS, TWO),
+        (a_search([], NO_TIME, searched=(100.0, 400.0)), Undecided.NO_ROUNDS, TWO),
+        # undecided, and it may not be: the user's own
+        (a_search(ALIKE, NO_TIME), Undecided.CLOSE, NONE),
+        (a_search([(100.0, 180.0), (100.0, 40.0)], NO_TIME, searched=(None, 300.0), foreign=0.5), Undecided.BUSY, NONE),
+        (a_search(ALIKE, WORTHLESS), Undecided.TOO_NOISY, NONE),
+        (a_search(ALIKE, NO_TIME, foreign=0.5), Undecided.BUSY, NONE),
+        (a_search([(100.0, 101.0)], NO_TIME, searched=(100.0, 99.0)), Undecided.FEW_ROUNDS, NONE),
+        (a_search([], NO_TIME, searched=(100.0, 101.0)), Undecided.NO_ROUNDS, NONE),
+        (a_search([], NO_TIME, searched=(100.0, None)), Undecided.ONE_TRIED, NONE),
+        # interrupted: the best so far, and nothing that never ran, whatever is believed of it
+        (a_search([], Ended.INTERRUPTED, searched=(100.0, 400.0)), None, TWO),
+        (a_search([], Ended.INTERRUPTED, searched=(100.0, None)), None, NONE),
+    ],
+)
+def test_a_guess_is_the_users_own_unless_something_is_almost_certainly_faster(search, why, best):
+    chosen, found = choice_of(search)
+    assert (chosen, found and found.kind) == (best, why and why.kind)
+
+
+def test_what_is_told_of_the_best_is_of_its_rounds_alone():
+    found = simulated_result(SimulatedMachine(step_s=0.005), own=with_workers(1), budget_s=20.0)
+    rates = found.rates_of(found.best)
+    assert found.status == "complete"
+    assert len(rates) >= 2
+    assert min(rates.values()) <= found.rate.value <= max(rates.values())
+    assert found.speedup.low < found.rate.value / found.baseline_rate.value < found.speedup.high
+    assert None not in (found.ceiling, found.tuned_at)
+    assert found.step_s == pytest.approx(0.005, rel=0.2)
+
+
+@pytest.mark.parametrize(("epoch_batches", "told"), [(20, True), (10_000, False)])
+def test_a_choice_by_whole_epochs_says_so(epoch_batches, told):
+    found = simulated_result(SimulatedMachine(worker_start_s=0.2), epoch_batches=epoch_batches)
+    assert any(Caution.EPOCH_STARTS.said_by(each) for each in found.warnings) == told
+
+
+class PerBatch(SimulatedProbe):
+    """A step that takes as long for every batch; samples cost the workers the same."""
+
+    def burst(self, config, plan):
+        size = config.batch_size or 32
+        self.machine = replace(self.machine, batch_size=size, cpu_s=0.005 * size / 32)
+        return super().burst(replace(config, batch_size=None), plan)
+
+
+def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed():
+    space = Space(max_workers=4, batch_sizes=(None, 64, 128, 16))
+    found = assembled(search_on(SimulatedMachine(), own=None, probe=PerBatch, space=space)[0], 1.0)
+    assert found.best.batch_size == found.batch_size
+    assert found.batch_size in {64, 128}
+    assert any(Caution.BATCH_SIZE.said_by(each) for each in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("sample", "samples", "fits", "told"),
+    [
+        (None, 10, True, None),
+        (0.0, 10, True, Source.NOT_STORAGE()),
+        (1e5, None, True, Source.STORAGE(sample=1e5)),
+        (1e5, 10, None, Source.STORAGE(sample=1e5)),
+        (1e5, 10, True, Source.STORAGE_AT_FIRST(sample=1e5, data=10**6)),
+        (1e5, 10, False, Source.STORAGE_ALWAYS(sample=1e5, data=10**6, memory=1 << 30)),
+    ],
+)
+def test_where_samples_came_from_is_told_and_where_training_will_have_them_from(sample, samples, fits, told):
+    machine = SimpleNamespace(memory=SimpleNamespace(total_bytes=1 << 30), holds=lambda size: fits)
+    measured = SimpleNamespace(read_bytes_per_sample=sample)
+    data = SimpleNamespace(samples_per_epoch=lambda: samples)
+    assert source_of(measured, data, machine) == told

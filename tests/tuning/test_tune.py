@@ -178,8 +178,7 @@ def paired(outcomes, budget_s=30.0, burst_s=1.0):
             return Failure(kind=seen, phase="batches", message="no")
         return replace(SHAPE, samples_per_s=Interval(value=seen, low=seen, high=seen, count=9))
 
-    budget = Budget(seconds=budget_s, started=0.0, clock=clock)
-    rounds = PairedRounds(dict.fromkeys(outcomes, burst_s), burst, budget, of=len(outcomes))
+    rounds = PairedRounds(dict.fromkeys(outcomes, burst_s), burst, Budget(budget_s, clock), of=len(outcomes))
     while rounds.run():
         assert clock() <= budget_s
     return rounds, begun

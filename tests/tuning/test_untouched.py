@@ -19,7 +19,7 @@ from autotune_loader import tune
 from tests.support.schedules import states
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
-QUICK = {"budget": 3, "max_workers": 1, "progress": False}
+QUICK = {"budget": 2, "max_workers": 1, "progress": False}
 
 
 class Caching(Dataset):
@@ -80,7 +80,9 @@ def test_a_run_changes_nothing_and_leaves_nothing(held):
     model(torch.rand(4, 3)).sum().backward()
     optimizer.step()
     model.eval()
-    tune([(torch.zeros(3), torch.tensor(0))] * 64, model, batch_size=4, **QUICK)  # imports what it needs, once
+    tune(
+        [(torch.zeros(3), torch.tensor(0))] * 64, model, batch_size=4, **{**QUICK, "budget": 1}
+    )  # imports what it needs, once
     generator = torch.Generator().manual_seed(5)
     dataset = Caching(held and threading.Lock())
     loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator, num_workers=1)
