@@ -1,8 +1,7 @@
-"""Trees of processes: the CPU, memory and storage that they use, as `/proc` tells it in one short file for each.
+"""Trees of processes: the CPU, memory and storage that they use, by one short file of `/proc` each.
 
-And an alarm before one takes too much memory: somebody else's process may be the one that the system kills.
-
-A process may vanish between any two lines here: then it counts as gone.
+An alarm rings before a tree takes too much memory: somebody else's process may be the one that the system kills. A process may
+vanish between any two lines here: then it counts as gone.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+TICKS_PER_S, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 PROC = Path("/proc")
 PERIOD_S = 0.25
 """Between looks: 4 Hz, below the 5 Hz at which reading RSS begins to cost."""
@@ -57,7 +55,7 @@ def tree(pid: int) -> tuple[int, ...]:
 
 def tree_use(members: Iterable[int], root: Path = PROC) -> TreeUse | None:
     """What the processes of a tree have used until now, in 30 us for each; None when nothing of it is left."""
-    uses = [use for pid in members if (use := process_use(root / str(pid))) is not None]
+    uses = list(filter(None, (process_use(root / str(pid)) for pid in members)))
     if not any(use.rss_bytes for use in uses):
         return None
     read = [use.read_bytes for use in uses]
@@ -112,6 +110,16 @@ def tree_pss(members: Iterable[int], root: Path = PROC) -> int | None:
         except (OSError, ValueError, IndexError):
             return None
     return total or None
+
+
+def host_busy_s(cpus: Collection[int] | None = None) -> list[float]:
+    """Seconds since boot in which each CPU, or each of these, ran anything, for anyone; none where the system does not tell."""
+    try:
+        times = psutil.cpu_times(percpu=True)
+    except (OSError, RuntimeError, psutil.Error):  # some containers hide /proc
+        return []
+    meant = [each for number, each in enumerate(times) if cpus is None or number in cpus]
+    return [each.user + each.nice + each.system + each.irq + each.softirq for each in meant]
 
 
 @contextlib.contextmanager

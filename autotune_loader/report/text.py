@@ -25,7 +25,7 @@ from autotune_loader.diagnosis.units import (
     seconds_text,
     share_text,
 )
-from autotune_loader.machine.fingerprint import NO_GPU
+from autotune_loader.machine.facts import NO_GPU
 from autotune_loader.report.table import WIDTH, table_text, tail_of, wrapped
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.record import Finding

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from autotune_loader.machine.fingerprint import NO_GPU, Difference, Fingerprint, differences
+from autotune_loader.machine.facts import NO_GPU, Difference, Fingerprint, differences, inspect_machine
 from autotune_loader.values import ConfigFileError, LoaderConfig, MachineMismatchError, require_choice
 
 _Kind = TypeVar("_Kind")
@@ -76,8 +76,6 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
 
 def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Difference]]:
     """This machine, and how it differs from the one that a file was tuned on."""
-    from autotune_loader.machine.facts import inspect_machine
-
     here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
     return here, differences(tuned_on, here)
 

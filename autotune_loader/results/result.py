@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
 from autotune_loader.results.record import Finding, FoundBy, RateUnit, Status
 from autotune_loader.values import (

@@ -1,5 +1,5 @@
 """`tune()`: bursts of training before the training."""
 
-from autotune_loader.machine.host import require_linux
+from autotune_loader.machine.limits import require_linux
 
 require_linux("autotune_loader.tune")

@@ -14,10 +14,9 @@ import psutil
 import pytest
 import torch
 
-from autotune_loader.machine import host
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.fingerprint import Fingerprint, differences
+from autotune_loader.machine.facts import Fingerprint, differences, inspect_machine
 from autotune_loader.machine.limits import open_files_limit
+from autotune_loader.machine.processes import host_busy_s
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def test_what_a_system_does_not_tell_is_none(inspect, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
     monkeypatch.setattr(psutil, "cpu_times", Mock(side_effect=FileNotFoundError("/proc/stat")))
     machine = inspect()
-    assert (machine.usable_cores, machine.memory_budget_bytes, machine.shm, host.host_busy_s()) == (8, None, None, [])
+    assert (machine.usable_cores, machine.memory_budget_bytes, machine.shm, host_busy_s()) == (8, None, None, [])
 
 
 def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice():
@@ -127,7 +126,7 @@ def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice():
     assert 0 <= machine.shm.free_bytes <= machine.shm.total_bytes
     assert open_files_limit() in (resource.getrlimit(resource.RLIMIT_NOFILE)[0], None)
     # AND of its CPUs those count that were asked for, which have been busy since boot
-    whole, (one,) = host.host_busy_s(), host.host_busy_s({0})
+    whole, (one,) = host_busy_s(), host_busy_s({0})
     assert 0 < one == pytest.approx(whole[0], abs=1.0)
 
 
