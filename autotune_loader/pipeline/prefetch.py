@@ -6,14 +6,13 @@ training stream              step 1   step 2   step 3
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from autotune_loader.pipeline.batches import fields_of, is_dataclass
+from autotune_loader.pipeline.batches import move
 from autotune_loader.values import LoaderConfig, require_int
 
 ASKED = (
@@ -129,51 +128,3 @@ class Lane:
         moved, copied = sent
         self._module.current_stream(self._device).wait_event(copied)
         return moved
-
-
-def move(batch: Any, device: Any) -> Any:
-    """The batch with all that can move on `device`; containers are new, of the same type; what cannot move is kept."""
-    if not _moves(batch):
-        return rebuilt(batch, lambda value: move(value, device))
-    batch = _apart(batch)
-    try:
-        return batch.to(device, non_blocking=True)
-    except TypeError:  # a method of the user's that does not take it
-        return batch.to(device)
-
-
-def fresh(batch: Any) -> Any:
-    """The batch in containers of its own, for a step that takes things out of them or moves them; tensors are the same."""
-    return rebuilt(batch, fresh)
-
-
-def _moves(batch: Any) -> bool:
-    return not isinstance(batch, type) and callable(getattr(batch, "to", None))
-
-
-def _apart(batch: Any) -> Any:
-    """What its `to` may change: that of transformers and PyTorch Geometric works in place."""
-    return copy.copy(batch) if _moves(batch) and not isinstance(batch, torch.Tensor) else batch
-
-
-def rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """A new container of the same type with what a function makes of each value; what is none and does not move is kept."""
-    if is_dataclass(batch):
-        changed = copy.copy(batch)  # its constructor may not take every field, and it may be frozen
-        for name, value in fields_of(batch).items():
-            object.__setattr__(changed, name, change(value))
-        return changed
-    if isinstance(batch, Mapping):
-        items = {key: change(value) for key, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return items
-        changed = copy.copy(batch)  # keeps a default_factory and the like
-        changed.update(items)
-        return changed
-    if isinstance(batch, (list, tuple)):
-        values = [change(value) for value in batch]
-        try:
-            return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-        except TypeError:  # a subclass with a constructor of its own
-            return tuple(values) if isinstance(batch, tuple) else values
-    return _apart(batch)

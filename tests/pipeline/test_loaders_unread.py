@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from autotune_loader.lines import Line
 from autotune_loader.pipeline.build import rebuild
-from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.loop_log import Site
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values import LoaderConfig
 
