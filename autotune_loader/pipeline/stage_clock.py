@@ -4,8 +4,7 @@
     Photos.__getitem__ │ read │ __getitem__ │ decode │ Flip │ __getitem__ │   collate   │
 
 Time belongs to the innermost of them; while a worker waits for a core the clocks stand. They are clocked in workers only, whose
-objects are copies: nothing of the training process is touched. Clocks are there for some batches only, so that they cost little
-of all.
+objects are copies, and for some batches only, so that they cost little.
 """
 
 from __future__ import annotations
@@ -59,16 +58,14 @@ LIBRARY_STAGES = {
 
 
 class StageClock:
-    """Clocks the thread that makes it, the main thread of a worker. Its first batch opens files and imports: it does
-    not count unless it takes long.
+    """Clocks the thread that makes it, the main thread of a worker, where it makes samples of this dataset.
 
-    Args:
-        dataset: what its samples are made by is clocked.
+    Its first batch opens files and imports: it does not count unless it takes long.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._thread = threading.get_ident()
-        self._fetch = _base(dataset)
+        self._fetch = _fetching(dataset)
         self._stack: list[Line] = []
         self._seen: dict[Line, list[float]] = {}
         self._wall = self._cpu = self._queue_cpu_s = self._queued_s = 0.0
@@ -132,7 +129,7 @@ class StageClock:
             return hook.function(*arguments, **named)
         hook.calls += 1
         self._turn()
-        self._stack.append(hook.line or _of_class(type(arguments[0]), hook.function))
+        self._stack.append(hook.line or hook.line_of_class(type(arguments[0])))
         try:
             return hook.function(*arguments, **named)
         finally:
@@ -181,6 +178,9 @@ class _Hook:
             raise TypeError("a generator works when it is asked for more, and what has attributes is asked for them")
         self._set(inner)  # where that is refused nothing is clocked
         self.clocked = functools.wraps(inner)(lambda *arguments, **named: clock.call(self, arguments, named))
+
+    def line_of_class(self, kind: type) -> Line:
+        return kind.__name__, _where(self.function if is_users(kind.__module__) else kind)
 
     def exchange(self, one: Any, other: Any) -> None:
         """Put the other in the place of the one, where the user's code has put nothing else there."""
@@ -247,11 +247,7 @@ def _where(function: Any) -> str:
     return f"{'cell' if 'ipykernel' in code.co_filename else Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
-def _of_class(kind: type, method: Any) -> Line:
-    return kind.__name__, _where(method if is_users(kind.__module__) else kind)
-
-
-def _base(dataset: Any) -> Line:
+def _fetching(dataset: Any) -> Line:
     """The stage of what is in no other: the method by which the user's own class is asked for samples."""
     for each in wrapped_datasets(dataset):
         for kind in type(each).__mro__:

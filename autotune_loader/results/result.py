@@ -192,7 +192,7 @@ class TuningResult:
         )
 
     def _on_device(self, loader: Any, device: Any) -> Any:
-        from autotune_loader.pipeline.prefetch import prefetched_as_tuned
+        from autotune_loader.pipeline.batches import prefetched_as_tuned
 
         return prefetched_as_tuned(loader, self.best, device or "cuda")
 
