@@ -43,12 +43,7 @@ class Line(NamedTuple):
 
 
 def users_line(frame: FrameType | None, *, libraries: bool = False) -> Line | None:
-    """The nearest line of the user's own code, from a frame outwards; the outermost one at all where there is none.
-
-    Args:
-        frame: where to begin.
-        libraries: whether a line of an installed library counts as the user's.
-    """
+    """The nearest line of the user's own code, or of a library, from a frame outwards; the outermost one if there is none."""
     outermost = None
     while frame is not None:
         line = Line(frame.f_code.co_filename, frame.f_lineno)

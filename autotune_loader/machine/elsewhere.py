@@ -65,12 +65,11 @@ shutil.rmtree(sys.argv[2], ignore_errors=True)
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process as soon as the thread that started it has ended.
 
-    Args:
-        parent: the ID of that thread's process, known before this one began; None where it surely lives still.
+    `parent` is the ID of that thread's process, known before this one began; None where it surely lives still.
     """
-    starter = os.getppid()
+    starter = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != (starter if parent is None else parent):  # it ended before the call
+    if os.getppid() != starter:  # it ended before the call
         os._exit(1)
 
 
@@ -91,9 +90,7 @@ def die_with_owner() -> None:
 def own_files(*, writable: bool) -> None:
     """Give this process regular files of its own in place of those that it has inherited, each at its position.
 
-    Args:
-        writable: whether what is written still reaches the files. Otherwise those that were open for reading, too, can only be
-            read, and what is written to the others goes nowhere.
+    Where they shall not be `writable`, files open for reading can only be read, and what is written to others goes nowhere.
     """
     for fd in descriptors(FIRST_OWN_FD):
         with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -130,8 +127,7 @@ def _lead_nowhere(fd: int) -> None:
 def cut_channels(keep: Collection[int]) -> None:
     """Let inherited pipes and sockets lead nowhere: who waits for the end of one waits for all that hold it.
 
-    Args:
-        keep: descriptors of this process's own; the standard three and those of `multiprocessing`'s books stay too.
+    Descriptors to `keep` stay, and so do the standard three and those of `multiprocessing`'s books.
     """
     owner, frame = multiprocessing.parent_process(), inspect.currentframe()
     while frame is not None and "child_w" not in frame.f_locals:
@@ -149,15 +145,10 @@ def cut_channels(keep: Collection[int]) -> None:
 
 
 def write_only_in(places: Iterable[str | os.PathLike[str]]) -> bool:
-    """From now on this thread, and all that it starts, changes no file but in these places; reading costs nothing more.
+    """From now on this thread, and all that it starts, changes no file but in these folders and files, if they exist.
 
-    Modes, owners and times of files, and files that are open for writing already, are not covered.
-
-    Args:
-        places: folders and files; those that do not exist are left out.
-
-    Returns:
-        Whether the kernel holds it to that: Linux 5.13 and later, unless a container's profile forbids to ask for it.
+    Modes, owners and times of files, and files that are open for writing already, are not covered. Returns whether the kernel
+    holds it to that: Linux 5.13 and later, unless a container's profile forbids to ask for it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION)
@@ -287,10 +278,6 @@ def ended_with_us(group: int, folder: str) -> Iterator[None]:
     """Should this process be killed within the block, another one kills a process group and removes a folder.
 
     The kernel's signal (`die_with_parent`) reaches one process, not those that it has started, and it leaves files behind.
-
-    Args:
-        group: ID of the process group.
-        folder: may not exist.
     """
     command, nowhere = [sys.executable, "-I", "-S", "-c", AFTER_US, str(group), folder], subprocess.DEVNULL
     with subprocess.Popen(

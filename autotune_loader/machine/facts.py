@@ -78,12 +78,7 @@ class Machine:
         return None if total is None else data_bytes <= CACHE_SHARE * total
 
     def fingerprint(self, *, dataset: str = "", gpu: str | None = None) -> Fingerprint:
-        """The part of this that a measurement depends on.
-
-        Args:
-            dataset: What identifies the data, such as its class and length.
-            gpu: Name of the device that was measured on; None asks torch, where it is imported.
-        """
+        """The part of this that a measurement depends on; without the name of a GPU torch is asked, where it is imported."""
         torch = sys.modules.get("torch")  # who measures has imported it
         if gpu is None and torch is not None:  # CUDA is not opened: no process that is forked afterwards could use it
             name = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
@@ -99,12 +94,7 @@ class Machine:
 
 
 def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
-    """What this process may use here and now.
-
-    Args:
-        root: Where `/proc`, `/sys` and `/dev` are looked up.
-        environ: Where variables are looked up.
-    """
+    """What this process may use here and now; `/proc`, `/sys` and `/dev` are looked up below `root`."""
     return Machine(
         cores=usable_cores(root, environ),
         memory=memory_budget(root),

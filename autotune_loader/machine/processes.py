@@ -96,10 +96,7 @@ def process_use(folder: Path) -> TreeUse | None:
 
 
 def tree_pss(members: Iterable[int], root: Path = PROC) -> int | None:
-    """Sum of the proportional set sizes, where shared pages count once. Slow (it walks page tables): call it rarely.
-
-    None when a member does not let us read it or the system has no such number.
-    """
+    """Sum of the proportional set sizes, where shared pages count once; None where that cannot be read. Walks page tables."""
     total = 0
     for pid in members:
         try:
@@ -124,13 +121,7 @@ def host_busy_s(cpus: Collection[int] | None = None) -> list[float]:
 
 @contextlib.contextmanager
 def memory_guarded(pid: int, budget_bytes: int | None, on_limit: Callable[[], None]) -> Iterator[None]:
-    """Watch a process tree from outside while the block runs.
-
-    Args:
-        pid: process at the root of the tree.
-        budget_bytes: the tree may not outgrow 90% of it; None for no alarm.
-        on_limit: called once, on a thread of its own, when it does; it should end the burst.
-    """
+    """Call `on_limit` once, on a thread of its own, when the process tree outgrows 90% of the budget while the block runs."""
     if budget_bytes is None:
         yield
         return

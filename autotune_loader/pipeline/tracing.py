@@ -196,12 +196,7 @@ def make_traced_loader(
 ) -> DataLoader[Any]:
     """A DataLoader of the user's parts that never ends and whose batches carry their history.
 
-    Args:
-        data: the user's parts; they are used, not copied.
-        config: what to tune.
-        reading: of the run; which samples are read is its business.
-        stages: whether workers are watched for where the time of a sample goes.
-        on_error: what becomes of an exception of the dataset or of the collate function.
+    With `stages`, workers are watched for where the time of a sample goes.
     """
     seed = reading.begin(data.dataset)
     seed_everything(seed)
