@@ -73,10 +73,7 @@ def is_library(file: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def _has_packages(folder: str) -> bool:
     """Whether packages were installed there, as by `pip install --target`."""
-    try:
-        return any(name.endswith(".dist-info") for name in os.listdir(folder))  # noqa: PTH208
-    except OSError:
-        return False
+    return os.path.isdir(folder) and any(name.endswith(".dist-info") for name in os.listdir(folder))  # noqa: PTH112, PTH208
 
 
 @functools.lru_cache(maxsize=1)

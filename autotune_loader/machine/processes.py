@@ -66,13 +66,13 @@ def tree_use(members: Iterable[int], root: Path = PROC) -> TreeUse | None:
     )
 
 
-def queued_s(task: str, root: Path = PROC) -> float:
-    """Seconds in which a thread was ready to run and waited for a core; `task` is a process, its main thread, or `thread-self`.
+def queued_s(task: str) -> float:
+    """Seconds in which a task of `/proc` was ready to run and waited for a core; 0 where the kernel does not tell.
 
-    `schedstat`: `run queued slices`, in nanoseconds. 0 where the kernel does not tell, or it is gone.
+    `schedstat` is `run queued slices`, in nanoseconds.
     """
     try:
-        return int((root / task / "schedstat").read_bytes().split()[1]) / 1e9
+        return int((PROC / task / "schedstat").read_bytes().split()[1]) / 1e9
     except (OSError, IndexError):
         return 0.0
 

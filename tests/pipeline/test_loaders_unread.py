@@ -75,7 +75,10 @@ def test_a_dataset_that_is_told_the_epoch_is_found_in_its_wrappers(dataset, has_
     ("loader", "contents"),
     [
         (DataLoader(PLAIN, batch_size=4, shuffle=True), "TensorDataset, batches of 4, shuffled"),
-        (DataLoader(PLAIN, batch_sampler=BatchSampler(RandomSampler(PLAIN), 8, True)), "TensorDataset, batches of 8, shuffled"),
+        (
+            DataLoader(PLAIN, batch_sampler=BatchSampler(RandomSampler(PLAIN), 8, True)),
+            "TensorDataset, batches of 8, shuffled",
+        ),
         (DataLoader(Stream()), "Stream, batches of 1"),
     ],
 )
