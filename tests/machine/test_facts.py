@@ -42,7 +42,7 @@ PODS = {
     "pods/pod7/cpu.max": "250000",  # of a period that is not named
     "pods/cpu.max": "50000 100000",
 }
-OWN_PART = {"inner/cpu.max": "max 100000", "cpu.max": "50000 100000"}
+OWN_PART = {"inner/cpu.max": "300000 100000", "cpu.max": "50000 100000"}
 BROKEN = {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}
 
 
@@ -51,7 +51,7 @@ BROKEN = {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}
     [
         ("0::/pods/pod7/app\n", PODS, [2.5, 0.5]),  # less than one core still leaves one
         ("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5]),  # entered from outside
-        ("4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n", OWN_PART, [0.5]),  # sees its own part only
+        ("4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n", OWN_PART, [3.0, 0.5]),  # sees its own part only
         ("0::/a\nnonsense\n", BROKEN, []),  # broken files
     ],
 )

@@ -93,6 +93,7 @@ def test_all_is_read_before_anything_is_read_twice(shuffled):
     read = list(itertools.chain(*batches))[:1000]
     assert read != sorted(read) == list(range(1000))
     assert [number for number, batch in enumerate(batches) if len(batch) != 16] == [62]
+    assert (batches[63:] != batches[:9]) == shuffled
     # AND batches of other sizes read no sample twice either, and begin where batches do
     burst = Run(data)
     sized = [burst(5, batch_size=size) for size in (None, 1, 24, None, 7)]
