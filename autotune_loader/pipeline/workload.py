@@ -178,7 +178,7 @@ class TrainingSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A dataset and a training step: what `tune()` was called with, in one value."""
+    """What `tune()` was called with, in one value."""
 
     data: DataSide
     training: TrainingSide
@@ -189,10 +189,7 @@ class Workload:
 
     @property
     def shuffles(self) -> bool | None:
-        """Whether the user's loader shuffles; None for an order of its own, or that of a stream.
-
-        A dataset alone says nothing of it: bursts shuffle, as training does, and a loader made of it has DataLoader's default.
-        """
+        """Whether the user's loader shuffles; None for an order of its own, or that of a stream; False of a bare dataset."""
         if self.data.is_iterable or self.data.has_own_order:
             return None
         return self.own_config is not None and self.data.is_shuffled
