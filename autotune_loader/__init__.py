@@ -20,7 +20,7 @@ from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
     from autotune_loader.autoloader.loader import AutoLoader
-    from autotune_loader.pipeline.prefetch import DevicePrefetcher
+    from autotune_loader.pipeline.batches import DevicePrefetcher
     from autotune_loader.report.result import Comparison, TuningResult
     from autotune_loader.results.file import load_config
     from autotune_loader.search.sampler import TwinSampler
@@ -61,7 +61,7 @@ _HOMES = {
     "AutoLoader": "autoloader.loader",
     "Comparison": "report.result",
     "ConfigFileError": "values.errors",
-    "DevicePrefetcher": "pipeline.prefetch",
+    "DevicePrefetcher": "pipeline.batches",
     "LoaderConfig": "values.config",
     "MachineMismatchError": "values.errors",
     "MissingExtraError": "values.errors",

@@ -43,12 +43,7 @@ class Line(NamedTuple):
 
 
 def users_line(frame: FrameType | None, *, libraries: bool = False) -> Line | None:
-    """The nearest line of the user's own code, from a frame outwards; the outermost one at all where there is none.
-
-    Args:
-        frame: where to begin.
-        libraries: whether a line of an installed library counts as the user's.
-    """
+    """The nearest line of the user's own code, or of a library, from a frame outwards; the outermost one if there is none."""
     outermost = None
     while frame is not None:
         line = Line(frame.f_code.co_filename, frame.f_lineno)
@@ -78,10 +73,7 @@ def is_library(file: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def _has_packages(folder: str) -> bool:
     """Whether packages were installed there, as by `pip install --target`."""
-    try:
-        return any(name.endswith(".dist-info") for name in os.listdir(folder))  # noqa: PTH208
-    except OSError:
-        return False
+    return os.path.isdir(folder) and any(name.endswith(".dist-info") for name in os.listdir(folder))  # noqa: PTH112, PTH208
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,8 +9,7 @@ from autotune_loader.autoloader.meter import measured
 from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner
 from autotune_loader.diagnosis import Advice, Finding, Kept, judged
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.loop_log import Log
-from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.loop_log import Log, Site
 from autotune_loader.report.result import TuningResult
 from autotune_loader.values import Trial, averaged
 

@@ -21,8 +21,7 @@ from autotune_loader.diagnosis import Finding, Kept
 from autotune_loader.lines import Line
 from autotune_loader.machine.limits import local_world_size, memory_budget, usable_cores
 from autotune_loader.machine.processes import tree_pss
-from autotune_loader.pipeline.loop_log import Log
-from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.loop_log import Log, Site
 from autotune_loader.pipeline.workload import is_users, length_of
 from autotune_loader.values import LoaderConfig
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from autotune_loader.autoloader.found import Found
 from autotune_loader.autoloader.live import Live, iterator_of, live_of
 from autotune_loader.lines import users_line
-from autotune_loader.machine.host import require_linux
+from autotune_loader.machine.limits import require_linux
 from autotune_loader.pipeline.build import batching_of
 from autotune_loader.results.file import load_config
 from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, require_int

@@ -31,9 +31,8 @@ from autotune_loader.bursts.protocol import Message, Request, WarmupReport
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, die_with_owner, own_files
 from autotune_loader.machine.facts import start_method
-from autotune_loader.pipeline.batches import BatchShape, samples_in, tensors_in
+from autotune_loader.pipeline.batches import BatchShape, accelerator, fresh, move, samples_in, tensors_in
 from autotune_loader.pipeline.by_value import why_not_pickled
-from autotune_loader.pipeline.prefetch import accelerator, fresh, move
 from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide, Workload, draws_nothing, wrapped_datasets

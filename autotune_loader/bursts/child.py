@@ -36,7 +36,7 @@ from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import cut_channels, die_with_parent, own_files, own_shared_memory
-from autotune_loader.pipeline.prefetch import accelerator
+from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import Failure
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autotune_loader.pipeline.prefetch import Lane, accelerator
+from autotune_loader.pipeline.batches import Lane, accelerator
 from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values import MAIN_PROCESS, BatchTrace
 

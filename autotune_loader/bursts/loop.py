@@ -24,8 +24,7 @@ from autotune_loader.bursts.failures import Raised, checked, deaths_of, failure_
 from autotune_loader.bursts.protocol import Announce, Request
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.bursts.window import Window
-from autotune_loader.pipeline.batches import BatchShape
-from autotune_loader.pipeline.prefetch import fresh, prefetched
+from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, FailurePhase, Measurement, StageSamples, pooled

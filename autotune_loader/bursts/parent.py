@@ -38,7 +38,7 @@ from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
 from autotune_loader.machine.facts import Machine
 from autotune_loader.machine.processes import memory_guarded
-from autotune_loader.pipeline.prefetch import accelerator
+from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement, MemoryUse, WorkloadError
 

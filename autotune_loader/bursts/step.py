@@ -23,8 +23,7 @@ from torch.nn import functional
 
 from autotune_loader.bursts.failures import first_sentence, is_of_user
 from autotune_loader.bursts.lightning_step import StandInTrainer, is_lightning_module
-from autotune_loader.pipeline.batches import described
-from autotune_loader.pipeline.prefetch import fresh, move
+from autotune_loader.pipeline.batches import described, fresh, move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
 
 TARGETS = ("labels", "label", "targets", "target", "y", "masks", "mask")

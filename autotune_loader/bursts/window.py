@@ -12,9 +12,8 @@ import os
 import time
 from typing import Any
 
-from autotune_loader.machine.host import host_busy_s
 from autotune_loader.machine.limits import affinity, shared_memory
-from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
+from autotune_loader.machine.processes import TreeUse, host_busy_s, tree, tree_pss, tree_use
 from autotune_loader.values import MemoryUse
 
 

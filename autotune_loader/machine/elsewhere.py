@@ -1,16 +1,7 @@
 """Running the user's code in another process so that it changes nothing here: bursts of `tune()`, unasked workers.
 
-    die_with_parent     killed as soon as the process that started this one ends, however that ends
-    own_files           open regular files are read at positions of their own, and not written if asked so
-    own_shared_memory   what is written to shared memory, the parent does not see
-    cut_channels        inherited pipes and sockets lead nowhere
-    write_only_in       files are made, changed and removed in some places only
-    changed_files       what an audit hook sees of that
-    scratch_root        a folder for what it leaves while it lives, short enough for sockets
-    ended_with_us       the other side: what was started ends, and its folder goes, also where this process is killed
-
 All but the last three are called once in the new process, before any code of the user's runs in it. A fork needs all of these;
-a fresh interpreter inherits nothing, and needs the first and `write_only_in`. Linux only.
+a fresh interpreter inherits nothing, and needs `die_with_parent` and `write_only_in`. Linux only.
 """
 
 from __future__ import annotations
@@ -30,10 +21,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FIRST_OWN_FD = 3
 """Below are stdin, stdout and stderr."""
@@ -75,12 +65,11 @@ shutil.rmtree(sys.argv[2], ignore_errors=True)
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process as soon as the thread that started it has ended.
 
-    Args:
-        parent: the ID of that thread's process, known before this one began; None where it surely lives still.
+    `parent` is the ID of that thread's process, known before this one began; None where it surely lives still.
     """
-    starter = os.getppid()
+    starter = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != (starter if parent is None else parent):  # it ended before the call
+    if os.getppid() != starter:  # it ended before the call
         os._exit(1)
 
 
@@ -88,23 +77,20 @@ def die_with_owner() -> None:
     """The same for a process of `multiprocessing`'s, which a fork server may have started for the one that asked for it."""
     die_with_parent()
     owner = multiprocessing.parent_process()
-    if owner is not None and owner.pid != os.getppid():
-        threading.Thread(target=_die_after, args=(owner.sentinel,), name="parent-watch", daemon=True).start()
+    if owner is None or owner.pid == os.getppid():
+        return
 
+    def die_after(sentinel: int) -> None:
+        connection.wait([sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _die_after(sentinel: int) -> None:
-    from multiprocessing.connection import wait
-
-    wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=die_after, args=(owner.sentinel,), name="parent-watch", daemon=True).start()
 
 
 def own_files(*, writable: bool) -> None:
     """Give this process regular files of its own in place of those that it has inherited, each at its position.
 
-    Args:
-        writable: whether what is written still reaches the files. Otherwise those that were open for reading, too, can only be
-            read, and what is written to the others goes nowhere.
+    Where they shall not be `writable`, files open for reading can only be read, and what is written to others goes nowhere.
     """
     for fd in descriptors(FIRST_OWN_FD):
         with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -141,8 +127,7 @@ def _lead_nowhere(fd: int) -> None:
 def cut_channels(keep: Collection[int]) -> None:
     """Let inherited pipes and sockets lead nowhere: who waits for the end of one waits for all that hold it.
 
-    Args:
-        keep: descriptors of this process's own; the standard three and those of `multiprocessing`'s books stay too.
+    Descriptors to `keep` stay, and so do the standard three and those of `multiprocessing`'s books.
     """
     owner, frame = multiprocessing.parent_process(), inspect.currentframe()
     while frame is not None and "child_w" not in frame.f_locals:
@@ -160,15 +145,10 @@ def cut_channels(keep: Collection[int]) -> None:
 
 
 def write_only_in(places: Iterable[str | os.PathLike[str]]) -> bool:
-    """From now on this thread, and all that it starts, changes no file but in these places; reading costs nothing more.
+    """From now on this thread, and all that it starts, changes no file but in these folders and files, if they exist.
 
-    Modes, owners and times of files, and files that are open for writing already, are not covered.
-
-    Args:
-        places: folders and files; those that do not exist are left out.
-
-    Returns:
-        Whether the kernel holds it to that: Linux 5.13 and later, unless a container's profile forbids to ask for it.
+    Modes, owners and times of files, and files that are open for writing already, are not covered. Returns whether the kernel
+    holds it to that: Linux 5.13 and later, unless a container's profile forbids to ask for it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION)
@@ -218,17 +198,14 @@ def own_shared_memory() -> None:
     A `multiprocessing.Value`, a tensor after `share_memory_()` and a `numpy.memmap` are shared mappings, and so are the
     semaphores of `multiprocessing`: each stays shared among this process and its own children.
     """
-    mappings = list(writable_shared_mappings(Path("/proc/self/maps").read_text()))
+    mappings = list(_writable_shared_mappings())
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
-        for mapping in (each for each in mappings if _is_memory_or_file(each.path)):
+        for mapping in mappings:
             with contextlib.suppress(OSError):
                 _replace(mapping, memory.fileno())
 
 
-@dataclass(frozen=True, slots=True)
-class Mapping:
-    """One line of /proc/self/maps."""
-
+class _Mapping(NamedTuple):
     begin: int
     size: int
     offset: int
@@ -236,51 +213,43 @@ class Mapping:
     path: str
 
 
-def writable_shared_mappings(text: str) -> Iterator[Mapping]:
-    """Those of this process, from /proc/self/maps.
+def _writable_shared_mappings() -> Iterator[_Mapping]:
+    """Those of this process that lie in memory or in a file; a device's, such as a GPU's, are left alone.
 
-    `address perms offset dev inode pathname`, where the last of perms is `s` for shared (proc(5)):
+    A line of /proc/self/maps is `address perms offset dev inode pathname`, the last of perms being `s` for shared (proc(5)):
 
         7f3c4e1d2000-7f3c4e1d3000 rw-s 00000000 00:1b 42   /dev/shm/pym-4711-x (deleted)
     """
-    for line in text.splitlines():
-        address, permissions, offset, _, _, *path = line.split(maxsplit=5)
-        if permissions[1] != "w" or permissions[3] != "s":
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        address, permissions, offset, _, _, *rest = line.split(maxsplit=5)
+        if permissions[1] != "w" or permissions[3] != "s" or not rest or not rest[0].startswith("/"):
             continue
-        begin, end = (int(each, 16) for each in address.split("-"))
-        protection = sum(flag for letter, flag in zip(permissions, (1, 2, 4), strict=False) if letter != "-")
-        yield Mapping(begin, end - begin, int(offset, 16), protection, path[0] if path else "")
+        path = rest[0]
+        is_device = path.startswith("/dev/") or not Path(path.removesuffix(" (deleted)")).is_file()
+        if path.startswith(MEMORY) or not is_device:
+            begin, end = (int(each, 16) for each in address.split("-"))
+            protection = sum(flag for letter, flag in zip(permissions, (1, 2, 4), strict=False) if letter != "-")
+            yield _Mapping(begin, end - begin, int(offset, 16), protection, path)
 
 
-def _is_memory_or_file(path: str) -> bool:
-    """Devices (a GPU's, say) are left alone."""
-    if path.startswith(MEMORY):
-        return True
-    return path.startswith("/") and not path.startswith("/dev/") and Path(path.removesuffix(" (deleted)")).is_file()
-
-
-def _replace(mapping: Mapping, memory_fd: int) -> None:
-    is_file = not mapping.path.startswith(("/dev/", "/memfd:", "/SYSV")) and not mapping.path.endswith(" (deleted)")
+def _replace(mapping: _Mapping, memory_fd: int) -> None:
+    """Put a private mapping of its file, or shared memory of this process's own, in the place of a mapping."""
+    is_file = not mapping.path.startswith(MEMORY) and not mapping.path.endswith(" (deleted)")
     if is_file or mapping.size > MOST_COPIED_BYTES:
         fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
-        _map_over(mapping, mmap.MAP_PRIVATE, fd, mapping.offset)
+        kind, offset = mmap.MAP_PRIVATE, mapping.offset
     else:
-        fd = os.memfd_create("autotune-loader")
+        fd, kind, offset = os.memfd_create("autotune-loader"), mmap.MAP_SHARED, 0
         os.ftruncate(fd, mapping.size)
         for at in range(0, mapping.size, COPIED_AT_ONCE_BYTES):
             # Read by the kernel: pages behind the end of a file would end this process by SIGBUS.
             data = os.pread(memory_fd, min(COPIED_AT_ONCE_BYTES, mapping.size - at), mapping.begin + at)
             os.pwrite(fd, data, at)
-        _map_over(mapping, mmap.MAP_SHARED, fd, 0)
-    os.close(fd)
-
-
-def _map_over(mapping: Mapping, kind: int, fd: int, offset: int) -> None:
-    """Put another mapping in the place of one."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     place = libc.mmap(mapping.begin, mapping.size, mapping.protection, MAP_FIXED | kind, fd, offset)
+    os.close(fd)
     if place != mapping.begin:
         raise OSError(ctypes.get_errno(), f"mmap of {mapping.path}")
 
@@ -297,11 +266,11 @@ def scratch_root() -> str:
     `/pymp-xxxxxxxx/listener-xxxxxxxx`, and a folder of our own comes in between: with a longer `TMPDIR` workers would hang.
     Where there is none it is the long one all the same: most start methods need no socket with a path.
     """
-    usable = [place for place in OTHER_ROOTS if Path(place).is_dir() and os.access(place, os.W_OK | os.X_OK)]
     with contextlib.suppress(FileNotFoundError):  # where nothing else is writable /dev/shm may be
         if len(os.fsencode(tempfile.gettempdir())) <= LONGEST_ROOT:
             return tempfile.gettempdir()
-    return next(iter(usable), None) or tempfile.gettempdir()
+    usable = (place for place in OTHER_ROOTS if Path(place).is_dir() and os.access(place, os.W_OK | os.X_OK))
+    return next(usable, None) or tempfile.gettempdir()
 
 
 @contextlib.contextmanager
@@ -309,10 +278,6 @@ def ended_with_us(group: int, folder: str) -> Iterator[None]:
     """Should this process be killed within the block, another one kills a process group and removes a folder.
 
     The kernel's signal (`die_with_parent`) reaches one process, not those that it has started, and it leaves files behind.
-
-    Args:
-        group: ID of the process group.
-        folder: may not exist.
     """
     command, nowhere = [sys.executable, "-I", "-S", "-c", AFTER_US, str(group), folder], subprocess.DEVNULL
     with subprocess.Popen(

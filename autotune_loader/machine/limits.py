@@ -10,19 +10,20 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from autotune_loader.values import PlatformError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """One bound and where it was found."""
+class Limit(NamedTuple):
+    """One bound, in cores or bytes, and where it was found: a file, an environment variable or a system call."""
 
     value: float
-    """Cores or bytes."""
     source: str
-    """A file, an environment variable or a system call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,11 @@ class Cores:
     ranks: int
     """Ranks on this node that share these cores."""
     inputs: tuple[Limit, ...]
-    """Every bound, in cores."""
+    """Every bound, in cores, for all ranks together; a quota may be a fraction."""
 
     @property
     def binding(self) -> Limit:
-        """The tightest bound, for all ranks together; a quota may be a fraction."""
+        """The tightest bound."""
         return min(self.inputs, key=lambda limit: limit.value)
 
 
@@ -54,12 +55,25 @@ class MemoryBudget:
     """Every bound on what is left, in bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedMemory:
+class SharedMemory(NamedTuple):
     """The file system through which workers hand over batches."""
 
     free_bytes: int
     total_bytes: int
+
+
+def require_linux(what: str) -> None:
+    """Refuse to go on where nothing could be measured.
+
+    Raises:
+        PlatformError: another system.
+    """
+    if not sys.platform.startswith("linux"):
+        raise PlatformError(
+            f"{what} works on Linux only, and this is {sys.platform!r}: it reads statistics of Linux. "
+            "Tune on the Linux machine that trains (a container or WSL 2 is fine); load_config() and everything else "
+            "that reads a loader.json work here"
+        )
 
 
 def usable_cores(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Cores:
@@ -75,12 +89,12 @@ def usable_cores(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
         if numbers := _numbers(path):  # `50000 100000`, or `50000` of a period of 100,000
             quota, period = (*numbers, 100_000)[:2]
             counts.append((str(path), quota / period if period else None))
-    inputs = tuple(Limit(value=float(count), source=source) for source, count in counts if count)
+    inputs = tuple(Limit(float(count), source) for source, count in counts if count)
     ranks = local_world_size(environ)
     if of_task is not None:  # the cores of a task are shared by the ranks that it starts
         tasks = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
         ranks = max(1, ranks // (_positive_int(tasks) or 1))
-    usable = int(min(limit.value for limit in inputs) / ranks + 1e-9)
+    usable = int(min(inputs).value / ranks + 1e-9)
     return Cores(usable=max(1, usable), ranks=ranks, inputs=inputs)
 
 
@@ -94,9 +108,9 @@ def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
     return _positive_int(environ.get("LOCAL_WORLD_SIZE")) or 1
 
 
-def rank_of_environment(environ: Mapping[str, str] = os.environ) -> tuple[int | None, int]:
+def rank_of_environment() -> tuple[int | None, int]:
     """This process' rank, None where nothing says so, and how many there are, as torchrun and Accelerate say it."""
-    rank, ranks = (environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
+    rank, ranks = (os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
     return int(rank) if rank.isdecimal() else None, int(ranks) if ranks.isdecimal() else 1
 
 
@@ -117,7 +131,7 @@ def memory_budget(root: Path = Path("/")) -> MemoryBudget:
     inputs, totals = list[Limit](), list[int]()
     with contextlib.suppress(OSError, RuntimeError):  # some containers hide /proc
         host = psutil.virtual_memory()
-        inputs.append(Limit(value=float(host.available), source="available on the host"))
+        inputs.append(Limit(host.available, "available on the host"))
         totals.append(host.total)
     for folder in _levels(root):
         cache = sum(_numbers(folder / "memory.stat", "inactive_file"))
@@ -125,13 +139,9 @@ def memory_budget(root: Path = Path("/")) -> MemoryBudget:
             for limit in _numbers(path):
                 totals.append(limit)
                 for used in _numbers(folder / "memory.current"):
-                    left = max(0, limit - max(0, used - cache))
-                    inputs.append(Limit(value=left, source=f"{path} minus use"))
-    return MemoryBudget(
-        available_bytes=min((int(limit.value) for limit in inputs), default=None),
-        total_bytes=min(totals, default=None),
-        inputs=tuple(inputs),
-    )
+                    inputs.append(Limit(max(0, limit - max(0, used - cache)), f"{path} minus use"))
+    available = int(min(inputs).value) if inputs else None
+    return MemoryBudget(available_bytes=available, total_bytes=min(totals, default=None), inputs=tuple(inputs))
 
 
 def shared_memory(root: Path = Path("/")) -> SharedMemory | None:
@@ -140,14 +150,14 @@ def shared_memory(root: Path = Path("/")) -> SharedMemory | None:
         room = shutil.disk_usage(root / "dev/shm")
     except OSError:
         return None
-    return SharedMemory(free_bytes=room.free, total_bytes=room.total)
+    return SharedMemory(room.free, room.total)
 
 
 def open_files_limit() -> int | None:
     """Descriptors this process may hold (the soft `RLIMIT_NOFILE`); None where there is no limit or none is told."""
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:  # Windows, where `load_config` works
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft

@@ -1,8 +1,7 @@
-"""Trees of processes: the CPU, memory and storage that they use, as `/proc` tells it in one short file for each.
+"""Trees of processes: the CPU, memory and storage that they use, by one short file of `/proc` each.
 
-And an alarm before one takes too much memory: somebody else's process may be the one that the system kills.
-
-A process may vanish between any two lines here: then it counts as gone.
+An alarm rings before a tree takes too much memory: somebody else's process may be the one that the system kills. A process may
+vanish between any two lines here: then it counts as gone.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+TICKS_PER_S, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 PROC = Path("/proc")
 PERIOD_S = 0.25
 """Between looks: 4 Hz, below the 5 Hz at which reading RSS begins to cost."""
@@ -57,7 +55,7 @@ def tree(pid: int) -> tuple[int, ...]:
 
 def tree_use(members: Iterable[int], root: Path = PROC) -> TreeUse | None:
     """What the processes of a tree have used until now, in 30 us for each; None when nothing of it is left."""
-    uses = [use for pid in members if (use := process_use(root / str(pid))) is not None]
+    uses = list(filter(None, (process_use(root / str(pid)) for pid in members)))
     if not any(use.rss_bytes for use in uses):
         return None
     read = [use.read_bytes for use in uses]
@@ -68,13 +66,13 @@ def tree_use(members: Iterable[int], root: Path = PROC) -> TreeUse | None:
     )
 
 
-def queued_s(task: str, root: Path = PROC) -> float:
-    """Seconds in which a thread was ready to run and waited for a core; `task` is a process, its main thread, or `thread-self`.
+def queued_s(task: str) -> float:
+    """Seconds in which a task of `/proc` was ready to run and waited for a core; 0 where the kernel does not tell.
 
-    `schedstat`: `run queued slices`, in nanoseconds. 0 where the kernel does not tell, or it is gone.
+    `schedstat` is `run queued slices`, in nanoseconds.
     """
     try:
-        return int((root / task / "schedstat").read_bytes().split()[1]) / 1e9
+        return int((PROC / task / "schedstat").read_bytes().split()[1]) / 1e9
     except (OSError, IndexError):
         return 0.0
 
@@ -98,10 +96,7 @@ def process_use(folder: Path) -> TreeUse | None:
 
 
 def tree_pss(members: Iterable[int], root: Path = PROC) -> int | None:
-    """Sum of the proportional set sizes, where shared pages count once. Slow (it walks page tables): call it rarely.
-
-    None when a member does not let us read it or the system has no such number.
-    """
+    """Sum of the proportional set sizes, where shared pages count once; None where that cannot be read. Walks page tables."""
     total = 0
     for pid in members:
         try:
@@ -114,15 +109,19 @@ def tree_pss(members: Iterable[int], root: Path = PROC) -> int | None:
     return total or None
 
 
+def host_busy_s(cpus: Collection[int] | None = None) -> list[float]:
+    """Seconds since boot in which each CPU, or each of these, ran anything, for anyone; none where the system does not tell."""
+    try:
+        times = psutil.cpu_times(percpu=True)
+    except (OSError, RuntimeError, psutil.Error):  # some containers hide /proc
+        return []
+    meant = [each for number, each in enumerate(times) if cpus is None or number in cpus]
+    return [each.user + each.nice + each.system + each.irq + each.softirq for each in meant]
+
+
 @contextlib.contextmanager
 def memory_guarded(pid: int, budget_bytes: int | None, on_limit: Callable[[], None]) -> Iterator[None]:
-    """Watch a process tree from outside while the block runs.
-
-    Args:
-        pid: process at the root of the tree.
-        budget_bytes: the tree may not outgrow 90% of it; None for no alarm.
-        on_limit: called once, on a thread of its own, when it does; it should end the burst.
-    """
+    """Call `on_limit` once, on a thread of its own, when the process tree outgrows 90% of the budget while the block runs."""
     if budget_bytes is None:
         yield
         return

@@ -36,13 +36,7 @@ def _more_workers_than_cores() -> Iterator[None]:
 
 @_more_workers_than_cores()
 def build_loader(dataset: Any, config: LoaderConfig, **arguments: Any) -> DataLoader[Any]:
-    """A loader over `dataset` with a configuration; further arguments of the loader win over it.
-
-    Args:
-        dataset: any dataset that DataLoader takes.
-        config: as tuned.
-        **arguments: of DataLoader, such as `shuffle=True`. Those for workers are left out where there are none.
-    """
+    """A loader with a configuration; further arguments of DataLoader win over it, and those for workers need workers."""
     merged = {**config.to_kwargs(), **arguments}
     if not merged["num_workers"]:
         merged = {name: value for name, value in merged.items() if name not in OF_WORKERS}
@@ -55,9 +49,7 @@ def build_loader(dataset: Any, config: LoaderConfig, **arguments: Any) -> DataLo
 def rebuild(loader: Any, config: LoaderConfig) -> Any:
     """The loader once more, with the tuned settings: its class, and all that it was made with or given, stay.
 
-    Args:
-        loader: a `torch.utils.data.DataLoader`, or of a class made from it. An iterator that it keeps is begun anew.
-        config: as `tune()` chose it. A tuned batch size is used where the loader makes its own batches.
+    An iterator that it keeps is begun anew.
 
     Raises:
         ValueError: a batch size was tuned, but a sampler of batches decides it; or the loader keeps something else that runs.
@@ -83,11 +75,7 @@ def rebuild(loader: Any, config: LoaderConfig) -> Any:
 
 
 def _resized(batches: Any, size: int) -> Any:
-    """A sampler of batches with batches of another size; also one that repeats those of another.
-
-    Raises:
-        ValueError: it has a size of its own.
-    """
+    """A sampler of batches with batches of another size; also one that repeats those of another."""
     parts = {name: each for name, each in getattr(batches, "__dict__", {}).items() if isinstance(each, BatchSampler)}
     if not isinstance(batches, BatchSampler) and not parts:
         raise ValueError(OWN_BATCHES.format(size=size))
@@ -98,11 +86,7 @@ def _resized(batches: Any, size: int) -> Any:
 
 
 def batching_of(loader: Any, config: LoaderConfig) -> dict[str, Any]:
-    """The arguments by which a loader makes its batches, with the size that was tuned, if any was.
-
-    Raises:
-        ValueError: as `rebuild`.
-    """
+    """The arguments by which a loader makes its batches, with the size that was tuned, if any was; raises as `rebuild`."""
     data = DataSide.from_loader(loader)
     if data.batch_sampler is None:
         size = data.batch_size and (config.batch_size or data.batch_size)

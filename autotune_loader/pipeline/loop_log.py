@@ -1,23 +1,32 @@
-"""What training loops spend on one loader: every batch's history, and totals over all epochs.
+"""Which loader it is, and what training loops spend on it: every batch's history, and totals over all epochs.
 
-iter() ── asks ── receives ── step ── asks ── receives ── step ── asks ── is told that the epoch is over
- starts    waits               steps   waits               steps   waits
+host    iter() ── ask ▪── receive ▪ launch │ ask ▪── receive ▪ launch │ ask ▪── is told that the epoch is over
+        starts    waits                      waits                      waits
+device                    step ────────────────────│ step ─────────────────────│ idle
 
-Seconds are of one monotonic clock, which the caller reads; with an accelerator, of when it was through with its work (`Marks`),
-so that batches are counted a little later. A step is a pause (evaluation, a checkpoint, a notebook left
-alone), and not counted, if it is longer than 0.5 s, than 20 median steps, and than twice what comes back once in 80 steps: an
-evaluation every 100 steps is a pause, and what takes as long every 50 steps is a step.
+Seconds are of one monotonic clock, which the caller reads. With an accelerator, a mark (an event) is laid behind its work at
+each of these moments, which count when it has passed them: what passes on the host is mostly no waiting. Nobody waits for it,
+so that batches are counted a little later.
+
+A step is a pause (evaluation, a checkpoint, a notebook left alone), and not counted, if it is longer than 0.5 s, than 20
+median steps, and than twice what comes back once in 80 steps: an evaluation every 100 steps is a pause, and what takes as
+long every 50 steps is a step.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
-from autotune_loader.pipeline.marks import Marks
+import torch
+from torch.utils.data import RandomSampler
+
+from autotune_loader.lines import Line
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, Measurement
 
 MOST_ROWS = 20_000
@@ -31,6 +40,281 @@ OFTEN, LEAST_OFTEN = 80, 3
 
 Fetch = tuple[int, float, float, float, float]
 """worker, fetch_start, fetch_end, collate_end, cpu_s: the first fields of a `BatchTrace`."""
+
+
+class Site(NamedTuple):
+    """Which loader it is: where it is made, and what it reads; however often a script makes it anew, it is one.
+
+    It is told by attributes alone: lengths are the user's code, which may draw or count.
+    """
+
+    line: Line
+    """`?:0` where it cannot be told."""
+    dataset: str
+    """Its class."""
+    batch_size: int | None
+    is_shuffled: bool
+
+    @classmethod
+    def of(cls, loader: Any, line: Line | None) -> Site:
+        """The site of a loader that was made at this line; None where no line is known."""
+        dataset, batches = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
+        while (inner := getattr(batches, "batch_sampler", None)) is not None:  # as Accelerate shards them
+            batches = inner
+        sampler = getattr(batches, "sampler", None)
+        sampler = sampler if sampler is not None else getattr(loader, "sampler", None)  # an array has no truth
+        return cls(
+            line=line or Line("?", 0),
+            dataset=type(dataset).__name__,
+            batch_size=size if isinstance(size, int) else None,
+            is_shuffled=isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) is True,
+        )
+
+    def contents(self, samples: int | None = None) -> str:
+        """What it reads, for people: "Images[1200], batches of 32, shuffled"; `samples` of an epoch, as counted."""
+        length = "" if samples is None else f"[{samples}]"
+        size = "" if self.batch_size is None else f", batches of {self.batch_size}"
+        return f"{self.dataset}{length}{size}{', shuffled' if self.is_shuffled else ''}"
+
+
+class Log:
+    """One loader's, over all its epochs. Rows are those of the loop that was begun last."""
+
+    def __init__(self) -> None:
+        self.totals, self.marks = Totals(), Marks()
+        self.rows: list[BatchTrace] = []
+        """The latest batches; older ones were dropped."""
+        self._dropped = 0
+        self.current: Loop | None = None
+        self.steps = deque[float](maxlen=LATEST_STEPS)
+        """What the latest steps took, pauses included."""
+        self._aside = list[float]()
+        """Steps that were pauses when they ended: they are counted if they come back often."""
+
+    @property
+    def end(self) -> int:
+        """Batches so far, dropped ones included."""
+        return self._dropped + len(self.rows)
+
+    @property
+    def behind(self) -> int:
+        """Batches that the loop has had and that are not in the log yet, or one or two more where an epoch begins."""
+        return (len(self.marks) + 1) // 2
+
+    def since(self, batch: int) -> list[BatchTrace]:
+        """The batches from this number on, those that are remembered."""
+        return self.rows[max(0, batch - self._dropped) :]
+
+    def begin(self, now: float) -> Loop:
+        """`iter()` was called: a loop over one epoch."""
+        self.current = Loop(self, now)
+        return self.current
+
+    def step(self, seconds: float, row: BatchTrace | None) -> None:
+        """A step has ended, that of this row where its history is known. A long first one is judged by the second."""
+        self.steps.append(seconds)
+        if seconds <= PAUSE_S:
+            self.totals.stepped_s += seconds
+        else:
+            self._aside.append(seconds)
+        if self._aside and len(self.steps) > 1 and (seconds > PAUSE_S or len(self.steps) == 2):
+            longest = longest_s(self.steps)
+            self.totals.stepped_s += sum(each for each in self._aside if each <= longest)
+            self._aside = [each for each in self._aside[-LATEST_STEPS:] if each > longest]
+        if row is not None:
+            self.rows.append(row)
+        if len(self.rows) > 2 * MOST_ROWS:
+            del self.rows[:MOST_ROWS]
+            self._dropped += MOST_ROWS
+
+
+class Loop:
+    """Over one epoch. Each moment is noted as it comes, and counted when an accelerator has passed it."""
+
+    def __init__(self, log: Log, now: float) -> None:
+        self._log, self.begun = log, now
+        self._asked = self._own_asked = now
+        self._received, self._samples = 0.0, 0
+        self._fetch: Fetch | None = None
+        self.batches, self.is_over = 0, False
+        log.marks.looks = 0
+        log.marks.note(now, self._begin)
+
+    def started(self, now: float) -> None:
+        """`iter()` has returned: what it took was waiting."""
+        self._log.marks.note(now, self._started)
+
+    def ask(self, now: float) -> None:
+        """The loop asks for a batch: its step has ended."""
+        self._own_asked = now
+        self._log.marks.note(now, self._ask)
+
+    def receive(self, now: float, samples: int, fetch: Fetch | None = None) -> None:
+        """The loop has a batch; `fetch` is its history, None where torch's workers made it."""
+        self.batches += 1
+        self._log.totals.asking_s += now - self._own_asked
+        self._log.marks.note(now, partial(self._receive, self.batches == 1, samples, fetch))
+
+    def end(self, now: float) -> None:
+        """The loop is told that the epoch is over."""
+        if not self.is_over:
+            self.is_over = True
+            self._log.marks.note(now, self._end)
+
+    def _begin(self, now: float) -> None:
+        self.begun = self._asked = now
+
+    def _started(self, now: float) -> None:
+        totals, self._asked = self._log.totals, now
+        totals.waited_s += now - self.begun
+        totals.started_s += now - self.begun
+
+    def _ask(self, now: float) -> None:
+        if received := self._received:
+            row = None
+            if self._fetch is not None and (self._log.current is self or self.is_over):
+                row = BatchTrace(*self._fetch, self._samples, self._asked, received, now)
+            self._log.step(now - received, row)
+            self._received = 0.0
+        self._asked = now
+
+    def _receive(self, is_first: bool, samples: int, fetch: Fetch | None, now: float) -> None:
+        totals, waited_s = self._log.totals, now - self._asked
+        if is_first:
+            totals.epochs += 1
+            totals.started_s += waited_s
+        totals.batches += 1
+        totals.samples += samples
+        totals.waited_s += waited_s
+        self._fetch, self._samples, self._received = fetch, samples, now
+
+    def _end(self, now: float) -> None:
+        self._log.totals.waited_s += now - self._asked
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all loops of a loader."""
+
+    epochs: int = 0
+    """In which a batch was asked for."""
+    batches: int = 0
+    samples: int = 0
+    waited_s: float = 0.0
+    """Until a batch was there; starts of epochs and workers included."""
+    started_s: float = 0.0
+    """Of that, from `iter()` until the first batch of an epoch."""
+    stepped_s: float = 0.0
+    asking_s: float = 0.0
+    """Of the loop itself, between asking for a batch and receiving it, also while an accelerator was at work."""
+
+    @property
+    def active_s(self) -> float:
+        return self.waited_s + self.stepped_s
+
+    @property
+    def wait_share(self) -> float | None:
+        """Share of them in which the loop waited; None before there was a step, without which there is no share."""
+        return self.waited_s / self.active_s if self.stepped_s > 0 else None
+
+    @property
+    def starting_share(self) -> float:
+        """Share of them in which the loop waited for an epoch's first batch longer than for another one."""
+        others = self.batches - self.epochs
+        if others <= 0 or self.active_s <= 0:
+            return 0.0
+        typical_s = (self.waited_s - self.started_s) / others
+        return max(0.0, self.started_s - self.epochs * typical_s) / self.active_s
+
+
+_settling = threading.Lock()
+_passed: dict[Any, tuple[Any, float]] = {}
+"""The mark that a device was seen to pass last, and when: of any loop, as one of an evaluation asks seldom."""
+
+
+class Marks:
+    """Moments of a loop, told in order with the time at which the accelerator has passed them, in seconds of the host's clock.
+
+    Where this process uses none, or a thread takes the batches, a moment is told at once and as it is.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = deque[tuple[float, Any, Callable[[float], object]]]()
+        self._device: tuple[Any, int] | None = None
+        self.looks = 0
+        """How often a device in use was looked for since a loop began."""
+        self._time = 0.0
+
+    def __len__(self) -> int:
+        """Moments that the accelerator has not passed."""
+        return len(self._ahead)
+
+    def note(self, now: float, tell: Callable[[float], object]) -> None:
+        if (mark := self._mark()) is None and not self._ahead:
+            tell(now)
+            return
+        self._ahead.append((now, mark, tell))
+        self.settle(now)
+
+    def settle(self, now: float, *, is_end: bool = False) -> None:
+        """Tell of the moments that have passed; at the end, of all others as if they did now."""
+        if _settling.acquire(blocking=False):  # else another thread does, such as one that asks for figures
+            try:
+                self._settle(now, is_end)
+            finally:
+                _settling.release()
+
+    def _settle(self, now: float, is_end: bool) -> None:
+        while self._ahead:
+            moment, mark, tell = self._ahead[0]
+            last, last_s = _passed.get(self._device, (None, 0.0))
+            try:
+                if mark is None:
+                    passed = moment
+                elif mark.query():
+                    passed = now if last is None else last_s + last.elapsed_time(mark) / 1e3
+                elif is_end:
+                    mark, passed = None, now
+                else:
+                    return
+            except RuntimeError:  # the device is lost
+                mark, passed = None, moment
+            passed = max(moment, min(passed, now))
+            if mark is not None:
+                _passed[self._device] = mark, passed
+            self._time = max(self._time, passed)
+            self._ahead.popleft()
+            tell(self._time)
+
+    def _mark(self) -> Any:
+        try:
+            if self._device is None:
+                self.looks += 1
+                if self.looks & (self.looks - 1):  # ever more seldom: it takes longer than all else here
+                    return None
+                self._device = _device_in_use()
+            if self._device is None or threading.current_thread() is not threading.main_thread():
+                return None  # the main thread may capture a graph meanwhile
+            module, index = self._device
+            event = module.Event(enable_timing=True)
+            event.record(module.current_stream(index))
+        except Exception:  # whatever it is, it is no reason to end somebody's training
+            return None
+        return event
+
+
+def _device_in_use() -> tuple[Any, int] | None:
+    """Torch's module of an accelerator, and the number of a device that holds memory: the current one, if it does.
+
+    No device is opened to see it.
+    """
+    for name in ("cuda", torch._C._get_privateuse1_backend_name()):
+        module = vars(torch).get(name)
+        if module is not None and module.is_initialized():
+            indices = module.current_device(), *range(module.device_count())
+            return next(((module, index) for index in indices if module.memory_reserved(index)), None)
+    return None
 
 
 def longest_s(seconds: Sequence[float]) -> float:
@@ -69,160 +353,3 @@ def measurement(rows: Sequence[BatchTrace], longest_step_s: float, workers: int 
         first_batch_s=own[0].wait_s,
         wait_share=waited_s / window_s,
     )
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over all loops of a loader."""
-
-    epochs: int = 0
-    """In which a batch was asked for."""
-    batches: int = 0
-    samples: int = 0
-    waited_s: float = 0.0
-    """Until a batch was there; starts of epochs and workers included."""
-    started_s: float = 0.0
-    """Of that, from `iter()` until the first batch of an epoch."""
-    stepped_s: float = 0.0
-    asking_s: float = 0.0
-    """Of the loop itself, between asking for a batch and receiving it, also while an accelerator was at work."""
-
-    @property
-    def active_s(self) -> float:
-        return self.waited_s + self.stepped_s
-
-    @property
-    def wait_share(self) -> float | None:
-        """Share of them in which the loop waited; None before there was a step, without which there is no share."""
-        return self.waited_s / self.active_s if self.stepped_s > 0 else None
-
-    @property
-    def starting_share(self) -> float:
-        """Share of them in which the loop waited for an epoch's first batch longer than for another one."""
-        others = self.batches - self.epochs
-        if others <= 0 or self.active_s <= 0:
-            return 0.0
-        typical_s = (self.waited_s - self.started_s) / others
-        return max(0.0, self.started_s - self.epochs * typical_s) / self.active_s
-
-
-class Log:
-    """One loader's, over all its epochs. Rows are those of the loop that was begun last."""
-
-    def __init__(self) -> None:
-        self.totals, self.marks = Totals(), Marks()
-        self.rows: list[BatchTrace] = []
-        """The latest batches; `forgotten` older ones were dropped."""
-        self.forgotten = 0
-        self.current: Loop | None = None
-        self.steps = deque[float](maxlen=LATEST_STEPS)
-        """What the latest steps took, pauses included."""
-        self._aside = list[float]()
-        """Steps that were pauses when they ended: they are counted if they come back often."""
-
-    @property
-    def end(self) -> int:
-        return self.forgotten + len(self.rows)
-
-    @property
-    def behind(self) -> int:
-        """Batches that the loop has had and that are not in the log yet, or one or two more where an epoch begins."""
-        return (len(self.marks) + 1) // 2
-
-    def since(self, batch: int) -> list[BatchTrace]:
-        """The batches from this number on, those that are remembered."""
-        return self.rows[max(0, batch - self.forgotten) :]
-
-    def begin(self, now: float) -> Loop:
-        """`iter()` was called: a loop over one epoch."""
-        self.current = Loop(self, now)
-        return self.current
-
-    def trim(self) -> None:
-        """Forget the older half of the rows."""
-        del self.rows[:MOST_ROWS]
-        self.forgotten += MOST_ROWS
-
-    def step(self, seconds: float) -> None:
-        """A step has ended. A long first one, which may compile, is judged by the second."""
-        self.steps.append(seconds)
-        is_long = seconds > PAUSE_S
-        if not is_long:
-            self.totals.stepped_s += seconds
-            if not self._aside:
-                return
-        else:
-            self._aside.append(seconds)
-        if len(self.steps) > 1 and (is_long or len(self.steps) == 2):
-            longest = longest_s(self.steps)
-            self.totals.stepped_s += sum(each for each in self._aside if each <= longest)
-            self._aside = [each for each in self._aside[-LATEST_STEPS:] if each > longest]
-
-
-class Loop:
-    __slots__ = (
-        *("_asked", "_fetch", "_log", "_own_asked", "_received", "_rows", "_samples"),
-        *("batches", "begun", "is_over"),
-    )
-
-    def __init__(self, log: Log, now: float) -> None:
-        self._log, self._rows, self.begun = log, log.rows, now
-        self._asked = self._own_asked = now
-        self._received, self._samples = 0.0, 0
-        self._fetch: Fetch | None = None
-        self.batches, self.is_over = 0, False
-        log.marks.looks = 0
-        log.marks.note(now, self._begin)
-
-    def started(self, now: float) -> None:
-        """`iter()` has returned: what it took was waiting."""
-        self._log.marks.note(now, self._started)
-
-    def ask(self, now: float) -> None:
-        """The loop asks for a batch: its step has ended."""
-        self._own_asked = now
-        self._log.marks.note(now, self._ask)
-
-    def receive(self, now: float, samples: int, fetch: Fetch | None = None) -> None:
-        """The loop has a batch; `fetch` is its history, None where torch's workers made it."""
-        self.batches += 1
-        self._log.totals.asking_s += now - self._own_asked
-        self._log.marks.note(now, partial(self._receive, self.batches == 1, samples, fetch))
-
-    def end(self, now: float) -> None:
-        """The loop is told that the epoch is over."""
-        if not self.is_over:
-            self.is_over = True
-            self._log.marks.note(now, self._end)
-
-    def _begin(self, now: float) -> None:
-        self.begun = self._asked = now
-
-    def _started(self, now: float) -> None:
-        totals, self._asked = self._log.totals, now
-        totals.waited_s += now - self.begun
-        totals.started_s += now - self.begun
-
-    def _ask(self, now: float) -> None:
-        received = self._received
-        if received:
-            self._log.step(now - received)
-            if self._fetch is not None and (self._log.current is self or self.is_over):
-                self._rows.append(BatchTrace(*self._fetch, self._samples, self._asked, received, now))
-                if len(self._rows) > 2 * MOST_ROWS:
-                    self._log.trim()
-            self._received = 0.0
-        self._asked = now
-
-    def _receive(self, is_first: bool, samples: int, fetch: Fetch | None, now: float) -> None:
-        totals, waited_s = self._log.totals, now - self._asked
-        if is_first:
-            totals.epochs += 1
-            totals.started_s += waited_s
-        totals.batches += 1
-        totals.samples += samples
-        totals.waited_s += waited_s
-        self._fetch, self._samples, self._received = fetch, samples, now
-
-    def _end(self, now: float) -> None:
-        self._log.totals.waited_s += now - self._asked

@@ -47,9 +47,7 @@ STREAM = (
 class Reading:
     """The order in which the bursts of one run read the samples; kept in the process that builds their loaders.
 
-    Args:
-        data: whose samples.
-        seed: of the run; another one begins at another place.
+    A run with another seed begins at another place.
     """
 
     def __init__(self, data: DataSide, seed: int = 0) -> None:
@@ -88,11 +86,7 @@ class Reading:
         self._pass, self._at = self._begun
 
     def batches(self, size: int | None = None) -> Iterator[Any]:
-        """Batches of indices without end; none where an epoch has none.
-
-        Args:
-            size: samples of each, where no batch sampler decides it; None gives one index at a time, which is no list.
-        """
+        """Batches of indices without end, or single indices for no size; none where an epoch has none."""
         if not self._has_own_order:
             each = self._planned(size or 1)
             return each if size is not None else (indices[0] for indices in each)

@@ -4,8 +4,7 @@
     Photos.__getitem__ │ read │ __getitem__ │ decode │ Flip │ __getitem__ │   collate   │
 
 Time belongs to the innermost of them; while a worker waits for a core the clocks stand. They are clocked in workers only, whose
-objects are copies: nothing of the training process is touched. Clocks are there for some batches only, so that they cost little
-of all.
+objects are copies, and for some batches only, so that they cost little.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from autotune_loader.pipeline.workload import is_users, wrapped_datasets
 from autotune_loader.values import Seen, StageSamples
 
-Line = tuple[str, str]
+Stage = tuple[str, str]
 """stage, where"""
 LONG_S = 1.5
 """A first batch that takes longer counts: a burst may see no second one, and opening and importing are little of it."""
@@ -59,18 +58,16 @@ LIBRARY_STAGES = {
 
 
 class StageClock:
-    """Clocks the thread that makes it, the main thread of a worker. Its first batch opens files and imports: it does
-    not count unless it takes long.
+    """Clocks the thread that makes it, the main thread of a worker, where it makes samples of this dataset.
 
-    Args:
-        dataset: what its samples are made by is clocked.
+    Its first batch opens files and imports: it does not count unless it takes long.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._thread = threading.get_ident()
-        self._fetch = _base(dataset)
-        self._stack: list[Line] = []
-        self._seen: dict[Line, list[float]] = {}
+        self._fetch = _fetching(dataset)
+        self._stack: list[Stage] = []
+        self._seen: dict[Stage, list[float]] = {}
         self._wall = self._cpu = self._queue_cpu_s = self._queued_s = 0.0
         self._schedstat = -1
         with contextlib.suppress(OSError):  # the kernel does not tell
@@ -79,9 +76,9 @@ class StageClock:
         self._is_settled = False
         self._hooks: list[_Hook] = []
         places = {(id(each[0]), each[1]): each for each in _places(dataset)}
-        for owner, name, line in places.values():
+        for owner, name, stage in places.values():
             with contextlib.suppress(Exception):  # what does not let itself be changed is part of its caller
-                self._hooks.append(_Hook(self, owner, name, line))
+                self._hooks.append(_Hook(self, owner, name, stage))
 
     def fetch(self) -> None:
         """A batch begins."""
@@ -122,7 +119,7 @@ class StageClock:
         if not counts:
             return None
         self._skip = int(self._readings * CLOCKED_S / MOST_COST / max(wall_s, 1e-6))
-        seen = tuple(Seen(*line, *seconds) for line, seconds in self._seen.items())
+        seen = tuple(Seen(*stage, *seconds) for stage, seconds in self._seen.items())
         queue_cpu_s = (self._queue_cpu_s - before) / batches
         return StageSamples(seen=seen, samples=samples, cpu_s=cpu_s, queue_cpu_s=queue_cpu_s)
 
@@ -132,7 +129,7 @@ class StageClock:
             return hook.function(*arguments, **named)
         hook.calls += 1
         self._turn()
-        self._stack.append(hook.line or _of_class(type(arguments[0]), hook.function))
+        self._stack.append(hook.stage or hook.stage_of(type(arguments[0])))
         try:
             return hook.function(*arguments, **named)
         finally:
@@ -163,24 +160,20 @@ class StageClock:
 
 
 class _Hook:
-    """A clock around a function, in the place in which it is looked up.
+    """A clock around a function, where it is looked up: in a class, a module, a list, or the dict of an object's attributes."""
 
-    Args:
-        clock: of this worker.
-        owner: a class, a module, a list, or the dict of an object's attributes.
-        name: of it there.
-        line: of the stage; None is the class of the first argument.
-    """
-
-    def __init__(self, clock: StageClock, owner: Any, name: Any, line: Line | None) -> None:
+    def __init__(self, clock: StageClock, owner: Any, name: Any, stage: Stage | None) -> None:
         get, put = (operator.getitem, operator.setitem) if isinstance(owner, (dict, list)) else (getattr, setattr)
         self._get, self._set = functools.partial(get, owner, name), functools.partial(put, owner, name)
         self.function = inner = self._get()
-        self.line, self.calls = line, 0
+        self.stage, self.calls = stage, 0
         if inspect.isgeneratorfunction(inner) or set(getattr(inner, "__dict__", {})) - {"__wrapped__"}:
             raise TypeError("a generator works when it is asked for more, and what has attributes is asked for them")
         self._set(inner)  # where that is refused nothing is clocked
         self.clocked = functools.wraps(inner)(lambda *arguments, **named: clock.call(self, arguments, named))
+
+    def stage_of(self, kind: type) -> Stage:
+        return kind.__name__, _where(self.function if is_users(kind.__module__) else kind)
 
     def exchange(self, one: Any, other: Any) -> None:
         """Put the other in the place of the one, where the user's code has put nothing else there."""
@@ -189,14 +182,15 @@ class _Hook:
                 self._set(other)
 
 
-def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
-    """What is clocked: owner, name there, and line; None for a line is the class of the first argument."""
+def _places(dataset: Any) -> Iterator[tuple[Any, Any, Stage | None]]:
+    """What is clocked: owner, name there, and stage; None for a stage is the class of the first argument."""
     for each in wrapped_datasets(dataset):
         kinds = [kind for kind in type(each).__mro__ if is_users(kind.__module__)]
         entries = [vars(kind)[name] for kind in kinds for name in ENTRIES if inspect.isfunction(vars(kind).get(name))]
         names = set[str]().union(*(_names_of(entry.__code__) for entry in entries)) - {*ENTRIES}
-        spaces: list[tuple[Any, Any]] = [(kind, vars(kind)) for kind in kinds]
-        for owner, held in [*spaces, *((entry.__globals__, entry.__globals__) for entry in entries)]:
+        spaces: list[Any] = [*kinds, *(entry.__globals__ for entry in entries)]
+        for owner in spaces:
+            held = owner if isinstance(owner, dict) else vars(owner)
             functions = [(name, held[name]) for name in names if inspect.isfunction(held.get(name))]
             yield from ((owner, name, (name, _where(own))) for name, own in functions if is_users(own.__module__))
         for name, value in list(getattr(each, "__dict__", {}).items()):
@@ -209,7 +203,7 @@ def _places(dataset: Any) -> Iterator[tuple[Any, Any, Line | None]]:
                 yield holder, last, (stage, f"{module}.{path}")
 
 
-def _of_value(owner: Any, name: Any, value: Any, depth: int) -> Iterator[tuple[Any, Any, Line | None]]:
+def _of_value(owner: Any, name: Any, value: Any, depth: int) -> Iterator[tuple[Any, Any, Stage | None]]:
     """A function, an object that is called, or the members of a container of them."""
     called = _plain(value)
     held = called if isinstance(called, (list, tuple, torch.nn.Sequential)) else getattr(called, "transforms", None)
@@ -247,11 +241,7 @@ def _where(function: Any) -> str:
     return f"{'cell' if 'ipykernel' in code.co_filename else Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
-def _of_class(kind: type, method: Any) -> Line:
-    return kind.__name__, _where(method if is_users(kind.__module__) else kind)
-
-
-def _base(dataset: Any) -> Line:
+def _fetching(dataset: Any) -> Stage:
     """The stage of what is in no other: the method by which the user's own class is asked for samples."""
     for each in wrapped_datasets(dataset):
         for kind in type(each).__mro__:

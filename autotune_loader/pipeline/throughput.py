@@ -48,15 +48,9 @@ SLOWER_BY_CHANCE = 0.01
 
 
 def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> Measurement:
-    """What a burst measured as far as its traces tell, its rate sustained however full the queues were at the opening.
+    """What a burst measured, its rate sustained however full the queues were at the opening.
 
-    Args:
-        traces: every batch from the very first, in the order of delivery.
-        workers: worker processes; 0 when the consumer fetched.
-        started: when the iterator was created, in seconds of the traces' clock.
-
-    Raises:
-        ValueError: fewer than two batches, which do not make a window.
+    Needs all batches (two at least) from the very first, and when the iterator was created, on their clock.
     """
     if len(traces) < 2:
         raise ValueError(f"{len(traces)} batches do not make a window; a burst needs at least 2")
@@ -109,12 +103,7 @@ def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | Non
 def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, delivered: int, workers: int, now: float) -> bool:
     """Whether a running burst may stop: its rate is known well enough, or its time is up before the next batch can come.
 
-    Args:
-        traces: every batch so far, at least one.
-        plan: of the burst.
-        delivered: batches so far, of which the last may not be traces yet.
-        workers: worker processes.
-        now: seconds of the traces' clock.
+    More batches may be `delivered` than there are traces.
     """
     elapsed = now - traces[0].received
     # The first round of the workers only opens the window, and one alone is mostly edges.

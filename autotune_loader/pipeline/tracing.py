@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,29 +31,28 @@ Fetch = tuple[int, float, float, float, float, int, StageSamples | None]
 RAISED = (Exception, SystemExit)
 """What a sample may raise."""
 OnError = Callable[[BaseException, str, Sequence[Any]], Any]
-"""Is given what raised, the name of the samples that raised it, and their keys where they have any. What it returns takes the
-place of the batch, unless it raises."""
+"""Is given what raised, the name of the samples, and their keys if any; what it returns takes the place of the batch."""
 MOST_NAMED = 4
 """Samples of a batch that raises as a whole."""
 
 
+@dataclass(slots=True)
 class _Record:
     """What this process knows of the batch that it is making."""
 
-    def __init__(self) -> None:
-        self.worker = MAIN_PROCESS
-        self.clock: StageClock | None = None
-        # In the main process the training step's threads must not count; in a worker every thread works for the batch.
-        self.cpu_clock = time.thread_time
-        self.begun: float | None = None
-        """Wall seconds at the begin; None between two batches."""
-        self.cpu_begun = 0.0
-        self.asked: int | None = None
-        """Samples that the batch was asked for, where it was asked for as a whole."""
-        self.keys: Sequence[Any] = ()
-        """Of its samples, where they have any."""
-        self.in_place: Any = None
-        """What takes the place of a batch whose samples raised."""
+    worker: int = MAIN_PROCESS
+    clock: StageClock | None = None
+    cpu_clock: Callable[[], float] = time.thread_time
+    """In the main process the training step's threads must not count; in a worker every thread works for the batch."""
+    begun: float | None = None
+    """Wall seconds at the begin; None between two batches."""
+    cpu_begun: float = 0.0
+    asked: int | None = None
+    """Samples that the batch was asked for, where it was asked for as a whole."""
+    keys: Sequence[Any] = ()
+    """Of its samples, where they have any."""
+    in_place: Any = None
+    """What takes the place of a batch whose samples raised."""
 
     def begin(self, keys: Sequence[Any] = (), asked: int | None = None) -> None:
         if self.begun is not None:  # of a stream, and of what torch wraps, one sample after the other is asked for
@@ -67,8 +67,7 @@ class _Record:
 _here = _Record()
 
 
-def reraise(error: BaseException, _name: str, _keys: Sequence[Any]) -> Any:
-    """The `OnError` that leaves an exception as it is."""
+def _reraise(error: BaseException, _name: str, _keys: Sequence[Any]) -> Any:
     raise error
 
 
@@ -193,16 +192,11 @@ class TracedWorkerInit(ByValue):
 
 
 def make_traced_loader(
-    data: DataSide, config: LoaderConfig, reading: Reading, *, stages: bool = False, on_error: OnError = reraise
+    data: DataSide, config: LoaderConfig, reading: Reading, *, stages: bool = False, on_error: OnError = _reraise
 ) -> DataLoader[Any]:
     """A DataLoader of the user's parts that never ends and whose batches carry their history.
 
-    Args:
-        data: the user's parts; they are used, not copied.
-        config: what to tune.
-        reading: of the run; which samples are read is its business.
-        stages: whether workers are watched for where the time of a sample goes.
-        on_error: what becomes of an exception of the dataset or of the collate function.
+    With `stages`, workers are watched for where the time of a sample goes.
     """
     seed = reading.begin(data.dataset)
     seed_everything(seed)

@@ -26,14 +26,14 @@ from torch.utils.data import (
 from autotune_loader.lines import is_library
 from autotune_loader.values import LoaderConfig
 
-# How datasets are told the epoch, or keep it.
 EPOCH_NAMES = ("set_epoch", "epoch", "current_epoch", "_epoch", "_current_epoch")
-# Attributes in which a wrapper keeps what it wraps, where that need not be of torch's class.
+"""How datasets are told the epoch, or keep it."""
 WRAPPED_NAMES = ("base", "inner", "source", "wrapped")
-# A dataset of more parts than this is not looked through to the end.
+"""Attributes in which a wrapper keeps what it wraps, where that need not be of torch's class."""
 MOST_WRAPPED = 1000
-# Reading a sample of these runs no code of the user's.
+"""A dataset of more parts than this is not looked through to the end."""
 PLAIN_DATA = (TensorDataset, torch.Tensor, np.ndarray, list, tuple)
+"""Reading a sample of these runs no code of the user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,7 @@ class DataSide:
 
     @classmethod
     def from_dataset(cls, dataset: Any, **parts: Any) -> DataSide:
-        """The data side of a bare dataset: shuffled, as training is, unless a sampler says otherwise.
-
-        Args:
-            dataset: any that DataLoader takes.
-            **parts: the other fields, `batch_size` among them.
-        """
+        """The data side of a bare dataset: shuffled, as training is, unless a sampler says otherwise."""
         side = cls(dataset=dataset, **parts)
         if side.sampler is None and not side.is_iterable:
             return replace(side, sampler=RandomSampler(dataset, generator=side.generator))
@@ -127,9 +122,8 @@ class DataSide:
     @property
     def description(self) -> str:
         """What identifies the data in a fingerprint: the dataset's class and length."""
-        length = length_of(self.dataset)
-        size = f"[{length}]" if length is not None else ""
-        return f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}{size}"
+        kind, length = type(self.dataset), length_of(self.dataset)
+        return f"{kind.__module__}.{kind.__qualname__}" + ("" if length is None else f"[{length}]")
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -184,7 +178,7 @@ class TrainingSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A dataset and a training step: what `tune()` was called with, in one value."""
+    """What `tune()` was called with, in one value."""
 
     data: DataSide
     training: TrainingSide
@@ -195,10 +189,7 @@ class Workload:
 
     @property
     def shuffles(self) -> bool | None:
-        """Whether the user's loader shuffles; None for an order of its own, or that of a stream.
-
-        A dataset alone says nothing of it: bursts shuffle, as training does, and a loader made of it has DataLoader's default.
-        """
+        """Whether the user's loader shuffles; None for an order of its own, or that of a stream; False of a bare dataset."""
         if self.data.is_iterable or self.data.has_own_order:
             return None
         return self.own_config is not None and self.data.is_shuffled

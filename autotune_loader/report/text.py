@@ -18,7 +18,7 @@ from autotune_loader.diagnosis.units import (
     seconds_text,
     share_text,
 )
-from autotune_loader.machine.fingerprint import NO_GPU
+from autotune_loader.machine.facts import NO_GPU
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.results.comparison import ComparisonRecord, Side
 from autotune_loader.results.record import Finding, TuningRecord

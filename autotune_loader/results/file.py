@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from autotune_loader.machine.fingerprint import NO_GPU, Difference, Fingerprint, differences
+from autotune_loader.machine.facts import NO_GPU, Difference, Fingerprint, differences, inspect_machine
 from autotune_loader.values import ConfigFileError, LoaderConfig, MachineMismatchError, from_plain, require_choice
 
 _Kind = TypeVar("_Kind")
@@ -72,8 +72,6 @@ def _find_file() -> Path:
 
 def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Difference]]:
     """This machine, and how it differs from the one that a file was tuned on."""
-    from autotune_loader.machine.facts import inspect_machine
-
     here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
     return here, differences(tuned_on, here)
 

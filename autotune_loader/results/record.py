@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
 from autotune_loader.values import (
     FOR_AUTOLOADER,
@@ -234,7 +234,7 @@ class TuningRecord:
         )
 
     def _on_device(self, loader: Any, device: Any) -> Any:
-        from autotune_loader.pipeline.prefetch import prefetched_as_tuned
+        from autotune_loader.pipeline.batches import prefetched_as_tuned
 
         return prefetched_as_tuned(loader, self.best, device or "cuda")
 

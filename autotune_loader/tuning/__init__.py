@@ -10,6 +10,6 @@ torchrun    the same on every rank of a job
 compare     which of some loaders is faster
 """
 
-from autotune_loader.machine.host import require_linux
+from autotune_loader.machine.limits import require_linux
 
 require_linux("autotune_loader.tune")

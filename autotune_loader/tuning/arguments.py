@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from autotune_loader.pipeline.prefetch import accelerator
+from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.values import LoaderConfig, nearest, require_int
 

@@ -12,9 +12,7 @@ import torch
 
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.bursts.protocol import WarmupReport
-from autotune_loader.machine.facts import Machine
-from autotune_loader.machine.fingerprint import Fingerprint
-from autotune_loader.machine.host import cpu_model
+from autotune_loader.machine.facts import Fingerprint, Machine, cpu_model
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.search.space import MOST_WORKERS, BatchCost, Context, Limits, Space
 from autotune_loader.tuning.arguments import refuse
@@ -110,7 +108,7 @@ class Run:
     @property
     def fingerprint(self) -> Fingerprint:
         """What the result depends on."""
-        return self.machine.fingerprint(dataset=self.workload.data.description, gpu=self.warmup.device_name)
+        return self.machine.facts(dataset=self.workload.data.description, gpu=self.warmup.device_name)
 
     @property
     def identity(self) -> str:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from autotune_loader import LoaderConfig
-from autotune_loader.pipeline.loop_log import Log
-from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.loop_log import Log, Site
 
 FEWEST_BATCHES = 3
 """Of fewer nothing can be said: the first one waits for workers, and the last has no step after it."""

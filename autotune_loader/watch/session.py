@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from autotune_loader import LoaderConfig
 from autotune_loader.lines import Line, users_line
 from autotune_loader.machine.limits import rank_of_environment
-from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.loop_log import Site
 from autotune_loader.watch.first_line import FirstLine
 from autotune_loader.watch.run_plan import LINE, Plan, say
 from autotune_loader.watch.script_loader import FEWEST_BATCHES, ScriptLoader

@@ -23,7 +23,7 @@ import torch
 
 from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.pipeline.prefetch import accelerator
+from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.values import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK, SIMULATED_BYTES_PER_S, VERDICTS
 from studies.gpu.training import TUNED, Loop, Rate, bursts_of, in_turns, medians, record, recorded

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from autotune_loader.pipeline.prefetch import move
+from autotune_loader.pipeline.batches import move
 from studies.pictures import CLASSES, MEAN, STD, JpegFolder, make_jpegs
 
 VOCABULARY = 1024

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from autotune_loader.autoloader.segments import Segment
-from autotune_loader.pipeline.prefetch import accelerator
+from autotune_loader.pipeline.batches import accelerator
 from studies.gpu.training import record, synchronize
 
 SHAPE = (64, 3, 224, 224)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult
-from autotune_loader.pipeline.prefetch import accelerator, move
+from autotune_loader.pipeline.batches import accelerator, move
 from studies.gpu.jobs import Job
 
 # Batches before the clock starts: workers are up, and queues filled at the start no longer flatter.

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 import autotune_loader
 from autotune_loader import cli, demo
 from autotune_loader.cli.doctor import examination
-from autotune_loader.machine.facts import inspect_machine
-from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.values import LoaderConfig, WorkloadError, require_writable
 from autotune_loader.watch.run_plan import say
 

@@ -19,12 +19,11 @@ from torch.utils.data import (
 
 from autotune_loader.lines import Line
 from autotune_loader.pipeline.build import rebuild
-from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.loop_log import Site
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values import LoaderConfig
 
 PLAIN = TensorDataset(torch.zeros(8))
-BATCHES = BatchSampler(RandomSampler(PLAIN), 8, True)
 LINE = Line("/job/train.py", 41)
 
 
@@ -62,8 +61,7 @@ class Stream(IterableDataset):
         (Subset(ConcatDataset([PLAIN, Subset(TellsEpoch(), [0])]), [0]), True),
         (ChainDataset([Stream()]), True),
         (Holding(dataset=SimpleNamespace(epoch=1)), True),
-        (Holding(by_name={"a": PLAIN, "b": TellsEpoch()}), True),
-        (Holding(transform=SimpleNamespace(set_epoch=print)), True),
+        (Holding(by_name={"a": PLAIN, "b": TellsEpoch()}, transform=len), True),
         (Holding(base=PLAIN, epochs=90), False),
         ([1, 2, 3], False),
     ],
@@ -77,8 +75,10 @@ def test_a_dataset_that_is_told_the_epoch_is_found_in_its_wrappers(dataset, has_
     ("loader", "contents"),
     [
         (DataLoader(PLAIN, batch_size=4, shuffle=True), "TensorDataset, batches of 4, shuffled"),
-        (DataLoader(PLAIN, batch_sampler=BATCHES), "TensorDataset, batches of 8, shuffled"),
-        (DataLoader(PLAIN, batch_size=None), "TensorDataset"),
+        (
+            DataLoader(PLAIN, batch_sampler=BatchSampler(RandomSampler(PLAIN), 8, True)),
+            "TensorDataset, batches of 8, shuffled",
+        ),
         (DataLoader(Stream()), "Stream, batches of 1"),
     ],
 )
@@ -101,52 +101,36 @@ class Repeated:
             yield from self.sampler
 
 
-class EndlessLoader(DataLoader):
-    """As timm's and ultralytics': it passes all arguments on, and keeps one iterator for all epochs."""
+class Steps(DataLoader):
+    """As timm's and ultralytics', it keeps one iterator for all epochs; with arguments of its own and a loader inside."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, steps, dataset, **kwargs):
+        super().__init__(dataset, **kwargs)
         object.__setattr__(self, "batch_sampler", Repeated(self.batch_sampler))
-        self.iterator = super().__iter__()
+        self.iterator, self.steps, self.plain = super().__iter__(), steps, DataLoader(dataset)
 
     def __len__(self):
-        return len(self.batch_sampler.sampler)
+        return self.steps
 
     def __iter__(self):
         for _ in range(len(self)):
             yield next(self.iterator)
 
 
-class Steps(EndlessLoader):
-    """With arguments of its own, as a wrapper of the loader of another."""
-
-    def __init__(self, steps, dataset, **kwargs):
-        super().__init__(dataset, **kwargs)
-        self.steps, self.plain = steps, DataLoader(dataset)
-
-    def __len__(self):
-        return self.steps
-
-
-class Endless(Steps):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.batches = iter(self)
-
-
 @pytest.mark.filterwarnings("error:This DataLoader will create")  # more workers than cores were measured
-@pytest.mark.parametrize(("kind", "arguments"), [(EndlessLoader, ()), (Steps, (3,))])
-def test_a_loader_that_is_running_is_not_shared_and_another_may_have_more_workers_than_cores(kind, arguments):
-    own = kind(*arguments, TensorDataset(torch.arange(10)), batch_size=4)
+def test_a_loader_that_is_running_is_not_shared_and_another_may_have_more_workers_than_cores():
+    own = Steps(3, TensorDataset(torch.arange(10)), batch_size=4)
     made, sized = rebuild(own, LoaderConfig()), rebuild(own, LoaderConfig(batch_size=5))
     assert [batch[0].tolist() for batch in made] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert next(iter(own))[0].tolist() == [0, 1, 2, 3] == next(iter(sized))[0].tolist()[:4]
-    assert len(next(iter(sized))[0]) == sized.batch_size == 5
+    assert len(next(iter(sized))[0]) == sized.batch_size == sized.plain.batch_size == 5
+    assert own.plain.batch_size == 1
     more = (os.cpu_count() or 1) + 1
     assert rebuild(DataLoader(PLAIN), LoaderConfig(num_workers=more)).num_workers == more
-    assert kind is not Steps or (own.plain.batch_size, sized.plain.batch_size) == (1, 5)
 
 
 def test_a_loader_that_keeps_what_runs_with_its_settings_is_made_anew_by_its_owner():
-    with pytest.raises(ValueError, match=re.escape("Endless(..., **result.best.to_kwargs()) would work")):
-        rebuild(Endless(3, PLAIN), LoaderConfig())
+    own = Steps(3, PLAIN)
+    own.batches = iter(own)
+    with pytest.raises(ValueError, match=re.escape("Steps(..., **result.best.to_kwargs()) would work")):
+        rebuild(own, LoaderConfig())

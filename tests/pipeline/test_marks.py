@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune_loader.pipeline import marks
+from autotune_loader.pipeline import loop_log
 from autotune_loader.pipeline.loop_log import Log
 
 
@@ -39,7 +39,7 @@ class FakeDevice:
 @pytest.fixture
 def device(monkeypatch):
     device = FakeDevice()
-    monkeypatch.setattr(marks, "_device_in_use", lambda: (device, 0))
+    monkeypatch.setattr(loop_log, "_device_in_use", lambda: (device, 0))
     return device
 
 

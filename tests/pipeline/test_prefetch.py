@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
-from autotune_loader.pipeline.prefetch import DevicePrefetcher, fresh, move, prefetched, prefetched_as_tuned
+from autotune_loader.pipeline.batches import DevicePrefetcher, fresh, move, prefetched, prefetched_as_tuned
 from autotune_loader.values import LoaderConfig
 
 Pair = namedtuple("Pair", ["x", "y"])

@@ -57,8 +57,7 @@ def long_run_rate(**loader):
 
 # A slow worker is one that delivery in order waits for.
 @pytest.mark.parametrize(
-    ("workers", "prefetch", "slow"),
-    [(1, 2, None), (1, 16, None), (2, 8, None), (4, 2, None), (4, 16, None), (4, 16, 2)],
+    ("workers", "prefetch", "slow"), [(1, 16, None), (2, 8, None), (4, 2, None), (4, 16, None), (4, 16, 2)]
 )
 def test_full_queues_do_not_flatter_the_rate(workers, prefetch, slow):
     # GIVEN a fast step and a pause of 1 s in which the workers fill their queues: those batches were made before the burst
@@ -93,7 +92,6 @@ MANY = {"workers": 32, "service_s": 1.0, "step_s": 0.002, "variation": 0.2}
     ("loader", "batches", "coverage"),
     [
         ({"workers": 0, "service_s": 0.02, "variation": 0.3}, 120, 0.90),
-        ({"workers": 4, "service_s": 0.06, "variation": 0.3}, 120, 0.90),
         ({"workers": 8, "service_s": 0.12, "variation": 0.3, "prefetch": 4}, 120, 0.90),
         ({"workers": 4, "service_s": 0.01, "variation": 0.3, "step_s": 0.02}, 120, 0.90),
         *((MANY | {"prefetch": prefetch}, 32 * rounds, 0.7) for prefetch in (2, 8) for rounds in (3, 5)),
@@ -128,7 +126,7 @@ def test_means_are_those_of_the_window_and_start_up_is_no_part_of_them():
     assert paused.first_batch_s == pytest.approx(at_once.first_batch_s, abs=0.001)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 4, 16])
+@pytest.mark.parametrize("workers", [0, 1, 16])
 def test_a_handful_of_batches_has_a_rate_with_an_honest_interval_and_one_has_none(workers):
     for batches in (2, 3, 9):
         rate = summary_of(batches, workers=workers).samples_per_s
@@ -150,14 +148,12 @@ def test_a_running_burst_knows_its_error_after_some_rounds_unless_stock_hides_th
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.3])
-@pytest.mark.parametrize("workers", [2, 8, 16, 24, 28, 32])
+@pytest.mark.parametrize("workers", [2, 8, 24, 32])
 def test_batches_that_take_seconds_are_not_waited_for_longer_than_they_tell(workers, step_s):
     # GIVEN workers whose first batches all come after 8 s, and their second ones after 16
-    loader, plan = (
-        {"workers": workers, "service_s": 8.0, "step_s": step_s, "variation": 0.02},
-        BurstPlan(max_s=3.0, min_s=3.0),
-    )
-    traces, enough = simulate(100, **loader), functools.partial(is_enough, plan=plan, workers=workers)
+    loader = {"workers": workers, "service_s": 8.0, "step_s": step_s, "variation": 0.02}
+    enough = functools.partial(is_enough, plan=BurstPlan(max_s=3.0, min_s=3.0), workers=workers)
+    traces = simulate(100, **loader)
     # AND the first is handed over slowly, while others start
     early = {name: getattr(traces[0], name) - 0.6 for name in ("fetch_start", "fetch_end", "collate_end")}
     traces[0] = traces[0]._replace(**early)

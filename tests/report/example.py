@@ -4,7 +4,7 @@ import functools
 from dataclasses import replace
 
 from autotune_loader.diagnosis import Caution, Ended, judged
-from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.report.result import TuningResult
 from autotune_loader.values import (
     BurstPlan,

@@ -19,7 +19,7 @@ import pytest
 from report.example import synthetic_result
 from torch.utils.data import DataLoader
 
-from autotune_loader.machine.fingerprint import Fingerprint
+from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.report.result import TuningResult
 from autotune_loader.results.file import load_config
 from autotune_loader.results.record import Finding
@@ -180,7 +180,7 @@ MORE, FEWER = replace(EIGHT, usable_cores=64), replace(EIGHT, usable_cores=2)
 def test_another_machine_is_told_with_both_values_and_what_changed(path, monkeypatch, here, on_mismatch, told, changes):
     finished_run(best=ALL, machine=EIGHT).save(path)
     machine = SimpleNamespace(fingerprint=lambda dataset: replace(here, dataset=dataset))
-    monkeypatch.setattr("autotune_loader.machine.facts.inspect_machine", lambda: machine)
+    monkeypatch.setattr("autotune_loader.results.file.inspect_machine", lambda: machine)
     if changes is None:
         with pytest.raises(MachineMismatchError, match=told):
             load_config(path, on_mismatch=on_mismatch)

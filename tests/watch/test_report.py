@@ -11,8 +11,7 @@ from autotune_loader.autoloader.found import Found
 from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Advice, Bottleneck, Kept
 from autotune_loader.lines import Line
-from autotune_loader.pipeline.loop_log import Totals
-from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.loop_log import Site, Totals
 from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.values import Interval, LoaderConfig
 from autotune_loader.watch import report

@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from autotune_loader import enable
 from autotune_loader.lines import Line
-from autotune_loader.pipeline.site import Site
+from autotune_loader.pipeline.loop_log import Site
 from autotune_loader.values import LoaderConfig
 from autotune_loader.watch.first_line import FirstLine
 from autotune_loader.watch.hook import active
