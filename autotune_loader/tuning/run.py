@@ -108,7 +108,7 @@ class Run:
     @property
     def fingerprint(self) -> Fingerprint:
         """What the result depends on."""
-        return self.machine.facts(dataset=self.workload.data.description, gpu=self.warmup.device_name)
+        return self.machine.fingerprint(dataset=self.workload.data.description, gpu=self.warmup.device_name)
 
     @property
     def identity(self) -> str:

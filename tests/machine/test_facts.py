@@ -121,7 +121,7 @@ def test_what_a_system_does_not_tell_is_none(inspect, monkeypatch):
 
 def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice():
     machine, again = (inspect_machine(environ={}) for _ in "ab")
-    assert machine.facts(dataset="d") == again.fingerprint(dataset="d")
+    assert machine.fingerprint(dataset="d") == again.fingerprint(dataset="d")
     assert 0 <= machine.shm.free_bytes <= machine.shm.total_bytes
     assert open_files_limit() in (resource.getrlimit(resource.RLIMIT_NOFILE)[0], None)
     # AND of its CPUs those count that were asked for, which have been busy since boot
@@ -151,9 +151,9 @@ def test_a_gpu_is_named_where_it_is_open_or_was_measured_on_and_cuda_is_not_open
     for function, answer in told.items():
         monkeypatch.setattr(torch.cuda, function, answer)
     machine = inspect_machine(environ={})
-    assert (machine.facts().gpu, machine.fingerprint(gpu="NVIDIA T4").gpu) == (gpu, "NVIDIA T4")
+    assert (machine.fingerprint().gpu, machine.fingerprint(gpu="NVIDIA T4").gpu) == (gpu, "NVIDIA T4")
     monkeypatch.delitem(sys.modules, "torch")
-    assert machine.facts().gpu is None
+    assert machine.fingerprint().gpu is None
 
 
 TUNED = Fingerprint(
