@@ -1,4 +1,4 @@
-"""A workload loaded and warmed up, ready to be burst: what runs in the process of the bursts."""
+"""A workload loaded and warmed up, ready for bursts: what runs in the process of the bursts."""
 
 from __future__ import annotations
 
@@ -84,11 +84,8 @@ REPEATED_SAMPLES = (
 class Bench:
     """Runs bursts of one workload in this process.
 
-    Args:
-        workload: model, step and optimizer as training would begin with them; and what workers inherit, from which the main
-            process never fetches.
-        read_private: gives a data side that the main process may fetch from, filled caches and open handles and all.
-        seed: of the run's reading; another one begins at another place.
+    Workers inherit the data of `workload`, from which the main process never fetches. `read_private` gives a data side that
+    it may fetch from, and whose caches and handles it may fill. Another `seed` begins to read at another place.
     """
 
     def __init__(self, workload: Workload, read_private: Callable[[], DataSide], seed: int) -> None:
@@ -102,8 +99,7 @@ class Bench:
     def prepare(self, say: Callable[[Message], None]) -> Message:
         """Fetch one batch in this process, build the step from it and warm the step up; that it is warm, or why not.
 
-        Args:
-            say: sends a message to the parent.
+        `say` sends a message to the parent.
         """
 
         def announce(phase: FailurePhase) -> None:
@@ -123,14 +119,8 @@ class Bench:
             warm_up(step, self._first.batch, self._timeline)
         except StopIteration:
             return Message(failure=Failure(kind="no_data", phase=phase, message="the dataset delivered no batch"))
-        except (Raised, StepError) as error:
-            return self._last_word(Message(failure=self._at_fault(error)))
-        except StepInferenceError as error:
-            told = user_traceback(error.__cause__ or error)
-            failure = Failure(kind="user_exception", phase=phase, message=str(error), traceback=told)
-            return self._last_word(Message(failure=failure))
         except Exception as error:
-            return self._last_word(Message(failure=failure_of(error, phase)))
+            return self._answer_to(error, phase)
         finally:
             forget_open_batch()
         return Message(ready=self._report(took, why_none))
@@ -152,40 +142,44 @@ class Bench:
             return make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
 
         def on_error(error: Exception, phase: FailurePhase) -> None:
-            if isinstance(error, StepError):
-                self._last_word(self._of_step(error, config))
-            elif not isinstance(error, Raised):
-                self._last_word(Message(failure=failure_of(error, phase)))
+            if not isinstance(error, Raised):
+                self._answer_to(error, phase, config)
 
         try:
             outcome = LoopRun(request, self._step, self._timeline, self._announce, on_error).measured(make_loader)
-            if isinstance(outcome, Failure):
-                return Message(failure=outcome)
-            if self._step.is_own and request.what == "burst" and not config.device_prefetch:
-                # Its copy is in its step, which may copy a part of the batch.
-                alone_s = self._copy_s.get(config.pin_memory)
-                outcome = replace(outcome, copy_s=alone_s and min(alone_s, outcome.step_s))
-            return Message(measurement=outcome)
-        except Raised as error:
-            if has_workers and not error.writes and not error.raises_in(self._read_private()):
+        except (Raised, StepError) as error:
+            if isinstance(error, Raised) and has_workers and error.is_of_workers(self._read_private):
                 alone = f"{error.failure.message}, in a worker, and not when it is read again alone"
                 return Message(failure=replace(error.failure, message=alone))
-            return Message(failure=self._at_fault(error), ends_run=True)
-        except StepError as error:
-            return self._of_step(error, config)
+            return self._answer_to(error, "step", config)
+        if isinstance(outcome, Failure):
+            return Message(failure=outcome)
+        if self._step.is_own and request.what == "burst" and not config.device_prefetch:
+            # Its copy is in its step, which may copy a part of the batch.
+            alone_s = self._copy_s.get(config.pin_memory)
+            outcome = replace(outcome, copy_s=alone_s and min(alone_s, outcome.step_s))
+        return Message(measurement=outcome)
 
-    def _of_step(self, error: StepError, config: LoaderConfig) -> Message:
-        if config.batch_size is not None and error.__cause__ is not None:
-            return Message(failure=failure_of(error.__cause__, "step"))  # a size that was not the user's own
-        return Message(failure=self._at_fault(error), ends_run=True)
-
-    def _last_word(self, message: Message) -> Message:
-        """The message; where the device is lost it is sent at once, and this process ends.
+    def _answer_to(self, error: Exception, phase: FailurePhase, config: LoaderConfig | None = None) -> Message:
+        """What the parent is told of an error; where the device is lost it is told at once, and this process ends.
 
         To be called while the error is handled, and its frames hold what they held: after a kernel has failed, dropping a
         tensor or pinned memory may abort the process.
         """
-        if message.failure is not None and has_lost_device(message.failure):
+        cause: BaseException = error.__cause__ or error
+        ends_run = isinstance(error, (Raised, StepError))
+        if isinstance(error, Raised):
+            failure = replace(error.failure, message=error.failure.message + ("" if error.writes else ENDS_TRAINING))
+        elif isinstance(error, StepInferenceError):
+            failure = Failure(kind="user_exception", phase=phase, message=str(error), traceback=user_traceback(cause))
+        elif isinstance(error, StepError):
+            ends_run = config is None or config.batch_size is None  # else the size was not the user's own
+            path = refused_path(cause)
+            failure = failure_of(cause, "step") if path is None else self.step_writes(path, cause)
+        else:
+            failure = failure_of(error, phase)
+        message = Message(failure=failure, ends_run=ends_run)
+        if has_lost_device(failure):
             self._say(message)
             os._exit(0)
         return message
@@ -217,14 +211,6 @@ class Bench:
         name = "train_step" if self._training.train_step is not None else "the step"
         message = STEP_WRITES.format(step=name, path=path)
         return Failure(kind="user_exception", phase="step", message=message, traceback=user_traceback(error))
-
-    def _at_fault(self, error: Raised | StepError) -> Failure:
-        """What no other configuration would be without."""
-        if isinstance(error, Raised):
-            return replace(error.failure, message=error.failure.message + ("" if error.writes else ENDS_TRAINING))
-        cause = error.__cause__ or error
-        path = refused_path(cause)
-        return failure_of(cause, "step") if path is None else self.step_writes(path, cause)
 
     def _fetch_first(self, data: DataSide) -> list[tuple[float, float]]:
         """Keep the first batch; wall and CPU seconds of one or two, of which the first was cold."""
@@ -344,13 +330,7 @@ def positions() -> dict[int, tuple[int, int, int]]:
 
 
 def why_no_workers(data: DataSide, batch: Any, before: dict[int, tuple[int, int, int]]) -> list[str]:
-    """Why workers would get other samples, or none; empty where nothing is known against them.
-
-    Args:
-        data: what was read from.
-        batch: the first one.
-        before: positions of open files before it was read.
-    """
+    """Why workers would get other samples, or none, by the first batch and the positions of files before it was read."""
     if start_method() == "fork":
         after = positions()
         for fd, (device, inode, at) in before.items():

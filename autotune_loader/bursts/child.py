@@ -47,13 +47,9 @@ IN_USE = f"this process uses {{device}}, which no fork of it can; {AGAINST_SECON
 
 
 def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[str]) -> NoReturn:
-    """The whole life of a fresh process, which is confined already.
+    """The whole life of a fresh process, which is confined already, as `notes` tell.
 
-    Args:
-        connection_fd: of requests and answers.
-        fds: of the archives of settings, data and training.
-        seed: of the reading.
-        notes: what the user should know of how it is confined.
+    `connection_fd` is that of requests and answers, `fds` those of the archives of settings, data and training.
     """
     for fd in (connection_fd, *fds):
         os.set_inheritable(fd, False)  # private: no program that the dataset starts may have them
@@ -76,12 +72,7 @@ def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[s
 def fork(workload: Workload, connection: int, output: int, scratch: str, seed: int) -> int:
     """Fork a process that serves requests with the caller's objects as it has them; its ID, which is that of its group, too.
 
-    Args:
-        workload: what it runs.
-        connection: descriptor of requests and answers.
-        output: descriptor of what it prints.
-        scratch: its temporary folder.
-        seed: of the reading.
+    `connection` is the descriptor of requests and answers, `output` that of what it prints, `scratch` its temporary folder.
     """
 
     def live() -> None:

@@ -29,11 +29,7 @@ be waited for when the burst is over."""
 
 
 class Timeline:
-    """An accelerator, by events on its current stream. Times are seconds of the host's clock.
-
-    Args:
-        device: such as `torch.device("cuda:1")`; without an index it is the current one.
-    """
+    """An accelerator, by events on its current stream. Times are seconds of the host's clock."""
 
     now = staticmethod(time.monotonic)
     """The host's clock."""

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -88,17 +88,20 @@ class Raised(Exception):  # noqa: N818 - it stands for an error of the user's, a
         message = f"{name} raises {failure.message}" if path is None else SAMPLE_WRITES.format(sample=name, path=path)
         return cls(replace(failure, message=message), tuple(keys), path is not None)
 
-    def raises_in(self, data: DataSide) -> bool:
-        """Whether the samples raise where this process reads them from `data`, too; False for a stream."""
-        dataset, keys = data.dataset, list(self.keys)
+    def is_of_workers(self, read_private: Callable[[], DataSide]) -> bool:
+        """Whether the samples do not raise where this process reads them, as far as they are known."""
+        if self.writes:
+            return False
+        data, keys = read_private(), list(self.keys)
+        dataset = data.dataset
         try:
             if keys and data.is_batched:
                 data.collate(dataset.__getitems__(keys) if data.has_batched_fetch else [dataset[key] for key in keys])
             elif keys:
                 data.collate(dataset[keys[0]])
         except (Exception, SystemExit):
-            return True
-        return False
+            return False
+        return True
 
 
 def checked(batch: Any) -> Any:
@@ -115,13 +118,7 @@ def is_of_user(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] = ()) -> Failure:
-    """The failure that an exception means.
-
-    Args:
-        error: what was raised.
-        phase: where.
-        deaths: what is known of workers that died, as `deaths_of` tells it.
-    """
+    """The failure that an exception means; `deaths` is what `deaths_of` tells of workers."""
     kind, text, advice = _diagnosis(error, deaths)
     return Failure(
         kind=kind,
@@ -145,8 +142,8 @@ def has_lost_device(failure: Failure) -> bool:
 def deaths_of(workers: Iterable[BaseProcess]) -> list[str]:
     """Which of these workers were killed by a signal, in torch's words.
 
-    Torch knows the signal of its own children alone, so not where a fork server started them; and it tells it by raising
-    in the midst of anything, where it may be lost. Exit codes are always there.
+    Torch knows the signal of its own children alone, so not where a fork server started them; and it raises it in the midst
+    of anything, where it may be lost.
     """
     return [
         f"DataLoader worker (pid {worker.pid}) is killed by signal: {signal.strsignal(-worker.exitcode)}"
@@ -188,10 +185,7 @@ def user_traceback(error: BaseException) -> str:
 def failure_of_death(exit_code: int | None, phase: FailurePhase, last_words: str) -> Failure:
     """The failure that the death of the trial process means.
 
-    Args:
-        exit_code: as `subprocess.Popen.returncode`: negative for a signal; None when it is not known.
-        phase: what the process had last said it was doing.
-        last_words: the end of what it wrote.
+    The exit code is negative for a signal, and None when it is not known. `last_words` is the end of what the process wrote.
     """
     kind: FailureKind = "crashed"
     message = f"the trial process exited with status {exit_code}"

@@ -92,6 +92,10 @@ def places() -> list[str]:
     return [os.environ["TMPDIR"], *DEVICES, *filter(None, _folders({**CACHES, **OTHERS}).values())]
 
 
+def _roots() -> tuple[str, ...]:
+    return tuple(os.path.realpath(each) + os.sep for each in places())
+
+
 def _folders(defaults: Mapping[str, str]) -> dict[str, str]:
     """Where each of these caches is; empty where a variable that has no default is not set."""
     return {name: os.environ.get(name) or os.path.expanduser(folder) for name, folder in defaults.items()}  # noqa: PTH111
@@ -102,7 +106,7 @@ def confine() -> list[str]:
 
     Called before torch and the user's classes are imported: threads that run already would not be held.
     """
-    roots = tuple(os.path.realpath(each) + os.sep for each in places())
+    roots = _roots()
 
     def check(path: Any) -> None:
         if isinstance(path, (str, bytes, os.PathLike)):
@@ -133,12 +137,10 @@ def confine() -> list[str]:
 def refused_path(error: BaseException | None) -> str | None:
     """The file that a burst was kept from changing, as far as an exception tells; None where it was something else.
 
-    Landlock does not show in access(2): a folder that looks writable, and in which nothing can be written, was refused by us.
-
-    Args:
-        error: what was raised, with its causes; from a worker it has the text of a traceback only.
+    Landlock does not show in access(2): a folder that looks writable, and in which nothing can be written, was refused by it.
+    An error from a worker has the text of a traceback only.
     """
-    roots = tuple(os.path.realpath(each) + os.sep for each in places())
+    roots = _roots()
     while error is not None:
         if READ_ONLY in str(error):
             return "to a database"

@@ -10,10 +10,10 @@ nothing until it is written to.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import mmap
 import os
 import pickle
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -31,8 +31,6 @@ SMALLEST_BUFFER = 256
 """A smaller one stays in the pickle: its place in the table would cost as much."""
 ALIGNMENT = 64
 """What kernels like the memory of tensors to be aligned to."""
-MOST_RECURSION = 5000
-"""Pickle goes as deep as Python's limit allows, and with a higher one it ends the process: the C stack has no room for it."""
 SEARCH_DEPTH, SEARCHED_BYTES = 6, 1 << 26
 """How deep an attribute that cannot be pickled is looked for, and in how large a part."""
 
@@ -51,12 +49,7 @@ def packed(workload: Workload, settings: Any, max_bytes: int) -> Iterator[Sequen
 
     Data and training are apart, since bursts without workers each read the data anew: a dataset that caches, or opens a file
     on first use, must not hand its filled cache to the next burst. An optimizer travels with the model whose parameters it
-    points at.
-
-    Args:
-        workload: what is sent.
-        settings: of this process.
-        max_bytes: of each file at most.
+    points at. Each file has `max_bytes` at most.
 
     Raises:
         NotSentError: naming the part and why.
@@ -75,12 +68,7 @@ def packed(workload: Workload, settings: Any, max_bytes: int) -> Iterator[Sequen
 
 
 def write_archive(fd: int, value: Any, max_bytes: int) -> None:
-    """Fill an empty file with a value.
-
-    Args:
-        fd: of the file.
-        value: anything that cloudpickle takes; it is read, never changed.
-        max_bytes: most bytes of the file.
+    """Fill an empty file with a value, which is anything that cloudpickle takes.
 
     Raises:
         TooLargeError: it would be larger; known before any large buffer is copied.
@@ -122,23 +110,19 @@ def _fault_in(path: str, value: Any, depth: int = SEARCH_DEPTH) -> str | None:
     except TooLargeError:
         return None
     except Exception:
-        inner = (_fault_in(f"{path}.{name}", part, depth - 1) for name, part in _parts_of(value))
+        inner = (_fault_in(f"{path}.{name}", part, depth - 1) for name, part in _parts_of(value).items())
         return next((found for found in inner if found), path) if depth else path
     return None
 
 
-def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((str(key), part) for key, part in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((str(index), part) for index, part in enumerate(value))
-    elif isinstance(value, types.FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # a name that is not bound yet
-                yield name, cell.cell_contents
-        yield from ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
-    else:
-        yield from dict(getattr(value, "__dict__", {})).items()
+def _parts_of(value: Any) -> Mapping[Any, Any]:
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, types.FunctionType):
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            used = inspect.getclosurevars(value)
+            return {**used.nonlocals, **used.globals}
+    return value if isinstance(value, Mapping) else dict(getattr(value, "__dict__", {}))
 
 
 def _pickled(value: Any, file: _Limited) -> list[memoryview]:
@@ -152,12 +136,7 @@ def _pickled(value: Any, file: _Limited) -> list[memoryview]:
             file.count(view.nbytes)
         return view.nbytes < SMALLEST_BUFFER
 
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(min(limit, MOST_RECURSION))
-    try:
-        _ArchivePickler(file, is_copied).dump(value)
-    finally:
-        sys.setrecursionlimit(limit)
+    _ArchivePickler(file, is_copied).dump(value)
     return views
 
 

@@ -95,11 +95,8 @@ def open_probe(
 ) -> Iterator[OpenProbe]:
     """A warm probe in a fresh process, or in a fork where that has what a fresh one lacks; closed with all that it started.
 
-    Args:
-        workload: what it runs.
-        machine: limits of this machine.
-        memory_budget_bytes: most memory of the bursts' processes; None sets no limit.
-        budget_s: of the caller; a start may take as long, where that is longer than it may take anyway.
+    `memory_budget_bytes` is the most memory of the bursts' processes, None sets no limit. A start may take as long as the
+    caller's `budget_s`, where that is longer than it may take anyway.
 
     Raises:
         WorkloadError: the dataset, model or step failed on the very first batch, or can be taken to no other process.
@@ -155,12 +152,9 @@ def _uses_device(workload: Workload) -> bool:
 class ProcessProbe:
     """A `Probe` that runs every burst in a process of its own.
 
-    Args:
-        source: files of the packed workload, for processes that are started fresh; or the workload itself, for forks of this
-            one.
-        memory_budget_bytes: a burst whose process tree grows past 90% of it is aborted; None sets no limit.
-        start_s: importing torch, unpickling, the first batch and the warm-up must be done by then, unless they compute.
-        usable_cores: that shares of the CPU are told of.
+    `source` is the files of the packed workload, for processes that are started fresh, or the workload itself, for forks of
+    this one. A burst whose process tree grows past 90% of the memory budget is aborted. Importing torch, unpickling, the first
+    batch and the warm-up must be done in `start_s`.
     """
 
     def __init__(

@@ -5,18 +5,15 @@ Both sides send plain records as MessagePack over a private pair of sockets. Not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
 from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement
 
 T = TypeVar("T")
-Announce: TypeAlias = "Callable[[FailurePhase], None]"
-"""Told which phase begins, so that the parent can name it when the process hangs or dies."""
 
 
 class Probe(Protocol):
@@ -56,7 +53,7 @@ class WarmupReport:
     default_threads: int
     """Threads that a step on the CPU has."""
     device_name: str | None = None
-    """The accelerator's, or that of the part of it that MIG gives; None on a CPU."""
+    """The accelerator's; None on a CPU."""
     device_bytes: int | None = None
     """Memory of the accelerator that no other process has."""
     notes: tuple[str, ...] = ()

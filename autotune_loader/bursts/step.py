@@ -2,7 +2,7 @@
 
     train_step given     it is the step, and gets the batch as the loader gives it. Where it returns a loss with a gradient,
                          the rest is done for it: zero_grad, backward, optimizer.step. What it does by itself is not repeated
-    Lightning module     its training_step and first optimizer (`bursts.lightning_step`)
+    Lightning module     its training_step and first optimizer, with a stand-in for its Trainer
     a batch (x, y)       model(x, y), where the model takes both and gives a loss; else a loss of model(x) and y
     a dict               model(**batch) that gives a loss
 
@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from autotune_loader.bursts.failures import first_sentence, is_of_user
-from autotune_loader.bursts.lightning_step import StandInTrainer, is_lightning_module
 from autotune_loader.pipeline.batches import described
 from autotune_loader.pipeline.prefetch import fresh, move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
@@ -33,13 +34,33 @@ ANSWERS = ("logits", "out", "output", "pred", "prediction", "last_hidden_state")
 """Where a model keeps its answer, in an output with several parts."""
 AUTOCAST = ("cuda", "cpu")
 """Types of devices that this process may have autocast for."""
-PLACED = ("hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""What a model has that a library has quantised or spread over devices: `.to()` would fail or do harm."""
 ASKS = "pass train_step=lambda model, batch: ..., which returns the loss"
 AGAINST_TIME = (
     "{}: workers and prefetching are tuned against it; the effect of pin_memory and device_prefetch is unknown."
 )
+NOT_THERE = (
+    "self.trainer.{name}: trials have no Trainer; pass train_step=lambda model, batch: ..., which returns the loss"
+)
 TRAINS_NOTHING = "{step}: the loss has no gradient, so nothing is trained and the trials time the forward pass alone."
+
+
+IN_TRAINING: dict[str, Any] = {
+    **dict.fromkeys(("validating", "testing", "predicting", "evaluating", "sanity_checking", "fast_dev_run"), False),
+    **dict.fromkeys(("datamodule", "train_dataloader", "gradient_clip_val", "gradient_clip_algorithm"), None),
+    **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank", "node_rank"), 0),
+    **dict.fromkeys(("world_size", "num_nodes", "num_devices", "accumulate_grad_batches"), 1),
+    "training": True,
+    "is_global_zero": True,
+    "is_last_batch": False,
+    "max_epochs": 100,
+    "max_steps": -1,
+    "num_training_batches": 1000,
+    "estimated_stepping_batches": 100_000,
+    "loggers": [],
+    "callbacks": [],
+    "callback_metrics": {},
+}
+"""What a Trainer of one process says in the midst of training of a usual length."""
 
 
 class StepInferenceError(TypeError):
@@ -162,10 +183,7 @@ class TrainingStep:
 def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     """The step for a training side; where `train_step` is not given, the one reading that its first batch allows.
 
-    Args:
-        side: model, step, loss and optimizer; the model is moved to `side.device` and put into training mode, unless it
-            is spread over devices or is there already.
-        first_batch: a batch as the loader delivers it, on the host.
+    The model is moved to `side.device` and put into training mode. The first batch is one as the loader delivers it.
 
     Raises:
         StepInferenceError: no reading, or more than one.
@@ -180,7 +198,7 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     if is_lightning_module(model):
         model.configure_model()  # makes what is not there yet
     if isinstance(model, torch.nn.Module):
-        if not any(getattr(model, mark, None) for mark in PLACED):
+        if not hasattr(model, "hf_device_map"):  # transformers has quantised it or spread it over devices
             model.to(device)
         if not model.training:
             model.train()  # else frozen parts stay as they are
@@ -289,8 +307,70 @@ def _parameters_of(model: Any) -> tuple[int, list[str]]:
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper takes anything
     with contextlib.suppress(TypeError, ValueError):
         found = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters.values()
-        if any(each.kind is each.VAR_POSITIONAL for each in found) and hasattr(model, "module"):  # DataParallel
-            return _parameters_of(model.module)
         positional = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         return sum(each.default is each.empty for each in positional), [each.name for each in positional]
     return 1, []
+
+
+def is_lightning_module(model: Any) -> bool:
+    """Whether it is one of Lightning's, under either of its two package names; Lightning need not be installed."""
+    return any(cls.__name__ == "LightningModule" for cls in type(model).__mro__)
+
+
+class StandInTrainer(SimpleNamespace):
+    """The part of `lightning.Trainer` that modules use in training, attached to the model that bursts train.
+
+    An `optimizer` is used instead of those of `configure_optimizers()`; `precision` is the plugin of the user's Trainer, and
+    None trains in the model's own. What the model logs goes nowhere.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, precision: Any) -> None:
+        kind = next(cls for cls in type(model).__mro__ if cls.__name__ == "LightningModule")
+        package = kind.__module__.removesuffix(".core.module")
+        logger, optimizing, plugins = (
+            importlib.import_module(f"{package}.{name}")
+            for name in ("loggers.logger", "core.optimizer", "plugins.precision")
+        )
+        precision = precision or plugins.Precision()
+        super().__init__(**IN_TRAINING, precision=precision.precision, logger=logger.DummyLogger())
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.precision_plugin = precision
+        self.strategy = SimpleNamespace(
+            backward=lambda loss, *_args, **options: loss.backward(**options),
+            all_gather=lambda tensor, **_: tensor,
+            _lightning_optimizers=self.optimizers,
+        )
+        precision.convert_module(model)
+        self._model, model.trainer = model, self
+        for module in filter(is_lightning_module, model.modules()):
+            module.log = module.log_dict = module.print = lambda *_args, **_options: None
+        if optimizer is not None:
+            self.optimizers.append(optimizer)
+        elif (made := model.configure_optimizers()) is not None:
+            optimizers, schedulers, _ = optimizing._configure_optimizers(made)
+            self.optimizers += optimizers
+            self.lr_scheduler_configs += optimizing._configure_schedulers_manual_opt(schedulers)
+        for each in self.optimizers:
+            each.toggle_model = functools.partial(_toggled, model, each)
+        self._batches = 0
+        self._takes_index = len(inspect.signature(model.training_step).parameters) > 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(NOT_THERE.format(name=name))
+
+    def training_step(self, batch: Any) -> Any:
+        """What the module's own returns, in the precision of the user's Trainer."""
+        batch = self.precision_plugin.convert_input(batch)
+        for hook in (self._model.on_before_batch_transfer, self._model.on_after_batch_transfer):
+            batch = hook(batch, 0)
+        number, self._batches = self._batches, self._batches + 1
+        with self.precision_plugin.forward_context():
+            return self._model.training_step(batch, number) if self._takes_index else self._model.training_step(batch)
+
+
+@contextlib.contextmanager
+def _toggled(model: Any, optimizer: Any, sync_grad: bool = True) -> Iterator[None]:  # noqa: ARG001 - as Lightning's own
+    model.toggle_optimizer(optimizer)
+    yield
+    model.untoggle_optimizer(optimizer)

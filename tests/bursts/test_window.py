@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune_loader.bursts import window
-from autotune_loader.bursts.window import Window
+from autotune_loader.bursts import loop
+from autotune_loader.bursts.loop import Window
 from autotune_loader.machine.processes import TreeUse
 
 WORKER, LATE = 7, 8
@@ -24,7 +24,7 @@ class Machine:
             "tree_pss": lambda members: self.pss_looks.append(members) or 5,
             "host_busy_s": lambda cpus: self.host,
         }.items():
-            monkeypatch.setattr(window, name, stand_in)
+            monkeypatch.setattr(loop, name, stand_in)
 
     def at(self, now, busy_s, uses):
         self.now, self.host, self.uses = now, [busy_s / 4] * 4, uses
