@@ -40,29 +40,26 @@ from autotune_loader.pipeline.workload import DataSide, Workload, draws_nothing,
 from autotune_loader.values import Failure, FailurePhase, LoaderConfig
 
 SECOND_LOOK_S = 0.5
-"""A first batch that took no longer is looked at twice: a cold file or a busy machine is no habit."""
+"""After a first batch that took no longer a second one is timed: the first may have read a cold file."""
 SLOW_FETCH_S = 2.0
 """A burst of half a second has no room for several batches that take longer to fetch."""
 WARM_UP_STEPS, MOST_WARM_UP_STEPS, WARM_UP_S, SETTLED = 3, 10, 1.0, 1.2
-"""The first steps are slow: allocator, thread pools, cuDNN's choice of algorithms. torch.compile compiles in the first, may do
-so again in the second and records graphs in the third. A step is warm when it took the same time twice in a row."""
+"""The first steps are slow: allocator, cuDNN's choice of algorithms. torch.compile compiles in the first, may do so again in
+the second and records graphs in the third. A step is warm when it took the same time twice in a row."""
 BATCHES_COUNTED = "The number of samples per batch is unknown, so rates are batches/s."
 SLOW_BATCHES = (
     "A batch takes {seconds:.0f} s to load in one process, and a trial needs several: raise the budget, or tune "
     "with a smaller batch_size."
 )
-
 IN_HAND, MOST_PINNING_S = 3, 2.0
-"""Batches that are pinned beside those in flight: one that is being pinned, one on its way, one that the loop keeps. Locking
-the pages of each takes long the first time (H200: 55 ms for 38.5 MB, 8 ms for a copy into them later) and holds up the device's
-calls. Training pays for it once, so it is no part of a rate; a burst takes no longer than this for it."""
+"""Batches pinned beside those in flight: one being pinned, one on its way, one that the loop keeps. Locking the pages of each
+takes long the first time (H200: 55 ms for 38.5 MB, 8 ms for a later copy into them). Training pays for it once, so it is no
+part of a rate; a burst takes no longer than this for it."""
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
-"""The fewest that can differ, and one batch of each is enough."""
 SHORTEST_TIMEOUT_S, SPAWNED_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 60.0, 10.0
-"""The look for repeated samples waits no longer for a batch: a burst, which has a deadline, will find the hang, too. What is no
-fork imports torch first."""
+"""For a batch of two workers that may repeat each other. A spawned one imports torch first."""
 HANDLES = ("lmdb.Environment", "environment_t.Environment", "h5py._hl.files.File", "sqlite3.Connection")
-"""Classes whose open objects forked workers would share, to each other's harm; other open files are seen by their positions."""
+"""Classes whose open objects forked workers must not share; other open files are seen by their positions."""
 HANDLE = (
     "dataset.{name} is an open {kind} that forked workers would share, so none are tried (num_workers=0). Open it on first "
     "use in each worker, or in worker_init_fn."
@@ -97,10 +94,7 @@ class Bench:
         """Of the first batch, by whether it is pinned, where the step is the user's own; empty off a device."""
 
     def prepare(self, say: Callable[[Message], None]) -> Message:
-        """Fetch one batch in this process, build the step from it and warm the step up; that it is warm, or why not.
-
-        `say` sends a message to the parent.
-        """
+        """Fetch one batch, build the step from it and warm it up; that it is warm, or why not. `say` sends to the parent."""
 
         def announce(phase: FailurePhase) -> None:
             say(Message(phase=phase))
@@ -185,9 +179,7 @@ class Bench:
         return message
 
     def _begin_copies(self, config: LoaderConfig, timeline: Timeline) -> None:
-        """Have as much pinned memory as a burst will have in use, and see once what the device takes for a copy that the
-        user's step makes.
-        """
+        """Pin as much memory as a burst will have in use, and time once a copy such as the user's step makes."""
         batch, held = self._first.batch, list[Any]()
         if config.pin_memory and config.batches_in_flight + IN_HAND > self._pinned:
             until = time.monotonic() + MOST_PINNING_S
@@ -202,7 +194,7 @@ class Bench:
                 )
 
     def begin_elsewhere(self) -> None:
-        """Let the next burst read other samples, where nothing is heard of how far the last one came."""
+        """Let the next burst read other samples, where the last one ran in a fork."""
         self._seed += 1
         self._reading = Reading(self._data, self._seed)
 
@@ -285,7 +277,7 @@ def copy_s(batches: list[Any], device: torch.device, timeline: Timeline) -> floa
 
 
 def accelerator_facts(device: torch.device) -> dict[str, Any]:
-    """Name and memory of the accelerator that steps run on, by fields of `WarmupReport`; what this process holds is its own."""
+    """Name and memory of the accelerator that steps run on, by fields of `WarmupReport`."""
     if (of_device := accelerator(device)) is None:
         return {}
     free, _ = of_device.mem_get_info(device)
@@ -294,10 +286,10 @@ def accelerator_facts(device: torch.device) -> dict[str, Any]:
 
 
 def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, worker: int) -> None:
-    """Begin a new worker, before the user's own `worker_init_fn`: it ends with its parent.
+    """Begin a new worker, before the user's own `worker_init_fn`: it ends with its parent, where torch's look every 5 s.
 
-    Torch's workers look for their parent every 5 s, and only between batches. How tensors are handed over is set anew, for a
-    worker that inherits nothing. A file that the first batch has opened, and a module keeps, is opened by training in each.
+    The sharing strategy is set anew for a spawned worker. A file that the first batch has opened and a module keeps is opened
+    anew, as training would do it in each.
     """
     die_with_owner()
     own_files(writable=True)
@@ -308,7 +300,7 @@ def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, wor
 
 
 def leave_segments() -> None:
-    """From now on this process removes no shared memory at its end: Python takes what it attaches to for its own."""
+    """From now on this process removes no shared memory at its end: Python registers what it attaches to as its own."""
     register = resource_tracker.register
 
     def but_memory(name: Any, rtype: str) -> None:
@@ -349,8 +341,7 @@ def why_no_workers(data: DataSide, batch: Any, before: dict[int, tuple[int, int,
 def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     """Whether two workers begin with the very same batch: an IterableDataset that does not share its samples out.
 
-    Their throughput would be counted twice, and training would see every sample as often as there are workers. Both are
-    seeded alike, so that it is no excuse that each shuffles or augments in its own way.
+    Both are seeded alike, so that shuffling and augmentation do not differ.
     """
     inner = data.worker_init_fn
 

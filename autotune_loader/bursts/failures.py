@@ -1,4 +1,4 @@
-"""From what was seen (an exception, an exit status, a text on stderr) to a `Failure` that says what to do next."""
+"""From an exception, an exit status or a text on stderr to a `Failure` that says what to do next."""
 
 from __future__ import annotations
 
@@ -58,30 +58,26 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
 )
 """What torch, Python and the kernel print, most specific first. The first text that is found decides."""
 LOST_DEVICE = re.compile(r"(CUDA|CUDA driver|HIP|cuDNN) error|Triton Error \[|AcceleratorError")
-"""How torch, its libraries and Triton begin to say that a kernel failed."""
+"""In what torch, its libraries and Triton say where a kernel failed."""
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 OUR_FRAMES = re.compile(rf'^ *File "{re.escape(PACKAGE)}(?!demo)[^\n]*\n(?: {{4,}}[^\n]*\n)*', re.MULTILINE)
 """Frames of this package, but for those of the demo's own job; a worker's traceback comes as a text, too."""
 
 
 class Raised(Exception):  # noqa: N818 - it stands for an error of the user's, and is none
-    """What the samples of a batch raised, in the place of that batch, from a worker too; it ends the run.
+    """What the samples of a batch raised, in the place of that batch, from a worker too.
 
-    What depends on the workers (a lack of memory or descriptors, CUDA after a fork) is no fault of a sample; nor is what
-    raises in a worker alone.
+    `keys` are of the samples that raise, alone or together; a stream has none. `writes` is whether they wrote to a file that
+    bursts do not change.
     """
 
     def __init__(self, failure: Failure, keys: tuple[Any, ...], writes: bool) -> None:
         super().__init__(failure, keys, writes)
-        self.failure = failure
-        self.keys = keys
-        """Of the samples that raise, alone or together; none in a stream."""
-        self.writes = writes
-        """Whether it was a file that bursts do not change."""
+        self.failure, self.keys, self.writes = failure, keys, writes
 
     @classmethod
     def of(cls, error: BaseException, name: str, keys: Sequence[Any] = ()) -> Raised:
-        """What takes the place of a batch; the error itself is raised where it is no fault of a sample."""
+        """What takes the place of a batch; an error that depends on the workers, such as a lack of memory, is raised itself."""
         if not is_of_user(error):
             raise error
         failure, path = failure_of(error, "batches"), refused_path(error)
@@ -130,7 +126,6 @@ def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] 
 
 
 def needs_new_process(failure: Failure) -> bool:
-    """Whether the device is lost to the process, or full."""
     return failure.kind == "device_memory" or has_lost_device(failure)
 
 
@@ -168,7 +163,7 @@ def _diagnosis(error: BaseException, deaths: Iterable[str] = ()) -> tuple[Failur
 
 
 def first_sentence(text: str, limit: int = 600) -> str:
-    """The line that says what happened: torch wraps a worker's exception in its traceback, whose frames come before it."""
+    """The line that says what happened, also where torch has wrapped a worker's exception in the text of its traceback."""
     lines = [line for line in text.splitlines() if line.strip()] or ["unknown error"]
     if "Caught " in lines[0] and "Original Traceback" in text:
         last_frame = max((at for at, line in enumerate(lines) if line.startswith("  File ")), default=0)
@@ -178,7 +173,7 @@ def first_sentence(text: str, limit: int = 600) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback as the user would have seen it without us: frames of this package are left out."""
+    """The traceback without frames of this package."""
     return OUR_FRAMES.sub("", "".join(traceback.format_exception(error)))
 
 

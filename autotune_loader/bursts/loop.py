@@ -44,15 +44,14 @@ from autotune_loader.values import (
 )
 
 NEWS_OF_DEATH_S = 0.3
-"""A worker that dies while it hands a batch over is first seen as a broken connection; why it died is told within this."""
+"""A worker that dies while it sends a batch is first seen as a broken connection; its exit code is known within this."""
 PINNING_END_S = 1.0
 """A pinning thread ends within this, unless a worker died in the midst of sending."""
-STOP_CHECK_S = 0.05
-"""How often a running burst asks whether it knows enough: cheap against any batch worth prefetching."""
-STOP_CHECK_COST = 400.0
-"""After a check that took t seconds the next one waits this many t: checking takes at most a quarter of a percent."""
+STOP_CHECK_S, STOP_CHECK_COST = 0.05, 400.0
+"""How often a burst asks whether it knows enough. After a check that took t seconds the next one waits 400 t: checking takes
+at most a quarter of a percent."""
 KEPT_FIRST, KEPT_LAST = 256, 1792
-"""A burst of tiny batches in memory delivers tens of thousands; its record keeps so many of its start and its end."""
+"""Traces that the record keeps of the start and the end: a burst of tiny batches delivers tens of thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +92,9 @@ class LoopRun:
         self._stages: list[StageSamples] = []
         self._shape: BatchShape | None = None
         self._batch: Any = None
-        """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
-        memory back, and the next fetch in this process has to write to fresh pages."""
+        """The latest; it lives until the next one has arrived, as in `for batch in loader`, so that pages are not made anew."""
         self._started, self._next_check, self._delivered = 0.0, 0.0, 0
         self.now = time.monotonic if timeline is None else timeline.now
-        """Seconds of the clock that the traces are on."""
 
     def measured(self, make_loader: Callable[[], Any]) -> Measurement | Failure:
         """Train for a moment and measure it; whatever goes wrong comes back as a `Failure`, and no worker is left.
@@ -149,7 +146,6 @@ class LoopRun:
         self._announce(phase)
 
     def begin(self, open_loader: OpenLoader, loader: Any) -> Iterator[Any]:
-        """Begin an epoch of the loader; its batches are copied ahead of the step where the configuration says so."""
         timeline, depth = self.timeline, self.request.config.device_prefetch
         if timeline is not None:
             timeline.open()
@@ -223,10 +219,7 @@ class LoopRun:
 
 
 class OpenLoader:
-    """Owner of a running iterator, for a block, at whose end its workers are killed.
-
-    Other processes that begin meanwhile belong to the user's dataset or sampler and are left alone.
-    """
+    """Owner of a running iterator for a block, at whose end its workers are killed, and no other processes."""
 
     def __init__(self) -> None:
         self.workers: list[Any] = []
@@ -245,22 +238,22 @@ class OpenLoader:
         forget_open_batch()
 
     def open(self, loader: Any) -> Any:
-        """Begin an epoch; its workers are known from then on, also where not all of them could be started."""
+        """Begin an epoch; its workers are known from then on, also where one of them failed to start."""
         before = set(multiprocessing.active_children())
         try:
             self._iterator = iter(loader)
         finally:
             if loader.num_workers:
                 started = set(multiprocessing.active_children()) - before
-                # Torch's iterator knows its workers; where there is none, because one failed to start, all count.
+                # Others that began meanwhile are the dataset's; without an iterator that is not known, and all count.
                 self.workers += started.intersection(getattr(self._iterator, "_workers", started))
         return self._iterator
 
     def close(self) -> None:
-        """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone.
+        """Kill the workers, which hold nothing that is needed.
 
-        Before that the pinning thread ends, as in torch's own shutdown: a worker that is killed while it sends leaves the queue
-        locked, and nothing would wake the thread for 5 s.
+        Before that the pinning thread ends: a worker that is killed while it sends leaves the queue locked, and nothing would
+        wake the thread for 5 s.
         """
         # Otherwise torch's handler of SIGCHLD raises for what is killed here.
         if getattr(self._iterator, "_worker_pids_set", False):
@@ -297,7 +290,6 @@ class Window:
         self._members = tree(os.getpid())
 
     def open(self) -> None:
-        """The window begins: what start-up took is not counted."""
         self._use, self._busy_s = tree_use(self._members), host_busy_s(self._cpus)
         self._opened = time.monotonic()
 

@@ -2,9 +2,8 @@
 
     pickle ── memory ── table: where each buffer of the pickle lies ── where the table begins (8 bytes)
 
-However many tensors are views of one storage, its memory is in the file once; what is a memory map of a file already is named,
-not copied. The writer holds no copy. The reader maps the file copy-on-write: each reading has memory of its own, which costs
-nothing until it is written to.
+The memory of views of one storage is in the file once; a memory map of a file is named, not copied. The reader maps the file
+copy-on-write: each reading has memory of its own, which costs nothing until it is written to.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ import torch
 from autotune_loader.pipeline.by_value import put_classes_into_modules
 from autotune_loader.pipeline.workload import Workload
 
-SMALLEST_BUFFER = 256
-"""A smaller one stays in the pickle: its place in the table would cost as much."""
-ALIGNMENT = 64
-"""What kernels like the memory of tensors to be aligned to."""
+SMALLEST_BUFFER, ALIGNMENT = 256, 64
+"""A smaller buffer stays in the pickle: its place in the table would cost as much. Torch aligns its own memory so."""
 SEARCH_DEPTH, SEARCHED_BYTES = 6, 1 << 26
 """How deep an attribute that cannot be pickled is looked for, and in how large a part."""
 
@@ -40,7 +37,7 @@ class NotSentError(Exception):
 
 
 class TooLargeError(Exception):
-    """A value takes more memory than it may."""
+    pass
 
 
 @contextlib.contextmanager
@@ -98,7 +95,7 @@ def read_archive(fd: int) -> Any:
 
 
 def part_at_fault(workload: Workload) -> str:
-    """The deepest attribute of a workload that cannot be pickled, such as `dataset.lock`; "the workload" if none is found."""
+    """The deepest attribute of a workload that cannot be pickled, such as `dataset.lock`."""
     sides = (workload.data, workload.training)
     parts = [(each.name, getattr(side, each.name)) for side in sides for each in fields(side)]
     return next((path for name, part in parts if (path := _fault_in(name, part))), "the workload")
@@ -149,8 +146,8 @@ class _ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and _is_plain(value):
-            # As torch does it, but with less for pickle to remember: a dataset may be a list of a million tensors. On a GPU
-            # torch would send each view with a storage of its own.
+            # Less for pickle to remember than torch's: a dataset may be a list of a million tensors. On a GPU torch would send
+            # each view with a storage of its own.
             layout = (value.dtype, tuple(value.shape), value.stride(), value.requires_grad)
             layout = self._layouts.setdefault(layout, layout)
             return _tensor, (value.untyped_storage(), value.storage_offset(), layout)
@@ -212,7 +209,6 @@ class _Limited:
         return size
 
     def count(self, size: int) -> None:
-        """So many bytes more are written, now or later."""
         self._total += size
         if self._total > self._max_bytes:
             raise TooLargeError(f"larger than {self._max_bytes / 2**20:,.0f} MiB")

@@ -72,10 +72,7 @@ class StepError(Exception):
 
 
 class SGD:
-    """Plain SGD with a learning rate of 0: costs a step but changes no weight.
-
-    Making one of torch's imports the compiler, which takes a second.
-    """
+    """SGD with a learning rate of 0, which changes no weight. Making torch's own imports the compiler, which takes a second."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self._parameters = parameters
@@ -93,12 +90,15 @@ class SGD:
 
 @dataclass(slots=True)
 class TrainingStep:
-    """One optimisation step on one batch: the way to its loss, and what is left to do with that."""
+    """One optimisation step on one batch: the way to its loss, and what is left to do with that.
+
+    Name, notes and description are complete once a batch was trained on.
+    """
 
     forward: Callable[[Any], Any]
     """Takes a batch, on the device where it does not move it itself; gives the loss, or is the step that is done."""
     name: str
-    """The way as code; complete once a batch was trained on."""
+    """The way as code."""
     device: torch.device
     optimizer: Any = None
     is_own: bool = False
@@ -106,9 +106,8 @@ class TrainingStep:
     is_whole: bool = False
     """Whether nothing is left to do, whatever `forward` returns."""
     notes: list[str] = field(default_factory=list)
-    """What the user should know of it; complete once a batch was trained on."""
     description: str = ""
-    """What is done with a batch, in words; empty until one was trained on."""
+    """What is done with a batch, in words; empty at first."""
 
     def move(self, batch: Any) -> Any:
         """The batch on the device, unless the step brings it there itself. From pinned memory the host does not wait."""
@@ -124,7 +123,7 @@ class TrainingStep:
         return batch
 
     def run(self, batch: Any) -> None:
-        """Take a batch as the loader delivers it, move it to the device and train on it; raises as `train` does."""
+        """Train on a batch as the loader delivers it."""
         self.train(self.move(batch))
 
     def train(self, batch: Any) -> None:
@@ -254,11 +253,7 @@ def _answer_in(output: Any) -> torch.Tensor:
 
 
 def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor]:
-    """The loss that goes with an answer and a target, by their types and shapes, and its name.
-
-    Raises:
-        StepInferenceError: there is none.
-    """
+    """The name and value of the loss that goes with an answer and a target, by their types and shapes."""
     if isinstance(target, torch.Tensor):
         if answer.numel() == target.numel():
             of_one = functional.mse_loss if target.is_floating_point() else functional.binary_cross_entropy_with_logits
