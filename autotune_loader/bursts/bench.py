@@ -248,16 +248,15 @@ class Bench:
 
 def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
     """Run the step until it takes what it will take from now on."""
-    now, took = time.monotonic, list[float]()
+    took = list[float]()
     if timeline is not None:
         timeline.open()
-        now = timeline.now
     while True:
-        begun = now()
+        begun = time.monotonic()
         step.run(fresh(batch))
         if timeline is not None:
             timeline.synchronize()
-        took.append(now() - begun)
+        took.append(time.monotonic() - begun)
         settled = len(took) >= WARM_UP_STEPS and max(took[-2:]) <= SETTLED * min(took[-2:])
         costs_more_than_it_tells = len(took) * min(took) > WARM_UP_S or len(took) >= MOST_WARM_UP_STEPS
         if settled or (len(took) > 1 and costs_more_than_it_tells):

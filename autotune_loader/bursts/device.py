@@ -29,9 +29,6 @@ be waited for when the burst is over."""
 class Timeline:
     """An accelerator, by events on its current stream. Times are seconds of the host's clock."""
 
-    now = staticmethod(time.monotonic)
-    """The host's clock."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, accelerator(device)
         self.lane = Lane(device)
@@ -46,7 +43,7 @@ class Timeline:
         self._module.reset_peak_memory_stats(self._device)
         self._zero = self.mark()
         self._zero.synchronize()
-        self._zero_s = self.now()
+        self._zero_s = time.monotonic()
 
     def mark(self) -> Any:
         """A mark behind all that the device was given so far."""

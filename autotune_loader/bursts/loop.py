@@ -94,7 +94,7 @@ class LoopRun:
         self._batch: Any = None
         """The latest; it lives until the next one has arrived, as in `for batch in loader`, so that pages are not made anew."""
         self._started, self._next_check, self._delivered = 0.0, 0.0, 0
-        self.now = time.monotonic if timeline is None else timeline.now
+        self.now = time.monotonic
 
     def measured(self, make_loader: Callable[[], Any]) -> Measurement | Failure:
         """Train for a moment and measure it; whatever goes wrong comes back as a `Failure`, and no worker is left.

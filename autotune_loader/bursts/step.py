@@ -276,12 +276,9 @@ def _read_form(step: TrainingStep, model: Any, loss_fn: Any, batch: Any) -> None
         return
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise StepInferenceError(f"The step for {described(batch)} cannot be inferred: {ASKS}")
-    required, names = _parameters_of(model)
-    if loss_fn is None and (required == 2 or (len(names) > 1 and names[1] in TARGETS)):
+    if loss_fn is None and _takes_target(model):
         step.name, step.forward = "model(x, y)", lambda batch: _own_loss(model(*batch))
         return
-    if required > 1:
-        raise StepInferenceError(f"The model takes {required} arguments, and a batch is {described(batch)}: {ASKS}")
     given = getattr(loss_fn, "func", loss_fn)  # functools.partial
     is_of_torch = str(getattr(given, "__module__", "")).startswith("torch.")
     name = "a loss" if loss_fn is None else getattr(given, "__name__", type(given).__name__)
@@ -297,14 +294,15 @@ def _read_form(step: TrainingStep, model: Any, loss_fn: Any, batch: Any) -> None
     step.name, step.forward = f"{name}(model(x), y)", forward
 
 
-def _parameters_of(model: Any) -> tuple[int, list[str]]:
-    """How many parameters a model must be given by position, and the names of those that it may be given."""
+def _takes_target(model: Any) -> bool:
+    """Whether a model must be given two arguments, or calls the second one what a target is called."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper takes anything
     with contextlib.suppress(TypeError, ValueError):
         found = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters.values()
         positional = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        return sum(each.default is each.empty for each in positional), [each.name for each in positional]
-    return 1, []
+        is_named = len(positional) > 1 and positional[1].name in TARGETS
+        return is_named or sum(each.default is each.empty for each in positional) == 2
+    return False
 
 
 def is_lightning_module(model: Any) -> bool:
