@@ -126,8 +126,7 @@ def _become_own_process(caller: int, connection: int, output: int, scratch: str)
     os.setpgid(0, 0)  # Ctrl-C on the terminal is the caller's
     gc.freeze()  # what the caller has left to the collector is the caller's to finalise
     for number in SIGNALS:
-        with contextlib.suppress(OSError, ValueError):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream, source in enumerate((nowhere, output, output)):
         os.dup2(source, stream)

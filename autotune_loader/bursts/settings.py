@@ -37,13 +37,8 @@ NOT_READ = {*NOT_PATCHED, "torch", "numpy", "cloudpickle"}
 """Modules whose values are not looked at: torch's have a table, and functions of `__main__` bring theirs."""
 PLAIN = (bool, int, float, str, bytes, types.NoneType)
 BACKENDS = (
-    "cudnn.benchmark",
-    "cudnn.deterministic",
-    "cudnn.enabled",
-    "cudnn.allow_tf32",
-    "cuda.matmul.allow_tf32",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    *("cudnn.benchmark", "cudnn.deterministic", "cudnn.enabled", "cudnn.allow_tf32", "cuda.matmul.allow_tf32"),
+    *("cuda.matmul.allow_bf16_reduced_precision_reduction", "cuda.matmul.allow_fp16_reduced_precision_reduction"),
     "cuda.matmul.fp32_precision",
 )
 """Attributes of `torch.backends`; the last since torch 2.9."""
