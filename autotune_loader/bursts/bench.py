@@ -95,19 +95,16 @@ class Bench:
 
     def prepare(self, say: Callable[[Message], None]) -> Message:
         """Fetch one batch, build the step from it and warm it up; that it is warm, or why not. `say` sends to the parent."""
-
-        def announce(phase: FailurePhase) -> None:
-            say(Message(phase=phase))
-
-        self._announce, self._say = announce, say
+        self._say = say
+        self._announce: Callable[[FailurePhase], None] = lambda phase: say(Message(phase=phase))
         phase: FailurePhase = "first_batch"
         try:
-            announce(phase)
+            self._announce(phase)
             private, before = self._read_private(), positions()
             took = self._fetch_first(private)
             why_none = why_no_workers(private, self._first.batch, before)
             phase = "step"
-            announce(phase)
+            self._announce(phase)
             step = self._step = build_step(self._training, self._first.batch)
             self._timeline = None if accelerator(step.device) is None else Timeline(step.device)
             warm_up(step, self._first.batch, self._timeline)

@@ -271,7 +271,7 @@ def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor
 
 def _read_form(step: TrainingStep, model: Any, loss_fn: Any, batch: Any) -> None:
     """Read from a batch what the model takes of it and where the loss comes from."""
-    if loss_fn is None and isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+    if loss_fn is None and isinstance(batch, Mapping):
         step.name, step.forward = "model(**batch).loss", lambda batch: _own_loss(model(**batch))
         return
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
