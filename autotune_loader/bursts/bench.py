@@ -1,4 +1,4 @@
-"""A workload loaded and warmed up, ready to be burst: what runs in the process of the bursts."""
+"""A workload loaded and warmed up, ready for bursts: what runs in the process of the bursts."""
 
 from __future__ import annotations
 
@@ -39,29 +39,26 @@ from autotune_loader.pipeline.workload import DataSide, Workload, draws_nothing,
 from autotune_loader.values import Failure, FailurePhase, LoaderConfig
 
 SECOND_LOOK_S = 0.5
-"""A first batch that took no longer is looked at twice: a cold file or a busy machine is no habit."""
+"""After a first batch that took no longer a second one is timed: the first may have read a cold file."""
 SLOW_FETCH_S = 2.0
 """A burst of half a second has no room for several batches that take longer to fetch."""
 WARM_UP_STEPS, MOST_WARM_UP_STEPS, WARM_UP_S, SETTLED = 3, 10, 1.0, 1.2
-"""The first steps are slow: allocator, thread pools, cuDNN's choice of algorithms. torch.compile compiles in the first, may do
-so again in the second and records graphs in the third. A step is warm when it took the same time twice in a row."""
+"""The first steps are slow: allocator, cuDNN's choice of algorithms. torch.compile compiles in the first, may do so again in
+the second and records graphs in the third. A step is warm when it took the same time twice in a row."""
 BATCHES_COUNTED = "The number of samples per batch is unknown, so rates are batches/s."
 SLOW_BATCHES = (
     "A batch takes {seconds:.0f} s to load in one process, and a trial needs several: raise the budget, or tune "
     "with a smaller batch_size."
 )
-
 IN_HAND, MOST_PINNING_S = 3, 2.0
-"""Batches that are pinned beside those in flight: one that is being pinned, one on its way, one that the loop keeps. Locking
-the pages of each takes long the first time (H200: 55 ms for 38.5 MB, 8 ms for a copy into them later) and holds up the device's
-calls. Training pays for it once, so it is no part of a rate; a burst takes no longer than this for it."""
+"""Batches pinned beside those in flight: one being pinned, one on its way, one that the loop keeps. Locking the pages of each
+takes long the first time (H200: 55 ms for 38.5 MB, 8 ms for a later copy into them). Training pays for it once, so it is no
+part of a rate; a burst takes no longer than this for it."""
 TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
-"""The fewest that can differ, and one batch of each is enough."""
 SHORTEST_TIMEOUT_S, SPAWNED_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 60.0, 10.0
-"""The look for repeated samples waits no longer for a batch: a burst, which has a deadline, will find the hang, too. What is no
-fork imports torch first."""
+"""For a batch of two workers that may repeat each other. A spawned one imports torch first."""
 HANDLES = ("lmdb.Environment", "environment_t.Environment", "h5py._hl.files.File", "sqlite3.Connection")
-"""Classes whose open objects forked workers would share, to each other's harm; other open files are seen by their positions."""
+"""Classes whose open objects forked workers must not share; other open files are seen by their positions."""
 HANDLE = (
     "dataset.{name} is an open {kind} that forked workers would share, so none are tried (num_workers=0). Open it on first "
     "use in each worker, or in worker_init_fn."
@@ -83,11 +80,8 @@ REPEATED_SAMPLES = (
 class Bench:
     """Runs bursts of one workload in this process.
 
-    Args:
-        workload: model, step and optimizer as training would begin with them; and what workers inherit, from which the main
-            process never fetches.
-        read_private: gives a data side that the main process may fetch from, filled caches and open handles and all.
-        seed: of the run's reading; another one begins at another place.
+    Workers inherit the data of `workload`, from which the main process never fetches. `read_private` gives a data side that
+    it may fetch from, and whose caches and handles it may fill. Another `seed` begins to read at another place.
     """
 
     def __init__(self, workload: Workload, read_private: Callable[[], DataSide], seed: int) -> None:
@@ -99,37 +93,24 @@ class Bench:
         """Of the first batch, by whether it is pinned, where the step is the user's own; empty off a device."""
 
     def prepare(self, say: Callable[[Message], None]) -> Message:
-        """Fetch one batch in this process, build the step from it and warm the step up; that it is warm, or why not.
-
-        Args:
-            say: sends a message to the parent.
-        """
-
-        def announce(phase: FailurePhase) -> None:
-            say(Message(phase=phase))
-
-        self._announce, self._say = announce, say
+        """Fetch one batch, build the step from it and warm it up; that it is warm, or why not. `say` sends to the parent."""
+        self._say = say
+        self._announce: Callable[[FailurePhase], None] = lambda phase: say(Message(phase=phase))
         phase: FailurePhase = "first_batch"
         try:
-            announce(phase)
+            self._announce(phase)
             private, before = self._read_private(), positions()
             took = self._fetch_first(private)
             why_none = why_no_workers(private, self._first.batch, before)
             phase = "step"
-            announce(phase)
+            self._announce(phase)
             step = self._step = build_step(self._training, self._first.batch)
             self._timeline = None if accelerator(step.device) is None else Timeline(step.device)
             warm_up(step, self._first.batch, self._timeline)
         except StopIteration:
             return Message(failure=Failure(kind="no_data", phase=phase, message="the dataset delivered no batch"))
-        except (Raised, StepError) as error:
-            return self._last_word(Message(failure=self._at_fault(error)))
-        except StepInferenceError as error:
-            told = user_traceback(error.__cause__ or error)
-            failure = Failure(kind="user_exception", phase=phase, message=str(error), traceback=told)
-            return self._last_word(Message(failure=failure))
         except Exception as error:
-            return self._last_word(Message(failure=failure_of(error, phase)))
+            return self._answer_to(error, phase)
         finally:
             forget_open_batch()
         return Message(ready=self._report(took, why_none))
@@ -151,48 +132,50 @@ class Bench:
             return make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
 
         def on_error(error: Exception, phase: FailurePhase) -> None:
-            if isinstance(error, StepError):
-                self._last_word(self._of_step(error, config))
-            elif not isinstance(error, Raised):
-                self._last_word(Message(failure=failure_of(error, phase)))
+            if not isinstance(error, Raised):
+                self._answer_to(error, phase, config)
 
         try:
             outcome = LoopRun(request, self._step, self._timeline, self._announce, on_error).measured(make_loader)
-            if isinstance(outcome, Failure):
-                return Message(failure=outcome)
-            if self._step.is_own and request.what == "burst" and not config.device_prefetch:
-                # Its copy is in its step, which may copy a part of the batch.
-                alone_s = self._copy_s.get(config.pin_memory)
-                outcome = replace(outcome, copy_s=alone_s and min(alone_s, outcome.step_s))
-            return Message(measurement=outcome)
-        except Raised as error:
-            if has_workers and not error.writes and not error.raises_in(self._read_private()):
+        except (Raised, StepError) as error:
+            if isinstance(error, Raised) and has_workers and error.is_of_workers(self._read_private):
                 alone = f"{error.failure.message}, in a worker, and not when it is read again alone"
                 return Message(failure=replace(error.failure, message=alone))
-            return Message(failure=self._at_fault(error), ends_run=True)
-        except StepError as error:
-            return self._of_step(error, config)
+            return self._answer_to(error, "step", config)
+        if isinstance(outcome, Failure):
+            return Message(failure=outcome)
+        if self._step.is_own and request.what == "burst" and not config.device_prefetch:
+            # Its copy is in its step, which may copy a part of the batch.
+            alone_s = self._copy_s.get(config.pin_memory)
+            outcome = replace(outcome, copy_s=alone_s and min(alone_s, outcome.step_s))
+        return Message(measurement=outcome)
 
-    def _of_step(self, error: StepError, config: LoaderConfig) -> Message:
-        if config.batch_size is not None and error.__cause__ is not None:
-            return Message(failure=failure_of(error.__cause__, "step"))  # a size that was not the user's own
-        return Message(failure=self._at_fault(error), ends_run=True)
-
-    def _last_word(self, message: Message) -> Message:
-        """The message; where the device is lost it is sent at once, and this process ends.
+    def _answer_to(self, error: Exception, phase: FailurePhase, config: LoaderConfig | None = None) -> Message:
+        """What the parent is told of an error; where the device is lost it is told at once, and this process ends.
 
         To be called while the error is handled, and its frames hold what they held: after a kernel has failed, dropping a
         tensor or pinned memory may abort the process.
         """
-        if message.failure is not None and has_lost_device(message.failure):
+        cause: BaseException = error.__cause__ or error
+        ends_run = isinstance(error, (Raised, StepError))
+        if isinstance(error, Raised):
+            failure = replace(error.failure, message=error.failure.message + ("" if error.writes else ENDS_TRAINING))
+        elif isinstance(error, StepInferenceError):
+            failure = Failure(kind="user_exception", phase=phase, message=str(error), traceback=user_traceback(cause))
+        elif isinstance(error, StepError):
+            ends_run = config is None or config.batch_size is None  # else the size was not the user's own
+            path = refused_path(cause)
+            failure = failure_of(cause, "step") if path is None else self.step_writes(path, cause)
+        else:
+            failure = failure_of(error, phase)
+        message = Message(failure=failure, ends_run=ends_run)
+        if has_lost_device(failure):
             self._say(message)
             os._exit(0)
         return message
 
     def _begin_copies(self, config: LoaderConfig, timeline: Timeline) -> None:
-        """Have as much pinned memory as a burst will have in use, and see once what the device takes for a copy that the
-        user's step makes.
-        """
+        """Pin as much memory as a burst will have in use, and time once a copy such as the user's step makes."""
         batch, held = self._first.batch, list[Any]()
         if config.pin_memory and config.batches_in_flight + IN_HAND > self._pinned:
             until = time.monotonic() + MOST_PINNING_S
@@ -207,7 +190,7 @@ class Bench:
                 )
 
     def begin_elsewhere(self) -> None:
-        """Let the next burst read other samples, where nothing is heard of how far the last one came."""
+        """Let the next burst read other samples, where the last one ran in a fork."""
         self._seed += 1
         self._reading = Reading(self._data, self._seed)
 
@@ -216,14 +199,6 @@ class Bench:
         name = "train_step" if self._training.train_step is not None else "the step"
         message = STEP_WRITES.format(step=name, path=path)
         return Failure(kind="user_exception", phase="step", message=message, traceback=user_traceback(error))
-
-    def _at_fault(self, error: Raised | StepError) -> Failure:
-        """What no other configuration would be without."""
-        if isinstance(error, Raised):
-            return replace(error.failure, message=error.failure.message + ("" if error.writes else ENDS_TRAINING))
-        cause = error.__cause__ or error
-        path = refused_path(cause)
-        return failure_of(cause, "step") if path is None else self.step_writes(path, cause)
 
     def _fetch_first(self, data: DataSide) -> list[tuple[float, float]]:
         """Keep the first batch; wall and CPU seconds of one or two, of which the first was cold."""
@@ -269,16 +244,15 @@ class Bench:
 
 def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
     """Run the step until it takes what it will take from now on."""
-    now, took = time.monotonic, list[float]()
+    took = list[float]()
     if timeline is not None:
         timeline.open()
-        now = timeline.now
     while True:
-        begun = now()
+        begun = time.monotonic()
         step.run(fresh(batch))
         if timeline is not None:
             timeline.synchronize()
-        took.append(now() - begun)
+        took.append(time.monotonic() - begun)
         settled = len(took) >= WARM_UP_STEPS and max(took[-2:]) <= SETTLED * min(took[-2:])
         costs_more_than_it_tells = len(took) * min(took) > WARM_UP_S or len(took) >= MOST_WARM_UP_STEPS
         if settled or (len(took) > 1 and costs_more_than_it_tells):
@@ -298,7 +272,7 @@ def copy_s(batches: list[Any], device: torch.device, timeline: Timeline) -> floa
 
 
 def accelerator_facts(device: torch.device) -> dict[str, Any]:
-    """Name and memory of the accelerator that steps run on, by fields of `WarmupReport`; what this process holds is its own."""
+    """Name and memory of the accelerator that steps run on, by fields of `WarmupReport`."""
     if (of_device := accelerator(device)) is None:
         return {}
     free, _ = of_device.mem_get_info(device)
@@ -307,10 +281,10 @@ def accelerator_facts(device: torch.device) -> dict[str, Any]:
 
 
 def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, worker: int) -> None:
-    """Begin a new worker, before the user's own `worker_init_fn`: it ends with its parent.
+    """Begin a new worker, before the user's own `worker_init_fn`: it ends with its parent, where torch's look every 5 s.
 
-    Torch's workers look for their parent every 5 s, and only between batches. How tensors are handed over is set anew, for a
-    worker that inherits nothing. A file that the first batch has opened, and a module keeps, is opened by training in each.
+    The sharing strategy is set anew for a spawned worker. A file that the first batch has opened and a module keeps is opened
+    anew, as training would do it in each.
     """
     die_with_owner()
     own_files(writable=True)
@@ -321,7 +295,7 @@ def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, wor
 
 
 def leave_segments() -> None:
-    """From now on this process removes no shared memory at its end: Python takes what it attaches to for its own."""
+    """From now on this process removes no shared memory at its end: Python registers what it attaches to as its own."""
     register = resource_tracker.register
 
     def but_memory(name: Any, rtype: str) -> None:
@@ -343,13 +317,7 @@ def positions() -> dict[int, tuple[int, int, int]]:
 
 
 def why_no_workers(data: DataSide, batch: Any, before: dict[int, tuple[int, int, int]]) -> list[str]:
-    """Why workers would get other samples, or none; empty where nothing is known against them.
-
-    Args:
-        data: what was read from.
-        batch: the first one.
-        before: positions of open files before it was read.
-    """
+    """Why workers would get other samples, or none, by the first batch and the positions of files before it was read."""
     if start_method() == "fork":
         after = positions()
         for fd, (device, inode, at) in before.items():
@@ -368,8 +336,7 @@ def why_no_workers(data: DataSide, batch: Any, before: dict[int, tuple[int, int,
 def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     """Whether two workers begin with the very same batch: an IterableDataset that does not share its samples out.
 
-    Their throughput would be counted twice, and training would see every sample as often as there are workers. Both are
-    seeded alike, so that it is no excuse that each shuffles or augments in its own way.
+    Both are seeded alike, so that shuffling and augmentation do not differ.
     """
     inner = data.worker_init_fn
 

@@ -3,9 +3,9 @@
     parent   starts it ─────────────────────── burst? ─────────────────────── kills it
     child               phase ... phase ... ready      phase ... phase ... answer
 
-It is a fresh interpreter where the workload can travel: a fork of a process that has run a multi-threaded torch step hangs at
-its first parallel region. What cannot be pickled runs in a fork, and there by one thread; each of its bursts is a fork once
-more, so that caches that one fills are empty for the next, unless the step runs on a GPU.
+It is a fresh interpreter where the workload can be pickled: a fork of a process that has run a multi-threaded torch step
+hangs at its first parallel region. What cannot be pickled runs in a fork, and there by one thread; each of its bursts is
+another fork, so that caches that one fills are empty for the next, unless the step runs on a GPU.
 """
 
 from __future__ import annotations
@@ -41,19 +41,15 @@ from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import Failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
-"""Of the caller's handlers none is to run in a fork."""
+"""Whose handlers of the caller do not run in a fork."""
 IN_USE = f"this process uses {{device}}, which no fork of it can; {AGAINST_SECONDS}"
 """Or has asked `torch.cuda.is_available()`."""
 
 
 def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[str]) -> NoReturn:
-    """The whole life of a fresh process, which is confined already.
+    """The whole life of a fresh process, which is confined already, as `notes` tell.
 
-    Args:
-        connection_fd: of requests and answers.
-        fds: of the archives of settings, data and training.
-        seed: of the reading.
-        notes: what the user should know of how it is confined.
+    `connection_fd` is that of requests and answers, `fds` those of the archives of settings, data and training.
     """
     for fd in (connection_fd, *fds):
         os.set_inheritable(fd, False)  # private: no program that the dataset starts may have them
@@ -76,12 +72,7 @@ def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[s
 def fork(workload: Workload, connection: int, output: int, scratch: str, seed: int) -> int:
     """Fork a process that serves requests with the caller's objects as it has them; its ID, which is that of its group, too.
 
-    Args:
-        workload: what it runs.
-        connection: descriptor of requests and answers.
-        output: descriptor of what it prints.
-        scratch: its temporary folder.
-        seed: of the reading.
+    `connection` is the descriptor of requests and answers, `output` that of what it prints, `scratch` its temporary folder.
     """
 
     def live() -> None:
@@ -107,7 +98,6 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
 
 
 def _forked(run: Callable[[], None]) -> int:
-    """Run this in a fork, which then ends; the ID of that process."""
     pid = os.fork()
     if not pid:
         _live(run)
@@ -136,8 +126,7 @@ def _become_own_process(caller: int, connection: int, output: int, scratch: str)
     os.setpgid(0, 0)  # Ctrl-C on the terminal is the caller's
     gc.freeze()  # what the caller has left to the collector is the caller's to finalise
     for number in SIGNALS:
-        with contextlib.suppress(OSError, ValueError):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream, source in enumerate((nowhere, output, output)):
         os.dup2(source, stream)
@@ -186,7 +175,7 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
 
 
 def _in_fork(run: Callable[[], None]) -> None:
-    """Run this in a fork, which is gone with all that a burst has cached; this process dies as that fork does."""
+    """Run this in a fork and wait for its end; this process dies as that fork does."""
 
     def live() -> None:
         die_with_parent(caller)
@@ -201,7 +190,7 @@ def _in_fork(run: Callable[[], None]) -> None:
 
 
 def _of_thread(bench: Bench, connection: Connection, raised: threading.ExceptHookArgs) -> None:
-    """A thread that was kept from writing ends the run: the step would wait for it, as for the queue of a logger."""
+    """A thread that was kept from writing ends the run: the step would wait for its queue, as for a logger's."""
     error = raised.exc_value
     if error is not None and (path := refused_path(error)) is not None:
         send(connection, Message(failure=bench.step_writes(path, error), ends_run=True))

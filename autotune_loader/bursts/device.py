@@ -1,13 +1,11 @@
-"""The accelerator that a step runs on, as a burst sees it: when it did what, and how much memory it took.
+"""The accelerator that a step runs on: when it did what, and how much memory it took. The CPU has no timeline.
 
-It runs behind the host, which hands it work and goes on. So marks are laid between its pieces of work, and read when it
-has passed them; it is waited for at the window's edges only, since waiting in between would change what is measured.
+The device runs behind the host, which hands it work and goes on. So marks are laid between its pieces of work, and read when
+it has passed them; it is waited for at the window's edges only, since waiting in between would change what is measured.
 
     host     batch 1 ── hand over ── batch 2 ── hand over ── batch 3 ...
     device              copy 1 │ step 1 ─────────────│ copy 2 │ step 2 ─────────────│
                                copied             done        copied              done
-
-A step on the CPU has no timeline, its host's clock tells everything.
 """
 
 from __future__ import annotations
@@ -29,14 +27,7 @@ be waited for when the burst is over."""
 
 
 class Timeline:
-    """An accelerator, by events on its current stream. Times are seconds of the host's clock.
-
-    Args:
-        device: such as `torch.device("cuda:1")`; without an index it is the current one.
-    """
-
-    now = staticmethod(time.monotonic)
-    """The host's clock."""
+    """An accelerator, by events on its current stream. Times are seconds of the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, accelerator(device)
@@ -44,7 +35,7 @@ class Timeline:
         """A way to copy batches ahead of the step; one, since each new stream would fill a memory pool of its own."""
 
     def open(self) -> None:
-        """The window's first edge: wait until the device is idle, and begin to count its time."""
+        """Wait until the device is idle, and begin to count its time."""
         if self._device.index is not None:
             # The pinning thread uses the current device; on another one it would open a context, which takes memory.
             self._module.set_device(self._device)
@@ -52,10 +43,10 @@ class Timeline:
         self._module.reset_peak_memory_stats(self._device)
         self._zero = self.mark()
         self._zero.synchronize()
-        self._zero_s = self.now()
+        self._zero_s = time.monotonic()
 
     def mark(self) -> Any:
-        """A mark behind all that the device was given so far; costs no waiting."""
+        """A mark behind all that the device was given so far."""
         # Blocking: a host that waits for it sleeps, where it would otherwise spin and take a core from the workers.
         event = self._module.Event(enable_timing=True, blocking=True)
         event.record(self._module.current_stream(self._device))
@@ -66,11 +57,10 @@ class Timeline:
         return float(self._zero_s + self._zero.elapsed_time(mark) / 1e3) if mark.query() else None
 
     def wait(self, mark: Any) -> None:
-        """Wait until the device has passed a mark; what was given to it after that goes on."""
         mark.synchronize()
 
     def synchronize(self) -> None:
-        """The window's last edge: wait until the device has done all it was given."""
+        """Wait until the device has done all it was given."""
         self._module.synchronize(self._device)
 
     def peak_bytes(self) -> int:
@@ -79,24 +69,21 @@ class Timeline:
 
 
 class Passage(NamedTuple):
-    """One batch as the host saw it, with the marks that the device passes later."""
+    """One batch as the host saw it, with the marks behind its copy and its step that the device passes later."""
 
     fetch: Fetch
     requested: float
     received: float
     copied: Any
-    """Mark behind the batch's copy."""
     done: Any
-    """Mark behind the step."""
     step_end: float
-    """When the host was through with the step."""
 
 
 class Passages:
-    """Batches on their way to become traces, in order.
+    """Batches on their way to become traces, in order, which tell what the device saw.
 
-    The trace of a batch tells what the device saw: asked for when the device was free, received when it lay on the device,
-    done when device and host were through with it. A host that runs ahead of its device thus shows no waiting.
+    A batch is asked for when the device is free, received when it lies on the device, done when device and host are through
+    with it. A host that runs ahead of its device thus shows no waiting.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -107,7 +94,7 @@ class Passages:
         """Seconds that the copy of each kept it from beginning, when it began, and when it was done."""
 
     def note(self, passage: Passage) -> None:
-        """Keep a batch in mind, and hold the host when it is too far ahead; the device does not notice."""
+        """Take a batch in, and hold the host when it is too far ahead."""
         self._on_the_way.append(passage)
         _, begun, done = self._steps[-1] if self._steps else (0.0, 0.0, MOST_AHEAD_S)
         most = max(FEWEST_AHEAD, int(MOST_AHEAD_S / max(done - begun, 1e-6)))
@@ -115,7 +102,7 @@ class Passages:
             self._timeline.wait(self._on_the_way[-most - 1].done)
 
     def settled(self) -> list[BatchTrace]:
-        """The traces of batches that the device has done since this was last asked."""
+        """Traces of the batches that the device has done since the last call."""
         traces = []
         while self._on_the_way and (trace := self._trace_of(self._on_the_way[0])) is not None:
             self._on_the_way.popleft()
@@ -140,7 +127,7 @@ class Passages:
         worker, fetch_start, fetch_end, collate_end, cpu_s, samples = seen.fetch[:6]
         if worker == MAIN_PROCESS:
             # It fetches while the device still steps on the batch before: only what the device had to wait for is a cost.
-            # With copies ahead it fetches a later batch than it hands out: a hand-out stands for a fetch at that moment.
+            # With copies ahead it fetches a later batch than it hands out.
             late = max(0.0, seen.requested - fetch_start)
             fetch_start, fetch_end, collate_end = (
                 max(moment + late, requested) for moment in (fetch_start, fetch_end, collate_end)

@@ -1,4 +1,4 @@
-"""From what was seen (an exception, an exit status, a text on stderr) to a `Failure` that says what to do next."""
+"""From an exception, an exit status or a text on stderr to a `Failure` that says what to do next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -58,47 +58,46 @@ _TEXTS: tuple[tuple[str, FailureKind, str], ...] = (
 )
 """What torch, Python and the kernel print, most specific first. The first text that is found decides."""
 LOST_DEVICE = re.compile(r"(CUDA|CUDA driver|HIP|cuDNN) error|Triton Error \[|AcceleratorError")
-"""How torch, its libraries and Triton begin to say that a kernel failed."""
+"""In what torch, its libraries and Triton say where a kernel failed."""
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 OUR_FRAMES = re.compile(rf'^ *File "{re.escape(PACKAGE)}(?!demo)[^\n]*\n(?: {{4,}}[^\n]*\n)*', re.MULTILINE)
 """Frames of this package, but for those of the demo's own job; a worker's traceback comes as a text, too."""
 
 
 class Raised(Exception):  # noqa: N818 - it stands for an error of the user's, and is none
-    """What the samples of a batch raised, in the place of that batch, from a worker too; it ends the run.
+    """What the samples of a batch raised, in the place of that batch, from a worker too.
 
-    What depends on the workers (a lack of memory or descriptors, CUDA after a fork) is no fault of a sample; nor is what
-    raises in a worker alone.
+    `keys` are of the samples that raise, alone or together; a stream has none. `writes` is whether they wrote to a file that
+    bursts do not change.
     """
 
     def __init__(self, failure: Failure, keys: tuple[Any, ...], writes: bool) -> None:
         super().__init__(failure, keys, writes)
-        self.failure = failure
-        self.keys = keys
-        """Of the samples that raise, alone or together; none in a stream."""
-        self.writes = writes
-        """Whether it was a file that bursts do not change."""
+        self.failure, self.keys, self.writes = failure, keys, writes
 
     @classmethod
     def of(cls, error: BaseException, name: str, keys: Sequence[Any] = ()) -> Raised:
-        """What takes the place of a batch; the error itself is raised where it is no fault of a sample."""
+        """What takes the place of a batch; an error that depends on the workers, such as a lack of memory, is raised itself."""
         if not is_of_user(error):
             raise error
         failure, path = failure_of(error, "batches"), refused_path(error)
         message = f"{name} raises {failure.message}" if path is None else SAMPLE_WRITES.format(sample=name, path=path)
         return cls(replace(failure, message=message), tuple(keys), path is not None)
 
-    def raises_in(self, data: DataSide) -> bool:
-        """Whether the samples raise where this process reads them from `data`, too; False for a stream."""
-        dataset, keys = data.dataset, list(self.keys)
+    def is_of_workers(self, read_private: Callable[[], DataSide]) -> bool:
+        """Whether the samples do not raise where this process reads them, as far as they are known."""
+        if self.writes:
+            return False
+        data, keys = read_private(), list(self.keys)
+        dataset = data.dataset
         try:
             if keys and data.is_batched:
                 data.collate(dataset.__getitems__(keys) if data.has_batched_fetch else [dataset[key] for key in keys])
             elif keys:
                 data.collate(dataset[keys[0]])
         except (Exception, SystemExit):
-            return True
-        return False
+            return False
+        return True
 
 
 def checked(batch: Any) -> Any:
@@ -115,13 +114,7 @@ def is_of_user(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] = ()) -> Failure:
-    """The failure that an exception means.
-
-    Args:
-        error: what was raised.
-        phase: where.
-        deaths: what is known of workers that died, as `deaths_of` tells it.
-    """
+    """The failure that an exception means; `deaths` is what `deaths_of` tells of workers."""
     kind, text, advice = _diagnosis(error, deaths)
     return Failure(
         kind=kind,
@@ -133,7 +126,6 @@ def failure_of(error: BaseException, phase: FailurePhase, deaths: Iterable[str] 
 
 
 def needs_new_process(failure: Failure) -> bool:
-    """Whether the device is lost to the process, or full."""
     return failure.kind == "device_memory" or has_lost_device(failure)
 
 
@@ -145,8 +137,8 @@ def has_lost_device(failure: Failure) -> bool:
 def deaths_of(workers: Iterable[BaseProcess]) -> list[str]:
     """Which of these workers were killed by a signal, in torch's words.
 
-    Torch knows the signal of its own children alone, so not where a fork server started them; and it tells it by raising
-    in the midst of anything, where it may be lost. Exit codes are always there.
+    Torch knows the signal of its own children alone, so not where a fork server started them; and it raises it in the midst
+    of anything, where it may be lost.
     """
     return [
         f"DataLoader worker (pid {worker.pid}) is killed by signal: {signal.strsignal(-worker.exitcode)}"
@@ -171,7 +163,7 @@ def _diagnosis(error: BaseException, deaths: Iterable[str] = ()) -> tuple[Failur
 
 
 def first_sentence(text: str, limit: int = 600) -> str:
-    """The line that says what happened: torch wraps a worker's exception in its traceback, whose frames come before it."""
+    """The line that says what happened, also where torch has wrapped a worker's exception in the text of its traceback."""
     lines = [line for line in text.splitlines() if line.strip()] or ["unknown error"]
     if "Caught " in lines[0] and "Original Traceback" in text:
         last_frame = max((at for at, line in enumerate(lines) if line.startswith("  File ")), default=0)
@@ -181,17 +173,14 @@ def first_sentence(text: str, limit: int = 600) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback as the user would have seen it without us: frames of this package are left out."""
+    """The traceback without frames of this package."""
     return OUR_FRAMES.sub("", "".join(traceback.format_exception(error)))
 
 
 def failure_of_death(exit_code: int | None, phase: FailurePhase, last_words: str) -> Failure:
     """The failure that the death of the trial process means.
 
-    Args:
-        exit_code: as `subprocess.Popen.returncode`: negative for a signal; None when it is not known.
-        phase: what the process had last said it was doing.
-        last_words: the end of what it wrote.
+    The exit code is negative for a signal, and None when it is not known. `last_words` is the end of what the process wrote.
     """
     kind: FailureKind = "crashed"
     message = f"the trial process exited with status {exit_code}"

@@ -17,31 +17,22 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from autotune_loader.machine.elsewhere import changed_files, write_only_in
 
 CACHES = {
-    "XDG_CACHE_HOME": "~/.cache",
-    "HF_HOME": "~/.cache/huggingface",
-    "TORCH_HOME": "~/.cache/torch",
-    "TRITON_CACHE_DIR": "~/.triton",
-    "CUDA_CACHE_PATH": "~/.nv",
-    "CUPY_CACHE_DIR": "~/.cupy",
-    "TORCH_EXTENSIONS_DIR": "~/.cache/torch_extensions",
-    "HF_HUB_CACHE": "~/.cache/huggingface/hub",
-    "HF_DATASETS_CACHE": "~/.cache/huggingface/datasets",
-    "NUMBA_CACHE_DIR": "~/.cache/numba",
+    "XDG_CACHE_HOME": "~/.cache", "TRITON_CACHE_DIR": "~/.triton", "CUDA_CACHE_PATH": "~/.nv", "CUPY_CACHE_DIR": "~/.cupy",
     "MPLCONFIGDIR": "~/.config/matplotlib",
-}
+}  # fmt: skip
 """Folders of caches: the variable that names one, and where it is otherwise."""
-OTHERS = {
-    "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps",  # noqa: S108 - where NVIDIA's service has its pipes
-    "TORCHINDUCTOR_CACHE_DIR": "",  # always set
-}
-"""Folders that may be changed, too, where they are there."""
-DEVICES = ("/dev", "/proc")
+NAMED = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"),
+    *("NUMBA_CACHE_DIR", "CUDA_MPS_PIPE_DIRECTORY"),
+)
+"""Variables that name further folders; where they are not set these are in the first of the caches, or among the devices."""
+DEVICES = ("/dev", "/proc", "/tmp/nvidia-mps")  # noqa: S108 - where NVIDIA's service has its pipes
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled", "SWANLAB_MODE": "disabled", "NEPTUNE_MODE": "debug",
     "COMET_AUTO_LOG_DISABLE": "1", "CLEARML_OFFLINE_MODE": "1",
@@ -73,7 +64,7 @@ def environment(scratch: str) -> dict[str, str]:
     with contextlib.suppress(KeyError, OSError):  # a container without a name for this user
         folder = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
         compiled = folder if os.path.isdir(folder) else compiled  # noqa: PTH112
-    folders = _folders(CACHES)
+    folders = _caches()
     present = tuple(folder + os.sep for folder in folders.values() if os.path.isdir(folder))  # noqa: PTH112
     missing = [name for name, folder in folders.items() if not f"{folder}{os.sep}".startswith(present)]
     return {
@@ -89,12 +80,16 @@ def environment(scratch: str) -> dict[str, str]:
 
 def places() -> list[str]:
     """Where files may be changed: scratch, caches, devices."""
-    return [os.environ["TMPDIR"], *DEVICES, *filter(None, _folders({**CACHES, **OTHERS}).values())]
+    named = [os.environ[name] for name in ("TMPDIR", *NAMED) if os.environ.get(name)]
+    return [*named, *DEVICES, *_caches().values()]
 
 
-def _folders(defaults: Mapping[str, str]) -> dict[str, str]:
-    """Where each of these caches is; empty where a variable that has no default is not set."""
-    return {name: os.environ.get(name) or os.path.expanduser(folder) for name, folder in defaults.items()}  # noqa: PTH111
+def _roots() -> tuple[str, ...]:
+    return tuple(os.path.realpath(each) + os.sep for each in places())
+
+
+def _caches() -> dict[str, str]:
+    return {name: os.environ.get(name) or os.path.expanduser(folder) for name, folder in CACHES.items()}  # noqa: PTH111
 
 
 def confine() -> list[str]:
@@ -102,7 +97,7 @@ def confine() -> list[str]:
 
     Called before torch and the user's classes are imported: threads that run already would not be held.
     """
-    roots = tuple(os.path.realpath(each) + os.sep for each in places())
+    roots = _roots()
 
     def check(path: Any) -> None:
         if isinstance(path, (str, bytes, os.PathLike)):
@@ -133,12 +128,10 @@ def confine() -> list[str]:
 def refused_path(error: BaseException | None) -> str | None:
     """The file that a burst was kept from changing, as far as an exception tells; None where it was something else.
 
-    Landlock does not show in access(2): a folder that looks writable, and in which nothing can be written, was refused by us.
-
-    Args:
-        error: what was raised, with its causes; from a worker it has the text of a traceback only.
+    Landlock does not show in access(2): a folder that looks writable, and in which nothing can be written, was refused by it.
+    An error from a worker has the text of a traceback only.
     """
-    roots = tuple(os.path.realpath(each) + os.sep for each in places())
+    roots = _roots()
     while error is not None:
         if READ_ONLY in str(error):
             return "to a database"

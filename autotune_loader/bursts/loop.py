@@ -1,4 +1,5 @@
 """One timed run of one configuration: it takes batches, trains on them, notes when, and knows when to stop.
+What the run takes of the machine is read at the edges of its window.
 
 iter(loader) ── start ── first batch ──┬── window ──────────────────────────┬── shutdown (not timed)
                                        └ opens when it has arrived          └ closes when the rate is known
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,24 +23,34 @@ import torch
 
 from autotune_loader.bursts.device import Passage, Passages, Timeline
 from autotune_loader.bursts.failures import Raised, checked, deaths_of, failure_of
-from autotune_loader.bursts.protocol import Announce, Request
+from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
-from autotune_loader.bursts.window import Window
+from autotune_loader.machine.host import host_busy_s
+from autotune_loader.machine.limits import affinity, shared_memory
+from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
 from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, FailurePhase, Measurement, StageSamples, pooled
+from autotune_loader.values import (
+    MAIN_PROCESS,
+    BatchTrace,
+    Failure,
+    FailurePhase,
+    Measurement,
+    MemoryUse,
+    StageSamples,
+    pooled,
+)
 
 NEWS_OF_DEATH_S = 0.3
-"""A worker that dies while it hands a batch over is first seen as a broken connection; why it died is told within this."""
+"""A worker that dies while it sends a batch is first seen as a broken connection; its exit code is known within this."""
 PINNING_END_S = 1.0
 """A pinning thread ends within this, unless a worker died in the midst of sending."""
-STOP_CHECK_S = 0.05
-"""How often a running burst asks whether it knows enough: cheap against any batch worth prefetching."""
-STOP_CHECK_COST = 400.0
-"""After a check that took t seconds the next one waits this many t: checking takes at most a quarter of a percent."""
+STOP_CHECK_S, STOP_CHECK_COST = 0.05, 400.0
+"""How often a burst asks whether it knows enough. After a check that took t seconds the next one waits 400 t: checking takes
+at most a quarter of a percent."""
 KEPT_FIRST, KEPT_LAST = 256, 1792
-"""A burst of tiny batches in memory delivers tens of thousands; its record keeps so many of its start and its end."""
+"""Traces that the record keeps of the start and the end: a burst of tiny batches delivers tens of thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +70,8 @@ class Cached:
 class LoopRun:
     """One running burst: the batches so far and when to stop.
 
-    Args:
-        request: how long, and with how many workers.
-        step: what is done with a batch.
-        timeline: of the device that the step runs on; None for a CPU.
-        announce: told which phase begins.
-        on_error: told what was raised, and in which phase, before anything is dropped or ended.
+    `announce` is told which phase begins, so that the parent can name it when the process hangs or dies; `on_error` is told
+    what was raised, and in which phase, before anything is dropped or ended.
     """
 
     def __init__(
@@ -71,7 +79,7 @@ class LoopRun:
         request: Request,
         step: TrainingStep,
         timeline: Timeline | None,
-        announce: Announce,
+        announce: Callable[[FailurePhase], None],
         on_error: Callable[[Exception, FailurePhase], None] = lambda error, phase: None,
     ) -> None:
         self.request, self.step, self.timeline, self._announce = request, step, timeline, announce
@@ -83,19 +91,14 @@ class LoopRun:
         self._stages: list[StageSamples] = []
         self._shape: BatchShape | None = None
         self._batch: Any = None
-        """The latest: it lives until the next one has arrived, as in `for batch in loader`. Once it is gone malloc may give its
-        memory back, and the next fetch in this process has to write to fresh pages."""
+        """The latest; it lives until the next one has arrived, as in `for batch in loader`, so that pages are not made anew."""
         self._started, self._next_check, self._delivered = 0.0, 0.0, 0
-        self.now = time.monotonic if timeline is None else timeline.now
-        """Seconds of the clock that the traces are on."""
+        self.now = time.monotonic
 
     def measured(self, make_loader: Callable[[], Any]) -> Measurement | Failure:
-        """Train for a moment and measure it; whatever goes wrong comes back as a `Failure`.
+        """Train for a moment and measure it; whatever goes wrong comes back as a `Failure`, and no worker is left.
 
-        The workers it started are gone when it returns, also after KeyboardInterrupt, which passes through.
-
-        Args:
-            make_loader: makes a traced loader, or a batch that lies ready.
+        `make_loader` makes a traced loader, or a batch that lies ready.
 
         Raises:
             Raised: a sample of the dataset raised.
@@ -142,7 +145,6 @@ class LoopRun:
         self._announce(phase)
 
     def begin(self, open_loader: OpenLoader, loader: Any) -> Iterator[Any]:
-        """Begin an epoch of the loader; its batches are copied ahead of the step where the configuration says so."""
         timeline, depth = self.timeline, self.request.config.device_prefetch
         if timeline is not None:
             timeline.open()
@@ -216,10 +218,7 @@ class LoopRun:
 
 
 class OpenLoader:
-    """Owner of a running iterator, for a block, at whose end its workers are killed.
-
-    Other processes that begin meanwhile belong to the user's dataset or sampler and are left alone.
-    """
+    """Owner of a running iterator for a block, at whose end its workers are killed, and no other processes."""
 
     def __init__(self) -> None:
         self.workers: list[Any] = []
@@ -238,22 +237,22 @@ class OpenLoader:
         forget_open_batch()
 
     def open(self, loader: Any) -> Any:
-        """Begin an epoch; its workers are known from then on, also where not all of them could be started."""
+        """Begin an epoch; its workers are known from then on, also where one of them failed to start."""
         before = set(multiprocessing.active_children())
         try:
             self._iterator = iter(loader)
         finally:
             if loader.num_workers:
                 started = set(multiprocessing.active_children()) - before
-                # Torch's iterator knows its workers; where there is none, because one failed to start, all count.
+                # Others that began meanwhile are the dataset's; without an iterator that is not known, and all count.
                 self.workers += started.intersection(getattr(self._iterator, "_workers", started))
         return self._iterator
 
     def close(self) -> None:
-        """Kill the workers, which hold nothing that is needed, and then let the iterator see that they are gone.
+        """Kill the workers, which hold nothing that is needed.
 
-        Before that the pinning thread ends, as in torch's own shutdown: a worker that is killed while it sends leaves the queue
-        locked, and nothing would wake the thread for 5 s.
+        Before that the pinning thread ends: a worker that is killed while it sends leaves the queue locked, and nothing would
+        wake the thread for 5 s.
         """
         # Otherwise torch's handler of SIGCHLD raises for what is killed here.
         if getattr(self._iterator, "_worker_pids_set", False):
@@ -270,3 +269,46 @@ class OpenLoader:
         for worker in self.workers:
             worker.join()
         self._iterator = None
+
+
+class Window:
+    """What this process and its descendants take of the machine between two moments.
+
+        watch │ start-up │ open ─── window ─── close        nothing that takes long happens between the last two
+
+    The tree of processes is looked for while workers start, and again when the window has closed. At its edges only the
+    counters of known processes are read. Memory is read where `reads_pss`, which stalls each process for some milliseconds.
+    """
+
+    def __init__(self, usable_cores: int, *, reads_pss: bool) -> None:
+        self._reads_pss, self._cpus, self._cores = reads_pss, affinity(), usable_cores
+        self._shm = shared_memory()
+
+    def watch(self) -> None:
+        """Find the processes, once all workers have been started and before anything is timed."""
+        self._members = tree(os.getpid())
+
+    def open(self) -> None:
+        self._use, self._busy_s = tree_use(self._members), host_busy_s(self._cpus)
+        self._opened = time.monotonic()
+
+    def close(self) -> dict[str, Any]:
+        """What the machine gave meanwhile, by fields of `Measurement`; called while the workers live."""
+        elapsed_s, busy_s = max(1e-9, time.monotonic() - self._opened), host_busy_s(self._cpus)
+        use, begun, members = tree_use(self._members), self._use, tree(os.getpid())
+        newer = tree_use(set(members) - set(self._members)) or TreeUse(cpu_s=0.0, rss_bytes=0)
+        cpu_share = foreign_share = read_bytes = memory = None
+        if use is not None and begun is not None:
+            own_s = use.cpu_s - begun.cpu_s + newer.cpu_s
+            cpu_share = own_s / (elapsed_s * self._cores)
+            if busy_s and self._busy_s:
+                # Ticks of the host and of the tree are counted apart and may differ by one: no foreign load is not less.
+                foreign_s = max(0.0, sum(busy_s) - sum(self._busy_s) - own_s)
+                foreign_share = foreign_s / (elapsed_s * len(busy_s))
+            if use.read_bytes is not None and begun.read_bytes is not None:
+                read_bytes = max(0, use.read_bytes - begun.read_bytes) + (newer.read_bytes or 0)
+        if self._reads_pss and (taken := tree_use(members)) is not None:
+            shm, before = shared_memory(), self._shm
+            shm_bytes = None if shm is None or before is None else max(0, before.free_bytes - shm.free_bytes)
+            memory = MemoryUse(rss_bytes=taken.rss_bytes, pss_bytes=tree_pss(members), shm_bytes=shm_bytes)
+        return {"memory": memory, "read_bytes": read_bytes, "cpu_share": cpu_share, "foreign_cpu_share": foreign_share}

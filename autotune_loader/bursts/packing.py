@@ -2,18 +2,17 @@
 
     pickle ── memory ── table: where each buffer of the pickle lies ── where the table begins (8 bytes)
 
-However many tensors are views of one storage, its memory is in the file once; what is a memory map of a file already is named,
-not copied. The writer holds no copy. The reader maps the file copy-on-write: each reading has memory of its own, which costs
-nothing until it is written to.
+The memory of views of one storage is in the file once; a memory map of a file is named, not copied. The reader maps the file
+copy-on-write: each reading has memory of its own, which costs nothing until it is written to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import mmap
 import os
 import pickle
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -27,12 +26,8 @@ import torch
 from autotune_loader.pipeline.by_value import put_classes_into_modules
 from autotune_loader.pipeline.workload import Workload
 
-SMALLEST_BUFFER = 256
-"""A smaller one stays in the pickle: its place in the table would cost as much."""
-ALIGNMENT = 64
-"""What kernels like the memory of tensors to be aligned to."""
-MOST_RECURSION = 5000
-"""Pickle goes as deep as Python's limit allows, and with a higher one it ends the process: the C stack has no room for it."""
+SMALLEST_BUFFER, ALIGNMENT = 256, 64
+"""A smaller buffer stays in the pickle: its place in the table would cost as much. Torch aligns its own memory so."""
 SEARCH_DEPTH, SEARCHED_BYTES = 6, 1 << 26
 """How deep an attribute that cannot be pickled is looked for, and in how large a part."""
 
@@ -42,7 +37,7 @@ class NotSentError(Exception):
 
 
 class TooLargeError(Exception):
-    """A value takes more memory than it may."""
+    pass
 
 
 @contextlib.contextmanager
@@ -51,12 +46,7 @@ def packed(workload: Workload, settings: Any, max_bytes: int) -> Iterator[Sequen
 
     Data and training are apart, since bursts without workers each read the data anew: a dataset that caches, or opens a file
     on first use, must not hand its filled cache to the next burst. An optimizer travels with the model whose parameters it
-    points at.
-
-    Args:
-        workload: what is sent.
-        settings: of this process.
-        max_bytes: of each file at most.
+    points at. Each file has `max_bytes` at most.
 
     Raises:
         NotSentError: naming the part and why.
@@ -75,12 +65,7 @@ def packed(workload: Workload, settings: Any, max_bytes: int) -> Iterator[Sequen
 
 
 def write_archive(fd: int, value: Any, max_bytes: int) -> None:
-    """Fill an empty file with a value.
-
-    Args:
-        fd: of the file.
-        value: anything that cloudpickle takes; it is read, never changed.
-        max_bytes: most bytes of the file.
+    """Fill an empty file with a value, which is anything that cloudpickle takes.
 
     Raises:
         TooLargeError: it would be larger; known before any large buffer is copied.
@@ -110,7 +95,7 @@ def read_archive(fd: int) -> Any:
 
 
 def part_at_fault(workload: Workload) -> str:
-    """The deepest attribute of a workload that cannot be pickled, such as `dataset.lock`; "the workload" if none is found."""
+    """The deepest attribute of a workload that cannot be pickled, such as `dataset.lock`."""
     sides = (workload.data, workload.training)
     parts = [(each.name, getattr(side, each.name)) for side in sides for each in fields(side)]
     return next((path for name, part in parts if (path := _fault_in(name, part))), "the workload")
@@ -122,23 +107,19 @@ def _fault_in(path: str, value: Any, depth: int = SEARCH_DEPTH) -> str | None:
     except TooLargeError:
         return None
     except Exception:
-        inner = (_fault_in(f"{path}.{name}", part, depth - 1) for name, part in _parts_of(value))
+        inner = (_fault_in(f"{path}.{name}", part, depth - 1) for name, part in _parts_of(value).items())
         return next((found for found in inner if found), path) if depth else path
     return None
 
 
-def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((str(key), part) for key, part in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((str(index), part) for index, part in enumerate(value))
-    elif isinstance(value, types.FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # a name that is not bound yet
-                yield name, cell.cell_contents
-        yield from ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
-    else:
-        yield from dict(getattr(value, "__dict__", {})).items()
+def _parts_of(value: Any) -> Mapping[Any, Any]:
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, types.FunctionType):
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            used = inspect.getclosurevars(value)
+            return {**used.nonlocals, **used.globals}
+    return value if isinstance(value, Mapping) else dict(getattr(value, "__dict__", {}))
 
 
 def _pickled(value: Any, file: _Limited) -> list[memoryview]:
@@ -152,12 +133,7 @@ def _pickled(value: Any, file: _Limited) -> list[memoryview]:
             file.count(view.nbytes)
         return view.nbytes < SMALLEST_BUFFER
 
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(min(limit, MOST_RECURSION))
-    try:
-        _ArchivePickler(file, is_copied).dump(value)
-    finally:
-        sys.setrecursionlimit(limit)
+    _ArchivePickler(file, is_copied).dump(value)
     return views
 
 
@@ -170,8 +146,8 @@ class _ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and _is_plain(value):
-            # As torch does it, but with less for pickle to remember: a dataset may be a list of a million tensors. On a GPU
-            # torch would send each view with a storage of its own.
+            # Less for pickle to remember than torch's: a dataset may be a list of a million tensors. On a GPU torch would send
+            # each view with a storage of its own.
             layout = (value.dtype, tuple(value.shape), value.stride(), value.requires_grad)
             layout = self._layouts.setdefault(layout, layout)
             return _tensor, (value.untyped_storage(), value.storage_offset(), layout)
@@ -233,7 +209,6 @@ class _Limited:
         return size
 
     def count(self, size: int) -> None:
-        """So many bytes more are written, now or later."""
         self._total += size
         if self._total > self._max_bytes:
             raise TooLargeError(f"larger than {self._max_bytes / 2**20:,.0f} MiB")

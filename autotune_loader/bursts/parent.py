@@ -1,4 +1,4 @@
-"""The caller's side of a probe: it starts the process of the bursts, owns time and memory, and never lets a failure out.
+"""The caller's side of a probe: it starts the process of the bursts and sets its limits of time and memory.
 
     request ─► child: loader, loop, Measurement ─► answer          the child is long-lived: it imports torch and warms
        wait for its answer, its end, or the deadline ─► Failure    the step up once; it is killed with all that it started
@@ -42,25 +42,23 @@ from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement, MemoryUse, WorkloadError
 
-START_DEADLINE_S = 120.0
-"""Or the budget, where it is longer: torch may come from a network file system, and a model may be compiled."""
-FORK_DEADLINE_S = 15.0
-"""A fork that hangs on a lock or a thread of the caller's does so at once."""
+START_DEADLINE_S, FORK_DEADLINE_S = 120.0, 15.0
+"""Torch may come from a network file system, and a model may be compiled; a fork that hangs on a lock of the caller's does so
+at once."""
 DEATH_S = 0.5
 """A process whose connection has ended is gone within this time, and then tells how."""
 PAYLOAD_MEMORY_SHARE, LARGEST_PAYLOAD_BYTES = 0.3, 8 << 30
-"""What is sent is in memory once more. It may take this share of what is available, and no more than takes seconds to copy, but
-where nothing else would work."""
+"""What is sent is in memory once more. It may take this share of what is available, and no more than is copied in seconds."""
 LAST_WORDS_BYTES = 16384
-"""Of what a process that died has printed: the end of it holds the error, and C++ a long traceback behind it."""
+"""Of what a process that died has printed; C++ prints a long traceback behind the error."""
 RUN = (
     "import sys; sys.path[:] = {path!r}; "
     "from autotune_loader.machine.elsewhere import die_with_parent; die_with_parent({parent}); "
     "from autotune_loader.bursts.files import confine; notes = confine(); "
     "from autotune_loader.bursts.child import main; main({connection}, {fds}, {seed}, notes)"
 )
-"""The path is set before anything is imported: a `dataclasses.py` beside the script is none of ours. Torch, and all that is the
-user's, is imported once the process is confined."""
+"""The path is set before anything is imported: a `dataclasses.py` beside the script may be first on it. Torch, and all that is
+the user's, is imported once the process is confined."""
 FORKED = "The trials run in forks of this process, where a step on the CPU uses one thread: {reason}."
 NEITHER = (
     "{part} cannot be sent to another process ({reason}), and a fork of this process cannot read it ({fork}): make it on "
@@ -81,12 +79,11 @@ NO_ROOM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenProbe:
-    """A warm probe and what is known of the workload."""
+    """A warm probe, what is known of the workload, and what the user should know about how it runs."""
 
     probe: ProcessProbe
     warmup: WarmupReport
     notes: list[str] = field(default_factory=list)
-    """What the user should know about how it runs."""
 
 
 @contextlib.contextmanager
@@ -95,11 +92,8 @@ def open_probe(
 ) -> Iterator[OpenProbe]:
     """A warm probe in a fresh process, or in a fork where that has what a fresh one lacks; closed with all that it started.
 
-    Args:
-        workload: what it runs.
-        machine: limits of this machine.
-        memory_budget_bytes: most memory of the bursts' processes; None sets no limit.
-        budget_s: of the caller; a start may take as long, where that is longer than it may take anyway.
+    `memory_budget_bytes` is the most memory of the bursts' processes, None sets no limit. A start may take as long as the
+    caller's `budget_s`, where that is longer than it may take anyway.
 
     Raises:
         WorkloadError: the dataset, model or step failed on the very first batch, or can be taken to no other process.
@@ -155,12 +149,9 @@ def _uses_device(workload: Workload) -> bool:
 class ProcessProbe:
     """A `Probe` that runs every burst in a process of its own.
 
-    Args:
-        source: files of the packed workload, for processes that are started fresh; or the workload itself, for forks of this
-            one.
-        memory_budget_bytes: a burst whose process tree grows past 90% of it is aborted; None sets no limit.
-        start_s: importing torch, unpickling, the first batch and the warm-up must be done by then, unless they compute.
-        usable_cores: that shares of the CPU are told of.
+    `source` is the files of the packed workload, for processes that are started fresh, or the workload itself, for forks of
+    this one. A burst whose process tree grows past 90% of the memory budget is aborted. Importing torch, unpickling, the first
+    batch and the warm-up must be done in `start_s`.
     """
 
     def __init__(
@@ -174,11 +165,7 @@ class ProcessProbe:
         """As it was read at the first burst of a configuration."""
 
     def start(self) -> WarmupReport:
-        """Start the process and wait until the workload is warm.
-
-        Raises:
-            WorkloadError: it failed on the very first batch.
-        """
+        """Start the process and wait until the workload is warm; raises WorkloadError where the first batch fails."""
         message = self._start()
         if message.ready is None:
             assert message.failure is not None
@@ -186,11 +173,7 @@ class ProcessProbe:
         return message.ready
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
-        """Train for a moment with `config`.
-
-        Raises:
-            WorkloadError: a sample or the step raised, or wrote to a file of the user's.
-        """
+        """Train with `config`; raises WorkloadError where a sample or the step raised, or wrote to a file of the user's."""
         outcome = self._run(Request(what="burst", plan=plan, config=config, reads_pss=config not in self._memory))
         if isinstance(outcome, Failure):
             return outcome
@@ -200,7 +183,7 @@ class ProcessProbe:
         return self._run(Request(what="step_ceiling", plan=plan))
 
     def close(self) -> None:
-        """Kill the process and everything it started. Safe to call twice."""
+        """Kill the process and everything it started."""
         if self._child is not None:
             self._child.held.close()
             self._child = None

@@ -5,18 +5,15 @@ Both sides send plain records as MessagePack over a private pair of sockets. Not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
 from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement
 
 T = TypeVar("T")
-Announce: TypeAlias = "Callable[[FailurePhase], None]"
-"""Told which phase begins, so that the parent can name it when the process hangs or dies."""
 
 
 class Probe(Protocol):
@@ -33,21 +30,20 @@ class Probe(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupReport:
-    """What a probe knows once it has seen one batch and run the step on it."""
+    """What a probe knows once it has seen one batch and run the step on it; times are wall seconds."""
 
     step: str
     """What is done with a batch, in words."""
     samples: int
-    """Samples in the first batch."""
     batch_bytes: int
     batch_tensors: int
     on_accelerator: bool
     """Whether the dataset itself yields tensors on an accelerator, which workers and pinning cannot handle."""
     first_fetch_s: float
-    """Wall seconds that a first batch takes, fetched in the main process."""
+    """Of one of the first two batches, fetched in the main process."""
     first_fetch_cpu_s: float
     first_batch_s: float = 0.0
-    """Wall seconds that the very first batch took."""
+    """Of the very first batch."""
     counts_batches: bool = False
     """Whether a batch counts as one sample, because nothing tells how many it has."""
     most_workers: int | None = None
@@ -56,11 +52,9 @@ class WarmupReport:
     default_threads: int
     """Threads that a step on the CPU has."""
     device_name: str | None = None
-    """The accelerator's, or that of the part of it that MIG gives; None on a CPU."""
     device_bytes: int | None = None
     """Memory of the accelerator that no other process has."""
     notes: tuple[str, ...] = ()
-    """What the user should know of how it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +65,6 @@ class Request:
     plan: BurstPlan
     config: LoaderConfig = field(default_factory=LoaderConfig)
     usable_cores: int = 1
-    """That all cores in use are a share of."""
     reads_pss: bool = True
     """Whether memory is read, which takes some hundredths of a second; once for each configuration is enough."""
 

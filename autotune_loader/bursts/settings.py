@@ -1,10 +1,7 @@
-"""What a script has set in its process: read there, and set in the process of the bursts, so that they train as it would.
+"""What a script has set in its process: read there, and set in the fresh process of the bursts, so that they train alike.
 
-    before anything of the user's is imported     arguments, start method, threads, what is set in torch
-    once the workload is unpickled                plain values of modules that differ from those of a fresh import, and
-                                                  functions that the script has put there
-
-A fork has all of it anyway. What differs in torch, and in modules of the user's, is told.
+Before anything of the user's is imported: arguments, start method, threads, what is set in torch. Once the workload is
+unpickled: plain values of modules that differ from those of a fresh import, and functions that the script has put there.
 """
 
 from __future__ import annotations
@@ -33,27 +30,21 @@ MAIN = ("__main__", "__mp_main__")
 NOT_PATCHED = {*sys.stdlib_module_names, "autotune_loader", *MAIN}
 """Modules whose functions are not looked at: what the script has put there, such as `sys.excepthook`, is for itself."""
 MOST_ITEMS, DEEPEST = 10_000, 4
-"""A table of a module that is larger, or nested deeper, is not carried: comparing it takes longer than a burst."""
+"""A container that is larger, or nested deeper, is not carried: comparing it takes longer than a burst."""
 MOST_TOLD = 6
 """Names in a note."""
 NOT_READ = {*NOT_PATCHED, "torch", "numpy", "cloudpickle"}
 """Modules whose values are not looked at: torch's have a table, and functions of `__main__` bring theirs."""
 PLAIN = (bool, int, float, str, bytes, types.NoneType)
 BACKENDS = (
-    "cudnn.benchmark",
-    "cudnn.deterministic",
-    "cudnn.enabled",
-    "cudnn.allow_tf32",
-    "cuda.matmul.allow_tf32",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    *("cudnn.benchmark", "cudnn.deterministic", "cudnn.enabled", "cudnn.allow_tf32", "cuda.matmul.allow_tf32"),
+    *("cuda.matmul.allow_bf16_reduced_precision_reduction", "cuda.matmul.allow_fp16_reduced_precision_reduction"),
     "cuda.matmul.fp32_precision",
 )
-"""Attributes of `torch.backends`. The last exists since torch 2.9: what was given by it cannot be read by its older name."""
+"""Attributes of `torch.backends`; the last since torch 2.9."""
 ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 """Kernels that attention may take: `torch.backends.cuda.enable_flash_sdp(False)`."""
-_Setting: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], Any]]"
-"""How it is read and how it is written."""
+_Setting: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], Any]]"  # how it is read and how it is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +62,6 @@ class Settings:
 
     @classmethod
     def read(cls, workload: Workload) -> Settings:
-        """The settings of this process, and what stands in the place of functions of those that model and dataset use."""
         return cls(
             argv=list(sys.argv),
             start_method=multiprocessing.get_start_method(allow_none=True),
@@ -175,7 +165,6 @@ def _put_function(place: str, data: bytes) -> bool | None:
 
 
 def _is_plain(value: Any, deepest: int = DEEPEST) -> bool:
-    """Whether a value is made of numbers, texts and containers of them only."""
     kind = type(value)
     if kind in PLAIN:
         return bool(value == value)

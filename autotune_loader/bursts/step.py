@@ -2,7 +2,7 @@
 
     train_step given     it is the step, and gets the batch as the loader gives it. Where it returns a loss with a gradient,
                          the rest is done for it: zero_grad, backward, optimizer.step. What it does by itself is not repeated
-    Lightning module     its training_step and first optimizer (`bursts.lightning_step`)
+    Lightning module     its training_step and first optimizer, with a stand-in for its Trainer
     a batch (x, y)       model(x, y), where the model takes both and gives a loss; else a loss of model(x) and y
     a dict               model(**batch) that gives a loss
 
@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from autotune_loader.bursts.failures import first_sentence, is_of_user
-from autotune_loader.bursts.lightning_step import StandInTrainer, is_lightning_module
 from autotune_loader.pipeline.batches import described, fresh, move
 from autotune_loader.pipeline.workload import StepTime, TrainingSide
 
@@ -32,13 +33,33 @@ ANSWERS = ("logits", "out", "output", "pred", "prediction", "last_hidden_state")
 """Where a model keeps its answer, in an output with several parts."""
 AUTOCAST = ("cuda", "cpu")
 """Types of devices that this process may have autocast for."""
-PLACED = ("hf_device_map", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""What a model has that a library has quantised or spread over devices: `.to()` would fail or do harm."""
 ASKS = "pass train_step=lambda model, batch: ..., which returns the loss"
 AGAINST_TIME = (
     "{}: workers and prefetching are tuned against it; the effect of pin_memory and device_prefetch is unknown."
 )
+NOT_THERE = (
+    "self.trainer.{name}: trials have no Trainer; pass train_step=lambda model, batch: ..., which returns the loss"
+)
 TRAINS_NOTHING = "{step}: the loss has no gradient, so nothing is trained and the trials time the forward pass alone."
+
+
+IN_TRAINING: dict[str, Any] = {
+    **dict.fromkeys(("validating", "testing", "predicting", "evaluating", "sanity_checking", "fast_dev_run"), False),
+    **dict.fromkeys(("datamodule", "train_dataloader", "gradient_clip_val", "gradient_clip_algorithm"), None),
+    **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank", "node_rank"), 0),
+    **dict.fromkeys(("world_size", "num_nodes", "num_devices", "accumulate_grad_batches"), 1),
+    "training": True,
+    "is_global_zero": True,
+    "is_last_batch": False,
+    "max_epochs": 100,
+    "max_steps": -1,
+    "num_training_batches": 1000,
+    "estimated_stepping_batches": 100_000,
+    "loggers": [],
+    "callbacks": [],
+    "callback_metrics": {},
+}
+"""What a Trainer of one process says in the midst of training of a usual length."""
 
 
 class StepInferenceError(TypeError):
@@ -50,10 +71,7 @@ class StepError(Exception):
 
 
 class SGD:
-    """Plain SGD with a learning rate of 0: costs a step but changes no weight.
-
-    Making one of torch's imports the compiler, which takes a second.
-    """
+    """SGD with a learning rate of 0, which changes no weight. Making torch's own imports the compiler, which takes a second."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self._parameters = parameters
@@ -71,12 +89,15 @@ class SGD:
 
 @dataclass(slots=True)
 class TrainingStep:
-    """One optimisation step on one batch: the way to its loss, and what is left to do with that."""
+    """One optimisation step on one batch: the way to its loss, and what is left to do with that.
+
+    Name, notes and description are complete once a batch was trained on.
+    """
 
     forward: Callable[[Any], Any]
     """Takes a batch, on the device where it does not move it itself; gives the loss, or is the step that is done."""
     name: str
-    """The way as code; complete once a batch was trained on."""
+    """The way as code."""
     device: torch.device
     optimizer: Any = None
     is_own: bool = False
@@ -84,9 +105,8 @@ class TrainingStep:
     is_whole: bool = False
     """Whether nothing is left to do, whatever `forward` returns."""
     notes: list[str] = field(default_factory=list)
-    """What the user should know of it; complete once a batch was trained on."""
     description: str = ""
-    """What is done with a batch, in words; empty until one was trained on."""
+    """What is done with a batch, in words; empty at first."""
 
     def move(self, batch: Any) -> Any:
         """The batch on the device, unless the step brings it there itself. From pinned memory the host does not wait."""
@@ -102,7 +122,7 @@ class TrainingStep:
         return batch
 
     def run(self, batch: Any) -> None:
-        """Take a batch as the loader delivers it, move it to the device and train on it; raises as `train` does."""
+        """Train on a batch as the loader delivers it."""
         self.train(self.move(batch))
 
     def train(self, batch: Any) -> None:
@@ -161,10 +181,7 @@ class TrainingStep:
 def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     """The step for a training side; where `train_step` is not given, the one reading that its first batch allows.
 
-    Args:
-        side: model, step, loss and optimizer; the model is moved to `side.device` and put into training mode, unless it
-            is spread over devices or is there already.
-        first_batch: a batch as the loader delivers it, on the host.
+    The model is moved to `side.device` and put into training mode. The first batch is one as the loader delivers it.
 
     Raises:
         StepInferenceError: no reading, or more than one.
@@ -179,7 +196,7 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
     if is_lightning_module(model):
         model.configure_model()  # makes what is not there yet
     if isinstance(model, torch.nn.Module):
-        if not any(getattr(model, mark, None) for mark in PLACED):
+        if not hasattr(model, "hf_device_map"):  # transformers has quantised it or spread it over devices
             model.to(device)
         if not model.training:
             model.train()  # else frozen parts stay as they are
@@ -235,11 +252,7 @@ def _answer_in(output: Any) -> torch.Tensor:
 
 
 def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor]:
-    """The loss that goes with an answer and a target, by their types and shapes, and its name.
-
-    Raises:
-        StepInferenceError: there is none.
-    """
+    """The name and value of the loss that goes with an answer and a target, by their types and shapes."""
     if isinstance(target, torch.Tensor):
         if answer.numel() == target.numel():
             of_one = functional.mse_loss if target.is_floating_point() else functional.binary_cross_entropy_with_logits
@@ -257,17 +270,14 @@ def customary_loss(answer: torch.Tensor, target: Any) -> tuple[str, torch.Tensor
 
 def _read_form(step: TrainingStep, model: Any, loss_fn: Any, batch: Any) -> None:
     """Read from a batch what the model takes of it and where the loss comes from."""
-    if loss_fn is None and isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+    if loss_fn is None and isinstance(batch, Mapping):
         step.name, step.forward = "model(**batch).loss", lambda batch: _own_loss(model(**batch))
         return
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise StepInferenceError(f"The step for {described(batch)} cannot be inferred: {ASKS}")
-    required, names = _parameters_of(model)
-    if loss_fn is None and (required == 2 or (len(names) > 1 and names[1] in TARGETS)):
+    if loss_fn is None and _takes_target(model):
         step.name, step.forward = "model(x, y)", lambda batch: _own_loss(model(*batch))
         return
-    if required > 1:
-        raise StepInferenceError(f"The model takes {required} arguments, and a batch is {described(batch)}: {ASKS}")
     given = getattr(loss_fn, "func", loss_fn)  # functools.partial
     is_of_torch = str(getattr(given, "__module__", "")).startswith("torch.")
     name = "a loss" if loss_fn is None else getattr(given, "__name__", type(given).__name__)
@@ -283,13 +293,76 @@ def _read_form(step: TrainingStep, model: Any, loss_fn: Any, batch: Any) -> None
     step.name, step.forward = f"{name}(model(x), y)", forward
 
 
-def _parameters_of(model: Any) -> tuple[int, list[str]]:
-    """How many parameters a model must be given by position, and the names of those that it may be given."""
+def _takes_target(model: Any) -> bool:
+    """Whether a model must be given two arguments, or calls the second one what a target is called."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper takes anything
     with contextlib.suppress(TypeError, ValueError):
         found = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters.values()
-        if any(each.kind is each.VAR_POSITIONAL for each in found) and hasattr(model, "module"):  # DataParallel
-            return _parameters_of(model.module)
         positional = [each for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        return sum(each.default is each.empty for each in positional), [each.name for each in positional]
-    return 1, []
+        is_named = len(positional) > 1 and positional[1].name in TARGETS
+        return is_named or sum(each.default is each.empty for each in positional) == 2
+    return False
+
+
+def is_lightning_module(model: Any) -> bool:
+    """Whether it is one of Lightning's, under either of its two package names; Lightning need not be installed."""
+    return any(cls.__name__ == "LightningModule" for cls in type(model).__mro__)
+
+
+class StandInTrainer(SimpleNamespace):
+    """The part of `lightning.Trainer` that modules use in training, attached to the model that bursts train.
+
+    An `optimizer` is used instead of those of `configure_optimizers()`; `precision` is the plugin of the user's Trainer, and
+    None trains in the model's own. What the model logs goes nowhere.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, precision: Any) -> None:
+        kind = next(cls for cls in type(model).__mro__ if cls.__name__ == "LightningModule")
+        package = kind.__module__.removesuffix(".core.module")
+        logger, optimizing, plugins = (
+            importlib.import_module(f"{package}.{name}")
+            for name in ("loggers.logger", "core.optimizer", "plugins.precision")
+        )
+        precision = precision or plugins.Precision()
+        super().__init__(**IN_TRAINING, precision=precision.precision, logger=logger.DummyLogger())
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.precision_plugin = precision
+        self.strategy = SimpleNamespace(
+            backward=lambda loss, *_args, **options: loss.backward(**options),
+            all_gather=lambda tensor, **_: tensor,
+            _lightning_optimizers=self.optimizers,
+        )
+        precision.convert_module(model)
+        self._model, model.trainer = model, self
+        for module in filter(is_lightning_module, model.modules()):
+            module.log = module.log_dict = module.print = lambda *_args, **_options: None
+        if optimizer is not None:
+            self.optimizers.append(optimizer)
+        elif (made := model.configure_optimizers()) is not None:
+            optimizers, schedulers, _ = optimizing._configure_optimizers(made)
+            self.optimizers += optimizers
+            self.lr_scheduler_configs += optimizing._configure_schedulers_manual_opt(schedulers)
+        for each in self.optimizers:
+            each.toggle_model = functools.partial(_toggled, model, each)
+        self._batches = 0
+        self._takes_index = len(inspect.signature(model.training_step).parameters) > 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(NOT_THERE.format(name=name))
+
+    def training_step(self, batch: Any) -> Any:
+        """What the module's own returns, in the precision of the user's Trainer."""
+        batch = self.precision_plugin.convert_input(batch)
+        for hook in (self._model.on_before_batch_transfer, self._model.on_after_batch_transfer):
+            batch = hook(batch, 0)
+        number, self._batches = self._batches, self._batches + 1
+        with self.precision_plugin.forward_context():
+            return self._model.training_step(batch, number) if self._takes_index else self._model.training_step(batch)
+
+
+@contextlib.contextmanager
+def _toggled(model: Any, optimizer: Any, sync_grad: bool = True) -> Iterator[None]:  # noqa: ARG001 - as Lightning's own
+    model.toggle_optimizer(optimizer)
+    yield
+    model.untoggle_optimizer(optimizer)

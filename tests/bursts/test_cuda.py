@@ -1,9 +1,7 @@
 """Bursts and tuning on a real GPU; `sh studies/gpu/run.sh` runs these and the studies. Skipped where there is no CUDA.
 
-The logic is tested on any machine with a fake device (tests/bursts/test_device.py); here is what only a device can say.
+The logic is tested on any machine with a fake device (tests/bursts/test_loop.py); here is what only a device can say.
 """
-
-import gc
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch
 from autotune_loader import tune
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan, LoaderConfig, WorkloadError
-from tests.support.bursts import ALONE, ONE_WORKER, assert_views_travel_once, measured, opened, workload
+from tests.support.bursts import ALONE, measured, opened, workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -51,30 +49,6 @@ def test_a_burst_is_timed_by_the_device_and_knows_its_memory():
     # THEN the device was at work for the share of its step in its cycle
     assert burst.gpu_busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
     assert all(t.requested <= t.received <= t.step_end for t in burst.traces)
-
-
-def test_views_of_one_storage_on_the_gpu_travel_once():
-    assert_views_travel_once("cuda")
-
-
-def allocated_bytes():
-    gc.collect()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
-
-
-def test_a_parent_on_the_gpu_keeps_its_model_and_its_memory():
-    # GIVEN a parent whose model has trained on the GPU already
-    model = torch.nn.Linear(1024, 1024).cuda()
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, torch.ones(8, 1024, device="cuda")).backward()
-    optimizer.step()
-    weights, before = model.weight.detach().clone(), allocated_bytes()
-    with on_gpu(rows(1024), model=model, optimizer=optimizer) as probe:
-        measured(probe.probe, ONE_WORKER, PLAN)
-    del probe
-    assert torch.equal(model.weight, weights)
-    assert allocated_bytes() == before
 
 
 def out_of_memory():

@@ -55,10 +55,7 @@ LOST_DEVICE = [
     RuntimeError(ASSERT),
     of_pinning_thread(RuntimeError(ASSERT)),
     of_pinning_thread(getattr(torch, "AcceleratorError", RuntimeError)(ASSERT)),  # torch 2.8
-    RuntimeError("HIP error: an illegal memory access was encountered"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART"),
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
-    RuntimeError("CUDA driver error: unspecified launch failure"),
 ]
 
 
@@ -104,13 +101,11 @@ def allocate_too_much():
 
 TROUBLES = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "exit": lambda: os._exit(3),
     "segfault": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(3600),
     "allocate": allocate_too_much,
     "hoard": lambda: HOARD.append(bytearray(os.urandom(1 << 16) * 256)),  # 16 MiB that nobody shares
     "cuda": RuntimeError("Cannot re-initialize CUDA in forked subprocess"),
-    "oom": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "files": OSError(24, "Too many open files"),
 }
 
@@ -173,10 +168,8 @@ def probe(shared, trouble):
     ("what", "kind", "says"),
     [
         ("worker:kill", "oom_killed", "OOM killer"),
-        ("worker:exit", "crashed", "exited unexpectedly"),
         ("worker:allocate", "out_of_memory", "allocate memory"),
         ("worker:segfault", "crashed", "a worker died"),
-        ("worker:oom", "device_memory", "smaller batch"),
         ("worker:files", "descriptors", "ulimit -n"),
         ("worker:cuda", "user_exception", "0 workers"),
         ("main:segfault", "crashed", "SIGSEGV"),
@@ -204,11 +197,9 @@ def test_a_hang_in_a_worker_is_broken_by_the_deadline_and_leaves_no_process(prob
     trouble.write_text("worker:hang")
     begun, group = time.monotonic(), probe._child.pid
     assert failed(probe, "deadline", FORKED, replace(PLAN, deadline_s=2.0)).phase == "batches"
-    assert time.monotonic() - begun < 8.0
-    deadline = time.monotonic() + 5
-    while has_members(group) and time.monotonic() < deadline:
+    while has_members(group):
+        assert time.monotonic() - begun < 10.0
         time.sleep(0.05)
-    assert not has_members(group)
 
 
 @pytest.mark.process
@@ -223,7 +214,7 @@ def test_the_memory_guard_stops_a_burst_before_the_oom_killer(trouble):
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_dataset_that_hangs_at_its_first_sample_is_named_after_the_start_deadline(trouble):
     trouble.write_text("main:hang")
-    probe = ProcessProbe(job(trouble, fine=0), None, start_s=5.0)
+    probe = ProcessProbe(job(trouble, fine=0), None, start_s=3.0)
     with contextlib.closing(probe), pytest.raises(WorkloadError, match="first_batch"):
         probe.start()
 

@@ -1,14 +1,11 @@
 """What a dataset holds is as it was after bursts have read copies of it, or forks; every byte is copied once."""
 
-import functools
 import gc
 import multiprocessing
 import os
-import pickle
 import re
 import socket
 import sqlite3
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -146,24 +143,6 @@ def at(path, index):
 def test_a_file_that_a_module_opens_on_first_use_is_each_workers_own(tmp_path):
     (tmp_path / "lines").write_text("".join(f"{index % 10}\n" for index in range(LENGTH)))
     run(workload(Numbers(tmp_path / "lines", at)), TWO_WORKERS, ALONE, TWO_WORKERS)
-
-
-class Chain:
-    """Is held by the next one."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-
-def test_what_is_too_deep_for_pickle_is_refused_whatever_the_limit():
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(1_000_000)
-    try:
-        with pytest.raises(pickle.PicklingError, match="recursion"):
-            written(functools.reduce(lambda inner, _: Chain(inner), range(200_000), None))
-        assert sys.getrecursionlimit() == 1_000_000
-    finally:
-        sys.setrecursionlimit(limit)
 
 
 @pytest.mark.process

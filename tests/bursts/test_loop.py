@@ -1,0 +1,295 @@
+"""The loop of a burst: the times of its host and its device, what it takes of the machine, and the end of its workers."""
+
+import itertools
+import threading
+import time
+from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from autotune_loader.bursts import bench, loop
+from autotune_loader.bursts.loop import LoopRun, OpenLoader, Window
+from autotune_loader.bursts.protocol import Request
+from autotune_loader.bursts.step import TrainingStep
+from autotune_loader.machine.processes import TreeUse
+from autotune_loader.pipeline.throughput import is_enough
+from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.values import MAIN_PROCESS, BurstPlan, LoaderConfig
+from tests.support import FakeClock
+from tests.support.bursts import ONE_WORKER, TWO_WORKERS, Made, measured, opened, workload
+
+PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
+
+
+class FakeTimeline:
+    """A `Timeline` whose marks are the moments at which the device will have done, in order, what it was given so far.
+
+    Its lane, beside the device's work, takes `copy_s` for a batch.
+    """
+
+    def __init__(self, clock, copy_s=0.0):
+        self.now, self.sleep, self.copy_s, self.lane = clock, clock.sleep, copy_s, self
+        self.busy_until = self.lane_until = self.most_ahead_s = 0.0
+        self.events = []
+
+    def launch(self, seconds):
+        """Give the device so much work."""
+        self.busy_until = max(self.busy_until, self.now()) + seconds
+        self.most_ahead_s = max(self.most_ahead_s, self.busy_until - self.now())
+
+    def send(self, batch):
+        self.lane_until = max(self.lane_until, self.now()) + self.copy_s
+        return batch, self.lane_until
+
+    def receive(self, sent):
+        self.busy_until = max(self.busy_until, sent[1])
+        return sent[0]
+
+    def open(self):
+        self.events.append("open")
+
+    def mark(self):
+        return max(self.busy_until, self.now())
+
+    def passed(self, mark):
+        return mark if mark <= self.now() else None
+
+    def wait(self, mark):
+        self.sleep(max(0.0, mark - self.now()))
+
+    def synchronize(self):
+        self.events.append("synchronize")
+        self.wait(self.busy_until)
+
+    def peak_bytes(self):
+        return 0
+
+
+class Batches:
+    """Batches of four with their records: of a worker, which makes them whatever the loop does, or of the loop's process."""
+
+    num_workers = 0  # that the loop would have to end
+
+    def __init__(self, clock, fetch_s, workers):
+        self.clock, self.fetch_s, self.workers = clock, fetch_s, workers
+
+    def __iter__(self):
+        whole = self.clock()
+        while True:
+            begun = whole if self.workers else self.clock()
+            whole = begun + self.fetch_s
+            self.clock.advance(max(0.0, whole - self.clock()))
+            worker = 0 if self.workers else MAIN_PROCESS
+            yield "batch", (worker, begun, whole, whole, self.fetch_s, 4, None)
+
+
+def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=None):
+    """A run in which the host spends `host_s` on handing a step over, and the device `step_s` on doing it."""
+    clock = clock or FakeClock()
+    timeline = FakeTimeline(clock, copy_s)
+
+    def move(batch):
+        timeline.launch(0.0 if ahead else copy_s)
+        return batch
+
+    def train(batch):
+        timeline.launch(step_s)
+        clock.sleep(host_s)
+
+    request = Request(what="burst", plan=PLAN, config=LoaderConfig(num_workers=workers, device_prefetch=ahead))
+    run = LoopRun(request, SimpleNamespace(move=move, train=train), timeline, [].append)
+    run.now = clock
+    batches = run.begin(OpenLoader(), Batches(clock, fetch_s, workers))
+    while run.deliver(batches) and not run.knows_enough():
+        pass
+    return run.measurement(), timeline
+
+
+def test_a_window_ends_in_time_though_asking_takes_long(monkeypatch):
+    # GIVEN looks at the rate that take 10 ms each, so that the next one would wait for 4 s
+    def asked(*args, **kwargs):
+        clock.sleep(0.01)
+        return is_enough(*args, **kwargs)
+
+    clock = FakeClock()
+    monkeypatch.setattr(loop, "is_enough", asked)
+    found, _ = run_of(0.001, 0.01, clock=clock)
+    # THEN it is no longer than planned
+    assert found.window_s < PLAN.max_s + 0.1
+
+
+ALONE_SLOWLY = {"fetch_s": 0.010, "step_s": 0.004, "host_s": 1e-4, "workers": 0}
+
+
+@pytest.mark.parametrize(
+    ("times", "period_s", "wait_share"),
+    [
+        # a host that runs ahead of a busy device shows no waiting: only the copy keeps the device from its step
+        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.002}, 0.012, 2 / 12),
+        # a slow loader shows as waiting of the device
+        ({"fetch_s": 0.040, "step_s": 0.010}, 0.040, 0.75),
+        # a step that takes the host longer than the device takes the host's time
+        ({"fetch_s": 0.001, "step_s": 0.002, "host_s": 0.010}, 0.010, 0.0),
+        # copies ahead of the step are hidden behind it, and those that take longer bind
+        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.006, "ahead": 2}, 0.010, 0.0),
+        ({"fetch_s": 0.002, "step_s": 0.005, "copy_s": 0.020, "ahead": 2}, 0.020, 0.75),
+        # a step may be longer than the window
+        ({"fetch_s": 0.001, "step_s": 10.0}, 10.0, 0.0),
+        # a step of one launch, as of a captured graph, is run ahead of by time and not by steps
+        ({"fetch_s": 1e-4, "step_s": 0.001, "host_s": 1e-4}, 0.001, 0.0),
+        # what the loop's own process fetches while the device steps costs nothing: the slower of the two sets the rate
+        ({"fetch_s": 0.002, "step_s": 0.010, "host_s": 1e-4, "workers": 0}, 0.010, 0.0),
+        (ALONE_SLOWLY, 0.0101, 0.6),
+        ({**ALONE_SLOWLY, "ahead": 2}, 0.0101, 0.6),
+    ],
+)
+def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
+    found, timeline = run_of(**times)
+    step_s = max(times["step_s"], times.get("host_s", 0.0))  # until both are through
+    assert found.samples_per_s.value == pytest.approx(4 / period_s, rel=0.02)
+    assert found.step_s == pytest.approx(step_s, rel=0.01)
+    assert found.wait_share == pytest.approx(wait_share, abs=0.03)
+    hidden_s = step_s if times.get("ahead") else 0.0
+    assert found.copy_s == pytest.approx(max(0.0, times.get("copy_s", 0.0) - hidden_s), abs=2e-4)
+    # copies are no work, nor is waiting
+    assert found.gpu_busy_share == pytest.approx(step_s / period_s, abs=0.03)
+    # the device is waited for at the edges of the window only, at its end for three steps, or 60 ms
+    assert timeline.events == ["open", "synchronize"]
+    assert "copy_s" in times or timeline.most_ahead_s <= max(3.1 * step_s, 0.06)
+    for trace in found.traces:
+        assert trace.fetch_start <= trace.collate_end <= trace.received <= trace.step_end
+        assert times.get("workers", 1) or trace.requested <= trace.fetch_start
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"),
+    [
+        ([5.0, 0.5, 0.2, 0.01, 0.01, 0.01], 5),  # compiled, compiled again, a graph recorded, settled
+        ([0.2, 0.01, 0.01], 3),  # cuDNN chose its algorithms
+        ([2.0, 2.0, 2.0], 2),  # slow by nature: waiting longer tells nothing
+        ([30.0, 0.01, 0.01], 3),  # the first, however long, says nothing of the next
+        ([0.1 * 2**-i for i in range(20)], 10),  # never settles
+    ],
+)
+def test_the_step_is_warmed_up_until_it_has_settled(seconds, steps, monkeypatch):
+    clock, left = FakeClock(), iter(seconds)
+    timeline = FakeTimeline(clock)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
+    step = TrainingStep(lambda batch: timeline.launch(next(left)), "a step", torch.device("cpu"))
+    bench.warm_up(step, torch.ones(1), timeline)
+    assert len(list(left)) == len(seconds) - steps
+
+
+WORKER, LATE = 7, 8
+
+
+class Machine:
+    """This process with its workers, as a test has it: CPU seconds and bytes read by process. Walks through all are noted."""
+
+    def __init__(self, monkeypatch):
+        self.at(0.0, 0.0, {})
+        self.walks, self.pss_looks = [], []
+        for name, stand_in in {
+            "time": SimpleNamespace(monotonic=lambda: self.now),
+            "tree": lambda pid: self.walks.append(pid) or tuple(self.uses),
+            "tree_use": self.use,
+            "tree_pss": lambda members: self.pss_looks.append(members) or 5,
+            "host_busy_s": lambda cpus: self.host,
+        }.items():
+            monkeypatch.setattr(loop, name, stand_in)
+
+    def at(self, now, busy_s, uses):
+        self.now, self.host, self.uses = now, [busy_s / 4] * 4, uses
+
+    def use(self, members):
+        seen = [self.uses[each] for each in members if each in self.uses]
+        cpu_s, read = (sum(column) for column in zip((0.0, 0), *seen, strict=True))
+        return TreeUse(cpu_s=cpu_s, rss_bytes=5, read_bytes=read) if seen else None
+
+
+def test_shares_and_bytes_are_those_of_the_window_alone(monkeypatch):
+    # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s and reads 1,000 bytes, the machine is busy for 5 s
+    machine = Machine(monkeypatch)
+    watched, silent = windows = [Window(2, reads_pss=reads_pss) for reads_pss in (True, False)]
+    machine.at(1.0, 4.0, {1: (1.0, 50), WORKER: (3.0, 20)})
+    for each in windows:
+        each.watch()
+    machine.at(6.0, 10.0, {1: (4.0, 50), WORKER: (3.0, 20)})
+    walks = len(machine.walks)
+    for each in windows:
+        each.open()
+    machine.at(8.0, 15.0, {1: (5.0, 50), WORKER: (4.0, 920), LATE: (1.0, 100)})
+    assert len(machine.walks) == walks, "its beginning asks known processes only"
+    # WHEN it is closed THEN the tree has had 1.5 of 2 usable cores, and a quarter of the CPUs was others' work
+    found = watched.close()
+    assert (found["cpu_share"], found["foreign_cpu_share"]) == pytest.approx((0.75, 0.25))
+    assert (found["read_bytes"], found["memory"].rss_bytes, found["memory"].pss_bytes) == (1000, 5, 5)
+    # AND memory is read only where it is asked for
+    assert (silent.close()["memory"], len(machine.pss_looks)) == (None, 1)
+    # AND ticks of the host and of the tree that differ make no negative load
+    machine.at(8.0, 12.0, machine.uses)
+    assert silent.close()["foreign_cpu_share"] == 0.0
+
+
+def rows(slow=None):
+    """In workers, one sample may take long."""
+    read = itertools.count(1)
+
+    def make(index):
+        time.sleep(30.0 if next(read) == slow and get_worker_info() is not None else 0.001)
+        return torch.zeros(4)
+
+    return Made(make, 4096)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.process
+def test_workers_of_50_mib_each_are_reported_to_10_percent_and_their_start_apart():
+    plan, held = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=60.0), []
+    # Both are opened before either is measured: what is in both, such as torch's libraries, counts by halves in each.
+    with (
+        opened(workload(rows(), 8, worker_init_fn=lambda worker: held.append(b"x" * (50 * MIB)))) as holding,
+        opened(workload(rows(), 8, worker_init_fn=lambda worker: time.sleep(0.5))) as plain,
+    ):
+        for config in (ONE_WORKER, TWO_WORKERS):
+            large, small = (measured(each.probe, config, plan) for each in (holding, plain))
+            # THEN memory is that of the workers, which live while it is read, with shared pages counted once each too
+            for name in ("pss_bytes", "rss_bytes"):
+                more = getattr(large.memory, name) - getattr(small.memory, name)
+                assert more == pytest.approx(config.num_workers * 50 * MIB, rel=0.1)
+            # THEN the start of workers, which is once an epoch, is no part of the rate
+            assert small.first_batch_s > 0.5
+            assert small.samples / small.samples_per_s.value < 0.5
+
+
+@pytest.mark.process
+def test_workers_end_at_once_at_the_end_of_a_burst():
+    # GIVEN workers that are at a slow sample when a burst with a slow step ends
+    plan = BurstPlan(max_s=0.02, min_s=0.01, relative_error=0.9, deadline_s=60.0)
+    slow = TrainingSide(train_step=lambda model, batch: time.sleep(0.03))
+    with opened(workload(rows(slow=6), 1, training=slow)) as probe:
+        begun = time.monotonic()
+        measured(probe.probe, TWO_WORKERS, plan)
+        assert time.monotonic() - begun < 10.0
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_the_pinning_thread_has_ended_when_workers_are_killed(monkeypatch):
+    killed = []
+    with OpenLoader() as open_loader:
+        iterator = open_loader.open(DataLoader(range(1 << 20), num_workers=2))
+        # GIVEN a thread on the workers' queue, as torch has it where there is a GPU
+        results, ended = iterator._worker_result_queue, threading.Event()
+        pinning = threading.Thread(
+            target=lambda: list(iter(lambda: ended.is_set() or results.get(), True)), daemon=True
+        )
+        iterator._pin_memory_thread, iterator._pin_memory_thread_done_event = pinning, ended
+        pinning.start()
+        monkeypatch.setattr(BaseProcess, "kill", lambda each: killed.append(pinning.is_alive()) or each.terminate())
+    assert killed == [False, False]
