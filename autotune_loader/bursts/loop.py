@@ -25,9 +25,8 @@ from autotune_loader.bursts.device import Passage, Passages, Timeline
 from autotune_loader.bursts.failures import Raised, checked, deaths_of, failure_of
 from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
-from autotune_loader.machine.host import host_busy_s
 from autotune_loader.machine.limits import affinity, shared_memory
-from autotune_loader.machine.processes import TreeUse, tree, tree_pss, tree_use
+from autotune_loader.machine.processes import TreeUse, host_busy_s, tree, tree_pss, tree_use
 from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
