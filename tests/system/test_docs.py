@@ -53,11 +53,12 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 BRIEFLY = """
 import functools
-import autotune_loader
+import autotune_loader, autotune_loader.demo
 def briefly(whole, **options):
     return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
 autotune_loader.compare = briefly(autotune_loader.compare, budget=2)
-autotune_loader.tune = briefly(autotune_loader.tune, budget=3)
+autotune_loader.tune = briefly(autotune_loader.tune, budget=2)
+autotune_loader.demo.job = functools.partial(autotune_loader.demo.job, latency_s=0.002)
 """
 PRELUDE = f"""
 import time, torch
@@ -92,7 +93,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, request):
     (tmp_path / "page.py").write_text(PRELUDE + code, encoding="utf-8")
     kind = "preloaded_frameworks" if page.stem == "frameworks" else "preloaded"
     python = request.getfixturevalue(kind)
-    run = python.start("page.py", folder=tmp_path)
+    run = python.start("page.py", folder=tmp_path, probes=True)
     assert run.wait(timeout=110) == 0, run.output
 
 
@@ -161,7 +162,22 @@ def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(notebook
     assert [out for out in outputs if out.output_type == "error"] == []
 
 
+@pytest.fixture
+def warm_kernel(preloaded, monkeypatch, tmp_path):
+    """Jupyter's kernel, in a Python that has imported torch."""
+
+    def launch(command, *, env, cwd, **_):
+        script = tmp_path / "kernel.py"
+        script.write_text("from ipykernel import kernelapp\nkernelapp.launch_new_instance()")
+        run = preloaded.start(str(script), *command[command.index("-f") :], folder=cwd, environ=env, probes=True)
+        run.stdin = run.stdout = run.stderr = None
+        return run
+
+    monkeypatch.setattr(pytest.importorskip("jupyter_client.provisioning.local_provisioner"), "launch_kernel", launch)
+
+
 @pytest.mark.parametrize("notebook", ["quickstart", "inspect_study"])
+@pytest.mark.usefixtures("warm_kernel")
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client: sockets, event loops
 def test_a_notebook_runs(notebook, tmp_path, build):
     made = build["make"](notebook)
