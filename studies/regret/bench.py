@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -33,11 +33,10 @@ DEADLINE_S = 90.0
 # not equally fast read 8% low from their third round on.
 FILLS = 2
 LONGEST_WARM_UP_S = 2.0
-# How often an epoch that is shorter than a study needs is shown again; where epochs are short on purpose, once.
-REPEATS = {"short_epoch": 1, "in_memory": 1}
-MOST_REPEATS = 16
 # Its epochs end within a window. Which part of an epoch it ends in would decide the rate, so that it holds whole ones.
 SHORT = "short_epoch"
+# The data of the other workloads are shown so often in an epoch.
+LONG_ENOUGH, REPEATS = (SHORT, "in_memory", "text"), 16
 
 
 class BenchError(RuntimeError):
@@ -117,42 +116,27 @@ def step_of(workload: Any, batch: Any) -> Any:
     return build_step(TrainingSide(model=workload.model, train_step=workload.train_step), batch)
 
 
-class StudyJob:
-    """A workload of the studies, its step warmed up."""
+class TimedJob:
+    """The child's side: one workload, its step warmed up, ready to be timed with any configuration."""
 
     def __init__(self, name: str) -> None:
-        from torch.utils.data import DataLoader
-
-        self.workload = regret_workload(name)
-        first = next(iter(self.loader(DataLoader)))
-        self.step = step_of(self.workload, first)
+        self._workload, self._has_short_epochs = regret_workload(name), name == SHORT
+        first = next(iter(self._workload.loader()))
+        self.step = step_of(self._workload, first)
         for _ in range(3):
             self.step.run(first)
 
-    def loader(self, kind: Callable[..., Any], **options: Any) -> Any:
-        """One of `kind`: DataLoader or AutoLoader."""
-        return kind(self.workload.dataset, batch_size=self.workload.batch_size, shuffle=True, drop_last=True, **options)
-
-
-class TimedJob(StudyJob):
-    """The child's side: one workload, ready to be timed with any configuration."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._has_short_epochs = name == SHORT
-
     def time(self, config: LoaderConfig, seconds: float, seed: int, is_steady: bool) -> float:
         import torch
-        from torch.utils.data import DataLoader
 
         torch.manual_seed(seed)
         random.seed(seed)
-        loader = self.loader(DataLoader, **config.to_kwargs())
+        loader = self._workload.loader(**config.to_kwargs())
         if is_steady and self._has_short_epochs:
             batches, window_s = self._run_epochs(loader, seconds)
         else:
             batches, window_s = self._run(loader, config, seconds, is_steady)
-        return batches * self.workload.batch_size / window_s
+        return batches * self._workload.batch_size / window_s
 
     def _run_epochs(self, loader: Any, seconds: float) -> tuple[int, float]:
         """Batches and seconds of whole epochs after the first, for at least so many seconds."""
@@ -200,11 +184,12 @@ def between_smooth_ends(ends: Sequence[float], workers: int) -> tuple[int, float
 
 def regret_workload(name: str) -> Any:
     """The study's workload with an epoch that is long against a window, except where short epochs are the point."""
-    from studies.workloads import WORKLOADS, repeated
+    from torch.utils.data import ConcatDataset
+
+    from studies.workloads import WORKLOADS
 
     study = WORKLOADS[name]()
-    times = REPEATS.get(name, MOST_REPEATS)
-    return study if times == 1 else replace(study, dataset=repeated(study.dataset, times))
+    return study if name in LONG_ENOUGH else replace(study, dataset=ConcatDataset([study.dataset] * REPEATS))
 
 
 @contextlib.contextmanager

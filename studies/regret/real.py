@@ -23,15 +23,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from autotune_loader.bursts.parent import open_probe
-from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values import Failure, LoaderConfig, Measurement
 from studies.regret import OURS, WITH_TPE, Outcome, oracle, table, verdict_of
 from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.child import choice_in_child
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
-from studies.workloads import WORKLOADS, workload_of
+from studies.workloads import WORKLOADS, opened
 
 RESULTS = Path(__file__).parent / "results"
 NAIVE_S, TRIALS = 1.0, 16
@@ -66,9 +64,9 @@ class RealField:
 
     def look(self) -> Measurement | None:
         self.asked += 1
-        with open_probe(workload_of(regret_workload(self._workload)), inspect_machine(), None) as opened:
+        with opened(regret_workload(self._workload)) as warm:
             self.begun = time.perf_counter()
-            seen = opened.probe.burst(LoaderConfig(num_workers=LOOK_WORKERS), LOOK)
+            seen = warm.probe.burst(LoaderConfig(num_workers=LOOK_WORKERS), LOOK)
             if isinstance(seen, Failure):
                 raise BenchError(seen.message)
         return seen
