@@ -38,17 +38,7 @@ def outcomes(text: str, replaced: str, names: list[str]) -> dict[str, str]:
         file.write_text(text.replace(IMPORT, replaced))
         Path(folder, "pytest.ini").write_text(SETTINGS)
         select = ["-k", " or ".join(names)] if names else []
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "--junit-xml=out.xml",
-        ]
+        command = [sys.executable, "-m", *["pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--junit-xml=out.xml"]]
         subprocess.run(
             [*command, *select, file.name], cwd=folder, timeout=TIMEOUT_S, check=False, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -65,7 +55,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--side", action="append", choices=SIDES, help="only this one, beside DataLoader")
     options = parser.parse_args()
     text = options.file.read_text()
     if IMPORT not in text:
@@ -73,8 +62,6 @@ def main() -> int:
     plain: dict[str, str] = {}
     worse = 0
     for side, replaced in SIDES.items():
-        if options.side and side not in ("DataLoader", *options.side):
-            continue
         found = outcomes(text, replaced, options.names)
         plain = plain or found
         print(f"{side}: {dict(collections.Counter(found.values()))}", flush=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,43 +104,6 @@ def give(sample: torch.Tensor, index: int) -> torch.Tensor:
     return sample
 
 
-class TextDataset(Dataset[dict[str, torch.Tensor]]):
-    """Sentences tokenised a batch at a time (`__getitems__`), as Hugging Face datasets do, to dicts of fixed length."""
-
-    def __init__(self, length: int, tokens: int = 128, vocabulary: int = 5000, repeats: int = 8) -> None:
-        rng = np.random.default_rng(0)
-        self.words = {f"w{number}": number for number in range(vocabulary)}
-        self.sentences = [
-            " ".join(f"w{number}" for number in row) for row in rng.integers(0, vocabulary, (256, tokens))
-        ]
-        self.length, self.repeats = length, repeats
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
-        sentences = [self.sentences[index % len(self.sentences)] for index in indices]
-        for _ in range(self.repeats):  # a real tokeniser does more than one look-up a word
-            rows = [[self.words[word] for word in sentence.split()] for sentence in sentences]
-        return [{"input_ids": torch.tensor(row), "labels": torch.tensor(row[-1])} for row in rows]
-
-
-class TextModel(nn.Module):
-    """A bag of words whose forward takes a batch's keys and returns an object with `.loss`, as in transformers."""
-
-    def __init__(self, vocabulary: int = 5000, width: int = 32) -> None:
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(vocabulary, width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
-        logits = self.head(self.embedding(input_ids))
-        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
-
-
 def accelerated(dataset: Dataset[Any], batch_size: int, step_s: float) -> StudyWorkload:
     """Behind a step of an accelerator."""
     return StudyWorkload(dataset=dataset, batch_size=batch_size, model=nn.Identity(), train_step=AccelStep(step_s))
@@ -184,5 +146,4 @@ WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
     # 8 s of waiting a batch over a step of 0.3 s: 27 workers keep up.
     "slow_batches": lambda: accelerated(sleeping(4096, 0.5), 16, 0.3),
     "short_epoch": lambda: accelerated(sleeping(64, 0.002), 8, 0.002),
-    "text": lambda: StudyWorkload(dataset=TextDataset(1 << 18), batch_size=64, model=TextModel()),
 }

@@ -33,10 +33,8 @@ DEADLINE_S = 90.0
 # not equally fast read 8% low from their third round on.
 FILLS = 2
 LONGEST_WARM_UP_S = 2.0
-# Its epochs end within a window. Which part of an epoch it ends in would decide the rate, so that it holds whole ones.
-SHORT = "short_epoch"
-# The data of the other workloads are shown so often in an epoch.
-LONG_ENOUGH, REPEATS = (SHORT, "in_memory", "text"), 16
+# The data of workloads with a short epoch are shown so often in one.
+LONG_ENOUGH, REPEATS = ("in_memory",), 16
 
 
 class BenchError(RuntimeError):
@@ -64,9 +62,8 @@ class Bench:
             config: of the loader.
             seconds: length of the window.
             seed: of the order and of the samples.
-            is_steady: whether the window opens when the queues have settled, and goes on with the next epoch; where
-                epochs are short (`SHORT`) it is whole epochs, from the second on. Otherwise it opens before the loader's
-                iterator is made and ends with the epoch, as when one times an epoch.
+            is_steady: whether the window opens when the queues have settled, and goes on with the next epoch. Otherwise it
+                opens before the loader's iterator is made and ends with the epoch, as when one times an epoch.
 
         Raises:
             BenchError: it failed, or did not answer in time.
@@ -120,7 +117,7 @@ class TimedJob:
     """The child's side: one workload, its step warmed up, ready to be timed with any configuration."""
 
     def __init__(self, name: str) -> None:
-        self._workload, self._has_short_epochs = regret_workload(name), name == SHORT
+        self._workload = regret_workload(name)
         first = next(iter(self._workload.loader()))
         self.step = step_of(self._workload, first)
         for _ in range(3):
@@ -132,22 +129,8 @@ class TimedJob:
         torch.manual_seed(seed)
         random.seed(seed)
         loader = self._workload.loader(**config.to_kwargs())
-        if is_steady and self._has_short_epochs:
-            batches, window_s = self._run_epochs(loader, seconds)
-        else:
-            batches, window_s = self._run(loader, config, seconds, is_steady)
+        batches, window_s = self._run(loader, config, seconds, is_steady)
         return batches * self._workload.batch_size / window_s
-
-    def _run_epochs(self, loader: Any, seconds: float) -> tuple[int, float]:
-        """Batches and seconds of whole epochs after the first, for at least so many seconds."""
-        for batch in loader:
-            self.step.run(batch)
-        batches, started = 0, time.perf_counter()
-        while time.perf_counter() - started < seconds:
-            for batch in loader:
-                self.step.run(batch)
-                batches += 1
-        return batches, time.perf_counter() - started
 
     def _run(self, loader: Any, config: LoaderConfig, seconds: float, is_steady: bool) -> tuple[int, float]:
         """Batches and seconds of a window."""
