@@ -38,7 +38,11 @@ def outcomes(text: str, replaced: str, names: list[str]) -> dict[str, str]:
         file.write_text(text.replace(IMPORT, replaced))
         Path(folder, "pytest.ini").write_text(SETTINGS)
         select = ["-k", " or ".join(names)] if names else []
-        command = [sys.executable, "-m", *["pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--junit-xml=out.xml"]]
+        command = [
+            sys.executable,
+            "-m",
+            *["pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--junit-xml=out.xml"],
+        ]
         subprocess.run(
             [*command, *select, file.name], cwd=folder, timeout=TIMEOUT_S, check=False, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -131,13 +131,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu and sim with --quick")
     parser.add_argument("--only", default=",".join(JOBS), help="jobs, by commas")
     parser.add_argument("--quick", action="store_true", help="tiny jobs, for a test of the code")
-    parser.add_argument("--workers", help="of the grid, by commas; from the cores without it")
     parser.add_argument("--rounds", type=int, help="in which the last few take turns")
     chosen = parser.parse_args(arguments)
     check_device(parser, chosen.device)
     effort = Effort(budget_s=2.0, run_s=0.1, rounds=1, workers=(0, 2)) if chosen.quick else Effort()
-    workers = tuple(map(int, chosen.workers.split(","))) if chosen.workers else effort.workers
-    effort = replace(effort, workers=workers, rounds=chosen.rounds or effort.rounds)
+    effort = replace(effort, rounds=chosen.rounds or effort.rounds)
     torch.backends.cudnn.benchmark = True
     if chosen.quick:
         torch.set_num_threads(1)  # more only wait for one another on a busy machine

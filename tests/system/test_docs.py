@@ -16,6 +16,7 @@ import pytest
 import autotune_loader
 from autotune_loader.cli.parser import Command
 from autotune_loader.results.result import FILE_ONLY, NOT_IN_FILE, TuningResult
+from tests.support.bench import Bench
 
 pytestmark = pytest.mark.system
 
@@ -107,21 +108,19 @@ for epoch in range(2):
 """
 
 
-def test_the_commands_of_the_readme_run_as_printed(tmp_path):
+def test_the_commands_of_the_readme_run_as_printed(preloaded, tmp_path):
     """`make demo` and `make test` are what they are said to be; what the first does runs in tests/cli."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for target, does in {"demo": "autotune-loader demo", "test": "pytest"}.items():
         assert f"\nmake {target} " in text
-        assert (
-            does in subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        )
-    (tmp_path / "train.py").write_text(TRAIN)
+        assert does in subprocess.check_output(["make", "-n", target], cwd=ROOT, text=True)
+    bench = Bench(preloaded, tmp_path, TRAIN)
+    bench.write("")
     commands = re.findall(r"`autotune-loader (\w+ (?:--\w+ )?train\.py)`", text)
     assert commands == ["watch train.py", "run --workers train.py"]
     for command in commands:
-        line = [sys.executable, "-m", "autotune_loader", *command.split()]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in done.stderr
+        code, _, report = bench.command(*command.split())
+        assert (code, "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in report) == (0, True)
 
 
 def test_the_documentation_builds_without_a_warning(tmp_path):
