@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, help="in which the last few take turns")
     chosen = parser.parse_args(arguments)
     check_device(parser, chosen.device)
-    effort = Effort(budget_s=2.0, run_s=0.1, rounds=1, workers=(0, 2)) if chosen.quick else Effort()
+    effort = Effort(budget_s=2.0, run_s=0.1, rounds=1, workers=(2,)) if chosen.quick else Effort()
     effort = replace(effort, rounds=chosen.rounds or effort.rounds)
     torch.backends.cudnn.benchmark = True
     if chosen.quick:

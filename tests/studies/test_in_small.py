@@ -26,7 +26,7 @@ def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(tmp_path, 
 
 
 def test_a_job_runs_in_small_on_an_accelerator_and_its_verdict_is_right(simulated, tmp_path):
-    arguments = ["--device", "sim", "--quick", "--only", "transformer", "--workers", "2"]
+    arguments = ["--device", "sim", "--quick", "--only", "transformer"]
     run = simulated.start(jobs.__file__, *arguments, folder=tmp_path, probes=True)
     assert run.wait(60) == 0, run.output
     lines = run.output.splitlines()
