@@ -41,13 +41,7 @@ def outcomes(text: str, replaced: str, names: list[str]) -> dict[str, str]:
         command = [
             sys.executable,
             "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "--junit-xml=out.xml",
+            *["pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--junit-xml=out.xml"],
         ]
         subprocess.run(
             [*command, *select, file.name], cwd=folder, timeout=TIMEOUT_S, check=False, stdout=subprocess.DEVNULL,
@@ -65,7 +59,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--side", action="append", choices=SIDES, help="only this one, beside DataLoader")
     options = parser.parse_args()
     text = options.file.read_text()
     if IMPORT not in text:
@@ -73,8 +66,6 @@ def main() -> int:
     plain: dict[str, str] = {}
     worse = 0
     for side, replaced in SIDES.items():
-        if options.side and side not in ("DataLoader", *options.side):
-            continue
         found = outcomes(text, replaced, options.names)
         plain = plain or found
         print(f"{side}: {dict(collections.Counter(found.values()))}", flush=True)

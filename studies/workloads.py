@@ -9,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from autotune_loader.bursts.parent import OpenProbe, open_probe
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.tuning.arguments import make_workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,20 +34,15 @@ class StudyWorkload:
     train_step: Callable[[nn.Module, Any], Any] | None = None
     """None leaves it to `tune()` to infer the step from model and batch."""
 
-    def loader(self) -> DataLoader[Any]:
-        """The loader that `tune()` is given."""
-        return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=True)
-
-    def to_tune_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for `tune()`."""
-        return {"data": self.loader(), "model": self.model, "train_step": self.train_step}
+    def loader(self, **config: Any) -> DataLoader[Any]:
+        """The loader that `tune()` is given, or one with settings."""
+        return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=True, **config)
 
 
-def workload_of(study: StudyWorkload) -> Any:
-    """The study's workload as `tune()` would make it, on the CPU."""
-    from autotune_loader.tuning.arguments import make_workload
-
-    return make_workload(study.loader(), study.model, train_step=study.train_step, device="cpu")
+def opened(study: StudyWorkload) -> AbstractContextManager[OpenProbe]:
+    """A warm probe of the workload as `tune()` would make it, on the CPU."""
+    job = make_workload(study.loader(), study.model, train_step=study.train_step, device="cpu")
+    return open_probe(job, inspect_machine(), None)
 
 
 class AccelStep:
@@ -105,67 +104,6 @@ def give(sample: torch.Tensor, index: int) -> torch.Tensor:
     return sample
 
 
-class TextDataset(Dataset[dict[str, torch.Tensor]]):
-    """Sentences tokenised a batch at a time (`__getitems__`), as Hugging Face datasets do, to dicts of fixed length."""
-
-    def __init__(self, length: int, tokens: int = 128, vocabulary: int = 5000, repeats: int = 8) -> None:
-        rng = np.random.default_rng(0)
-        self.words = {f"w{number}": number for number in range(vocabulary)}
-        self.sentences = [
-            " ".join(f"w{number}" for number in row) for row in rng.integers(0, vocabulary, (256, tokens))
-        ]
-        self.length, self.repeats = length, repeats
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
-        sentences = [self.sentences[index % len(self.sentences)] for index in indices]
-        for _ in range(self.repeats):  # a real tokeniser does more than one look-up a word
-            rows = [[self.words[word] for word in sentence.split()] for sentence in sentences]
-        return [{"input_ids": torch.tensor(row), "labels": torch.tensor(row[-1])} for row in rows]
-
-
-class Repeated(Dataset[Any]):
-    """A dataset shown several times in one epoch, so that a study's epoch is long although its data are few."""
-
-    def __init__(self, dataset: Any, times: int) -> None:
-        self.dataset, self.times = dataset, times
-
-    def __len__(self) -> int:
-        return len(self.dataset) * self.times
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index % len(self.dataset)]
-
-
-class RepeatedBatched(Repeated):
-    """The same for a dataset that fetches a batch at once."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return self.dataset.__getitems__([index % len(self.dataset) for index in indices])  # type: ignore[no-any-return]
-
-
-def repeated(dataset: Any, times: int) -> Repeated:
-    return (RepeatedBatched if hasattr(dataset, "__getitems__") else Repeated)(dataset, times)
-
-
-class TextModel(nn.Module):
-    """A bag of words whose forward takes a batch's keys and returns an object with `.loss`, as in transformers."""
-
-    def __init__(self, vocabulary: int = 5000, width: int = 32) -> None:
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(vocabulary, width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
-        logits = self.head(self.embedding(input_ids))
-        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
-
-
 def accelerated(dataset: Dataset[Any], batch_size: int, step_s: float) -> StudyWorkload:
     """Behind a step of an accelerator."""
     return StudyWorkload(dataset=dataset, batch_size=batch_size, model=nn.Identity(), train_step=AccelStep(step_s))
@@ -208,5 +146,4 @@ WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
     # 8 s of waiting a batch over a step of 0.3 s: 27 workers keep up.
     "slow_batches": lambda: accelerated(sleeping(4096, 0.5), 16, 0.3),
     "short_epoch": lambda: accelerated(sleeping(64, 0.002), 8, 0.002),
-    "text": lambda: StudyWorkload(dataset=TextDataset(16384), batch_size=64, model=TextModel()),
 }

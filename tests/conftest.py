@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from preloaded import FRAMEWORKS, PreloadedPython
+from preloaded import FRAMEWORKS, STARTS_PROBES, PreloadedPython
 
 from tests.support.accelerator import compiler
 from tests.support.accelerator.process import SimulatedPython
@@ -68,7 +68,7 @@ def warm_probe(request: pytest.FixtureRequest) -> Iterator[None]:
     def popen(*arguments: Any, **options: Any) -> Any:
         return request.getfixturevalue("preloaded").Popen(*arguments, **options)
 
-    runner = sys.modules.get("autotune_loader.bursts.parent")
+    runner = sys.modules.get(STARTS_PROBES)
     with pytest.MonkeyPatch.context() as patch:
         if runner is not None and request.path.stem not in ASK_HOW_PROBES_BEGIN:
             patch.setattr(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))

@@ -20,7 +20,7 @@ DEADLINE_S = 540.0
 
 
 class Mutation(NamedTuple):
-    """One change of one line of a room of `autotune_loader`, and the tests that should notice: such as wait for nothing."""
+    """One change of one line of a room, and the tests that should notice: such as wait for nothing."""
 
     name: str
     room: str
@@ -92,6 +92,11 @@ MUTATIONS = (
         "record: a gain that is known is left out", "results",
         "{} if self.gain is None else", "{} if self.gain is not None else", "results/test_result.py -m unit",
     ),
+    Mutation(
+        "simulated accelerator: a stream does not wait for an event", "../tests/support/accelerator",
+        "if (event) end = std::max(end, static_cast<Mark*>(event)->at);", "if (event) end = std::max(end, 0.0);",
+        "system/test_accelerated.py -k copied_ahead",
+    ),
 )  # fmt: skip
 
 
@@ -121,7 +126,7 @@ def outcome_of(folder: Path, tests: str) -> str:
 
 
 def is_caught(folder: Path, mutation: Mutation) -> bool:
-    paths = (folder / "autotune_loader" / mutation.room).rglob("*.py")
+    paths = (folder / "autotune_loader" / mutation.room).rglob("*.[cp]*[py]")
     times = {path: count for path in paths if (count := path.read_text().count(mutation.right))}
     if list(times.values()) != [1]:
         where = f"stands {sum(times.values())} times in {mutation.room}/"

@@ -5,9 +5,9 @@ script's time is its imports.
     python.start("job.py") ─────► fork ───────────────────────► `__main__`, with its own folder, environment and output,
     run.wait() ◄───────────────── exit status ◄───────────────  and an interpreter's ordinary end
 
-A probe process may be such a script, too (`PreloadedPython.Popen`): its start is most of a short `tune()`. What a test shows
-of a fresh interpreter (its start, its memory, what it imports) is not for this. The parent has run nothing in torch, so that
-what it forks may.
+A probe process may be such a script, too (`Forks.Popen`): its start is most of a short `tune()`. A script that is started with
+`probes=True` has a copy of the preloaded Python for its own probes. What a test shows of a fresh interpreter (its start, its
+memory, what it imports) is not for this. The parent has run nothing in torch, so that what it forks may.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ MODULES = (
     *("torch", "torch._dynamo", "torch.distributed.launcher.api", "cloudpickle", "optuna.storages.journal", "pandas"),
     *("rich.progress", "rich.table", "autotune_loader.tuning.tune", "autotune_loader.tuning.study"),
 )
+FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate", "datasets")
+STARTS_PROBES = "autotune_loader.bursts.parent"
 MOST_DESCRIPTORS, MOST_BYTES = 10, 1 << 20
 """Of a request: its descriptors begin with the output and the pipe for the exit status."""
-FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate", "datasets")
 
 
 class Run:
@@ -59,16 +60,6 @@ class Run:
         assert self.returncode is not None
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        self.wait(timeout)
-        return self.output, None
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
     def _ends_within(self, seconds: float | None) -> bool:
         if self.returncode is None and select.select([self._report], [], [], seconds)[0]:
             self.returncode = json.loads(os.read(self._report, 32))
@@ -82,32 +73,17 @@ class Run:
         self.output = self._stream.read()
 
 
-class PreloadedPython:
-    """The parent of all scripts; `more` modules are imported where they are installed.
+class Forks:
+    """Asks the process at the other end of a connection (`serve`) to fork; `environ` is what all of its forks have besides."""
 
-    Args:
-        more: names of modules.
-        environ: what its environment, and that of its scripts, has besides.
-    """
+    def __init__(self, connection: socket.socket, environ: Mapping[str, str] | None = None) -> None:
+        self._connection, self._environ, self._started = connection, dict(environ or {}), list[Run]()
 
-    def __init__(self, *more: str, environ: Mapping[str, str] | None = None) -> None:
-        modules = [*MODULES, *(name for name in more if importlib.util.find_spec(name.partition(".")[0]))]
-        self._started: list[Run] = []
-        self._environ = dict(environ or {})
-        self._ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a request is a message
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules],
-                pass_fds=[theirs.fileno()],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **self._environ},
-            )
-
-    def start(self, *argv: str, folder: Path, environ: dict[str, str] | None = None) -> Run:
+    def start(self, *argv: str, folder: Path, environ: Mapping[str, str] | None = None, probes: bool = False) -> Run:
         """Run a script with its arguments in a folder, in a session of its own."""
         stream = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
-        request = {"argv": argv, "folder": str(folder), "environ": {**os.environ, **self._environ, **(environ or {})}}
-        return self._fork(request, stream, ())
+        environ = {**os.environ, **self._environ, **(environ or {})}
+        return self._fork({"argv": argv, "folder": str(folder), "environ": environ, "probes": probes}, stream, ())
 
     def Popen(  # noqa: N802
         self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
@@ -118,17 +94,42 @@ class PreloadedPython:
         request = {"argv": ["-c"], "code": code, "folder": os.getcwd(), "environ": dict(env)}  # noqa: PTH109
         return self._fork({**request, "descriptors": pass_fds}, stream, pass_fds)
 
+    def in_place_of_subprocess(self) -> types.SimpleNamespace:
+        """What `STARTS_PROBES` is given as its module `subprocess`."""
+        return types.SimpleNamespace(**{**vars(subprocess), "Popen": self.Popen})
+
     def _fork(self, request: dict[str, Any], stream: Any, more: Sequence[int]) -> Run:
         report, reported = os.pipe()
-        socket.send_fds(self._ours, [json.dumps(request).encode()], [stream.fileno(), reported, *more])
+        socket.send_fds(self._connection, [json.dumps(request).encode()], [stream.fileno(), reported, *more])
         os.close(reported)
-        self._started.append(Run(int(self._ours.recv(32)), report, stream))
+        self._started.append(Run(int(self._connection.recv(32)), report, stream))
         return self._started[-1]
+
+
+class PreloadedPython(Forks):
+    """The parent of all scripts; `more` modules are imported where they are installed.
+
+    Args:
+        more: names of modules.
+        environ: what its environment, and that of its scripts, has besides.
+    """
+
+    def __init__(self, *more: str, environ: Mapping[str, str] | None = None) -> None:
+        modules = [*MODULES, *(name for name in more if importlib.util.find_spec(name.partition(".")[0]))]
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a request is a message
+        super().__init__(ours, environ)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **self._environ},
+            )
 
     def close(self) -> None:
         """End it and every script that still runs."""
-        self._ours.shutdown(socket.SHUT_RDWR)  # also where a process that a test has forked holds it, too
-        self._ours.close()
+        self._connection.shutdown(socket.SHUT_RDWR)  # also where a process that a test has forked holds it, too
+        self._connection.close()
         self._process.wait(timeout=30)
         for run in self._started:
             run.wait(timeout=0)
@@ -154,6 +155,8 @@ def serve(connection: socket.socket) -> dict[str, Any]:
         stream, report, *more = descriptors
         pid = os.fork()
         if pid == 0:
+            os.setsid()  # before anybody knows its number, and may send a signal to its group
+            connection.send(str(os.getpid()).encode())
             connection.close()
             for descriptor in [report, *running, *(other for _, other in running.values())]:
                 os.close(descriptor)
@@ -165,7 +168,6 @@ def serve(connection: socket.socket) -> dict[str, Any]:
         for descriptor in (stream, *more):
             os.close(descriptor)
         running[os.pidfd_open(pid)] = (pid, report)
-        connection.send(str(pid).encode())
 
 
 def place(received: Sequence[int], numbers: Sequence[int]) -> None:
@@ -186,13 +188,24 @@ def end(running: Sequence[tuple[int, int]]) -> NoReturn:
     os._exit(0)
 
 
-def become(argv: Sequence[str], folder: str, environ: dict[str, str], code: str | None = None) -> None:
+def become(
+    argv: Sequence[str], folder: str, environ: dict[str, str], code: str | None = None, probes: bool = False
+) -> None:
     """Be the process in which a fresh Python runs the script, or this code."""
-    os.setsid()
+    if probes:
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        if os.fork() == 0:  # ends with the script, whose end of the connection is the only one
+            ours.close()
+            become(**serve(theirs))
+            return
+        theirs.close()
+        sys.modules[STARTS_PROBES].subprocess = Forks(ours).in_place_of_subprocess()  # type: ignore[attr-defined]
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None  # found out anew, as by a fresh Python
+    if "SIMULATED" in environ:  # read where torch is imported (tests/support/accelerator/device.py)
+        sys.modules["torch"].sim.configure(**json.loads(environ["SIMULATED"]))
     sys.argv[:] = argv
     if code is not None:
         exec(code, vars(sys.modules["__main__"]))

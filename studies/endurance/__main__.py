@@ -1,7 +1,6 @@
 """How much breaks in 1,000 bursts of which most are in trouble: hangs, leftovers, changed files, growth of the parent?
 
     python -m studies.endurance --trials 1000 --seed 0
-    python -m studies.endurance --timing               # what a burst of half a second costs, and where the rest goes
 
 Every burst is run by the real probe, in the process of the one before unless that was lost. Bursts last some hundredths of a
 second and deadlines a second or two, so that the trouble is what takes the time. A probe has 50 of them; at its end it must
@@ -16,32 +15,27 @@ import contextlib
 import faulthandler
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
-import torch
 
 from autotune_loader.bursts import parent
 from autotune_loader.bursts.packing import packed
 from autotune_loader.bursts.parent import ProcessProbe
 from autotune_loader.bursts.settings import Settings
-from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
+from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, WorkloadError
 from studies.endurance.faults import MIX, workload
-from studies.workloads import Items
 from tests.support.bursts import orphaned_segments
 
 BURSTS_PER_PROBE = 50
 HEALTHY = BurstPlan(min_s=0.05, max_s=0.05, relative_error=0.5, deadline_s=20.0)
 STUCK = BurstPlan(min_s=0.05, max_s=0.05, relative_error=0.5, deadline_s=1.5)
 HOARDING = BurstPlan(min_s=15.0, max_s=15.0, relative_error=1e-6, deadline_s=30.0)
-HALF_A_SECOND = BurstPlan(min_s=0.5, max_s=0.5, relative_error=1e-9)
 # So long may a burst take beyond its deadline: ending the old process and starting a new one on a busy machine.
 RESTART_S = 40.0
 MEMORY_BUDGET_BYTES = 1500 << 20
@@ -69,10 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timing", action="store_true")
     options = parser.parse_args()
-    if options.timing:
-        return time_bursts()
     tally, begun = Tally(), time.monotonic()
     for number in range(-(-options.trials // BURSTS_PER_PROBE)):
         count = min(BURSTS_PER_PROBE, options.trials - number * BURSTS_PER_PROBE)
@@ -184,47 +175,6 @@ def print_report(tally: Tally, seconds: float) -> None:
     print("| fault | outcome | times |\n|---|---|---|")
     for (name, kind), times in sorted(tally.outcomes.items()):
         print(f"| {name} | {kind} | {times} |")
-
-
-# Timing
-
-
-def waits(index: int) -> torch.Tensor:
-    time.sleep(0.001)
-    return torch.zeros(64)
-
-
-def time_bursts(repeats: int = 7) -> int:
-    """What bursts of half a second cost, by the phases that the child announces; the first of each reads memory, too."""
-    heard: list[tuple[str, float]] = []
-    receive = parent.receive
-
-    def noted(*arguments: Any) -> Any:
-        message = receive(*arguments)
-        heard.append((message.phase or "answer", time.monotonic()))
-        return message
-
-    parent.receive = noted
-    data = DataSide.from_dataset(Items(waits, 1 << 20), batch_size=16)
-    training = TrainingSide(model=torch.nn.Linear(64, 1), train_step=lambda model, batch: model(batch).mean())
-    print("| workers | burst | in all | request | start | first batch | around the window | shutdown |")
-    print("|---|---|---|---|---|---|---|---|")
-    with probe_of(Workload(data=data, training=training)) as probe:
-        for workers in (0, 1, 2, 4):
-            config, rows = LoaderConfig(num_workers=workers), list[list[float]]()
-            for _ in range(repeats):
-                heard.clear()
-                begun = time.monotonic()
-                outcome = probe.burst(config, HALF_A_SECOND)
-                assert isinstance(outcome, Measurement), outcome
-                at = [moment for _, moment in heard][-5:]  # start, first batch, batches, shutdown, answer
-                parts = [after - before for before, after in zip([begun, *at], at, strict=False)]
-                parts[3] -= outcome.window_s
-                rows.append([at[-1] - begun, *parts])
-            for name, some in (("first", rows[:1]), ("later", rows[1:])):
-                medians = [statistics.median(column) for column in zip(*some, strict=True)]
-                print(f"| {workers} | {name} | {' | '.join(f'{seconds:.3f}' for seconds in medians)} |")
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune_loader.bursts.loop import KEPT_FIRST, KEPT_LAST
-from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.search.belief import Prediction, predict
 from autotune_loader.tuning.bursting import CEILING_BURST
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, Trial
 from studies.regret import at
-from studies.workloads import WORKLOADS, workload_of
+from studies.workloads import WORKLOADS, opened
 
 WORKLOAD_NAMES = (
     *("wait_light_tail", "wait_heavy_tail", "cpu_bound", "jpeg", "large_tensors", "in_memory", "step_bound"),
@@ -65,12 +64,12 @@ def study(name: str, seconds: float, seed: int) -> list[Cell]:
     random.Random(seed).shuffle(tasks)
     seen: dict[LoaderConfig, Measurement] = {}
     sustained: dict[LoaderConfig, float] = {}
-    with open_probe(workload_of(WORKLOADS[name]()), inspect_machine(), None) as opened:
-        ceiling = opened.probe.step_ceiling(CEILING_BURST)
+    with opened(WORKLOADS[name]()) as warm:
+        ceiling = warm.probe.step_ceiling(CEILING_BURST)
         if isinstance(ceiling, Failure):
             raise SystemExit(f"{name}: {ceiling.message}")
         for config, is_scout in tasks:
-            outcome = opened.probe.burst(config, SCOUT if is_scout else _run_of(name, config, seconds, seed))
+            outcome = warm.probe.burst(config, SCOUT if is_scout else _run_of(name, config, seconds, seed))
             if isinstance(outcome, Failure):
                 print(f"{name} {config}: {outcome.message}", flush=True)
             elif is_scout:

@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from autotune_loader.bursts.parent import open_probe
-from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.tuning.bursting import SEARCH_BURST
 from autotune_loader.values import LoaderConfig, pooled, stage_times
-from studies.workloads import Items, StudyWorkload, accelerated, jpeg, workload_of
+from studies.workloads import Items, StudyWorkload, accelerated, jpeg, opened
 
 NUMBERS = np.eye(300)
 
@@ -59,10 +57,10 @@ TRUTH = {"wait": 2 / 6, "decode": 3 / 6, "compute": 1 / 6}
 JOBS = {"computes": job(wait, decode, compute), "waits": job(wait), "numpy": job(wait, multiply), "jpeg": jpeg()}
 if __name__ == "__main__":
     for name, workload in JOBS.items():
-        with open_probe(workload_of(workload), inspect_machine(), None) as opened:
+        with opened(workload) as warm:
             for _ in range(int([*sys.argv, 3][1])):
-                truth = TRUTH if name == "computes" else shares(opened.probe, [1] * 4)
-                found = dict.fromkeys(truth, 0.0) | shares(opened.probe, [1, 4, 8, 16])
+                truth = TRUTH if name == "computes" else shares(warm.probe, [1] * 4)
+                found = dict.fromkeys(truth, 0.0) | shares(warm.probe, [1, 4, 8, 16])
                 whole = sum(map(found.__getitem__, truth))
                 error = max(abs(true - found[stage] / whole) for stage, true in truth.items())
                 told = (f"{stage} {true:.2f} -> {found[stage] / whole:.2f}" for stage, true in truth.items())

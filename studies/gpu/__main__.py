@@ -17,11 +17,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from autotune_loader import LoaderConfig, TuningResult, tune
+from autotune_loader import LoaderConfig, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.values import Round
@@ -33,8 +32,7 @@ DEFAULT, LIVE = "default", "AutoLoader"
 COLUMNS = (
     "job (what binds by construction)", "verdict", "default /s", "tuned /s", "of the smaller limit (goal 95%)",
     "regret against the best other of the grid (p90 goal 2%)", "AutoLoader with as many workers, over tuned",
-    "NVML default, tuned", "working share of a tuned burst by events",
-    "twin's error: median (goal 3%), worst", "tuned with",
+    "NVML default, tuned", "tuned with",
 )  # fmt: skip
 
 
@@ -76,7 +74,7 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     rounds = [Round(rates={key: runs[i].samples_per_s for key, runs in rates.items()}) for i in range(effort.rounds)]
     regret, live = paired_ratio(rounds, TUNED, str(best)), paired_ratio(rounds, LIVE, TUNED)
     default, tuned = (medians(rates)[key] for key in (DEFAULT, TUNED))
-    errors, verdict = _twin_errors(result, grid), result.bottleneck.kind
+    verdict = result.bottleneck.kind
     is_right = accelerator(device) is None or verdict in VERDICTS[loop.job.binds]  # a CPU has no copies
     return [
         f"{name} ({loop.job.binds})",
@@ -87,8 +85,6 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         f"{1 - regret.value:.1%} ({1 - regret.high:.1%} to {1 - regret.low:.1%})",
         f"{live.value:.2f}x ({live.low:.2f} to {live.high:.2f})",
         f"{_share(_util(rates[DEFAULT]))}, {_share(_util(rates[TUNED]))}",
-        _share(_busy_share(result)),
-        f"{_share(statistics.median(errors))}, {_share(max(errors))}" if errors else "-",
         f"{result.best}, in {result.seconds:.0f} s and {len(result.trials)} trials",
     ]
 
@@ -100,22 +96,6 @@ def _grid(device: str, effort: Effort) -> list[LoaderConfig]:
     return [
         LoaderConfig(num_workers=n, pin_memory=pinned) for n in workers for pinned in sorted({False, device != "cpu"})
     ]
-
-
-def _twin_errors(result: TuningResult, grid: dict[LoaderConfig, float]) -> list[float]:
-    """|predicted / measured - 1| over the grid, of a twin that has seen only the tuner's own bursts."""
-    try:
-        predictions = result.predictions(list(grid))
-    except ValueError:  # nothing was measured
-        return []
-    pairs: Sequence[Any] = list(zip(predictions, grid.values(), strict=True))
-    return [abs(predicted.samples_per_s.value / measured - 1) for predicted, measured in pairs]
-
-
-def _busy_share(result: TuningResult) -> float | None:
-    """Of a burst of the tuned configuration, by the device's events."""
-    found = [t.measurement for t in result.trials if t.config == result.best and t.measurement is not None]
-    return found[-1].gpu_busy_share if found else None
 
 
 def _util(rates: Sequence[Rate]) -> float | None:
@@ -151,13 +131,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu and sim with --quick")
     parser.add_argument("--only", default=",".join(JOBS), help="jobs, by commas")
     parser.add_argument("--quick", action="store_true", help="tiny jobs, for a test of the code")
-    parser.add_argument("--workers", help="of the grid, by commas; from the cores without it")
     parser.add_argument("--rounds", type=int, help="in which the last few take turns")
     chosen = parser.parse_args(arguments)
     check_device(parser, chosen.device)
-    effort = Effort(budget_s=2.0, run_s=0.1, rounds=1, workers=(0, 2)) if chosen.quick else Effort()
-    workers = tuple(map(int, chosen.workers.split(","))) if chosen.workers else effort.workers
-    effort = replace(effort, workers=workers, rounds=chosen.rounds or effort.rounds)
+    effort = Effort(budget_s=2.0, run_s=0.1, rounds=1, workers=(2,)) if chosen.quick else Effort()
+    effort = replace(effort, rounds=chosen.rounds or effort.rounds)
     torch.backends.cudnn.benchmark = True
     if chosen.quick:
         torch.set_num_threads(1)  # more only wait for one another on a busy machine

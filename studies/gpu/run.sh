@@ -51,7 +51,6 @@ third() {
     limited 20 registered.txt -m studies.gpu.registered
     uses images 60
     uses live 70
-    uses hugging_face 80
     uses lightning 60
     uses compare 60
 }

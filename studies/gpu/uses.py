@@ -2,57 +2,44 @@
 
 images          AutoLoader and DataLoader with as many workers on image batches; pinned where they lie, and by torch's thread
 live            AutoLoader on resnet_jpeg: rate of each eight seconds, and of the best fixed configuration beside it
-hugging_face, lightning     see `studies.gpu.trainers`
+lightning       a ResNet-18 tuned from within, beside fixed numbers of workers
 compare         `compare()` of a plain and of a compiled model
-watch           `autotune-loader watch` on a plain script that trains on the device
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
-import tempfile
-import traceback
-import warnings
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
-
-import torch
-
-from autotune_loader import AutoLoader, LoaderConfig
-from autotune_loader.autoloader import elastic
-from studies.gpu.__main__ import check_device
-from studies.gpu.jobs import FULL, JOBS, QUICK, Size
-from studies.gpu.trainers import hugging_face, lightning
-from studies.gpu.training import Loop, Rate, in_turns, medians, record, recorded
-
-SCRIPT = """
 import sys
 import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from studies.gpu.jobs import JOBS, Size
+from autotune_loader import AutoLoader, LoaderConfig
+from autotune_loader.autoloader import elastic
+from studies.gpu.__main__ import check_device
+from studies.gpu.jobs import FULL, JOBS, QUICK, Size, resnet
+from studies.gpu.training import (
+    FILLED_ROUNDS,
+    TUNED,
+    Loop,
+    Rate,
+    Utilisation,
+    bursts_of,
+    in_turns,
+    medians,
+    record,
+    recorded,
+    synchronize,
+)  # fmt: skip
 
-device, seconds = sys.argv[1], float(sys.argv[2])
-job = JOBS["resnet_jpeg"](Size(**eval(sys.argv[3])))
-loader = DataLoader(job.dataset, batch_size=job.batch_size, shuffle=True, num_workers=2)
-model = job.model.to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-begun = time.monotonic()
-while time.monotonic() - begun < seconds:
-    for batch in loader:
-        loss = job.train_step(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if time.monotonic() - begun > seconds:
-            break
-"""
+FIRST_STEPS, LIGHTNING_ROUNDS = 5, 2
 
 
 def images(device: str, size: Size, seconds: float) -> None:
@@ -91,20 +78,83 @@ def live(device: str, size: Size, seconds: float) -> None:
     record("resnet_jpeg", "live", of_best_fixed=rates[-1] / best, best_fixed=best, rates=rates, says=loader.report())
 
 
-def watch(device: str, size: Size, seconds: float) -> None:
-    """What `watch` says of the script is printed as it is."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "train.py")
-        script.write_text(SCRIPT)
-        command = [sys.executable, "-W", "ignore", "-m", "autotune_loader", "watch", str(script)]
-        command += [device, str(3 * seconds), repr(asdict(size))]
-        installed = filter(None, [os.environ.get("PYTHONPATH")])  # of .whl
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *installed])}
-        done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=110, check=False)
-    print(done.stdout + done.stderr, flush=True)
-    record("resnet_jpeg", "watch", status=done.returncode)
-    if done.returncode:
-        raise RuntimeError(f"watch ended with {done.returncode}")
+class Clock:
+    """Times steps once the queues that were filled at the start are empty, and tells when it has been long enough."""
+
+    def __init__(self, config: LoaderConfig, batch: int, seconds: float, device: str) -> None:
+        self.batch, self.seconds, self.steps, self.device = batch, seconds, 0, torch.device(device)
+        self.first = FIRST_STEPS + FILLED_ROUNDS * config.num_workers * (config.prefetch_factor or 1)
+
+    def step(self) -> bool:
+        """Note the end of a step; whether training may end."""
+        self.steps += 1
+        if self.steps == self.first:
+            synchronize(self.device)
+            self.begun = time.perf_counter()
+        return self.steps > self.first and time.perf_counter() - self.begun > self.seconds
+
+    def rate(self, train: Callable[[], object]) -> Rate:
+        """Of a training that asks after each step whether it may end."""
+        with Utilisation(self.device) as used:
+            train()
+        synchronize(self.device)
+        samples_per_s = self.batch * (self.steps - self.first) / (time.perf_counter() - self.begun)
+        return Rate(samples_per_s=samples_per_s, gpu_util=used.mean())
+
+
+def lightning(device: str, size: Size, seconds: float) -> None:
+    """`trainer.fit(tuned(module))` on the JPEG files in bfloat16; then it and fixed numbers of workers take turns."""
+    import logging
+
+    import lightning.pytorch as pl
+
+    from autotune_loader.integrations.lightning import tuned
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    job = JOBS["resnet_jpeg"](size)
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self, config: LoaderConfig) -> None:
+            super().__init__()
+            self.model, self.config = resnet(size.width), config
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return job.loader(**self.config.to_kwargs())
+
+    class Stop(pl.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = clock.step()
+
+    def fit(module: Any) -> Rate:
+        nonlocal clock
+        clock = Clock(module.config, size.batch, seconds / 3, device)
+        trainer = pl.Trainer(
+            accelerator=torch.device(device).type, devices=1, precision=32 if device == "cpu" else "bf16-mixed",
+            callbacks=[Stop()], max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        return clock.rate(partial(trainer.fit, module))
+
+    clock = Clock(LoaderConfig(), size.batch, seconds, device)
+    module = tuned(Module(LoaderConfig()), budget=15.0 if seconds > 1 else 2.0, progress=False)
+    fit(module)
+    result = module.tuning_result
+    record("lightning", TUNED, says=list(result.summary), seconds=result.seconds, bursts=bursts_of(result))
+    cores = os.cpu_count() or 1
+    configs = {"0 workers": LoaderConfig(), TUNED: result.best}
+    configs[f"{cores} workers"] = LoaderConfig(num_workers=cores, pin_memory=True)
+    sides = {side: partial(fit, Module(config)) for side, config in configs.items()}
+    found = medians(in_turns("lightning", sides, LIGHTNING_ROUNDS))
+    record(
+        "lightning", "tuned over", best=str(result.best), **{side: found[TUNED] / rate for side, rate in found.items()}
+    )
 
 
 def compare(device: str, size: Size, seconds: float) -> None:
@@ -120,7 +170,7 @@ def compare(device: str, size: Size, seconds: float) -> None:
     record("transformer", "compare", says=str(found))
 
 
-USES = {each.__name__: each for each in (images, live, hugging_face, lightning, compare, watch)}
+USES = {each.__name__: each for each in (images, live, lightning, compare)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = 0
     for name in chosen.uses or USES:
         device = chosen.device
-        if name in ("hugging_face", "lightning") and device.startswith("sim"):
+        if name == "lightning" and device.startswith("sim"):
             print(f"{name} does not know {device}: on the CPU", flush=True)
             device = "cpu"
         try:

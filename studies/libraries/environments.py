@@ -68,17 +68,7 @@ def install(library: str) -> str | None:
     (own,) = folder.glob("lib/python*/site-packages")
     # A .pth file adds folders behind its own, so that what is installed here is found first.
     (own / "base.pth").write_text("\n".join(site.getsitepackages()))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python_of(library),
-        "install",
-        "--quiet",
-        "-c",
-        str(CONSTRAINTS),
-    ]
+    command = [sys.executable, "-m", "pip", "--python", python_of(library), "install", "--quiet", "-c", CONSTRAINTS]
     installed = subprocess.run([*command, *wanted.split()], capture_output=True, text=True, check=False)
     if installed.returncode:
         return next((line for line in installed.stderr.splitlines() if line.startswith("ERROR")), "pip failed")

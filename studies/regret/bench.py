@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -33,11 +33,8 @@ DEADLINE_S = 90.0
 # not equally fast read 8% low from their third round on.
 FILLS = 2
 LONGEST_WARM_UP_S = 2.0
-# How often an epoch that is shorter than a study needs is shown again; where epochs are short on purpose, once.
-REPEATS = {"short_epoch": 1, "in_memory": 1}
-MOST_REPEATS = 16
-# Its epochs end within a window. Which part of an epoch it ends in would decide the rate, so that it holds whole ones.
-SHORT = "short_epoch"
+# The data of workloads with a short epoch are shown so often in one.
+LONG_ENOUGH, REPEATS = ("in_memory",), 16
 
 
 class BenchError(RuntimeError):
@@ -65,9 +62,8 @@ class Bench:
             config: of the loader.
             seconds: length of the window.
             seed: of the order and of the samples.
-            is_steady: whether the window opens when the queues have settled, and goes on with the next epoch; where
-                epochs are short (`SHORT`) it is whole epochs, from the second on. Otherwise it opens before the loader's
-                iterator is made and ends with the epoch, as when one times an epoch.
+            is_steady: whether the window opens when the queues have settled, and goes on with the next epoch. Otherwise it
+                opens before the loader's iterator is made and ends with the epoch, as when one times an epoch.
 
         Raises:
             BenchError: it failed, or did not answer in time.
@@ -117,53 +113,24 @@ def step_of(workload: Any, batch: Any) -> Any:
     return build_step(TrainingSide(model=workload.model, train_step=workload.train_step), batch)
 
 
-class StudyJob:
-    """A workload of the studies, its step warmed up."""
+class TimedJob:
+    """The child's side: one workload, its step warmed up, ready to be timed with any configuration."""
 
     def __init__(self, name: str) -> None:
-        from torch.utils.data import DataLoader
-
-        self.workload = regret_workload(name)
-        first = next(iter(self.loader(DataLoader)))
-        self.step = step_of(self.workload, first)
+        self._workload = regret_workload(name)
+        first = next(iter(self._workload.loader()))
+        self.step = step_of(self._workload, first)
         for _ in range(3):
             self.step.run(first)
 
-    def loader(self, kind: Callable[..., Any], **options: Any) -> Any:
-        """One of `kind`: DataLoader or AutoLoader."""
-        return kind(self.workload.dataset, batch_size=self.workload.batch_size, shuffle=True, drop_last=True, **options)
-
-
-class TimedJob(StudyJob):
-    """The child's side: one workload, ready to be timed with any configuration."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._has_short_epochs = name == SHORT
-
     def time(self, config: LoaderConfig, seconds: float, seed: int, is_steady: bool) -> float:
         import torch
-        from torch.utils.data import DataLoader
 
         torch.manual_seed(seed)
         random.seed(seed)
-        loader = self.loader(DataLoader, **config.to_kwargs())
-        if is_steady and self._has_short_epochs:
-            batches, window_s = self._run_epochs(loader, seconds)
-        else:
-            batches, window_s = self._run(loader, config, seconds, is_steady)
-        return batches * self.workload.batch_size / window_s
-
-    def _run_epochs(self, loader: Any, seconds: float) -> tuple[int, float]:
-        """Batches and seconds of whole epochs after the first, for at least so many seconds."""
-        for batch in loader:
-            self.step.run(batch)
-        batches, started = 0, time.perf_counter()
-        while time.perf_counter() - started < seconds:
-            for batch in loader:
-                self.step.run(batch)
-                batches += 1
-        return batches, time.perf_counter() - started
+        loader = self._workload.loader(**config.to_kwargs())
+        batches, window_s = self._run(loader, config, seconds, is_steady)
+        return batches * self._workload.batch_size / window_s
 
     def _run(self, loader: Any, config: LoaderConfig, seconds: float, is_steady: bool) -> tuple[int, float]:
         """Batches and seconds of a window."""
@@ -200,11 +167,12 @@ def between_smooth_ends(ends: Sequence[float], workers: int) -> tuple[int, float
 
 def regret_workload(name: str) -> Any:
     """The study's workload with an epoch that is long against a window, except where short epochs are the point."""
-    from studies.workloads import WORKLOADS, repeated
+    from torch.utils.data import ConcatDataset
+
+    from studies.workloads import WORKLOADS
 
     study = WORKLOADS[name]()
-    times = REPEATS.get(name, MOST_REPEATS)
-    return study if times == 1 else replace(study, dataset=repeated(study.dataset, times))
+    return study if name in LONG_ENOUGH else replace(study, dataset=ConcatDataset([study.dataset] * REPEATS))
 
 
 @contextlib.contextmanager

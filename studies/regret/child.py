@@ -51,9 +51,9 @@ def choice_in_child(who: str, workload: str, seed: int) -> tuple[LoaderConfig, f
 def ours(name: str, seed: int, sampler: Any = None) -> dict[str, Any]:
     from autotune_loader import tune
 
-    arguments = regret_workload(name).to_tune_kwargs()
-    begun = time.perf_counter()
-    result = tune(**arguments, budget=BUDGET, sampler=sampler, progress=False)
+    study = regret_workload(name)
+    loader, begun = study.loader(), time.perf_counter()
+    result = tune(loader, study.model, train_step=study.train_step, budget=BUDGET, sampler=sampler, progress=False)
     return {"config": result.best.to_dict(), "seconds": time.perf_counter() - begun}
 
 

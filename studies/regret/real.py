@@ -23,28 +23,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from autotune_loader.bursts.parent import open_probe
-from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values import Failure, LoaderConfig, Measurement
 from studies.regret import OURS, WITH_TPE, Outcome, oracle, table, verdict_of
 from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.child import choice_in_child
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
-from studies.workloads import WORKLOADS, workload_of
+from studies.workloads import opened
 
 RESULTS = Path(__file__).parent / "results"
 NAIVE_S, TRIALS = 1.0, 16
 IN_CHILD = (OURS, WITH_TPE, "loadtune")
 DEFAULT = (OURS, WITH_TPE, "torch default", "workers = cores", "plain rule", "tpe", "random", "grid", "loadtune")
-# In this order, so that a run that is cut short has some of every kind.
-ORDER = (
-    *("jpeg", "wait_light_tail", "cpu_bound", "in_memory", "text", "large_tensors", "short_epoch", "wait_heavy_tail"),
-    "step_bound",
-)
-# On few cores: where the number of workers follows from the job, and one of each other kind.
-FEW_CORES = ("wait_behind_step", "wait_heavy_tail", "python_loops", "jpeg", "wait_light_tail", "in_memory", "cpu_bound")
-FEW = 2
+# Where the number of workers follows from the job, and one of each other kind.
+JOBS = ("wait_behind_step", "wait_heavy_tail", "python_loops", "jpeg", "wait_light_tail", "in_memory", "cpu_bound")
 KEEP_UP = {"slow_batches": 16 * 0.5 / 0.3}
 """Jobs too slow for rounds, whose truth is known: rates grow with the workers up to these, who keep up with the step."""
 
@@ -66,9 +58,9 @@ class RealField:
 
     def look(self) -> Measurement | None:
         self.asked += 1
-        with open_probe(workload_of(regret_workload(self._workload)), inspect_machine(), None) as opened:
+        with opened(regret_workload(self._workload)) as warm:
             self.begun = time.perf_counter()
-            seen = opened.probe.burst(LoaderConfig(num_workers=LOOK_WORKERS), LOOK)
+            seen = warm.probe.burst(LoaderConfig(num_workers=LOOK_WORKERS), LOOK)
             if isinstance(seen, Failure):
                 raise BenchError(seen.message)
         return seen
@@ -156,15 +148,14 @@ def listed(text: str, legal: Sequence[str], parser: argparse.ArgumentParser) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.regret.real", description=__doc__)
-    parser.add_argument("--cores", type=int, help="pinned to so many; on one or two, the jobs that few cores decide on")
-    parser.add_argument("--workloads", help="separated by commas")
+    parser.add_argument("--cores", type=int, help="pinned to so many")
+    parser.add_argument("--workloads", default=",".join(JOBS), help="separated by commas")
     parser.add_argument("--strategies", default=",".join(DEFAULT), help="separated by commas")
     parser.add_argument("--seeds", type=int, default=2, help="of autotune_loader")
     options = parser.parse_args()
     if options.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    usual = FEW_CORES if usable_cores().usable <= FEW else ORDER
-    workloads = listed(options.workloads or ",".join(usual), tuple(WORKLOADS), parser)
+    workloads = listed(options.workloads, (*JOBS, *KEEP_UP), parser)
     strategies = listed(options.strategies, (*IN_CHILD, *STRATEGIES), parser)
     records = RESULTS / (f"real_{options.cores}.jsonl" if options.cores else "real.jsonl")
     lines = records.read_text().splitlines() if records.exists() else []

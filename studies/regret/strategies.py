@@ -4,7 +4,6 @@
 |---|---|
 | torch default, workers = cores | nothing is measured, 0 seconds |
 | plain rule | one look of 1.5 s at 2 workers, then arithmetic (`search/rule.py`) |
-| climb 3% | one worker more while that gains 3% or more (Cachew's rule) |
 | tpe, random | Optuna over workers and prefetch, the fastest trial: no rounds, as `study.optimize()` has none |
 | grid | every number of workers x prefetch (as DPT does), in an order that is drawn |
 """
@@ -20,9 +19,7 @@ from autotune_loader.search.rule import plain_rule
 from autotune_loader.search.sampler import quiet_optuna
 from autotune_loader.values import BurstPlan, LoaderConfig, Measurement
 
-PLAIN_RULE = "plain rule"
 PREFETCH_FACTORS = (2, 4, 8)
-CLIMB = 1.03
 LOOK_WORKERS = 2
 LOOK = BurstPlan(max_s=1.5, min_s=1.5, relative_error=0.0)
 """The plain rule looks at training for so long, with so many workers."""
@@ -59,16 +56,6 @@ def plain(field: Field, seed: int) -> LoaderConfig:
     return plain_rule(cores=field.cores, max_workers=max(field.counts), **stages)
 
 
-def climb(field: Field, seed: int) -> LoaderConfig:
-    best, best_rate = LoaderConfig(), 0.0
-    for workers in range(max(field.counts) + 1):
-        rate = field.rate(LoaderConfig(num_workers=workers))
-        if rate < CLIMB * best_rate:
-            break
-        best, best_rate = LoaderConfig(num_workers=workers), rate
-    return best
-
-
 def by_sampler(make: Callable[[int, dict[str, list[Any]]], optuna.samplers.BaseSampler], *, ends: bool) -> Strategy:
     """A sampler of Optuna's; one that `ends` by itself has as many trials as it wants."""
 
@@ -97,8 +84,7 @@ def by_sampler(make: Callable[[int, dict[str, list[Any]]], optuna.samplers.BaseS
 STRATEGIES: dict[str, Strategy] = {
     "torch default": lambda field, seed: LoaderConfig(),
     "workers = cores": lambda field, seed: LoaderConfig(num_workers=field.cores),
-    PLAIN_RULE: plain,
-    "climb 3%": climb,
+    "plain rule": plain,
     "random": by_sampler(lambda seed, axes: optuna.samplers.RandomSampler(seed=seed), ends=False),
     "tpe": by_sampler(lambda seed, axes: optuna.samplers.TPESampler(seed=seed), ends=False),
     "grid": by_sampler(lambda seed, axes: optuna.samplers.GridSampler(axes, seed=seed), ends=True),

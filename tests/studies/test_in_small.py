@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fo
 
 def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(tmp_path, preloaded, monkeypatch):
     # Five short runs, each of which would otherwise begin with importing torch.
-    (tmp_path / "run.py").write_text(kills.RUN.replace("budget=4", "budget=2"))
+    (tmp_path / "run.py").write_text(kills.RUN.replace("budget=4", "budget=1"))
 
     def start(folder):
         return preloaded.start(str(tmp_path / "run.py"), folder=folder, environ=kills.environ(folder))
@@ -26,8 +26,8 @@ def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(tmp_path, 
 
 
 def test_a_job_runs_in_small_on_an_accelerator_and_its_verdict_is_right(simulated, tmp_path):
-    arguments = ["--device", "sim", "--quick", "--only", "transformer", "--workers", "2"]
-    run = simulated.start(jobs.__file__, *arguments, folder=tmp_path)
+    arguments = ["--device", "sim", "--quick", "--only", "transformer"]
+    run = simulated.start(jobs.__file__, *arguments, folder=tmp_path, probes=True)
     assert run.wait(60) == 0, run.output
     lines = run.output.splitlines()
     assert sum(line.startswith("RECORD") for line in lines) >= 8

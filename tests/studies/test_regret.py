@@ -77,6 +77,7 @@ def test_what_is_written_is_judged_by_an_oracle_that_is_kept(tmp_path, monkeypat
     # GIVEN a foreign machine of which an oracle knows 0 to 4 workers, and a result without any
     monkeypatch.setattr(machines, "COUNTS", range(5))
     monkeypatch.setattr(machines, "TRUTH_BATCHES", 500)
+    monkeypatch.setattr(simulated, "BUDGET_S", 5.0)
     monkeypatch.setattr(simulated, "assembled", lambda search, seconds: Written())
     found = study_machine("foreign", 0, [OURS, "workers = cores"], tmp_path)
     # THEN that is judged, and nothing else that the search found
@@ -99,7 +100,8 @@ def test_seeds_in_a_row_have_each_foreign_law():
 def test_slow_batches_and_long_starts_are_tables_with_a_bar(monkeypatch, capsys):
     rows = [row for row in slow.machines() if row[0] in ("fetch 1 s, step 0.3 s", "warm after 70 s")]
     monkeypatch.setattr(slow, "machines", lambda: rows)
-    monkeypatch.setattr(slow, "SEEDS", 1)
+    for name, less in {"SEEDS": 1, "COUNTS": (0, 16, 32), "WARM_BATCHES": 400}.items():
+        monkeypatch.setattr(slow, name, less)
     slow.main()
     assert [line.split(" | ")[3] for line in capsys.readouterr().out.splitlines()[2:]] == ["met", "met"]
 

@@ -17,6 +17,7 @@ import autotune_loader
 from autotune_loader.cli.parser import Command
 from autotune_loader.report.result import TuningResult
 from autotune_loader.results.record import FILE_ONLY, NOT_IN_FILE
+from tests.support.bench import Bench
 
 pytestmark = pytest.mark.system
 
@@ -54,11 +55,12 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 BRIEFLY = """
 import functools
-import autotune_loader
+import autotune_loader, autotune_loader.demo
 def briefly(whole, **options):
     return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
 autotune_loader.compare = briefly(autotune_loader.compare, budget=2)
-autotune_loader.tune = briefly(autotune_loader.tune, budget=3)
+autotune_loader.tune = briefly(autotune_loader.tune, budget=2)
+autotune_loader.demo.job = functools.partial(autotune_loader.demo.job, latency_s=0.002)
 """
 PRELUDE = f"""
 import time, torch
@@ -93,7 +95,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, request):
     (tmp_path / "page.py").write_text(PRELUDE + code, encoding="utf-8")
     kind = "preloaded_frameworks" if page.stem == "frameworks" else "preloaded"
     python = request.getfixturevalue(kind)
-    run = python.start("page.py", folder=tmp_path)
+    run = python.start("page.py", folder=tmp_path, probes=True)
     assert run.wait(timeout=110) == 0, run.output
 
 
@@ -107,21 +109,19 @@ for epoch in range(2):
 """
 
 
-def test_the_commands_of_the_readme_run_as_printed(tmp_path):
+def test_the_commands_of_the_readme_run_as_printed(preloaded, tmp_path):
     """`make demo` and `make test` are what they are said to be; what the first does runs in tests/cli."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for target, does in {"demo": "autotune-loader demo", "test": "pytest"}.items():
         assert f"\nmake {target} " in text
-        assert (
-            does in subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        )
-    (tmp_path / "train.py").write_text(TRAIN)
+        assert does in subprocess.check_output(["make", "-n", target], cwd=ROOT, text=True)
+    bench = Bench(preloaded, tmp_path, TRAIN)
+    bench.write("")
     commands = re.findall(r"`autotune-loader (\w+ (?:--\w+ )?train\.py)`", text)
     assert commands == ["watch train.py", "run --workers train.py"]
     for command in commands:
-        line = [sys.executable, "-m", "autotune_loader", *command.split()]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in done.stderr
+        code, _, report = bench.command(*command.split())
+        assert (code, "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in report) == (0, True)
 
 
 def test_the_documentation_builds_without_a_warning(tmp_path):
@@ -162,7 +162,22 @@ def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(notebook
     assert [out for out in outputs if out.output_type == "error"] == []
 
 
+@pytest.fixture
+def warm_kernel(preloaded, monkeypatch, tmp_path):
+    """Jupyter's kernel, in a Python that has imported torch."""
+
+    def launch(command, *, env, cwd, **_):
+        script = tmp_path / "kernel.py"
+        script.write_text("from ipykernel import kernelapp\nkernelapp.launch_new_instance()")
+        run = preloaded.start(str(script), *command[command.index("-f") :], folder=cwd, environ=env, probes=True)
+        run.stdin = run.stdout = run.stderr = None
+        return run
+
+    monkeypatch.setattr(pytest.importorskip("jupyter_client.provisioning.local_provisioner"), "launch_kernel", launch)
+
+
 @pytest.mark.parametrize("notebook", ["quickstart", "inspect_study"])
+@pytest.mark.usefixtures("warm_kernel")
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client: sockets, event loops
 def test_a_notebook_runs(notebook, tmp_path, build):
     made = build["make"](notebook)

@@ -15,7 +15,7 @@ from autotune_loader.machine.limits import usable_cores
 from tests.support.bench import line_of
 
 pytest.importorskip("accelerate")
-HARD_DEADLINE_S, EPOCHS = 110, 4
+HARD_DEADLINE_S, EPOCHS = 110, 2
 pytestmark = [pytest.mark.system, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
 ROOT = Path(__file__).parents[2]
 ENVIRON = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

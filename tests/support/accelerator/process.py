@@ -40,6 +40,6 @@ class SimulatedPython(PreloadedPython):
             folder = Path(name)
             (folder / "call.py").write_text(CALL)
             (folder / "call").write_bytes(cloudpickle.dumps((function, arguments, options)))
-            run = self.start("call.py", "call", "result", folder=folder)
+            run = self.start("call.py", "call", "result", folder=folder, probes=True)
             assert run.wait(timeout) == 0, run.output
             return pickle.loads((folder / "result").read_bytes())
