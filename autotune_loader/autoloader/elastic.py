@@ -23,8 +23,7 @@ from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import Channel, Results, WorkerGone
 from autotune_loader.autoloader.nursery import CLONE, Nursery, NurseryProcess, end_process
 from autotune_loader.autoloader.pinning import Pinner, pinner_for
-from autotune_loader.autoloader.seeds import Seed, mixed
-from autotune_loader.autoloader.worker import Given, Threaded, work
+from autotune_loader.autoloader.worker import Given, Seed, Threaded, mixed, work
 from autotune_loader.pipeline.loop_log import Fetch
 
 MOST_LOSSES = 3
@@ -97,10 +96,8 @@ class ChannelContext:
     def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802
         arguments = dict(zip(inspect.signature(target).parameters, args, strict=True))  # versions differ
         if self._given is None:
-            own = ("index_queue", "data_queue", "worker_id", "num_workers", "dataset_holder")
-            common = {name: value for name, value in arguments.items() if name not in own}
-            holder = {name: arguments[name] for name in own[-1:] if name in arguments}  # since torch 2.14
-            self._given = Given(common, holder, *self._also)
+            own = ("index_queue", "data_queue", "worker_id", "num_workers")
+            self._given = Given({name: arguments[name] for name in arguments if name not in own}, *self._also)
             self.nursery = Nursery(self._given) if self._has_nursery else None
         return self.worker(arguments["worker_id"], arguments["num_workers"])
 
@@ -137,7 +134,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         fetch_threads: threads that fetch the items of a batch in each worker.
         is_elastic: whether the number of workers may change.
         asked: workers that were asked for, which workers are told that there are; 0 where nobody asked.
-        special: `initial_seed`, `prepare` and `held` of `work`.
+        special: `initial_seed`, `prepare` and `held` of `Given`.
 
     Attributes:
         active: workers that are given batches; where one is lost, or fails, while there are more than `asked`, these are left.
@@ -158,7 +155,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     def __init__(
         self, loader: Any, workers: int, depth: int, *, asked: int, is_seeded: bool, fetch_threads: int | None = None,
         is_elastic: bool = True,
-        special: tuple[Any, ...] = (None, None, ()),
+        special: tuple[Any, ...] = (None, None, []),
     ) -> None:  # fmt: skip
         begun, self._process, self._is_seeded = time.monotonic(), os.getpid(), is_seeded
         self.active, self.asked = workers, asked
@@ -185,9 +182,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def failed(self) -> None:
         """A worker was lost, or failed, while there were more than were asked for."""
-
-    def came_late(self, number: int, batch: Any) -> None:
-        """A batch that was passed over has come."""
 
     def seed_of(self, number: int) -> Seed:
         return mixed(self._seed, number), 0
@@ -291,7 +285,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if number < self._rcvd_idx:  # it was passed over
             del self._task_info[number]
             self._tasks_outstanding -= 1
-            self.came_late(number, data)
             return True
         if is_failed and self.active > self.asked > 0 and number not in self._again:
             self._again.add(number)  # it may fail because there are more workers than were asked for

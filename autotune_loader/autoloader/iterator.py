@@ -17,8 +17,6 @@ from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.loop_log import Fetch
 from autotune_loader.values import LoaderConfig
 
-NO_FETCH: Fetch = (-1, 0.0, 0.0, 0.0, 0.0)
-
 log = logging.getLogger("autotune_loader.autoloader")
 
 
@@ -48,7 +46,7 @@ class TunedIter(torchs.BaseIter):  # type: ignore[misc]
         except StopIteration:
             self._end()
             raise
-        self._loop.receive(time.monotonic(), self._samples(batch), self.fetch or NO_FETCH)
+        self._loop.receive(time.monotonic(), self._samples(batch), self.fetch)
         return batch
 
     def _samples(self, batch: Any) -> int:
