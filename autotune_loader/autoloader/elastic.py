@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import time
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -32,10 +33,7 @@ logger = logging.getLogger("autotune_loader.autoloader")
 
 
 class View:
-    """A loader, but for what its iterator is to see otherwise.
-
-    `watched_as` is the loader as whom the iterator is watched; None where nobody is to see it.
-    """
+    """A loader with other attributes; `watched_as` is the loader as which its iterator is watched, None for none."""
 
     def __init__(self, loader: Any, watched_as: Any, **other: Any) -> None:
         vars(self).update(other, loader=loader, watched_as=watched_as)
@@ -45,10 +43,7 @@ class View:
 
 
 class Flag:
-    """What tells workers to end: a byte that processes share.
-
-    A worker that is killed while it looks at an event of multiprocessing keeps its lock, and who sets it waits for ever.
-    """
+    """Tells workers to end. A worker that is killed while it looks at multiprocessing's own event keeps its lock."""
 
     def __init__(self, real: Any) -> None:
         self._byte = real.RawValue("b", 0)
@@ -63,8 +58,7 @@ class Flag:
 class ChannelContext:
     """A multiprocessing context whose queues are channels: torch asks for its result queue first, then for one a worker.
 
-    `also` is what workers are given beside the arguments of torch's worker loop, `asked` how many they are told that there are,
-    `pinner` what pins their batches where they lie.
+    `also` is what `Given` takes beside the arguments of torch's worker loop.
     """
 
     def __init__(
@@ -127,20 +121,16 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     """Torch's iterator, whose number of workers may change.
 
     Args:
-        loader: a loader, or a `View` of one.
-        workers: it begins with, at least 1.
-        depth: batches that each worker has ahead.
-        is_seeded: whether each batch's random numbers are its own, whoever makes it.
-        fetch_threads: threads that fetch the items of a batch in each worker.
-        is_elastic: whether the number of workers may change.
-        asked: workers that were asked for, which workers are told that there are; 0 where nobody asked.
+        depth: Batches that each worker has ahead.
+        asked: Number of workers that was asked for, which workers are told; 0 where nobody asked.
+        is_seeded: Whether each batch's random numbers are its own, whoever makes it.
         special: `initial_seed`, `prepare` and `held` of `Given`.
 
     Attributes:
-        active: workers that are given batches; where one is lost, or fails, while there are more than `asked`, these are left.
-        answered: workers that have delivered a batch.
-        indices, fetch: of the batch that was delivered last, and the history of its making.
-        start_s: seconds that starting a worker took.
+        active: Number of workers that are given batches.
+        answered: Workers that have delivered a batch.
+        indices, fetch: Of the batch that was delivered last, and how it was made.
+        start_s: Seconds that starting a worker took.
     """
 
     _worker_result_queue: Results
@@ -161,7 +151,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self.active, self.asked = workers, asked
         self.answered = set[int]()
         self._depth, self._turn, self._losses, self._epochs, self._is_resetting = depth, 0, 0, -1, False
-        self._given, self._again, self._retired = dict[int, Any](), set[int](), list[Any]()
+        self._given, self._again = dict[int, Any](), set[int]()
         self._has_init_fn = loader.worker_init_fn is not None
         has_nursery = is_elastic and not self._has_init_fn and loader._dataset_kind != torchs.ITERABLE
         real = loader.multiprocessing_context or torch.multiprocessing
@@ -196,6 +186,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             super()._reset(loader, first_iter)
         finally:
             self._is_resetting = False
+        if self._dataset_kind != torchs.ITERABLE:  # torch counts for `in_order=False` alone
+            self._workers_num_tasks = defaultdict[int, int](int)
 
     @property
     def outstanding(self) -> int:
@@ -210,7 +202,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._index_queues.append(channel)
             self._workers.append(process)
             self._workers_status.append(True)
-            getattr(self, "_workers_num_tasks", []).append(0)  # since torch 2.7
             self._num_workers += 1
             self.start_s = (time.monotonic() - begun) / (self._num_workers - before)
         self.active, self._depth, self._turn = workers, depth, 0
@@ -247,8 +238,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         worker = self._turn % (self.active or self._num_workers)
         self._turn += 1
         self._task_info[number] = (worker,)
-        if hasattr(self, "_workers_num_tasks"):
-            self._workers_num_tasks[worker] += 1
         seed = [self.seed_of(number)] if self._is_seeded else []
         self._index_queues[worker].put((number, self._given[number], *seed))
 
@@ -294,17 +283,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         return False
 
     def _shrink(self) -> None:
-        """Back to as many workers as were asked for: the others end, and their batches are given out again."""
+        """Back to as many workers as were asked for: the others end by themselves, and their batches are given out again."""
         self.failed()
         for channel in self._index_queues[self.asked :]:
             channel.hang_up()
-        for number, info in self._task_info.items():
-            if len(info) == 2 and info[0] >= self.asked:  # has come already: torch counts it to a worker that stays
-                self._task_info[number] = (0, info[1])
-                if hasattr(self, "_workers_num_tasks"):
-                    self._workers_num_tasks[0] += 1
-        self._retired += zip(self._index_queues[self.asked :], self._workers[self.asked :], strict=True)
-        for each in (self._index_queues, self._workers, self._workers_status, getattr(self, "_workers_num_tasks", [])):
+        for each in (self._index_queues, self._workers, self._workers_status):
             del each[self.asked :]
         self._num_workers = self.active = self.asked
         self._give_again(self.asked, None)
@@ -317,7 +300,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _lost(self, channel: Channel) -> None:
         number = channel.number
-        if number >= self._num_workers or self._index_queues[number] is not channel or not self._workers_status[number]:
+        if channel not in self._index_queues or not self._workers_status[number]:
             return  # it has ended as it should
         process = self._workers[number]
         end_process(process)
@@ -329,7 +312,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         logger.warning("%s Its batches are fetched again.", _words(process))
         if self.active > self.asked > 0:
             self._shrink()
-        if number < self._num_workers:
+        if channel in self._index_queues:
             channel.close()
             self._index_queues[number], self._workers[number] = self._started(number, self._num_workers)
             if self._is_resetting:
@@ -361,9 +344,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             channel.hang_up()  # who waits for room to send would never end
         super()._shutdown_workers()
         self._context.close_nursery()
-        for channel, process in self._retired:
-            channel.close()
-            end_process(process)
 
 
 def _words(process: Any) -> str:

@@ -130,14 +130,13 @@ class Live:
         found, tuner: what is known, and who decides.
         told: `num_workers` and `prefetch_factor` of the loader as they were set last, by it or here.
         is_seeded: whether each batch's random numbers are its own.
-        equal, is_proven, fetched, parts, beside, slowest_s: what `unasked` knows.
+        equal, is_proven, fetched, parts, beside, slowest_s: what `UnaskedIter` knows.
     """
 
     def __init__(self, loader: Any, line: Line | None, asked: LoaderConfig, options: Options) -> None:
         self._owner, self._parts = weakref.ref(loader), _parts(loader)
         self.told: tuple[Any, Any] = loader.num_workers, loader.prefetch_factor
         self.on_change, self.fetch_threads, self.how = options.on_change, options.fetch_threads, options.how
-        self.timeout_s = float(self.how.get("timeout") or 0.0)
         refused, log = _kept_as_asked(loader, asked, options), Log()
         self.tuner = Tuner(
             log,

@@ -55,10 +55,10 @@ class Parts:
     """What dataset and collate function are made of, as far as it matters to workers.
 
     Attributes:
-        generators: of random numbers, without those that the loader or its sampler draws from.
-        channels: descriptors that the dataset holds.
-        made: attributes that the loop's first fetch has made, each with its owner and what it was before.
-        starter: this process, where its main thread starts workers, which the kernel ends with the thread that started them.
+        generators: Of random numbers, without those that the loader or its sampler draws from.
+        channels: Descriptors that the dataset holds.
+        made: Attributes that the loop's first fetch has made, each with its owner and what it was before.
+        starter: This process, where its main thread starts workers: the kernel ends them with the thread that started them.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -147,8 +147,8 @@ class Indices:
     """The index batches of one epoch, which workers draw ahead.
 
     Attributes:
-        again: what comes first, such as what workers did not deliver.
-        error: what the sampler has raised while workers drew, which is the loop's, at the batch that it comes to.
+        again: What comes first, such as what workers did not deliver.
+        error: What the sampler has raised while workers drew, which is the loop's, at the batch that it comes to.
     """
 
     def __init__(self, batches: Iterator[Any]) -> None:

@@ -113,7 +113,7 @@ def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> Non
     training.run(tuner, 30.0)
     assert tuner.gain is not None
     best = tuner.best
-    assert best in tuner.rounds[-1].rates
+    assert best in tuner.measured
     tuner.freeze()
     training.run(tuner, 400.0)
     assert tuner.wanted == best
@@ -128,7 +128,6 @@ def test_a_proof_that_may_not_go_on_after_one_pair_changes_nothing() -> None:
     found = tuner.best, tuner.gain
     tuner.may = lambda price_s: price_s > RISK * BLOCK_S  # type: ignore[method-assign]
     training.run(tuner, 600.0)
-    assert set(tuner.rounds[-1].rates) == {tuner.asked, tuner.best}
     assert (tuner.best, tuner.gain) == found
 
 
