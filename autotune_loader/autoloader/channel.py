@@ -214,6 +214,8 @@ class Channel(NoQueue):
         self.socket.close()
         self.end.socket.close()
 
+    __del__ = close
+
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()
 _loop_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -166,7 +166,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             super().__init__(View(loader, vars(loader).get("watched_as", loader), **other))
         self._context.started()
         torchs.forget_processes(self)
-        self._dataset = self._dataset if "dataset" not in other else loader.dataset
+        self._dataset = loader.dataset
         self._profile_name = f"enumerate(DataLoader)#{torchs.WorkersIter.__name__}.__next__"
         self.start_s = (time.monotonic() - begun) / workers
 
