@@ -65,10 +65,9 @@ class ChannelContext:
         self, real: Any, also: tuple[Any, ...], asked: int, pinner: Pinner | None, *, has_nursery: bool
     ) -> None:
         self._real, self._also, self._asked, self._pinner = real, also, asked, pinner
-        self.results = Results(pins=pinner is not None)
+        self._results: Results | None = None
         self._has_nursery = has_nursery and CLONE is not None and real.get_start_method() == "fork"
         self.nursery: Nursery | None = None
-        self._has_given_results = False
         self._given: Given | None = None
         self._made: Channel | None = None
 
@@ -79,12 +78,12 @@ class ChannelContext:
         return Flag(self._real)
 
     def Queue(self) -> Any:  # noqa: N802
-        if not self._has_given_results:
-            self._has_given_results = True
-            return self.results
+        if self._results is None:
+            self._results = Results(pins=self._pinner is not None)
+            return self._results
         self.started()
         self._made = Channel(self._pinner)
-        self.results.add(self._made)
+        self._results.add(self._made)
         return self._made
 
     def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802

@@ -127,16 +127,16 @@ class Live:
     """What all iterators of one loader share; the loader itself is not kept.
 
     Attributes:
-        found, tuner: what is known, and who decides.
         told: `num_workers` and `prefetch_factor` of the loader as they were set last, by it or here.
-        is_seeded: whether each batch's random numbers are its own.
-        equal, is_proven, fetched, parts, beside, slowest_s: what `UnaskedIter` knows.
+        is_seeded: Whether each batch's random numbers are its own.
+        equal, is_proven, fetched, parts, beside, slowest_s: What `UnaskedIter` knows.
     """
 
     def __init__(self, loader: Any, line: Line | None, asked: LoaderConfig, options: Options) -> None:
         self._owner, self._parts = weakref.ref(loader), _parts(loader)
         self.told: tuple[Any, Any] = loader.num_workers, loader.prefetch_factor
         self.on_change, self.fetch_threads, self.how = options.on_change, options.fetch_threads, options.how
+        self._most, self._looked_s, self.batch_bytes = options.max_workers or MOST_WORKERS, 0.0, 0
         refused, log = _kept_as_asked(loader, asked, options), Log()
         self.tuner = Tuner(
             log,
@@ -144,7 +144,7 @@ class Live:
             refused=refused,
             cores=usable_cores().usable,
             epoch_batches=None if refused else _epoch_batches(loader),
-            max_workers=options.max_workers or MOST_WORKERS,
+            max_workers=self._most,
             depth=self.how.get("prefetch_factor"),
         )
         has_batched_fetch = hasattr(loader.dataset, "__getitems__")
@@ -154,7 +154,6 @@ class Live:
             not asked.num_workers and (refused is not None or bool(loader.timeout))
         )
         self.is_seeded = not (_is_stream(loader) or Kept.WORKER_INIT.said_by(refused))
-        self._most, self._looked_s, self.batch_bytes = options.max_workers or MOST_WORKERS, 0.0, 0
         self.equal, self.is_proven, self.fetched, self.slowest_s = 0, False, 0, 0.0
         self.parts: Any = None
         self.beside: Any = None
@@ -189,13 +188,7 @@ class Live:
 
 
 def live_of(loader: Any, line: Line | None, **options: Any) -> Live:
-    """What is known of a loader; made anew where its parts or numbers were set to other ones.
-
-    Args:
-        loader: a DataLoader, or of a class made from it.
-        line: where it was made.
-        **options: the fields of `Options`.
-    """
+    """What is known of a loader that was made at this line; made anew where its parts or numbers were set to other ones."""
     with _making:  # a thread may ask for figures while another one begins
         live: Live | None = vars(loader).get(LIVE)
         if live is None or not live.is_of(loader):
@@ -240,7 +233,7 @@ def _kept_as_asked(loader: Any, asked: LoaderConfig, options: Options) -> Findin
     workers, init_fn = asked.num_workers, loader.worker_init_fn
     while isinstance(init_fn, functools.partial):
         init_fn = init_fn.func
-    module = getattr(init_fn, "__module__", None) if init_fn is not None else None
+    module = getattr(init_fn, "__module__", None)
     method = multiprocessing.get_start_method(allow_none=True) or "fork"
     is_forked = options.how.get("multiprocessing_context") or method == "fork"
     reasons = {
@@ -253,5 +246,4 @@ def _kept_as_asked(loader: Any, asked: LoaderConfig, options: Options) -> Findin
         Kept.START_METHOD: not workers and not is_forked,
         Kept.DAEMONIC: multiprocessing.current_process().daemon,
     }
-    figures = {"method": method}
-    return next((why(**figures) for why, applies in reasons.items() if applies), None)
+    return next((why(method=method) for why, applies in reasons.items() if applies), None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import itertools
 import os
 import random
@@ -32,7 +33,7 @@ from autotune_loader.autoloader.elastic import ElasticIter, View
 from autotune_loader.autoloader.iterator import TunedIter
 from autotune_loader.autoloader.worker import Seed, Seeds, drawn_from, mixed
 from autotune_loader.diagnosis import Finding, Kept
-from autotune_loader.machine.elsewhere import cut_channels, die_with_parent, own_files
+from autotune_loader.machine.elsewhere import cut_channels, own_files
 from autotune_loader.pipeline.workload import draws_nothing, is_users
 from autotune_loader.values import MAIN_PROCESS, LoaderConfig
 
@@ -58,7 +59,6 @@ class Parts:
         generators: Of random numbers, without those that the loader or its sampler draws from.
         channels: Descriptors that the dataset holds.
         made: Attributes that the loop's first fetch has made, each with its owner and what it was before.
-        starter: This process, where its main thread starts workers: the kernel ends them with the thread that started them.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -66,7 +66,6 @@ class Parts:
         orders = (loader, loader._index_sampler, getattr(loader._index_sampler, "sampler", None))
         self._orders = {id(getattr(each, "generator", None)) for each in orders}
         self.generators, self.made = list[Any](), list[tuple[dict[str, Any], str, Any]]()
-        self.starter: int | None = None
         self.channels = list[int]()
         self._sizes = dict[str, Any]()
         self._members = [(own, dict(own)) for _, own in self._walk()]
@@ -106,8 +105,6 @@ class Parts:
 
     def prepare(self, keep: int) -> None:
         """Make a forked worker harmless to the training, and undo in it what the loop's first fetch has made."""
-        if self.starter is not None:
-            die_with_parent(self.starter)
         own_files(writable=True)
         cut_channels([keep, *self.channels])
         for owner, name, was in self.made:
@@ -125,7 +122,7 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return [value.__self__]
     if isinstance(value, FunctionType):
-        return [each for each in map(_content, value.__closure__ or ()) if each is not None]
+        return inspect.getclosurevars(value).nonlocals.values()
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     return list(getattr(value, "__dict__", {}).values())
@@ -136,11 +133,6 @@ def _size(value: Any) -> Any:
     if isinstance(value, (list, dict, set, deque)):
         return len(value)
     return value if isinstance(value, (bool, int, float, str, bytes)) else None
-
-
-def _content(cell: Any) -> Any:
-    with suppress(ValueError):  # it is empty
-        return cell.cell_contents
 
 
 class Indices:
@@ -351,7 +343,6 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         live, tuner, beside = self._live, self._tuner, self._beside
         wanted, in_flight = tuner.wanted, 0 if beside is None else beside.outstanding
         if wanted.num_workers and beside is None:
-            live.parts.starter = os.getpid() if threading.current_thread() is threading.main_thread() else None
             beside = self._beside = self._begun_beside(wanted)
         if not live.is_proven and wanted.num_workers:  # it is applied once they are
             return

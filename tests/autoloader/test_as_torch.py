@@ -7,9 +7,7 @@ import copy
 import functools
 import itertools
 import multiprocessing
-import os
 import pickle
-import signal
 import threading
 import time
 import warnings
@@ -171,38 +169,6 @@ def init_fails(base: Any, workers: int) -> Any:
     return events(iter(loader))[:1]
 
 
-class Interrupting(Timed):
-    """A worker sends the training process a signal while that surely waits."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 16 and get_worker_info() is not None:
-            time.sleep(0.3)
-            os.kill(os.getppid(), signal.SIGUSR1)
-            time.sleep(0.3)
-        return super().__getitem__(index)
-
-
-def interrupted(base: Any, workers: int) -> Any:
-    old = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    try:
-        iterator = iter(base(Interrupting(40, 0.02), batch_size=4, num_workers=workers))
-        seen, caught = [next(iterator).tolist()], 0
-        if not workers:
-            timer = threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGUSR1))
-            timer.start()
-        while True:
-            try:
-                seen.append(next(iterator).tolist())
-            except StopIteration:
-                break
-            except KeyboardInterrupt:
-                caught += 1
-    finally:
-        signal.signal(signal.SIGUSR1, old)
-    # Without workers torch loses the batch in hand; nothing more may be lost.
-    return caught, len(seen) >= 9, len(seen) == 10 or not workers
-
-
 OF_LOADER = "batch_size num_workers prefetch_factor pin_memory drop_last timeout dataset persistent_workers in_order"
 OF_LOADER += " multiprocessing_context _index_sampler _auto_collation _dataset_kind collate_fn generator"
 OF_ITERATOR = "_num_yielded _num_workers _dataset _index_sampler _persistent_workers"
@@ -291,17 +257,6 @@ def attributes_set_later(base: Any, workers: int) -> Any:
     return seen + rows(loader)
 
 
-def handler_of_children(base: Any, workers: int) -> Any:
-    def own(*_: Any) -> None: ...
-
-    old = signal.signal(signal.SIGCHLD, own)
-    try:
-        seen = rows(base(Timed(16), batch_size=4, num_workers=workers))
-        return seen, workers > 0 or signal.getsignal(signal.SIGCHLD) is own
-    finally:
-        signal.signal(signal.SIGCHLD, old)
-
-
 def timeout(base: Any, workers: int) -> Any:
     loader = base(Timed(8, 0.5), batch_size=8, num_workers=workers, timeout=1)
     try:
@@ -312,8 +267,8 @@ def timeout(base: Any, workers: int) -> Any:
 
 FAILING = [failing(make) for make in (lambda: NotDecodedError("sample", 7), StopIteration)]
 SCENARIOS = [
-    changes_between_epochs, inside_its_own_loop, in_a_thread, infinite, *FAILING, interrupted, attributes,
-    workers_get_what_is_sent, daemonic, attributes_set_later, handler_of_children, timeout,
+    changes_between_epochs, inside_its_own_loop, in_a_thread, infinite, *FAILING, attributes,
+    workers_get_what_is_sent, daemonic, attributes_set_later, timeout,
 ]  # fmt: skip
 
 

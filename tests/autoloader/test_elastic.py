@@ -39,13 +39,6 @@ TWO, THREE, FOUR = (LoaderConfig(num_workers=number) for number in (2, 3, 4))
 Pair = namedtuple("Pair", ["x", "y"])
 
 
-def changed(loader: Any, configs: list[LoaderConfig], every: int = 3) -> Any:
-    for number, batch in enumerate(loader):
-        if number % every == every - 1 and configs:
-            loader.change_to(configs.pop(0))
-        yield batch
-
-
 # 5064: an epoch is left early near its end, when a deeper queue has reached the sampler's end, where it draws once more.
 @pytest.mark.parametrize(("seed", "kind"), [*((seed, kind) for kind in KINDS for seed in (1000, 1001)), (5064, None)])
 def test_a_random_schedule_changes_nothing_that_the_training_sees(seed: int, kind: str | None) -> None:
