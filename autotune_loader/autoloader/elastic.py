@@ -107,8 +107,8 @@ class ChannelContext:
 
     def close_nursery(self) -> None:
         if self.nursery is not None:
-            nursery, self.nursery = self.nursery, None
-            nursery.close()
+            self.nursery.close()
+            self.nursery = None
 
     def started(self) -> None:
         """The latest worker has its end: as long as the loop had it, too, the channel would not end with the worker."""
@@ -150,7 +150,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self.active, self.asked = workers, asked
         self.answered = set[int]()
         self._depth, self._turn, self._losses, self._epochs, self._is_resetting = depth, 0, 0, -1, False
-        self._given, self._again = dict[int, Any](), set[int]()
+        self._given = dict[int, Any]()
         self._has_init_fn = loader.worker_init_fn is not None
         has_nursery = is_elastic and not self._has_init_fn and loader._dataset_kind != torchs.ITERABLE
         real = loader.multiprocessing_context or torch.multiprocessing
@@ -161,7 +161,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             other |= {"pin_memory": False, "pin_memory_device": ""}  # torch's thread has nothing to do
         if fetch_threads is not None and not getattr(loader.dataset, "__getitems__", None):
             other["dataset"] = other["worker_init_fn"] = Threaded(loader.dataset, fetch_threads, loader.worker_init_fn)
-        with torchs.WithoutHandler():
+        with torchs.without_handler():
             super().__init__(View(loader, vars(loader).get("watched_as", loader), **other))
         self._context.started()
         torchs.forget_processes(self)
@@ -177,8 +177,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._turn, self._epochs, self._is_resetting = 0, self._epochs + 1, True
-        for each in (self._given, self._again, self._worker_result_queue.fetches):
-            each.clear()
+        self._given.clear()
+        self._worker_result_queue.fetches.clear()
         # Torch draws a seed once for workers that are kept.
         self._seed = mixed(self._base_seed, self._epochs) >> 1 if self._epochs else self._base_seed
         try:
@@ -274,8 +274,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             del self._task_info[number]
             self._tasks_outstanding -= 1
             return True
-        if is_failed and self.active > self.asked > 0 and number not in self._again:
-            self._again.add(number)  # it may fail because there are more workers than were asked for
+        if is_failed and self.active > self.asked > 0:  # it may fail because there are more workers than were asked for
             self._task_info[number] = (self._num_workers,)  # of none that stays
             self._shrink()
             return True

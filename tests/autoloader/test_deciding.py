@@ -54,7 +54,7 @@ def test_what_is_settled_on_and_how_fast_it_is(asked: int, job: dict[str, Any], 
     assert rate >= least * max(training.rate(of(workers)) for workers in (0, asked, *wanted))
 
 
-@pytest.mark.parametrize(("seed", "asked", "seconds"), itertools.product(range(6), [0, 2], [5.0, 20.0]))
+@pytest.mark.parametrize(("seed", "asked", "seconds"), [*itertools.product(range(6), [0, 2], [5.0, 20.0])])
 def test_no_job_is_slower_than_asked_by_over_2_percent_and_half_a_second(seed: int, asked: int, seconds: float) -> None:
     training = Training.drawn(seed)
     tuner = training.tuner(of(asked))
