@@ -226,12 +226,11 @@ class BesideIter(ElasticIter):
         self._workers[worker].kill()
 
     def _shutdown_workers(self, is_exiting: Any = torchs.is_exiting) -> None:
-        """As torch's, which waits for each worker; not for those that the loop has not waited for."""
-        if is_exiting():
+        """As torch's, which waits for each worker; not for those that have not answered."""
+        if is_exiting() or os.getpid() != self._process:
             return
-        late = {info[0] for number, info in getattr(self, "_task_info", {}).items() if number < self._rcvd_idx}
         for number, process in enumerate(getattr(self, "_workers", ())):
-            if (number in late or number not in self.answered) and os.getpid() == self._process:
+            if number not in self.answered:
                 process.kill()
         super()._shutdown_workers()
 
@@ -275,7 +274,7 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         live = self._live
         if self._beside is not None and self._beside.outstanding:
             try:
-                self._wait(self._beside) if live.is_proven else self._compare(self._beside)
+                (self._wait if live.is_proven else self._compare)(self._beside)
             except RuntimeError as error:  # workers were lost again and again
                 self._give_up(Kept.WORKERS_LOST(error=error))
         beside = self._beside

@@ -10,7 +10,7 @@ import pytest
 from autotune_loader.autoloader.meter import measured
 from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Kept
-from autotune_loader.pipeline.loop_log import MOST_ROWS, Log
+from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import LoaderConfig
 from tests.support.training import Training, together
 
@@ -63,13 +63,6 @@ def test_no_job_is_slower_than_asked_by_over_2_percent_and_half_a_second(seed: i
     assert took <= 1.02 * seconds + 0.5
 
 
-def test_who_is_slower_is_known_before_whole_epochs_are_compared() -> None:
-    training = Training(fetch_s=0.0005, cpu=1.0, step_s=0.0003, transfer_s=0.001, epoch_batches=1000, noise=0.0)
-    tuner = training.tuner(NONE)
-    assert training.until(tuner, 8.0 * training.rate(NONE)) <= 1.02 * 8.0 + 0.25
-    assert training.started > 0
-
-
 def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
     log, now = Log(), 100.0
     tuner = Tuner(log, of(2), cores=2)
@@ -85,17 +78,6 @@ def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
     tuner.applied(0.0)
     tuner.look(now)
     assert tuner.measured[of(2)][0].samples_per_s.value == pytest.approx(16, rel=0.01)
-
-
-def test_a_rate_that_shifts_later_is_answered() -> None:
-    training = Training(fetch_s=0.01, cpu=0.05, step_s=0.01)
-    tuner = training.tuner(NONE)
-    training.run(tuner, 60.0)
-    before = tuner.best.num_workers
-    training.fetch_s *= 6  # another folder, on a slower disk
-    training.run(tuner, 360.0)
-    assert tuner.best.num_workers > before
-    assert training.run(tuner, 30.0) > 0.9 * training.rate(of(12))
 
 
 def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> None:
@@ -292,13 +274,3 @@ def test_what_is_long_every_50_steps_is_a_step_and_an_evaluation_every_100_is_no
     seen = measured(log.rows)
     assert seen is not None
     assert seen.samples_per_s.value == pytest.approx(8 / (0.02 + step_s), rel=0.03)
-
-
-def test_an_endless_epoch_does_not_fill_memory() -> None:
-    log, now = Log(), 0.0
-    loop = log.begin(now)
-    for _ in range(100_000):
-        loop.ask(now)
-        loop.receive(now := now + 0.001, 8, (-1, now, now, now, 0.0))
-    loop.ask(now)
-    assert (log.end, len(log.rows) <= 2 * MOST_ROWS) == (100_000, True)
