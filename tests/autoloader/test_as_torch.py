@@ -55,7 +55,7 @@ def changes_between_epochs(base: Any, workers: int) -> Any:
     for are_kept in (False, workers > 0):
         data = Timed()
         loader = base(data, batch_size=8, num_workers=workers, persistent_workers=are_kept)
-        for epoch in range(3 if are_kept else 6):
+        for epoch in range(3 if are_kept else 4):
             data.labels[:], data.scale = epoch, 1 + epoch // 2
             seen.append(rows(loader))
     return seen
@@ -265,7 +265,7 @@ def attributes_set_later(base: Any, workers: int) -> Any:
 
 
 def timeout(base: Any, workers: int) -> Any:
-    loader = base(Timed(8, 0.5), batch_size=8, num_workers=workers, timeout=1)
+    loader = base(Timed(8, 0.2), batch_size=8, num_workers=workers, timeout=0.5)
     try:
         next(iter(loader))
     except Exception as error:

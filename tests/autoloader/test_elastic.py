@@ -142,7 +142,7 @@ def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(
         files.add(maps.count("/memfd:batch"))
     assert all(y[:, 7].tolist() == [4 * number + each for each in range(4)] for number, y in kept)
     assert max(files) < 2 * (2 * 2 * 2 + 2) + len(kept)  # of 60 batches, the few that are on their way, and those kept
-    del kept, x, y
+    del kept, x, y, _
     gc.collect()
     assert "/memfd:batch" not in Path("/proc/self/maps").read_text()
 
