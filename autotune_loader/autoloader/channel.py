@@ -20,7 +20,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 from torch._utils import ExceptionWrapper
@@ -61,12 +60,10 @@ class WorkerEnd(NoQueue):
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
 
-    def __reduce__(self) -> Any:  # where workers are spawned
-        return _worker_end, (DupFd(self.socket.fileno()),)
-
     def begin(self) -> None:
         """From now on this process is a worker: it holds no other channel, and collates into segments."""
         close_channels(but=self)
+        self.socket.setblocking(True)  # whatever `socket.setdefaulttimeout()` says
         self._pool, self._poll = Pool(), select.poll()
         self._poll.register(self.socket, select.POLLIN)
         share_by(self._pool.storage, SMALL_BYTES)
@@ -123,12 +120,6 @@ class WorkerEnd(NoQueue):
         data = pickle.dumps(([(number, size) for number, size, _ in fresh], rest), pickle.HIGHEST_PROTOCOL)
         files = [file for *_, file in fresh]
         socket.send_fds(self.socket, [data], files) if files else self.socket.sendall(data)
-
-
-def _worker_end(file: Any) -> WorkerEnd:
-    end = socket.socket(fileno=file.detach())
-    end.setblocking(True)
-    return WorkerEnd(end)
 
 
 class Channel(NoQueue):
@@ -225,7 +216,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     """The loop's end, which no fork keeps, and the other one; they keep the bounds of messages."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for each in (ours, theirs):
-        each.setblocking(True)  # whatever `socket.setdefaulttimeout()` says
+        each.setblocking(True)
     _loop_ends.add(ours)
     return ours, theirs
 
@@ -237,8 +228,7 @@ def close_channels(*, but: WorkerEnd | None = None) -> None:
             each.close()
 
 
-def _in_fork() -> None:
-    """A fork, whosever it is, must not hold the loop's ends: a channel would not end with the loop."""
+def _in_fork() -> None:  # if it held the loop's ends, a channel would not end with the loop
     for each in list(_loop_ends):
         each.close()
 
