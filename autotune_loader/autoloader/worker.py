@@ -128,7 +128,7 @@ class Threaded:
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         self._pool = self._pool or ThreadPoolExecutor(self._threads, "fetch")
-        return [each.result() for each in [self._pool.submit(self._dataset.__getitem__, index) for index in indices]]
+        return list(self._pool.map(self._dataset.__getitem__, indices))
 
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index]
