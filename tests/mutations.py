@@ -77,8 +77,13 @@ MUTATIONS = (
         "autoloader/test_elastic.py -k killed_workers",
     ),
     Mutation(
+        "elastic: one batch more is given out ahead", "autoloader",
+        "self.outstanding < self.active * self._depth", "self.outstanding <= self.active * self._depth",
+        "autoloader/test_elastic.py -k own_numbers",
+    ),
+    Mutation(
         "segments: what the loop keeps is used again", "autoloader",
-        "own is None or own.is_lent or", "own is None or", "autoloader/test_elastic.py -k one_tensor_twice",
+        "own is None or own.is_lent or", "own is None or", "autoloader/test_elastic.py -k loop_keeps",
     ),
     Mutation(
         "ledger: what training has earned is owed", "autoloader",

@@ -20,7 +20,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 from torch._utils import ExceptionWrapper
@@ -48,9 +47,9 @@ class WorkerEnd(NoQueue):
     """A worker's end of a channel, which torch's worker loop takes for both of its queues.
 
     Attributes:
-        first: called before the first job, once torch has told the worker what it is.
-        seed: called with the seed of a job, before torch gets the job.
-        note: what the loop is told with the next batch.
+        first: Called before the first job, once torch has told the worker what it is.
+        seed: Called with the seed of a job, before torch gets the job.
+        note: What the loop is told with the next batch.
     """
 
     first: Callable[[], object] | None = None
@@ -61,12 +60,10 @@ class WorkerEnd(NoQueue):
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
 
-    def __reduce__(self) -> Any:  # where workers are spawned
-        return _worker_end, (DupFd(self.socket.fileno()),)
-
     def begin(self) -> None:
         """From now on this process is a worker: it holds no other channel, and collates into segments."""
         close_channels(but=self)
+        self.socket.setblocking(True)  # whatever `socket.setdefaulttimeout()` says
         self._pool, self._poll = Pool(), select.poll()
         self._poll.register(self.socket, select.POLLIN)
         share_by(self._pool.storage, SMALL_BYTES)
@@ -125,36 +122,18 @@ class WorkerEnd(NoQueue):
         socket.send_fds(self.socket, [data], files) if files else self.socket.sendall(data)
 
 
-def _worker_end(file: Any) -> WorkerEnd:
-    end = socket.socket(fileno=file.detach())
-    end.setblocking(True)
-    return WorkerEnd(end)
-
-
 class Channel(NoQueue):
-    """The loop's end, which torch takes for the index queue of a worker.
-
-    Args:
-        pinner: pins its batches where they lie; None leaves them as they are.
-
-    Attributes:
-        end, number: of the worker.
-        times, note, received_bytes: of the latest batch.
-    """
+    """The loop's end, which torch takes for the index queue of a worker; `times` and `note` are of the latest batch."""
 
     times: Any = None
     note: str | None = None
 
     def __init__(self, pinner: Pinner | None) -> None:
         self.socket, theirs = pair()
-        self.end, self.number, self._mapped = WorkerEnd(theirs), -1, Mapped(pinner)
+        self.end, self.number, self.mapped = WorkerEnd(theirs), -1, Mapped(pinner)
         self._waiting, self._buffer = deque[Any](), bytearray(2 * PACKET_BYTES)
         self._lock = threading.RLock()  # a pinning thread receives while the loop puts
         _living.add(self)
-
-    @property
-    def received_bytes(self) -> int:
-        return self._mapped.leased_bytes
 
     def put(self, job: Any) -> None:
         """Send a job, or keep it until there is room."""
@@ -164,7 +143,7 @@ class Channel(NoQueue):
 
     def _flush(self) -> None:
         while self._waiting:
-            back, files = self._mapped.back(), list[int]()
+            back, files = self.mapped.back(), list[int]()
             data = pickle.dumps((back, self._waiting[0]), pickle.HIGHEST_PROTOCOL)
             if len(data) > PACKET_BYTES:  # many indices
                 files.append(os.memfd_create("job"))
@@ -173,7 +152,7 @@ class Channel(NoQueue):
             try:
                 socket.send_fds(self.socket, [data], files, DONT_WAIT) if files else self.socket.send(data, DONT_WAIT)
             except BlockingIOError:
-                self._mapped.returned.extend(back)
+                self.mapped.returned.extend(back)
                 return
             except OSError:  # the worker is gone, which is found out where a batch is waited for
                 self._waiting.clear()
@@ -199,7 +178,7 @@ class Channel(NoQueue):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             fresh, rest = pickle.loads(memoryview(self._buffer)[:size])  # noqa: S301 - our own worker has made it
             for (number, its_size), file in zip(fresh, files, strict=True):
-                self._mapped.all[number] = Segment(number, file, its_size)
+                self.mapped.all[number] = Segment(number, file, its_size)
         finally:
             for file in files:
                 os.close(file)
@@ -207,12 +186,12 @@ class Channel(NoQueue):
             return None
         number, dropped, self.times, self.note, body = rest
         for each in dropped:
-            del self._mapped.all[each]
+            del self.mapped.all[each]
         if self._waiting:
             with self._lock:
                 self._flush()
         try:
-            return number, self._mapped.unpickled(body)
+            return number, self.mapped.unpickled(body)
         except Exception:  # of somebody's own class of batches
             return number, ExceptionWrapper(where="in the training process, as it received a batch")
 
@@ -226,6 +205,8 @@ class Channel(NoQueue):
         self.socket.close()
         self.end.socket.close()
 
+    __del__ = close
+
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()
 _loop_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -235,7 +216,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     """The loop's end, which no fork keeps, and the other one; they keep the bounds of messages."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for each in (ours, theirs):
-        each.setblocking(True)  # whatever `socket.setdefaulttimeout()` says
+        each.setblocking(True)
     _loop_ends.add(ours)
     return ours, theirs
 
@@ -247,8 +228,7 @@ def close_channels(*, but: WorkerEnd | None = None) -> None:
             each.close()
 
 
-def _in_fork() -> None:
-    """A fork, whosever it is, must not hold the loop's ends: a channel would not end with the loop."""
+def _in_fork() -> None:  # if it held the loop's ends, a channel would not end with the loop
     for each in list(_loop_ends):
         each.close()
 
@@ -267,25 +247,22 @@ class Results(NoQueue):
     """What torch takes for its result queue: all channels, and a bell that torch's loop rings to end its pinning thread.
 
     Args:
-        pins: whether batches are pinned here, and by no thread.
+        pins: Whether batches are pinned here, and by no thread.
 
     Attributes:
-        fetches: by number of a batch that has come, the history of its making.
-        note: the latest that a worker has told.
-        batch_bytes: of the largest batch so far.
+        fetches: By number of a batch that has come, how it was made.
+        note: The latest that a worker has told.
+        batch_bytes: Of the largest batch so far.
     """
 
     def __init__(self, *, pins: bool) -> None:
         self._pins = pins
         self._poll, self._channels, self._own = select.epoll(), dict[int, Channel](), deque[Any]()
-        self._bell, self._process = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC), os.getpid()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell).atexit = False
         self._poll.register(self._bell, select.EPOLLIN)
         self.fetches, self.batch_bytes = dict[int, Fetch](), 0
         self.note: str | None = None
-
-    def __del__(self, getpid: Any = os.getpid, close: Any = os.close) -> None:  # modules may be gone
-        if getattr(self, "_process", None) == getpid():
-            close(self._bell)
 
     def add(self, channel: Channel) -> None:
         self._channels[channel.socket.fileno()] = channel
@@ -315,7 +292,7 @@ class Results(NoQueue):
                 if isinstance(received[1], ExceptionWrapper):
                     vars(received[1])["channel"] = channel  # from whom it is
                 self.note = channel.note or self.note
-                self.batch_bytes = max(self.batch_bytes, channel.received_bytes)
+                self.batch_bytes = max(self.batch_bytes, channel.mapped.leased_bytes)
                 return (received[0], _pinned(received[1])) if self._pins else received
 
     def put(self, message: tuple[Any, Any]) -> None:

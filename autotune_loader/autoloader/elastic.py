@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import time
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import Channel, Results, WorkerGone
 from autotune_loader.autoloader.nursery import CLONE, Nursery, NurseryProcess, end_process
 from autotune_loader.autoloader.pinning import Pinner, pinner_for
-from autotune_loader.autoloader.seeds import Seed, mixed
-from autotune_loader.autoloader.worker import Given, Threaded, work
+from autotune_loader.autoloader.worker import Given, Seed, Threaded, mixed, work
 from autotune_loader.pipeline.loop_log import Fetch
 
 MOST_LOSSES = 3
@@ -33,10 +33,7 @@ logger = logging.getLogger("autotune_loader.autoloader")
 
 
 class View:
-    """A loader, but for what its iterator is to see otherwise.
-
-    `watched_as` is the loader as whom the iterator is watched; None where nobody is to see it.
-    """
+    """A loader with other attributes; `watched_as` is the loader as which its iterator is watched, None for none."""
 
     def __init__(self, loader: Any, watched_as: Any, **other: Any) -> None:
         vars(self).update(other, loader=loader, watched_as=watched_as)
@@ -46,10 +43,7 @@ class View:
 
 
 class Flag:
-    """What tells workers to end: a byte that processes share.
-
-    A worker that is killed while it looks at an event of multiprocessing keeps its lock, and who sets it waits for ever.
-    """
+    """Tells workers to end. A worker that is killed while it looks at multiprocessing's own event keeps its lock."""
 
     def __init__(self, real: Any) -> None:
         self._byte = real.RawValue("b", 0)
@@ -64,18 +58,16 @@ class Flag:
 class ChannelContext:
     """A multiprocessing context whose queues are channels: torch asks for its result queue first, then for one a worker.
 
-    `also` is what workers are given beside the arguments of torch's worker loop, `asked` how many they are told that there are,
-    `pinner` what pins their batches where they lie.
+    `also` is what `Given` takes beside the arguments of torch's worker loop.
     """
 
     def __init__(
         self, real: Any, also: tuple[Any, ...], asked: int, pinner: Pinner | None, *, has_nursery: bool
     ) -> None:
         self._real, self._also, self._asked, self._pinner = real, also, asked, pinner
-        self.results = Results(pins=pinner is not None)
+        self._results: Results | None = None
         self._has_nursery = has_nursery and CLONE is not None and real.get_start_method() == "fork"
         self.nursery: Nursery | None = None
-        self._has_given_results = False
         self._given: Given | None = None
         self._made: Channel | None = None
 
@@ -86,21 +78,19 @@ class ChannelContext:
         return Flag(self._real)
 
     def Queue(self) -> Any:  # noqa: N802
-        if not self._has_given_results:
-            self._has_given_results = True
-            return self.results
+        if self._results is None:
+            self._results = Results(pins=self._pinner is not None)
+            return self._results
         self.started()
         self._made = Channel(self._pinner)
-        self.results.add(self._made)
+        self._results.add(self._made)
         return self._made
 
     def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802
         arguments = dict(zip(inspect.signature(target).parameters, args, strict=True))  # versions differ
         if self._given is None:
-            own = ("index_queue", "data_queue", "worker_id", "num_workers", "dataset_holder")
-            common = {name: value for name, value in arguments.items() if name not in own}
-            holder = {name: arguments[name] for name in own[-1:] if name in arguments}  # since torch 2.14
-            self._given = Given(common, holder, *self._also)
+            own = ("index_queue", "data_queue", "worker_id", "num_workers")
+            self._given = Given({name: arguments[name] for name in arguments if name not in own}, *self._also)
             self.nursery = Nursery(self._given) if self._has_nursery else None
         return self.worker(arguments["worker_id"], arguments["num_workers"])
 
@@ -117,8 +107,8 @@ class ChannelContext:
 
     def close_nursery(self) -> None:
         if self.nursery is not None:
-            nursery, self.nursery = self.nursery, None
-            nursery.close()
+            self.nursery.close()
+            self.nursery = None
 
     def started(self) -> None:
         """The latest worker has its end: as long as the loop had it, too, the channel would not end with the worker."""
@@ -130,20 +120,16 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     """Torch's iterator, whose number of workers may change.
 
     Args:
-        loader: a loader, or a `View` of one.
-        workers: it begins with, at least 1.
-        depth: batches that each worker has ahead.
-        is_seeded: whether each batch's random numbers are its own, whoever makes it.
-        fetch_threads: threads that fetch the items of a batch in each worker.
-        is_elastic: whether the number of workers may change.
-        asked: workers that were asked for, which workers are told that there are; 0 where nobody asked.
-        special: `initial_seed`, `prepare` and `held` of `work`.
+        depth: Batches that each worker has ahead.
+        asked: Number of workers that was asked for, which workers are told; 0 where nobody asked.
+        is_seeded: Whether each batch's random numbers are its own, whoever makes it.
+        special: `initial_seed`, `prepare` and `held` of `Given`.
 
     Attributes:
-        active: workers that are given batches; where one is lost, or fails, while there are more than `asked`, these are left.
-        answered: workers that have delivered a batch.
-        indices, fetch: of the batch that was delivered last, and the history of its making.
-        start_s: seconds that starting a worker took.
+        active: Number of workers that are given batches.
+        answered: Workers that have delivered a batch.
+        indices, fetch: Of the batch that was delivered last, and how it was made.
+        start_s: Seconds that starting a worker took.
     """
 
     _worker_result_queue: Results
@@ -158,13 +144,13 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     def __init__(
         self, loader: Any, workers: int, depth: int, *, asked: int, is_seeded: bool, fetch_threads: int | None = None,
         is_elastic: bool = True,
-        special: tuple[Any, ...] = (None, None, ()),
+        special: tuple[Any, ...] = (None, None, []),
     ) -> None:  # fmt: skip
         begun, self._process, self._is_seeded = time.monotonic(), os.getpid(), is_seeded
         self.active, self.asked = workers, asked
         self.answered = set[int]()
         self._depth, self._turn, self._losses, self._epochs, self._is_resetting = depth, 0, 0, -1, False
-        self._given, self._again, self._retired = dict[int, Any](), set[int](), list[Any]()
+        self._given = dict[int, Any]()
         self._has_init_fn = loader.worker_init_fn is not None
         has_nursery = is_elastic and not self._has_init_fn and loader._dataset_kind != torchs.ITERABLE
         real = loader.multiprocessing_context or torch.multiprocessing
@@ -175,33 +161,32 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             other |= {"pin_memory": False, "pin_memory_device": ""}  # torch's thread has nothing to do
         if fetch_threads is not None and not getattr(loader.dataset, "__getitems__", None):
             other["dataset"] = other["worker_init_fn"] = Threaded(loader.dataset, fetch_threads, loader.worker_init_fn)
-        with torchs.WithoutHandler():
+        with torchs.without_handler():
             super().__init__(View(loader, vars(loader).get("watched_as", loader), **other))
         self._context.started()
         torchs.forget_processes(self)
-        self._dataset = self._dataset if "dataset" not in other else loader.dataset
+        self._dataset = loader.dataset
         self._profile_name = f"enumerate(DataLoader)#{torchs.WorkersIter.__name__}.__next__"
         self.start_s = (time.monotonic() - begun) / workers
 
     def failed(self) -> None:
         """A worker was lost, or failed, while there were more than were asked for."""
 
-    def came_late(self, number: int, batch: Any) -> None:
-        """A batch that was passed over has come."""
-
     def seed_of(self, number: int) -> Seed:
         return mixed(self._seed, number), 0
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._turn, self._epochs, self._is_resetting = 0, self._epochs + 1, True
-        for each in (self._given, self._again, self._worker_result_queue.fetches):
-            each.clear()
+        self._given.clear()
+        self._worker_result_queue.fetches.clear()
         # Torch draws a seed once for workers that are kept.
         self._seed = mixed(self._base_seed, self._epochs) >> 1 if self._epochs else self._base_seed
         try:
             super()._reset(loader, first_iter)
         finally:
             self._is_resetting = False
+        if self._dataset_kind != torchs.ITERABLE:  # torch counts for `in_order=False` alone
+            self._workers_num_tasks = defaultdict[int, int](int)
 
     @property
     def outstanding(self) -> int:
@@ -216,7 +201,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._index_queues.append(channel)
             self._workers.append(process)
             self._workers_status.append(True)
-            getattr(self, "_workers_num_tasks", []).append(0)  # since torch 2.7
             self._num_workers += 1
             self.start_s = (time.monotonic() - begun) / (self._num_workers - before)
         self.active, self._depth, self._turn = workers, depth, 0
@@ -253,8 +237,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         worker = self._turn % (self.active or self._num_workers)
         self._turn += 1
         self._task_info[number] = (worker,)
-        if hasattr(self, "_workers_num_tasks"):
-            self._workers_num_tasks[worker] += 1
         seed = [self.seed_of(number)] if self._is_seeded else []
         self._index_queues[worker].put((number, self._given[number], *seed))
 
@@ -291,27 +273,19 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if number < self._rcvd_idx:  # it was passed over
             del self._task_info[number]
             self._tasks_outstanding -= 1
-            self.came_late(number, data)
             return True
-        if is_failed and self.active > self.asked > 0 and number not in self._again:
-            self._again.add(number)  # it may fail because there are more workers than were asked for
+        if is_failed and self.active > self.asked > 0:  # it may fail because there are more workers than were asked for
             self._task_info[number] = (self._num_workers,)  # of none that stays
             self._shrink()
             return True
         return False
 
     def _shrink(self) -> None:
-        """Back to as many workers as were asked for: the others end, and their batches are given out again."""
+        """Back to as many workers as were asked for: the others end by themselves, and their batches are given out again."""
         self.failed()
         for channel in self._index_queues[self.asked :]:
             channel.hang_up()
-        for number, info in self._task_info.items():
-            if len(info) == 2 and info[0] >= self.asked:  # has come already: torch counts it to a worker that stays
-                self._task_info[number] = (0, info[1])
-                if hasattr(self, "_workers_num_tasks"):
-                    self._workers_num_tasks[0] += 1
-        self._retired += zip(self._index_queues[self.asked :], self._workers[self.asked :], strict=True)
-        for each in (self._index_queues, self._workers, self._workers_status, getattr(self, "_workers_num_tasks", [])):
+        for each in (self._index_queues, self._workers, self._workers_status):
             del each[self.asked :]
         self._num_workers = self.active = self.asked
         self._give_again(self.asked, None)
@@ -324,7 +298,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _lost(self, channel: Channel) -> None:
         number = channel.number
-        if number >= self._num_workers or self._index_queues[number] is not channel or not self._workers_status[number]:
+        if channel not in self._index_queues or not self._workers_status[number]:
             return  # it has ended as it should
         process = self._workers[number]
         end_process(process)
@@ -336,7 +310,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         logger.warning("%s Its batches are fetched again.", _words(process))
         if self.active > self.asked > 0:
             self._shrink()
-        if number < self._num_workers:
+        if channel in self._index_queues:
             channel.close()
             self._index_queues[number], self._workers[number] = self._started(number, self._num_workers)
             if self._is_resetting:
@@ -368,9 +342,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             channel.hang_up()  # who waits for room to send would never end
         super()._shutdown_workers()
         self._context.close_nursery()
-        for channel, process in self._retired:
-            channel.close()
-            end_process(process)
 
 
 def _words(process: Any) -> str:

@@ -17,8 +17,6 @@ from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.loop_log import Fetch
 from autotune_loader.values import LoaderConfig
 
-NO_FETCH: Fetch = (-1, 0.0, 0.0, 0.0, 0.0)
-
 log = logging.getLogger("autotune_loader.autoloader")
 
 
@@ -26,7 +24,7 @@ class TunedIter(torchs.BaseIter):  # type: ignore[misc]
     """What asked and unasked iterators have in common. The one that was begun last is the one that tunes.
 
     Attributes:
-        indices, fetch: of the batch that was delivered last, and the history of its making.
+        indices, fetch: Of the batch that was delivered last, and how it was made.
     """
 
     indices: Any = None
@@ -48,7 +46,7 @@ class TunedIter(torchs.BaseIter):  # type: ignore[misc]
         except StopIteration:
             self._end()
             raise
-        self._loop.receive(time.monotonic(), self._samples(batch), self.fetch or NO_FETCH)
+        self._loop.receive(time.monotonic(), self._samples(batch), self.fetch)
         return batch
 
     def _samples(self, batch: Any) -> int:
@@ -73,10 +71,6 @@ class TunedIter(torchs.BaseIter):  # type: ignore[misc]
             log.warning("AutoLoader no longer tunes this loader", exc_info=True)
             tuner.refuse(Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}"))
         tuner.own_s += time.monotonic() - now
-
-    def _apply(self) -> None:
-        """Run what is wanted."""
-        raise NotImplementedError
 
     def _end(self) -> None:
         loop, batches = self._loop, self._num_yielded

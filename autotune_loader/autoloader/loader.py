@@ -15,8 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from autotune_loader.autoloader.found import Found
-from autotune_loader.autoloader.live import Live, iterator_of, live_of
+from autotune_loader.autoloader.live import Found, Live, iterator_of, live_of
 from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import require_linux
 from autotune_loader.pipeline.build import batching_of

@@ -1,4 +1,4 @@
-"""What a configuration reaches, measured in the log of a loop: without what the switch to it left behind, and what it costs.
+"""What a configuration reaches, measured in the log of a loop, without what the switch to it left behind.
 
 switch ── batches in flight ── one of each worker ── the batches that count ── enough of them: seen
 """
@@ -69,8 +69,8 @@ class Meter:
     """Measures one configuration at a time.
 
     Attributes:
-        open_s: how much longer the first fetch of a process takes.
-        has_run: the largest number of workers so far.
+        open_s: How much longer the first fetch of a process takes.
+        has_run: The largest number of workers so far.
     """
 
     def __init__(self, log: Log, config: LoaderConfig) -> None:

@@ -62,24 +62,22 @@ def end_process(process: Any) -> None:
         process.join()
 
 
-class NurseryProcess(ForkProcess):
-    """A worker from the nursery, which `multiprocessing` takes for one of its own."""
-
-    def __init__(self, nursery: Nursery, end: WorkerEnd, number: int, count: int) -> None:
-        super().__init__(daemon=True)
-        self.request = nursery, end, number, count
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802 - as in multiprocessing
-        return _Cloned(process_obj)
-
-
 class _Cloned(popen_fork.Popen):
     def _launch(self, process_obj: Any) -> None:
         nursery, *worker = process_obj.request
         self.pid = nursery.fork(*worker)
         self.sentinel = os.pidfd_open(self.pid)
         self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel,))  # type: ignore[attr-defined]
+
+
+class NurseryProcess(ForkProcess):
+    """A worker from the nursery, which `multiprocessing` takes for one of its own."""
+
+    _Popen = _Cloned
+
+    def __init__(self, nursery: Nursery, end: WorkerEnd, number: int, count: int) -> None:
+        super().__init__(daemon=True)
+        self.request = nursery, end, number, count
 
 
 def _nurse(theirs: socket.socket, given: Given) -> None:

@@ -193,18 +193,16 @@ class _Pickler(ForkingPickler):
         return NotImplemented
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        is_plain = (
-            value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested and not vars(value)
-        )
-        if not is_plain or value.requires_grad or value.is_conj() or value.is_neg() or value.is_quantized:
+        if value.layout is not torch.strided or value.device.type != "cpu" or value.is_nested or vars(value):
+            return NotImplemented
+        if value.requires_grad or value.is_conj() or value.is_neg() or value.is_quantized:
             return NotImplemented
         size, stride = value.nbytes, None
         if not value.is_contiguous():
-            order = sorted(range(value.dim()), key=value.stride, reverse=True)
-            # Bytes that lie one after the other are sent as they lie; of a view that leaves some out, what it shows.
-            value, stride = (
-                (value, value.stride()) if value.permute(order).is_contiguous() else (value.contiguous(), None)
-            )
+            if value.permute(sorted(range(value.dim()), key=value.stride, reverse=True)).is_contiguous():
+                stride = value.stride()  # without gaps: it is sent as it lies
+            else:
+                value = value.contiguous()
         about = value.dtype, tuple(value.shape), stride
         if size <= SMALL_BYTES:
             return small_tensor, (ctypes.string_at(value.data_ptr(), size) if size else b"", *about)
@@ -221,14 +219,11 @@ class _Pickler(ForkingPickler):
 
 
 class Mapped:
-    """The segments of one worker, as the loop has them.
-
-    Args:
-        pinner: pins tensors where they lie; None leaves them as they are.
+    """The segments of one worker, as the loop has them; with a pinner, tensors are pinned where they lie.
 
     Attributes:
-        returned: numbers of those that nobody has a tensor over any more.
-        leased_bytes: of the latest message.
+        returned: Numbers of those that nobody has a tensor over any more.
+        leased_bytes: Of the latest message.
     """
 
     def __init__(self, pinner: Pinner | None) -> None:
@@ -285,9 +280,8 @@ _reading = threading.local()
 
 
 def small_tensor(data: bytes, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:
-    return _shaped(
-        torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype), shape, stride
-    )
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return _shaped(flat, shape, stride)
 
 
 def large_tensor(number: int, size: int, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,15 +45,15 @@ def share_by(storage: Callable[[int], Any], least: int) -> None:
     torch.UntypedStorage._new_shared = classmethod(new_shared)  # type: ignore[assignment, method-assign]
 
 
-class WithoutHandler:
+@contextlib.contextmanager
+def without_handler() -> Iterator[None]:
     """In this block torch does not leave its handler of SIGCHLD behind, which raises wherever the loop is."""
-
-    def __enter__(self) -> None:
-        self._is_set, self._handler = signals._SIGCHLD_handler_set, signal.getsignal(signal.SIGCHLD)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if not self._is_set and self._handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, self._handler)
+    was_set, handler = signals._SIGCHLD_handler_set, signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if not was_set and handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
             signals._SIGCHLD_handler_set = False
 
 

@@ -45,8 +45,8 @@ HEADROOM = 1.15
 """Fetches take longer beside each other."""
 FEWER = 0.75
 """At least a quarter of the workers is given back."""
-MOST_PAIRS, CLEAR, MOST_ROUNDS = 12, 1.5, 100
-"""A gain of so much is believed after one pair; so many rounds are remembered."""
+MOST_PAIRS, CLEAR, MOST_KEPT = 12, 1.5, 100
+"""Pairs that decide at last; a gain that one decides; measurements of a configuration that are remembered."""
 SHORTEST_EPOCH = 4
 """Batches of an epoch that workers are tried for. How long it takes does not matter: they stay for the next one."""
 START_S = 0.02
@@ -69,23 +69,17 @@ class Tuner:
     """Decides for one loader, over all its epochs.
 
     Args:
-        log: of the loader.
-        asked: what the loader was asked for.
-        refused: why nothing else may be tried; None where it may.
-        cores, epoch_batches, max_workers: limit the number of workers.
+        refused: Why nothing but `asked` may be tried; None where it may.
         depth: `prefetch_factor` of workers, where the script says so.
 
     Attributes:
-        wanted, best: what is to run, and what is known to be best.
-        gain: of `best` over `asked`: from pairs of both, or the product of those on the way; None where it was not measured.
-        most: the largest number of workers, which may be changed at any time.
-        measured: what was measured, by configuration.
-        rounds: pairs, each of a candidate and what was best then.
-        own_s, gained_s: what tuning has cost, and what it has gained.
-        start_s: what starting a worker takes.
-        none_would_be_faster: whether receiving a batch from the workers that were asked for costs more than fetching it.
-        is_trying: whether another configuration is being tried.
-        wake: when `look` is to be called.
+        wanted, best: What is to run, and what is known to be best.
+        gain: Of `best` over `asked`: from pairs of both, or the product of those on the way; None where it was not measured.
+        most: The largest number of workers, which may be changed at any time.
+        own_s, gained_s: What tuning has cost, and what it has gained.
+        start_s: What starting a worker takes.
+        none_would_be_faster: Whether receiving a batch from the workers that were asked for costs more than fetching it.
+        wake: When `look` is to be called.
     """
 
     def __init__(
@@ -106,7 +100,6 @@ class Tuner:
         self.wanted = self.best = asked
         self.gain: Interval | None = None
         self.measured = dict[LoaderConfig, list[Measurement]]()
-        self.rounds = list[Round]()
         self.own_s = self.gained_s = self.wake = 0.0
         self.start_s, self._meter = START_S, Meter(log, asked)
         self.none_would_be_faster = self.is_trying = self._are_short = self._is_frozen = False
@@ -166,7 +159,7 @@ class Tuner:
         self._meter.applied(self.wanted, now, in_flight)
 
     def epoch(self, seconds: float, batches: int) -> None:
-        """An epoch is over, `iter()` and end included: it counts if the configuration in question has made it."""
+        """An epoch is over; the seconds include `iter()` and its end."""
         self._epoch_batches = self._epoch_batches or batches
         if self._meter.request.whole:
             self._meter.epoch(seconds, batches)
@@ -182,7 +175,7 @@ class Tuner:
         if config == self.best and self.gain is not None and self.gain.low > 1:
             self.gained_s += (1 - 1 / self.gain.low) * (active_s - self._seen_at)
         self._seen_at = active_s
-        self.measured[config] = [*self.measured.get(config, [])[-MOST_ROUNDS:], of]
+        self.measured[config] = [*self.measured.get(config, [])[-MOST_KEPT:], of]
         if config.num_workers and self.asked.num_workers and config == self.best:
             self.none_would_be_faster = of.service_s + of.step_s < (1 - WAITING) * seen.batch_s
 
@@ -249,14 +242,13 @@ class Tuner:
         if self.may(price_s):
             yield from self._paired(self.asked)
 
-    def _run(self, config: LoaderConfig, other: Reached | None) -> Generator[Measure, Reached, Reached]:
+    def _run(self, config: LoaderConfig, other: Reached) -> Generator[Measure, Reached, Reached]:
         """Measure it; what it costs over the other one is charged."""
         seen = yield Measure(config)
-        if self._are_short and other is not None and seen.rate > other.rate:  # a whole epoch is only slower
+        if self._are_short and seen.rate > other.rate:  # a whole epoch is only slower
             self._charge(seen, other)
             seen = yield Measure(config, whole=True)
-        if other is not None:
-            self._charge(seen, other)
+        self._charge(seen, other)
         return seen
 
     def _charge(self, seen: Reached, other: Reached) -> None:
@@ -281,7 +273,6 @@ class Tuner:
             self._charge(found[config], found[best])
             rounds.append(Round(rates={each: found[each].rate for each in found}))
             speeds.append(Round(rates={each: found[each].speed for each in found}))
-            self.rounds = [*self.rounds[-MOST_ROUNDS:], rounds[-1]]
             gain, speed = (Effects(each).ratio(config, best) for each in (rounds, speeds))
             verdict = _verdict(gain, speed, is_parking=is_parking)
             is_long = found[best].batch_s > SLOW_BATCH_S and gain.count > 1 and gain.value < 1 + 2 * TOLERANCE

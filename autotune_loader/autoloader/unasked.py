@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import itertools
 import os
 import random
@@ -30,11 +31,11 @@ from torch._utils import ExceptionWrapper
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.elastic import ElasticIter, View
 from autotune_loader.autoloader.iterator import TunedIter
-from autotune_loader.autoloader.seeds import Seed, Seeds, mixed, seed_one, state_of, states
+from autotune_loader.autoloader.worker import Seed, Seeds, drawn_from, mixed
 from autotune_loader.diagnosis import Finding, Kept
-from autotune_loader.machine.elsewhere import cut_channels, die_with_parent, own_files
+from autotune_loader.machine.elsewhere import cut_channels, own_files
 from autotune_loader.pipeline.workload import draws_nothing, is_users
-from autotune_loader.values import MAIN_PROCESS
+from autotune_loader.values import MAIN_PROCESS, LoaderConfig
 
 PROOF = 4
 """Batches of workers that have to be the loop's own."""
@@ -55,10 +56,9 @@ class Parts:
     """What dataset and collate function are made of, as far as it matters to workers.
 
     Attributes:
-        generators: of random numbers, without those that the loader or its sampler draws from.
-        channels: descriptors that the dataset holds.
-        made: attributes that the loop's first fetch has made, each with its owner and what it was before.
-        starter: this process, where its main thread starts workers, which the kernel ends with the thread that started them.
+        generators: Of random numbers, without those that the loader or its sampler draws from.
+        channels: Descriptors that the dataset holds.
+        made: Attributes that the loop's first fetch has made, each with its owner and what it was before.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -66,9 +66,8 @@ class Parts:
         orders = (loader, loader._index_sampler, getattr(loader._index_sampler, "sampler", None))
         self._orders = {id(getattr(each, "generator", None)) for each in orders}
         self.generators, self.made = list[Any](), list[tuple[dict[str, Any], str, Any]]()
-        self.starter: int | None = None
         self.channels = list[int]()
-        self._sizes: dict[str, Any] | None = None
+        self._sizes = dict[str, Any]()
         self._members = [(own, dict(own)) for _, own in self._walk()]
 
     def _walk(self) -> list[tuple[type, dict[str, Any]]]:
@@ -94,26 +93,18 @@ class Parts:
         for own, then in self._members:
             new = ((name, value, then.get(name, MISSING)) for name, value in own.items())
             self.made += [(own, name, was) for name, value, was in new if value is not was and was in (MISSING, None)]
-        before, self._members, self._sizes = self._sizes or {}, [], {}
+        before, self._members, self._sizes = self._sizes, [], {}
         for kind, own in self._walk():
             if is_users(kind.__module__) and not any(isinstance(each, GENERATORS) for each in own.values()):
                 self._sizes |= {f"{kind.__name__}.{name}": _size(value) for name, value in own.items()}
         return next((name for name, size in before.items() if self._sizes.get(name) != size), None)
 
     def base(self) -> int:
-        """64 bits of the state of the generators, which are moved on from it."""
-        if not self.generators:
-            return 0
-        known = repr([_plain(state_of(each)) for each in self.generators]).encode()
-        base = int.from_bytes(hashlib.blake2b(known, digest_size=8).digest(), "little")
-        for number, each in enumerate(self.generators):
-            seed_one(each, mixed(base, -2 - number))
-        return base
+        """A seed from the state of the generators, which move on."""
+        return functools.reduce(mixed, map(drawn_from, self.generators), 0)
 
     def prepare(self, keep: int) -> None:
         """Make a forked worker harmless to the training, and undo in it what the loop's first fetch has made."""
-        if self.starter is not None:
-            die_with_parent(self.starter)
         own_files(writable=True)
         cut_channels([keep, *self.channels])
         for owner, name, was in self.made:
@@ -131,17 +122,10 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return [value.__self__]
     if isinstance(value, FunctionType):
-        return [each for each in map(_content, value.__closure__ or ()) if each is not None]
+        return inspect.getclosurevars(value).nonlocals.values()
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     return list(getattr(value, "__dict__", {}).values())
-
-
-def _plain(state: Any) -> Any:
-    """A generator's state, so that `repr` tells all of it."""
-    if isinstance(state, dict):
-        return {name: _plain(each) for name, each in state.items()}
-    return [_plain(each) for each in state] if isinstance(state, tuple) else getattr(state, "tolist", lambda: state)()
 
 
 def _size(value: Any) -> Any:
@@ -151,24 +135,16 @@ def _size(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, bytes)) else None
 
 
-def _content(cell: Any) -> Any:
-    with suppress(ValueError):  # it is empty
-        return cell.cell_contents
-
-
 class Indices:
     """The index batches of one epoch, which workers draw ahead.
 
     Attributes:
-        again: what workers did not deliver, which comes first.
-        error: what the sampler has raised while workers drew, which is the loop's, at the batch that it comes to.
-        draws_from_all: whether the sampler draws from a global generator between two batches, so that none may be drawn ahead.
+        again: What comes first, such as what workers did not deliver.
+        error: What the sampler has raised while workers drew, which is the loop's, at the batch that it comes to.
     """
 
-    def __init__(self, batches: Iterator[Any], sampler: Any) -> None:
-        self._batches, self.again, self.draws_from_all = batches, deque[Any](), False
-        inner = getattr(sampler, "sampler", sampler)
-        self._watched = 0 if type(inner).__module__.startswith("torch.") else PROOF
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self.again = batches, deque[Any]()
         self.error: Exception | None = None
 
     def __next__(self) -> Any:
@@ -177,46 +153,43 @@ class Indices:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        if not self._watched:
-            return next(self._batches)
-        before, torchs_before, self._watched = states(), torch.get_rng_state(), self._watched - 1
-        drawn = next(self._batches)
-        is_same = states() == before and torch.equal(torch.get_rng_state(), torchs_before)
-        self.draws_from_all |= self._watched < PROOF - 1 and not is_same
+        return next(self._batches)
+
+    def ahead(self) -> Iterator[Any]:
+        """What workers draw."""
+        while True:
+            try:
+                drawn = next(self)
+            except StopIteration:
+                return
+            except Exception as error:
+                self.error = error
+                return
+            yield drawn
+
+    def seen(self, count: int) -> list[Any]:
+        """The next ones, which are the loop's, too."""
+        drawn = list(itertools.islice(self.ahead(), count))
+        self.again.extendleft(reversed(drawn))
         return drawn
-
-
-def ahead(indices: Indices) -> Iterator[Any]:
-    """What workers draw."""
-    while True:
-        try:
-            drawn = next(indices)
-        except StopIteration:
-            return
-        except Exception as error:
-            indices.error = error
-            return
-        yield drawn
 
 
 class BesideIter(ElasticIter):
     """The workers' iterator beside the loop, which nobody but `UnaskedIter` sees.
 
     Attributes:
-        offset: number in its epoch of the first batch that it was given, and of those that the loop has fetched meanwhile.
-        own: digests of batches that the loop has fetched and a worker not yet.
-        compared: what was found since it was looked at: None for a batch that is the loop's own.
+        offset: What is added to the number of a batch for its number in the epoch.
     """
 
     def __init__(
-        self, loader: Any, workers: int, depth: int, live: Any, base: Seed, offset: int, sampler: Iterator[Any]
+        self, loader: Any, workers: int, depth: int, live: Any, base: Seed, offset: int, indices: Iterator[Any]
     ) -> None:
         how = live.how
         context = torch.multiprocessing.get_context(how.get("multiprocessing_context") or "fork")
-        self._base, self.offset, self.own, self.compared = base, offset, dict[int, Any](), list[Finding | None]()
+        self._base, self.offset = base, offset
         prepare = live.parts.prepare if context.get_start_method() == "fork" else None
         view = View(
-            loader, None, _index_sampler=sampler, generator=torch.Generator(), multiprocessing_context=context, timeout=0,
+            loader, None, _index_sampler=indices, generator=torch.Generator(), multiprocessing_context=context, timeout=0,
             persistent_workers=bool(how.get("persistent_workers")),
         )  # fmt: skip
         special = torch.initial_seed(), prepare, live.parts.generators
@@ -227,53 +200,37 @@ class BesideIter(ElasticIter):
     def seed_of(self, number: int) -> Seed:
         return batch_seed(self._base, number + self.offset)
 
-    def came_late(self, number: int, batch: Any) -> None:
-        if number in self.own:
-            self.compare(number, self.own.pop(number), batch)
-
-    def compare(self, number: int, own: Any, batch: Any) -> None:
-        """Note whether a worker's batch is the loop's own, of which this is the digest."""
-        number += self.offset
-        if isinstance(batch, ExceptionWrapper):
-            self.compared.append(Kept.WORKER_ERROR(error=str(batch.exc_msg).strip().splitlines()[-1]))
-            return
-        try:
-            what = None if own == digest(batch) else "another batch"
-        except Exception as error:  # of somebody's own class of batches
-            what = f"it cannot be compared: {error}"
-        self.compared.append(None if what is None else Kept.SAMPLES_DIFFER(batch=number, what=what))
-
-    def again(self, loader: Any, base: Seed, offset: int, sampler: Iterator[Any]) -> None:
+    def again(self, loader: Any, base: Seed, offset: int, indices: Iterator[Any]) -> None:
         """Another epoch, with the workers of the one before."""
-        self._index_sampler, self._base, self.offset = sampler, base, offset
+        self._index_sampler, self._base, self.offset = indices, base, offset
         self._reset(loader)
 
+    def go_on(self, indices: Iterator[Any], number: int) -> None:
+        """Nothing is outstanding: give out these from now on, the first of them with this number in the epoch."""
+        self._sampler_iter, self.offset = indices, number - self._send_idx
+
     @property
-    def next_number(self) -> int:
-        return int(self._rcvd_idx)
+    def come(self) -> tuple[Any, ...]:
+        """The next batch; nothing where it has not come."""
+        return tuple(self._task_info[self._rcvd_idx][1:])
 
-    def there(self, number: int) -> tuple[Any, ...]:
-        """The batch of this number; nothing where it has not come."""
-        return tuple(self._task_info[number][1:])
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the next batch is worth waiting for: its worker has answered before."""
+        return not self.come and self._task_info[self._rcvd_idx][0] in self.answered
 
-    def is_awaited(self, number: int) -> bool:
-        """Whether a batch is worth waiting for: its worker has answered before."""
-        info = self._task_info[number]
-        return len(info) == 1 and info[0] in self.answered
-
-    def kill_worker_of(self, number: int) -> None:
-        """A worker takes too long; another one takes its place."""
-        worker = self._task_info[number][0]
+    def kill_worker(self) -> None:
+        """That of the next batch takes too long; another one takes its place."""
+        worker = self._task_info[self._rcvd_idx][0]
         self.answered.discard(worker)
         self._workers[worker].kill()
 
     def _shutdown_workers(self, is_exiting: Any = torchs.is_exiting) -> None:
-        """As torch's, which waits for each worker; not for those that the loop has not waited for."""
-        if is_exiting():
+        """As torch's, which waits for each worker; not for those that have not answered."""
+        if is_exiting() or os.getpid() != self._process:
             return
-        late = {info[0] for number, info in getattr(self, "_task_info", {}).items() if number < self._rcvd_idx}
         for number, process in enumerate(getattr(self, "_workers", ())):
-            if (number in late or number not in self.answered) and os.getpid() == self._process:
+            if number not in self.answered:
                 process.kill()
         super()._shutdown_workers()
 
@@ -285,7 +242,7 @@ class BesideIter(ElasticIter):
 
 
 def batch_seed(base: Seed, number: int) -> Seed:
-    return mixed(base[0], number), mixed(base[1], number) if base[1] else 0
+    return mixed(base[0], number), mixed(base[1], number)
 
 
 class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
@@ -296,9 +253,10 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
     def __init__(self, loader: Any, live: Any, begun: float) -> None:
         self._begin(live, begun)
         self._beside: BesideIter | None = None
+        self._own = list[Any]()  # digests of the batches that workers are to prove themselves with
         none = {"num_workers": 0, "prefetch_factor": None, "timeout": 0, "persistent_workers": False}
         torchs.LoopIter.__init__(self, View(loader, loader, **none))
-        self._sampler_iter = self._indices = Indices(self._sampler_iter, self._index_sampler)
+        self._sampler_iter = self._indices = Indices(self._sampler_iter)
         self._view, self._number, self._config = View(loader, None), 0, live.tuner.asked
         live.parts = live.parts or Parts(loader)
         self._base = int(self._base_seed), live.parts.base()
@@ -313,55 +271,52 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         return [] if self._beside is None else list(self._beside._workers)
 
     def _next_data(self) -> Any:
-        beside = self._beside
-        if beside is not None and beside.outstanding:
+        live = self._live
+        if self._beside is not None and self._beside.outstanding:
             try:
-                return self._from(beside)
-            except _LostError as error:
-                self._give_up(error.why)
-        indices = next(self._indices)
-        if self._beside is not None:
-            self._beside.offset += 1
-        return self._fetched(indices)
-
-    def _from(self, beside: BesideIter) -> Any:
-        """The next batch, which workers were given."""
-        live, number, until = self._live, beside.next_number, 0.0
-        try:
-            beside.poll()
-            while live.is_proven and beside.is_awaited(number):
-                now = time.monotonic()
-                until = until or now + (live.timeout_s or max(PATIENCE_S, PATIENCE_FETCHES * live.slowest_s))
-                if now < until:
-                    beside.poll(until - now)
-                else:
-                    beside.kill_worker_of(number)
-        except RuntimeError as error:  # workers were lost again and again
-            raise _LostError(Kept.WORKERS_LOST(error=error)) from None
-        there = beside.there(number)
-        if live.is_proven and there and not isinstance(there[0], ExceptionWrapper):
-            self._number += 1
-            batch = beside._next_data()
-            self.indices, self.fetch = beside.indices, beside.fetch
+                (self._wait if live.is_proven else self._compare)(self._beside)
+            except RuntimeError as error:  # workers were lost again and again
+                self._give_up(Kept.WORKERS_LOST(error=error))
+        beside = self._beside
+        if beside is None or not (live.is_proven and beside.outstanding):
+            batch = self._fetched(next(self._indices))
+            if beside is not None and not live.is_proven and len(self._own) < beside._send_idx:
+                self._own.append(_digest_or_error(batch))
             return batch
-        batch = self._fetched(beside.pass_over())  # raises what is the data's own
-        own = None if live.is_proven else _digest_or_error(batch)
-        if there:
-            beside.compare(number, own, there[0])
-        elif not live.is_proven:
-            beside.own[number] = own
-        self._judge(beside)
+        if not beside.come or isinstance(beside.come[0], ExceptionWrapper):
+            return self._fetched(beside.pass_over())  # raises what is the data's own
+        self._number += 1
+        batch = beside._next_data()
+        self.indices, self.fetch = beside.indices, beside.fetch
         return batch
 
-    def _judge(self, beside: BesideIter) -> None:
-        """What comparing, or a worker's error that is not the loop's, has shown."""
+    def _wait(self, beside: BesideIter) -> None:
+        """For the next batch of a worker that has answered before."""
+        live, begun = self._live, time.monotonic()
+        patience_s = float(live.how.get("timeout") or max(PATIENCE_S, PATIENCE_FETCHES * live.slowest_s))
+        beside.poll()
+        while beside.is_awaited:
+            if (left_s := begun + patience_s - time.monotonic()) > 0:
+                beside.poll(left_s)
+            else:
+                beside.kill_worker()
+
+    def _compare(self, beside: BesideIter) -> None:
+        """What workers have made by now, with what the loop has made of the same indices."""
         live = self._live
-        while beside.compared:
-            if (what := beside.compared.pop()) is not None:
-                self._give_up(what)
+        beside.poll()
+        while beside.outstanding and beside._rcvd_idx < len(self._own) and beside.come:
+            own, theirs, number = self._own[beside._rcvd_idx], beside.come[0], beside._rcvd_idx + beside.offset
+            beside.pass_over()
+            if isinstance(theirs, ExceptionWrapper):
+                self._give_up(Kept.WORKER_ERROR(error=str(theirs.exc_msg).strip().splitlines()[-1]))
+                return
+            if own != (known := _digest_or_error(theirs)):
+                what = f"it cannot be compared: {known}" if isinstance(known, Exception) else "another batch"
+                self._give_up(Kept.SAMPLES_DIFFER(batch=number, what=what))
                 return
             live.equal += 1
-        live.is_proven = live.is_proven or live.equal >= PROOF
+        live.is_proven = live.equal >= PROOF
 
     def _fetched(self, indices: Any) -> Any:
         live, begun, cpu = self._live, time.monotonic(), time.thread_time()
@@ -385,39 +340,40 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
 
     def _apply(self) -> None:
         live, tuner, beside = self._live, self._tuner, self._beside
-        if self._indices.draws_from_all and tuner.refused is None:
-            tuner.refuse(Kept.SAMPLER_DRAWS())
         wanted, in_flight = tuner.wanted, 0 if beside is None else beside.outstanding
-        if wanted.num_workers:
-            live.parts.starter = os.getpid() if threading.current_thread() is threading.main_thread() else None
-            workers, depth = (wanted.num_workers, wanted.prefetch_factor or 1) if live.is_proven else (2, 2)
-            if beside is None:
-                beside = self._beside = self._begun_beside(workers, depth)
-            beside.resize(workers, depth)
+        if wanted.num_workers and beside is None:
+            beside = self._beside = self._begun_beside(wanted)
+        if not live.is_proven and wanted.num_workers:  # it is applied once they are
+            return
+        if beside is not None:
+            if not beside.outstanding:
+                beside.go_on(self._indices.ahead(), self._number)
+            beside.resize(wanted.num_workers, wanted.prefetch_factor or 1)
             tuner.start_s, live.batch_bytes = beside.start_s, beside._worker_result_queue.batch_bytes
-            if not live.is_proven:  # it is applied once they are
-                return
-        elif beside is not None:
-            beside.resize(0, 1)
         self._config = wanted
         live.tell(wanted.num_workers, wanted.prefetch_factor)
         tuner.applied(time.monotonic(), in_flight)
 
-    def _begun_beside(self, workers: int, depth: int) -> BesideIter:
-        live, now = self._live, (self._base, self._number, ahead(self._indices))
-        beside: BesideIter | None
-        beside, live.beside = live.beside, None
+    def _begun_beside(self, wanted: LoaderConfig) -> BesideIter:
+        """Workers for what the loop fetches next; before they are proven, two for the few batches of the proof."""
+        live = self._live
+        beside: BesideIter | None = live.beside
+        if live.is_proven:
+            workers, depth, indices = wanted.num_workers, wanted.prefetch_factor or 1, self._indices.ahead()
+        else:
+            workers, depth, indices = 2, 2, iter(self._indices.seen(PROOF - live.equal))
         if beside is None:
-            return BesideIter(self._view, workers, depth, live, *now)
-        beside.again(self._view, *now)
+            return BesideIter(self._view, workers, depth, live, self._base, self._number, indices)
+        live.beside = None
+        beside.again(self._view, self._base, self._number, indices)
         return beside
 
     def _give_up(self, why: Finding) -> None:
         """The loop fetches on; what workers have not delivered is its own again."""
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            self._indices.again.extendleft(reversed(beside.end()))
+        assert self._beside is not None
+        undelivered, self._beside = self._beside.end(), None
         if self._live.is_proven:
+            self._indices.again.extendleft(reversed(undelivered))
             self._tuner.failed(time.monotonic())
         else:
             self._tuner.refuse(why)
@@ -429,14 +385,10 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         beside, self._beside = self._beside, None
         if beside is not None and self._live.how.get("persistent_workers"):
             self._live.beside = beside
-        elif beside is not None:
+        elif beside is not None and self._live.is_proven:
             beside._shutdown_workers()
-
-
-class _LostError(Exception):
-    def __init__(self, why: Finding) -> None:
-        super().__init__(why)
-        self.why = why
+        elif beside is not None:
+            beside.end()
 
 
 class Near(tuple[float, ...]):

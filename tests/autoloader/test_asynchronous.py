@@ -47,11 +47,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("workers", "fetch_s", "step_s", "sync_every", "batches", "bottleneck"),
-    [
-        (2, 0.02, 0.02, 50, 60, "step"),
-        (2, 0.04, 0.01, 50, 60, "storage"),
-        (0, 0.03, 0.02, 50, 51, "storage"),
-    ],
+    [(2, 0.02, 0.02, 50, 60, "step"), (0, 0.03, 0.02, 50, 51, "storage")],
 )
 def test_watch_tells_what_the_device_waits(
     workers, fetch_s, step_s, sync_every, batches, bottleneck, simulated, tmp_path

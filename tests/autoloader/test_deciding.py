@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from typing import Any
 
 import pytest
 
-from autotune_loader.autoloader.meter import BLOCK_S, measured
-from autotune_loader.autoloader.tuner import RISK, Tuner
+from autotune_loader.autoloader.meter import measured
+from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Kept
-from autotune_loader.pipeline.loop_log import MOST_ROWS, Log
+from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import LoaderConfig
 from tests.support.training import Training, together
 
@@ -54,22 +54,13 @@ def test_what_is_settled_on_and_how_fast_it_is(asked: int, job: dict[str, Any], 
     assert rate >= least * max(training.rate(of(workers)) for workers in (0, asked, *wanted))
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("asked", [0, 2])
-@pytest.mark.parametrize("seconds", [5.0, 20.0])
+@pytest.mark.parametrize(("seed", "asked", "seconds"), [*itertools.product(range(6), [0, 2], [5.0, 20.0])])
 def test_no_job_is_slower_than_asked_by_over_2_percent_and_half_a_second(seed: int, asked: int, seconds: float) -> None:
     training = Training.drawn(seed)
     tuner = training.tuner(of(asked))
     plain = training.rate(of(asked)) * seconds
     took = training.until(tuner, plain)
     assert took <= 1.02 * seconds + 0.5
-
-
-def test_who_is_slower_is_known_before_whole_epochs_are_compared() -> None:
-    training = Training(fetch_s=0.0005, cpu=1.0, step_s=0.0003, transfer_s=0.001, epoch_batches=1000, noise=0.0)
-    tuner = training.tuner(NONE)
-    assert training.until(tuner, 8.0 * training.rate(NONE)) <= 1.02 * 8.0 + 0.25
-    assert training.started > 0
 
 
 def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
@@ -89,47 +80,18 @@ def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
     assert tuner.measured[of(2)][0].samples_per_s.value == pytest.approx(16, rel=0.01)
 
 
-def test_no_more_workers_than_are_allowed() -> None:
-    training = Training(fetch_s=0.04, cpu=0.05, step_s=0.002)
-    tuner = training.tuner(NONE, max_workers=3)
-    training.run(tuner, 60.0)
-    assert training.most == tuner.best.num_workers == 3
-
-
-def test_a_rate_that_shifts_later_is_answered() -> None:
-    training = Training(fetch_s=0.01, cpu=0.05, step_s=0.01)
-    tuner = training.tuner(NONE)
-    training.run(tuner, 60.0)
-    before = tuner.best.num_workers
-    training.fetch_s *= 6  # another folder, on a slower disk
-    training.run(tuner, 360.0)
-    assert tuner.best.num_workers > before
-    assert training.run(tuner, 30.0) > 0.9 * training.rate(of(12))
-
-
 def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> None:
     training = Training(fetch_s=0.04, cpu=0.05, step_s=0.005)
     tuner = training.tuner(of(1))
     training.run(tuner, 30.0)
     assert tuner.gain is not None
     best = tuner.best
-    assert best in tuner.rounds[-1].rates
+    assert best in tuner.measured
     tuner.freeze()
     training.run(tuner, 400.0)
     assert tuner.wanted == best
     tuner.refuse(Kept.FROZEN())
     assert (tuner.wanted, tuner.best, tuner.gain) == (of(1), of(1), None)
-
-
-def test_a_proof_that_may_not_go_on_after_one_pair_changes_nothing() -> None:
-    training = Training(fetch_s=0.05, cpu=0.05, step_s=0.005)
-    tuner = training.tuner(of(2))
-    training.run(tuner, 60.0)
-    found = tuner.best, tuner.gain
-    tuner.may = lambda price_s: price_s > RISK * BLOCK_S  # type: ignore[method-assign]
-    training.run(tuner, 600.0)
-    assert set(tuner.rounds[-1].rates) == {tuner.asked, tuner.best}
-    assert (tuner.best, tuner.gain) == found
 
 
 def test_trials_may_cost_half_a_second_and_a_hundredth_and_half_of_the_gain() -> None:
@@ -144,34 +106,12 @@ def test_trials_may_cost_half_a_second_and_a_hundredth_and_half_of_the_gain() ->
     assert tuner.may(4.0)
 
 
-def test_looking_costs_the_same_after_ten_thousand_epochs() -> None:
-    log = Log()
-    tuner = Tuner(log, NONE, cores=2)
-    now = 0.0
-    for _ in range(10_000):
-        loop = log.begin(now)
-        loop.started(now)
-        loop.ask(now)
-        loop.receive(now + 1e-4, 8, (-1, now, now, now + 1e-4, 1e-4))
-        loop.ask(now := now + 0.1)
-        if now >= tuner.wake:
-            tuner.look(now)
-        loop.end(now)
-    assert len(log.rows) <= 40_000
-    assert tuner.wanted == NONE
-    assert math.isfinite(tuner.wake)
-
-
 @pytest.mark.parametrize(
     ("disturbance", "job", "workers"),
     [
         # pauses and hiccups of 12 s, early ones too, and nothing is lost to them for good
         ({"evaluate_every": 100}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, {5, 6, 7, 8}),
-        (
-            {"evaluate_every": 7, "evaluate_s": 0.1},
-            {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01},
-            {2, 3, 4, 5, 6, 7, 8},
-        ),
+        ({"evaluate_every": 7, "evaluate_s": 0.1}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, set(range(2, 9))),
         ({"hiccup_every_s": 40.0}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, {5, 6, 7, 8}),
         # a device that is synchronised every 50 steps, and limits: workers bring nothing
         ({"sync_every": 50}, {"fetch_s": 0.002, "cpu": 0.5, "step_s": 0.1}, {0}),
@@ -278,9 +218,9 @@ def test_who_has_failed_goes_back_at_once_and_tries_fewer_later_and_later() -> N
 
 def test_memory_may_limit_the_workers_at_any_time() -> None:
     training = Training(fetch_s=0.05, cpu=0.05, step_s=0.005)
-    tuner = training.tuner(of(1))
+    tuner = training.tuner(of(1), max_workers=7)
     training.run(tuner, 60.0)
-    assert tuner.best.num_workers > 6
+    assert training.most == tuner.best.num_workers == 7
     tuner.most = 3
     training.run(tuner, 5.0)
     assert tuner.wanted.num_workers == tuner.best.num_workers == 3
@@ -289,7 +229,7 @@ def test_memory_may_limit_the_workers_at_any_time() -> None:
     assert tuner.wanted.num_workers <= 3
     tuner.most = 32
     training.run(tuner, 300.0)
-    assert tuner.best.num_workers > 6
+    assert tuner.best.num_workers > 3
 
 
 def test_where_workers_were_asked_for_it_is_only_said_that_none_would_be_faster() -> None:
@@ -298,9 +238,7 @@ def test_where_workers_were_asked_for_it_is_only_said_that_none_would_be_faster(
     tuners = [training.tuner(of(4)) for training in (in_memory, waiting)]
     for training, tuner in zip((in_memory, waiting), tuners, strict=True):
         training.run(tuner, 60.0)
-        assert tuner.best.num_workers >= 1
-        assert {config.num_workers for config in tuner.measured} >= {4}
-        assert 0 not in {config.num_workers for config in tuner.measured}
+        assert 0 not in {config.num_workers for config in (tuner.best, *tuner.measured)}
     assert [tuner.none_would_be_faster for tuner in tuners] == [True, False]
 
 
@@ -336,13 +274,3 @@ def test_what_is_long_every_50_steps_is_a_step_and_an_evaluation_every_100_is_no
     seen = measured(log.rows)
     assert seen is not None
     assert seen.samples_per_s.value == pytest.approx(8 / (0.02 + step_s), rel=0.03)
-
-
-def test_an_endless_epoch_does_not_fill_memory() -> None:
-    log, now = Log(), 0.0
-    loop = log.begin(now)
-    for _ in range(100_000):
-        loop.ask(now)
-        loop.receive(now := now + 0.001, 8, (-1, now, now, now, 0.0))
-    loop.ask(now)
-    assert (log.end, len(log.rows) <= 2 * MOST_ROWS) == (100_000, True)

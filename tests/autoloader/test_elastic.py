@@ -8,7 +8,6 @@ import gc
 import itertools
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -40,13 +39,6 @@ TWO, THREE, FOUR = (LoaderConfig(num_workers=number) for number in (2, 3, 4))
 Pair = namedtuple("Pair", ["x", "y"])
 
 
-def changed(loader: Any, configs: list[LoaderConfig], every: int = 3) -> Any:
-    for number, batch in enumerate(loader):
-        if number % every == every - 1 and configs:
-            loader.change_to(configs.pop(0))
-        yield batch
-
-
 # 5064: an epoch is left early near its end, when a deeper queue has reached the sampler's end, where it draws once more.
 @pytest.mark.parametrize(("seed", "kind"), [*((seed, kind) for kind in KINDS for seed in (1000, 1001)), (5064, None)])
 def test_a_random_schedule_changes_nothing_that_the_training_sees(seed: int, kind: str | None) -> None:
@@ -67,8 +59,7 @@ READ_ONLY = np.arange(30_000)
 READ_ONLY.setflags(write=False)
 IMAGE = torch.arange(4 * 6 * 5 * 300).reshape(4, 6, 5, 300)
 BATCHES: dict[str, Any] = {
-    "small tensors": [torch.arange(5), torch.tensor(3.5), torch.tensor([True, False]), torch.empty(0, 3)],
-    "halves": [torch.randn(3).half(), torch.randn(2).bfloat16(), torch.randn(4, dtype=torch.cfloat)],
+    "small tensors": [torch.arange(5), torch.tensor(3.5), torch.empty(0, 3), torch.randn(2).bfloat16()],
     "large": torch.randn(200, 300),
     "transposed": [torch.randn(200, 300).t(), torch.randn(3, 4).t()],
     "channels last": IMAGE.contiguous(memory_format=torch.channels_last),
@@ -81,15 +72,9 @@ BATCHES: dict[str, Any] = {
     "of another class": torch.randn(30_000).as_subclass(Tagged),
     "requires grad": [torch.zeros(3, requires_grad=True), torch.nn.Parameter(torch.ones(30_000))],
     "conjugate": torch.randn(30_000, dtype=torch.cfloat).conj(),
-    "arrays": {
-        "a": [np.zeros((300, 300)), np.arange(3)],
-        "f": np.asfortranarray(np.random.rand(99, 200)),
-        "r": READ_ONLY,
-    },
-    "structured array": np.zeros(9_000, dtype=[("x", "f4"), ("y", "i8")]),
-    "objects": np.array([{"a": 1}, None], dtype=object),
-    "strings": {"s": ["x" * 100] * 10, "n": None, "b": b"x" * 10**6, "t": "x" * 100_000},
-    "named": Pair(torch.ones(2), ("x", 1)),
+    "arrays": {"a": [np.zeros((300, 300)), np.arange(3)], "f": np.asfortranarray(np.ones((99, 200))), "r": READ_ONLY},
+    "other arrays": [np.zeros(9_000, dtype=[("x", "f4"), ("y", "i8")]), np.array([{"a": 1}, None], dtype=object)],
+    "strings": Pair(["x" * 100] * 10, {"n": None, "b": b"x" * 10**6, "t": "x" * 100_000}),
     "300 tensors": [torch.full((2,), number) for number in range(300)],
     "40 large tensors": [torch.full((20_000,), float(number)) for number in range(40)],
     "nothing": None,
@@ -97,30 +82,18 @@ BATCHES: dict[str, Any] = {
 
 
 def shown(value: Any) -> Any:
-    """All that can be told of a value but where it lies."""
+    """All that can be told of a value but where it lies, and what it leaves out of the memory that it lies in."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         return type(value), value.layout, [shown(each) for each in value.unbind()]
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-        return type(value), value.layout, str(value)
     if isinstance(value, torch.Tensor):
-        # Of a view that leaves some of its memory out, what it shows is sent.
-        spans = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
-        stride = value.stride() if spans == value.numel() else value.contiguous().stride()
-        return (
-            type(value),
-            value.dtype,
-            value.shape,
-            stride,
-            value.requires_grad,
-            value.detach().resolve_conj().tolist(),
-        )
+        about = type(value), value.dtype, value.layout, value.requires_grad, getattr(value, "lengths", None)
+        stride = None
+        if value.layout is torch.strided:
+            spans = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
+            stride = (value if spans == value.numel() else value.contiguous()).stride()
+        return *about, stride, value.detach().resolve_conj().to_dense().tolist()
     if isinstance(value, np.ndarray):
-        return (
-            value.dtype,
-            value.shape,
-            value.flags.writeable,
-            value.tobytes() if value.dtype.kind != "O" else value.tolist(),
-        )
+        return value.dtype, value.shape, value.flags.writeable, value.tolist()
     if isinstance(value, dict):
         return {name: shown(each) for name, each in value.items()}
     return [type(value), *map(shown, value)] if isinstance(value, (list, tuple)) else value
@@ -151,11 +124,16 @@ def test_a_batch_of_any_kind_arrives_as_from_dataloader_and_holds_no_descriptor(
 def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(
     pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def one_twice(rows: list[Any]) -> Any:
+        x, y = torch.utils.data.default_collate(rows)
+        return x, y, y.detach()
+
     if pins:
         imitate_pinning(monkeypatch)
     data = Made(lambda index: (torch.full((40_000,), float(index)), torch.full((9_000,), index)), 240)
+    loader = AutoLoader(data, 4, num_workers=2, tune=False, pin_memory=pins, collate_fn=one_twice)
     kept, files = [], set()
-    for number, (x, y) in enumerate(AutoLoader(data, batch_size=4, num_workers=2, tune=False, pin_memory=pins)):
+    for number, (x, _, y) in enumerate(loader):
         assert x[:, 0].tolist() == y[:, 0].tolist() == [float(4 * number + each) for each in range(4)]
         x += 1000  # the loop's own
         if number % 10 == 0:
@@ -164,23 +142,9 @@ def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(
         files.add(maps.count("/memfd:batch"))
     assert all(y[:, 7].tolist() == [4 * number + each for each in range(4)] for number, y in kept)
     assert max(files) < 2 * (2 * 2 * 2 + 2) + len(kept)  # of 60 batches, the few that are on their way, and those kept
-    del kept, x, y
+    del kept, x, y, _
     gc.collect()
     assert "/memfd:batch" not in Path("/proc/self/maps").read_text()
-
-
-def twice(rows: list[Any]) -> Any:
-    batch = torch.utils.data.default_collate(rows)
-    return batch, batch.detach()
-
-
-def test_one_tensor_twice_in_a_batch_is_whole_as_long_as_the_loop_keeps_either() -> None:
-    data, kept = Made(lambda index: torch.full((40_000,), float(index)), 240), []
-    loader = AutoLoader(data, batch_size=4, num_workers=2, tune=False, collate_fn=twice)
-    for number, (_, again) in enumerate(loader):
-        if number % 5 == 0:
-            kept.append((number, again))
-    assert all(again[:, 7].tolist() == [4 * number + each for each in range(4)] for number, again in kept)
 
 
 def imitate_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,24 +325,12 @@ def test_workers_that_are_killed_while_they_look_whether_to_end_hold_up_nobody()
     assert event.is_set()
 
 
-def kills_itself(index: int) -> Any:
-    if index == 7 and get_worker_info() is not None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return index
-
-
-def ends_itself(index: int) -> Any:
-    if index == 7 and get_worker_info() is not None:
-        os._exit(3)
-    return index
-
-
 @pytest.mark.parametrize(
     ("make", "workers", "raised", "says"),
     [
-        (kills_itself, 2, RuntimeError, "worker .* is killed by signal: Killed"),
-        (ends_itself, 3, RuntimeError, "exited unexpectedly with exit code 3"),
-        (lambda index: (lambda: None) if index == 7 else index, 2, Exception, "pickle|local object"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), 2, RuntimeError, "worker .* is killed by signal: Killed"),
+        (lambda: os._exit(3), 3, RuntimeError, "exited unexpectedly with exit code 3"),
+        (lambda: lambda: None, 2, Exception, "pickle|local object"),
     ],
 )
 def test_a_sample_that_no_worker_can_give_ends_with_torchs_error(
@@ -386,7 +338,8 @@ def test_a_sample_that_no_worker_can_give_ends_with_torchs_error(
 ) -> None:
     seen: list[Any] = []
     with pytest.raises(raised, match=says):  # noqa: PT012
-        for batch in AutoLoader(Made(make, 20), collate_fn=list, num_workers=workers):
+        data = Made(lambda index: make() if index == 7 else index, 20)
+        for batch in AutoLoader(data, collate_fn=list, num_workers=workers):
             seen += batch
     assert seen == list(range(7))
 
@@ -409,37 +362,15 @@ def test_more_workers_than_were_asked_for_go_where_one_fails_and_its_batch_is_fe
         seen += batch.tolist()
         if number == 20:
             loader.change_to(FOUR)
-        if number == 21:
-            assert loader.num_workers in (2, 4)
     assert seen == list(range(200))
     assert loader.num_workers == loader.config.num_workers == 2
-
-
-def test_workers_that_are_added_get_as_much_to_do_as_the_first_ones() -> None:
-    loader = FixedLoader(Slow(200, 0.01), batch_size=1, num_workers=2, prefetch_factor=4)
-    for number, _ in enumerate(loader):
-        if number == 20:
-            loader.change_to(LoaderConfig(num_workers=8, prefetch_factor=2))
-    latest = [row.worker for row in loader.log.rows[-120:-20]]
-    assert max(map(latest.count, range(8))) <= 2 * min(map(latest.count, range(8)))
 
 
 def test_the_loaders_own_numbers_tell_how_far_its_sampler_is_ahead() -> None:
     given: list[int] = []
 
-    def drawn() -> Any:
-        for index in range(120):
-            given.append(index)
-            yield index
-
-    class Listened:
-        def __iter__(self) -> Any:
-            return drawn()
-
-        def __len__(self) -> int:
-            return 120
-
-    loader = FixedLoader(Slow(120), batch_size=None, sampler=Listened(), num_workers=2)
+    drawn = (given.append(index) or index for index in range(120))  # type: ignore[func-returns-value]
+    loader = FixedLoader(Slow(120), batch_size=None, sampler=drawn, num_workers=2)
     for number, _ in enumerate(loader):
         if number in (10, 50):
             loader.change_to(FOUR if number == 10 else TWO)
@@ -449,24 +380,18 @@ def test_the_loaders_own_numbers_tell_how_far_its_sampler_is_ahead() -> None:
             assert loader.num_workers == (4 if number == 30 else 2)
 
 
-def test_the_workers_of_an_epoch_see_the_dataset_as_it_was_when_the_epoch_began() -> None:
-    data = Where(24)
-    loader = AutoLoader(data, batch_size=4, num_workers=2)
-    pids = []
-    for _ in range(2):
-        assert {(who, of) for _, who, of in torch.cat(list(loader)).tolist()} == {(0, 2), (1, 2)}
-        assert multiprocessing.active_children() == []
-        pids.append(os.getpid())
-    assert loader.kept.kind == "worker_info"  # it asks who its worker is: the number stays
+def test_where_the_dataset_asks_who_its_worker_is_the_number_stays() -> None:
+    loader = AutoLoader(Where(24), batch_size=4, num_workers=2)
+    assert {(who, of) for _, who, of in torch.cat(list(loader)).tolist()} == {(0, 2), (1, 2)}
+    assert loader.kept.kind == "worker_info"
 
 
 def test_each_worker_of_a_stream_has_its_share_and_the_number_stays() -> None:
     loader = AutoLoader(Stream(60), batch_size=4, num_workers=3)
-    assert sorted(torch.cat(list(loader)).tolist()) == list(range(60))
+    seen = [batch.tolist() for batch in loader]
     assert loader.kept.kind == "iterable"
     assert {row.worker for row in loader.log.rows} == {0, 1, 2}
-    plain = DataLoader(Stream(60), batch_size=4, num_workers=3)
-    assert [batch.tolist() for batch in plain] == [batch.tolist() for batch in loader]
+    assert seen == [batch.tolist() for batch in DataLoader(Stream(60), batch_size=4, num_workers=3)]
 
 
 def augmented(make: Any, **arguments: Any) -> list[Any]:
@@ -557,13 +482,6 @@ def test_a_fork_of_the_training_leaves_workers_and_channels_to_its_parent() -> N
     assert seen == list(range(80))
 
 
-def test_a_loader_that_runs_is_pickled_without_what_is_known() -> None:
-    loader = AutoLoader(Numbers(8), batch_size=2, num_workers=2)
-    list(loader)
-    again = pickle.loads(pickle.dumps(loader))
-    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
-
-
 def test_the_profiler_sees_what_it_sees_of_dataloader() -> None:
     names = []
     for make in (DataLoader, AutoLoader):
@@ -594,7 +512,7 @@ for number, batch in enumerate(AutoLoader(Slow(10_000), num_workers=2)):
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_and_a_kill_end_the_job_and_its_workers(how: signal.Signals, tmp_path: Path) -> None:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command, where = [sys.executable, "-c", SCRIPT], {"cwd": REPOSITORY, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
@@ -665,7 +583,7 @@ def test_a_worker_that_is_killed_while_there_are_more_than_were_asked_for(
     if pins:
         imitate_pinning(monkeypatch)
     rng = random.Random(1)
-    for _ in range(5):
+    for _ in range(3):
         loader, seen = FixedLoader(Slow(240, 0.0005), batch_size=4, num_workers=2, pin_memory=pins), list[int]()
         iterator = iter(loader)
         for number, batch in enumerate(iterator):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
 from autotune_loader.autoloader.meter import measured
-from autotune_loader.values import BatchTrace
 from tests.support.schedules import Noise, Numbers, Stream, states
 
 TWO = LoaderConfig(num_workers=2)
@@ -116,15 +114,11 @@ def test_what_was_found_lives_on_without_the_loader_and_is_saved(tmp_path: Path)
     assert found.log.totals.batches == 100
 
 
-@pytest.mark.parametrize("kind", ["kept iterator", "in turns"])
-def test_the_iterator_that_was_begun_last_is_the_one_that_counts(kind: str) -> None:
+def test_the_iterator_that_was_begun_last_is_the_one_that_counts() -> None:
     loader = AutoLoader(Numbers(40), batch_size=4)
     first = iter(loader)
     next(first)  # as PyTorch's tutorials do, to look at a batch
-    if kind == "kept iterator":
-        list(loader)
-    else:
-        list(itertools.chain.from_iterable(zip(first, loader, strict=False)))
+    list(zip(first, loader, strict=False))
     assert len(loader.log.rows) >= 8
     assert loader.log.totals.epochs == 2
 
@@ -173,7 +167,10 @@ def test_what_it_has_so_far_is_told_while_it_tries_and_never_to_keep_no_workers(
     loader = AutoLoader(Numbers(400), batch_size=4)
     list(loader)
     tuner = loader.found.tuner
-    own, other = (measured_at(rate) for rate in (100.0, 1280.0))
+    own = measured(loader.log.rows)
+    assert own is not None
+    rate = own.samples_per_s
+    other = dataclasses.replace(own, samples_per_s=dataclasses.replace(rate, value=12.8 * rate.value))
     tuner.measured = {LoaderConfig(): [own], LoaderConfig(num_workers=8): [other]}
     tuner.is_trying = True
     assert (
@@ -188,11 +185,3 @@ def test_what_it_has_so_far_is_told_while_it_tries_and_never_to_keep_no_workers(
     with pytest.warns(UserWarning, match="found by AutoLoader"):
         config.to_kwargs()
     assert AutoLoader(Numbers(4), config=tmp_path / "loader.json").config == config
-
-
-def measured_at(samples_per_s: float) -> Any:
-    rows = [BatchTrace(-1, n, n + 0.5, n + 0.5, 0.1, 4, n, n + 0.5, n + 4 / samples_per_s) for n in range(20)]
-    seen = measured(rows)
-    assert seen is not None
-    rate = dataclasses.replace(seen.samples_per_s, value=samples_per_s)
-    return dataclasses.replace(seen, samples_per_s=rate)

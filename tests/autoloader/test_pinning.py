@@ -138,30 +138,26 @@ def test_nothing_more_is_pinned_where_fences_are_refused_again_and_again_or_in_a
 
 
 @pytest.mark.parametrize(
-    ("asked", "broken", "is_pinned"),
+    ("asked", "broken", "cuda", "is_pinned"),
     [
-        ({}, {}, True),
-        ({"pin_memory_device": "cuda:0"}, {}, True),
-        ({"pin_memory_device": "xpu"}, {}, False),
-        ({"pin_memory": False}, {}, False),
-        ({}, {"register": REFUSED}, False),
-        ({}, {"record": REFUSED}, False),
+        ({}, {}, {}, True),
+        ({"pin_memory_device": "cuda:0"}, {}, {}, True),
+        ({"pin_memory_device": "xpu"}, {}, {}, False),
+        ({"pin_memory": False}, {}, {}, False),
+        ({}, {"register": REFUSED}, {}, False),
+        ({}, {"record": REFUSED}, {}, False),
+        ({}, {"cuCtxRecordEvent": None}, {}, False),  # an old driver
+        ({}, {}, {"is_initialized": lambda: False}, False),
+        ({}, {}, {"is_current_stream_capturing": lambda: True}, False),
     ],
 )
-def test_torchs_thread_pins_where_the_driver_cannot(driver: Driver, asked: Any, broken: Any, is_pinned: bool) -> None:
-    vars(driver).update(broken)
-    loader = SimpleNamespace(**{"pin_memory": True, "pin_memory_device": "", **asked})
-    assert (pinner_for(loader) is not None) == is_pinned
-
-
-def test_torchs_thread_pins_where_the_driver_is_old_and_before_cuda_is_in_use(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+def test_torchs_thread_pins_where_the_driver_cannot(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, asked: Any, broken: Any, cuda: Any, is_pinned: bool
 ) -> None:
-    loader = SimpleNamespace(pin_memory=True)
-    for name, value in (("is_initialized", False), ("is_current_stream_capturing", True)):
-        with monkeypatch.context() as now:
-            now.setattr(torch.cuda, name, lambda value=value: value)
-            assert pinner_for(loader) is None
-    assert driver.made == 0  # nothing was asked
-    monkeypatch.delattr(Driver, "cuCtxRecordEvent")
-    assert pinner_for(loader) is None
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in broken.items():
+        setattr(driver, name, value) if value is not None else monkeypatch.delattr(Driver, name)
+    loader = SimpleNamespace(**{"pin_memory": True, **asked})
+    assert (pinner_for(loader) is not None) == is_pinned
+    assert driver.made == 0 or not cuda  # nothing was asked

@@ -7,7 +7,7 @@ import pytest
 from report.example import ran
 
 from autotune_loader import cli
-from autotune_loader.autoloader.found import Found
+from autotune_loader.autoloader.live import Found
 from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Advice, Bottleneck, Kept
 from autotune_loader.lines import Line
