@@ -31,7 +31,7 @@ from torch._utils import ExceptionWrapper
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.elastic import ElasticIter, View
 from autotune_loader.autoloader.iterator import TunedIter
-from autotune_loader.autoloader.worker import Seed, Seeds, drawn_from, mixed
+from autotune_loader.autoloader.worker import Seed, Seeds, drawn_from, mixed, states
 from autotune_loader.diagnosis import Finding, Kept
 from autotune_loader.machine.elsewhere import cut_channels, own_files
 from autotune_loader.pipeline.workload import draws_nothing, is_users
@@ -141,10 +141,12 @@ class Indices:
     Attributes:
         again: What comes first, such as what workers did not deliver.
         error: What the sampler has raised while workers drew, which is the loop's, at the batch that it comes to.
+        draws_from_all: Whether the sampler draws from a global generator between two batches; none may be drawn ahead.
     """
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches, self.again = batches, deque[Any]()
+    def __init__(self, batches: Iterator[Any], sampler: Any) -> None:
+        self._batches, self.again, self.draws_from_all = batches, deque[Any](), False
+        self._watched = 0 if type(getattr(sampler, "sampler", sampler)).__module__.startswith("torch.") else PROOF
         self.error: Exception | None = None
 
     def __next__(self) -> Any:
@@ -153,7 +155,13 @@ class Indices:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return next(self._batches)
+        if not self._watched:
+            return next(self._batches)
+        before, torchs_before, self._watched = states(), torch.get_rng_state(), self._watched - 1
+        drawn = next(self._batches)
+        is_same = states() == before and torch.equal(torch.get_rng_state(), torchs_before)
+        self.draws_from_all |= self._watched < PROOF - 1 and not is_same
+        return drawn
 
     def ahead(self) -> Iterator[Any]:
         """What workers draw."""
@@ -256,7 +264,7 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         self._own = list[Any]()  # digests of the batches that workers are to prove themselves with
         none = {"num_workers": 0, "prefetch_factor": None, "timeout": 0, "persistent_workers": False}
         torchs.LoopIter.__init__(self, View(loader, loader, **none))
-        self._sampler_iter = self._indices = Indices(self._sampler_iter)
+        self._sampler_iter = self._indices = Indices(self._sampler_iter, self._index_sampler)
         self._view, self._number, self._config = View(loader, None), 0, live.tuner.asked
         live.parts = live.parts or Parts(loader)
         self._base = int(self._base_seed), live.parts.base()
@@ -340,6 +348,8 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
 
     def _apply(self) -> None:
         live, tuner, beside = self._live, self._tuner, self._beside
+        if self._indices.draws_from_all and tuner.refused is None:
+            tuner.refuse(Kept.SAMPLER_DRAWS())
         wanted, in_flight = tuner.wanted, 0 if beside is None else beside.outstanding
         if wanted.num_workers and beside is None:
             beside = self._beside = self._begun_beside(wanted)

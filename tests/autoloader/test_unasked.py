@@ -13,7 +13,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,6 +242,34 @@ def test_workers_that_are_lost_after_they_were_proven_leave_the_loop_to_itself_f
     assert seen == list(range(SIZE))
     assert loader.found.tuner.refused is None
     assert loader.num_workers == 0
+
+
+class Sampler:
+    """Draws each batch when it is asked for it."""
+
+    def __init__(self, draw: Callable[[], list[int]]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.draw() for _ in range(200))
+
+    def __len__(self) -> int:
+        raise AssertionError("nobody asks for it")
+
+
+def test_a_sampler_that_draws_from_a_global_generator_is_not_drawn_ahead() -> None:
+    def rows(base: Any, **rest: Any) -> Any:
+        random.seed(4)
+        Items.wait_s, seen = 0.002 if rest else 0.0, []
+        loader = base(Items(lambda self, i: i), batch_sampler=Sampler(lambda: [int(100 * random.random())]), **rest)
+        for batch in itertools.chain(loader, loader):
+            seen.append((batch.tolist(), random.random()))
+        return loader, seen
+
+    loader, seen = rows(AutoLoader, max_workers=3)
+    assert seen == rows(DataLoader)[1]
+    assert loader.kept is not None
+    assert loader.kept.kind == "sampler_draws"
 
 
 def raising(base: Any) -> list[Any]:
