@@ -86,11 +86,6 @@ class Plan:
         return None if text is None else cls(**json.loads(text))
 
 
-def new_folder() -> str:
-    """A name for `Plan.folder`; nothing is made."""
-    return os.path.join(os.environ.get("TMPDIR", "/tmp"), f"autotune-loader-{os.getpid()}-{os.urandom(8).hex()}")  # noqa: PTH118, S108
-
-
 def say(text: str, *, flushes: bool = True) -> None:
     """Print a text after what the script has printed, which is flushed; a stream that is closed already is no error."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):

@@ -17,8 +17,8 @@ from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.values import Interval, LoaderConfig
 from autotune_loader.watch import report
 from autotune_loader.watch.run_plan import Plan
-from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
 from autotune_loader.watch.session import Session
+from autotune_loader.watch.watched import CpuTimes, ScriptLoader
 
 SITE = Site(line=Line("/x/train.py", 15), dataset="Images", batch_size=8, is_shuffled=True)
 
