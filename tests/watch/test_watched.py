@@ -48,13 +48,6 @@ def make(batch_size=4):
     return DataLoader(NUMBERS, batch_size=batch_size)
 
 
-@pytest.mark.parametrize("verb", ["watch", "run"])
-def test_a_short_last_batch_counts_as_what_it_is(verb, capsys):
-    with enable(verb, workers=True):
-        list(DataLoader(NUMBERS, batch_size=32))
-    assert "TensorDataset[48], batches of 32" in capsys.readouterr().err
-
-
 LINE = f"tests/watch/test_watched.py:{make.__code__.co_firstlineno + 1}"
 
 
@@ -84,6 +77,7 @@ def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_
         assert list(DataLoader(TensorDataset(torch.empty(0)), batch_size=4)) == []
         totals = enabled.session.loaders[0].log.totals
     assert (totals.batches, totals.samples, totals.epochs) == (10, 36, 2)
+    assert "TensorDataset[18], batches of 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["watch", "run"])
@@ -123,19 +117,6 @@ def test_another_verb_is_refused_while_one_is_enabled_and_the_same_goes_on(watch
     with enable("watch") as again:
         list(make())
     assert (capsys.readouterr().err, again.session.loaders[0].log.totals.batches) == ("", 12)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("verb", ["watch", "run"])
-def test_kept_workers_end_with_their_loader(verb):
-    with enable(verb) as enabled:
-        loader = DataLoader(NUMBERS, batch_size=8, num_workers=1, persistent_workers=True)
-        for _ in range(2):
-            list(loader)
-        assert [(epochs, batches) for _, epochs, batches in seen(enabled)] == [(2, 12)]
-        assert len(multiprocessing.active_children()) == 1 or verb == "run"
-        del loader
-        assert not multiprocessing.active_children()
 
 
 class Counted(Dataset):
