@@ -15,6 +15,7 @@ import _signal  # type: ignore[import-not-found]  # what the script sees of it i
 import contextlib
 import functools
 import importlib.util
+import json
 import logging
 import os
 import signal
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import rank_of_environment
-from autotune_loader.watch.run_plan import LINE, Plan, Verb, say
+from autotune_loader.watch.run_plan import LINE, VARIABLE, Plan, Verb, say
 
 if TYPE_CHECKING:
     from autotune_loader.watch.session import Session
@@ -175,8 +176,7 @@ def enable(
 
 def begin_as_handed_on() -> None:
     """Find the loaders of a process that a script has started, as the script's own plan says; `sitecustomize` calls it."""
-    if (plan := Plan.handed_on()) is not None:
-        Hook(plan).install()
+    Hook(Plan(**json.loads(os.environ[VARIABLE]))).install()
 
 
 def _hook_here() -> Hook | None:

@@ -89,45 +89,42 @@ class CpuOfBatches:
 class ScriptLoader:
     """A loader as people know it: by the line that makes it, however often it is made anew; it is not kept alive.
 
-    Args:
-        site: where it is made, and what it reads.
-        name: as people read it.
-        own: its settings, as the script has them.
+    Attributes:
+        site, name, own: where it is made and what it reads; as people read it; its settings, as the script has them.
         first_look: called now and then, until something can be said of it.
+        in_loop: CPU times of making batches, or of receiving them, in the loop's own thread.
+        in_workers: of making them in torch's workers.
+        read_s, busy_s: seconds in which CPU times were read; of CPU that this process and torch's workers took meanwhile.
+        next_look_s: when a batch is looked at more closely again, be it of a later epoch.
+        batch_bytes: of its first batch.
+        epoch_samples: of the epochs that were not left early.
+        delivered: batches of a stream by the number of the worker that made them.
+        ahead, reader: batches that a thread took ahead of the training; the name of the first such thread.
+        waiting_since: when the batch was asked for that is awaited now.
+        found: what tunes it under `run`, and what that has found, without the loader's data; None where nothing does.
+        kept: why nothing tunes it under `run`, a `Finding`.
+        settings: numbers of the loader that make it another one where the script changes them.
+        owner, dataset, watch: the latest loader, its data and the `Watch` of its latest iterator, as weak references.
     """
 
     def __init__(self, site: Site, name: str, own: LoaderConfig, first_look: Callable[[ScriptLoader], None]) -> None:
         self.site, self.name, self.own, self.log = site, name, own, Log()
         self.first_look: Callable[[ScriptLoader], None] | None = first_look
         self.in_loop, self.in_workers = CpuOfBatches(), CpuOfBatches()
-        """For making batches, or for receiving them, in the loop's own thread; for making them in torch's workers."""
         self.read_s = self.busy_s = 0.0
-        """Seconds in which CPU times were read, and seconds of CPU that this process and torch's workers took meanwhile."""
         self.next_look_s = 0.0
-        """When a batch is looked at more closely again, be it of a later epoch."""
-        self.batch_bytes: int | None = None
-        """Of its first batch."""
-        self.epoch_samples: set[int] = set()
-        """Of the epochs that were not left early."""
-        self.delivered = Counter[int]()
-        """Batches of a stream by the number of the worker that made them."""
-        self.ahead = 0
-        """Batches that a thread took ahead of the training."""
-        self.reader: str | None = None
-        """The name of the first such thread."""
         self.waiting_since: float | None = None
-        """When the batch was asked for that is awaited now."""
+        self.batch_bytes: int | None = None
+        self.epoch_samples, self.delivered = set[int](), Counter[int]()
+        self.ahead = 0
+        self.reader: str | None = None
         self.found: Any = None
-        """What tunes it under `run`, and what that has found, without the loader's data; None where nothing does."""
         self._shown: Any = None
         self.kept: Any = None
-        """Why nothing tunes it under `run`, a `Finding`."""
         self.settings: tuple[Any, ...] = ()
-        """Numbers of the loader that make it another one where the script changes them."""
         self.owner: Callable[[], Any] = lambda: None
         self.dataset: Callable[[], Any] = lambda: None
         self.watch: Callable[[], Watch | None] = lambda: None
-        """Of its latest iterator."""
 
     def tune_by(self, found: Any) -> None:
         """From now on this tunes it; of what did so before, the latest that has shown something faster is still told of."""
