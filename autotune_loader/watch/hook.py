@@ -51,17 +51,12 @@ _telling: list[bool] = []
 
 
 class Hook:
-    """Finds the loaders of this process, until `close`, the end of a `with` block, or the end of the process.
+    """Finds the loaders of this process, until `close`, the end of a `with` block, or the end of the process."""
 
-    Args:
-        plan: what is to be done with them.
-        session: of another hook, which goes on when this one is closed.
-    """
-
-    def __init__(self, plan: Plan, session: Session | None = None) -> None:
-        self.plan, self._session = plan, session
-        self._others: list[Any] = []
-        """What other processes saw, as far as it was gathered."""
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._session: Session | None = None
+        self._others: list[Any] = []  # what other processes saw, as far as it was gathered
 
     @property
     def session(self) -> Session:
@@ -167,7 +162,7 @@ def enable(
         hook = active[-1]
         if hook.plan.script is None and hook.plan.verb != verb:
             raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already; its close() would end it")
-        return Hook(hook.plan, hook.session)
+        return Hook(hook.plan)  # it is not installed: that one goes on when this is closed
     path = None if output is None else str(Path(output).absolute())
     hook = Hook(Plan(verb=verb, workers=workers, output=path))
     hook.install()

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import signal
 
 import pytest
 
@@ -80,6 +81,14 @@ ENDED = """
                 print("held back")
                 os.kill(os.getpid(), signal.SIGTERM if "kill" not in sys.argv else signal.SIGKILL)
     """
+AMID = """
+    import signal
+    from autotune_loader.watch import report
+    say = report.say
+    report.say = lambda *told, **how: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.01), say(*told, **how))
+    if __name__ == "__main__":
+        list(DataLoader(Numbers(), batch_size=8))
+    """
 SHARDS = """
     class Shards(IterableDataset):
         def __iter__(self):
@@ -114,6 +123,12 @@ def test_a_script_that_is_ended_ends_as_without_us_and_what_was_seen_is_told(ben
     (loader,) = json.loads((bench.folder / "r.json").read_text())["loaders"]
     assert (loader["batches"], "31 batches" in report) == (31, True)
     assert TuningResult.load(bench.folder / "o.json").best.num_workers == int(arguments[0])
+
+
+def test_sigterm_while_the_report_is_told_waits_for_its_end(bench):
+    bench.write(AMID)
+    code, _, report = bench.command("watch", "train.py")
+    assert (code, report.count("12 batches")) == (-signal.SIGTERM, 1)
 
 
 @pytest.mark.parametrize(("workers", "shards", "told"), [(4, 3, "1 of 4 workers delivered no batch."), (2, 2, None)])
