@@ -214,10 +214,6 @@ class Watch:
                 loop.end(time.monotonic())
                 known.epoch_samples.add(self._samples)
             raise
-        except BaseException:
-            if self.sizes:
-                self.sizes.popleft()
-            raise
         finally:
             known.waiting_since = None
         received = time.monotonic()

@@ -68,6 +68,14 @@ def test_the_command_that_tries_more_is_named_where_it_could_pay(monkeypatch, kn
     assert not any("x as fast" in each.sentence and "at most" not in each.sentence for each in found.advice)
 
 
+@pytest.mark.parametrize(("delivered", "is_told"), [(3, False), (6, True)])
+def test_a_worker_of_a_stream_is_idle_once_each_had_its_turn(monkeypatch, delivered, is_told):
+    known = loader_of(4)
+    known.delivered.update(dict.fromkeys(range(3), delivered))
+    (found,) = seen_of(monkeypatch, known).report.loaders
+    assert (found.idle_workers is not None) == is_told
+
+
 def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):
     (found,) = seen_of(monkeypatch, loader_of(), script=None).report.loaders
     assert found.advice[0].startswith('`enable("run", workers=True)` tries worker processes')

@@ -65,6 +65,15 @@ def test_loaders_of_one_line_are_one_unless_both_are_there(watching):
     assert [name for name, *_ in seen(watching)] == [LINE, *(f"{LINE} TensorDataset {number}" for number in (2, 3))]
 
 
+def test_what_is_still_iterated_or_reads_other_data_is_another_loader(watching):
+    both = [iter(make()) for _ in range(2)]  # their loaders are gone
+    assert [len(next(each)) for each in both] == [1, 1]
+    data = [TensorDataset(torch.arange(8)) for _ in range(2)]
+    for each in data:
+        list(DataLoader(each, batch_size=4))
+    assert [counts for _, *counts in seen(watching)] == [[1, 1], [1, 1], [1, 2], [1, 2]]
+
+
 @pytest.mark.parametrize("verb", ["watch", "run"])
 def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_batch(verb, capsys):
     with enable(verb) as enabled:
