@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import shlex
 import sys
@@ -14,14 +13,12 @@ from io import TextIOWrapper
 from typing import Any
 
 from autotune_loader import TunerError, __version__
-from autotune_loader.cli import doctor, show, tune_command, watch  # noqa: F401 - each adds its commands
-from autotune_loader.cli.parser import PROGRAM, Command
+from autotune_loader.cli import commands, doctor, tune_command  # noqa: F401 - each adds its commands
+from autotune_loader.cli.parser import PROGRAM, Command, nearest
 from autotune_loader.watch.run_plan import LEGIBLY
 
-# 2 is argparse's own for a wrong command line, 130 a shell's for SIGINT (128 + 2).
-FINE, BAD_INPUT, NOTHING_WORKED, INTERRUPTED = 0, 2, 3, 130
-OF_STATUS = {"fallback": NOTHING_WORKED, "partial": INTERRUPTED}
-"""Exit codes of results that are not what was asked for."""
+FINE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+"""2 is argparse's own for a wrong command line, 130 a shell's for SIGINT (128 + 2)."""
 HELP = """\
 usage: autotune-loader COMMAND ...
 
@@ -59,10 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _returned(arguments: list[str]) -> int | Callable[[], None]:
-    """Do what is asked for, and return its exit code; a script is run later, where nothing of ours is in its way.
-
-    A command returns nothing, the status of a result, or what runs a script.
-    """
+    """Do what is asked for; its exit code, or what runs a script, later, where nothing of ours is in its way."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and arguments[:1] not in (["watch"], ["run"]):  # they are the script's
             stream.reconfigure(errors=LEGIBLY)
@@ -70,9 +64,9 @@ def _returned(arguments: list[str]) -> int | Callable[[], None]:
         # Where in our code it was raised tells a user of the command line nothing.
         warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
         try:
-            returned = _meant(arguments)()
+            returned: int | Callable[[], None] | None = _meant(arguments)()
             print(end="", flush=True)
-            return returned if callable(returned) or isinstance(returned, int) else OF_STATUS.get(str(returned), FINE)
+            return returned or FINE
         except KeyboardInterrupt:
             print("Interrupted.", file=sys.stderr)
             return INTERRUPTED
@@ -97,6 +91,6 @@ def _meant(arguments: Sequence[str]) -> Callable[[], Any]:
     if first.startswith("-") and named is not None:
         moved = shlex.join([PROGRAM, named, first, *(each for each in rest if each != named)])
         raise ValueError(f"{first} goes after the command: {moved} would work")
-    near = ["watch", first] if first.endswith(".py") else difflib.get_close_matches(first, Command.all, n=1)
-    works = shlex.join([PROGRAM, *near, *rest]) if near else f"{PROGRAM} --help"
+    meant = ("watch", first) if first.endswith(".py") else (nearest(first, Command.all),)
+    works = shlex.join([PROGRAM, *meant, *rest]) if meant[0] else f"{PROGRAM} --help"
     raise ValueError(f"there is no command {first!r}; {works} would work")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import textwrap
 from collections.abc import Iterator
@@ -76,48 +75,20 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     fix = "ulimit -n 65536 before starting Python"
     yield "open files", text, fix if files is not None and files < FEW_FILES else None
     yield "start method", start_method(), None
-    yield "GPUs", gpus_text(), None
+    yield "GPUs", _gpus(), None
 
 
-def gpus_text() -> str:
-    """The devices that CUDA shows, as NVML tells of them without opening CUDA; where it does not tell, why.
-
-    Without a mask they are in the order of the bus, where CUDA has the fastest first.
-    """
-    try:
-        import pynvml as nvml
-    except ImportError:
-        return "not told of: nvidia-ml-py is not installed"
-
+def _gpus() -> str:
+    """The devices that torch can use."""
     from autotune_loader.diagnosis.units import bytes_text
 
-    def ask(function: Any, gpu: Any) -> Any:
-        """What NVML answers, or why it does not: no permission; or a call that WSL2 or a Jetson does not have."""
-        try:
-            return gpu if isinstance(gpu, nvml.NVMLError) else function(gpu)
-        except nvml.NVMLError as error:
-            return error
-
     try:
-        nvml.nvmlInit()
-        known = {str(at): ask(nvml.nvmlDeviceGetHandleByIndex, at) for at in range(nvml.nvmlDeviceGetCount())}
-    except nvml.NVMLError as error:
-        return f"none that NVML shows ({error})"
-    if not known:
-        return "none"
-    mask, shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)), list[str]()
-    known |= {str(ask(nvml.nvmlDeviceGetUUID, gpu)): gpu for gpu in known.values()}
-    for entry in map(str.strip, mask.split(",")):
-        if entry.startswith("MIG-"):
-            known[entry] = ask(nvml.nvmlDeviceGetHandleByUUID, entry.encode())
-        named = [entry] if entry in known else [each for each in known if entry and each.startswith(entry)]
-        if len(named) != 1:  # CUDA reads no further
-            return ", ".join([*shown, f"none for {entry!r} of CUDA_VISIBLE_DEVICES={mask}"])
-        gpu = known[named[0]]
-        name, memory = ask(nvml.nvmlDeviceGetName, gpu), ask(nvml.nvmlDeviceGetMemoryInfo, gpu)
-        size = memory if isinstance(memory, nvml.NVMLError) else bytes_text(memory.total)
-        shown.append(f"cuda:{len(shown)} {'not told of' if name is memory else name} ({size})")
-    return ", ".join(shown)
+        import torch
+
+        found = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
+    except Exception as error:  # no torch, or a driver that does not answer
+        return f"torch does not tell ({type(error).__name__}: {error})"
+    return ", ".join(f"cuda:{at} {gpu.name} ({bytes_text(gpu.total_memory)})" for at, gpu in enumerate(found)) or "none"
 
 
 def _versions() -> str:

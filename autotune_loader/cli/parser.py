@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 PROGRAM = "autotune-loader"
+BUDGET = "Most wall time for trials, such as 60s or 3m.  [default: {}]"
+"""The help of `--budget`."""
 Option: TypeAlias = "tuple[tuple[str, ...], dict[str, Any]]"
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 
@@ -62,8 +64,8 @@ class Command(argparse.ArgumentParser):
         works = f"{self.prog} --help has all"
         if self._script:
             works = f"an argument of the script goes after its name: {self.prog} {self._script} {name}"
-        near = difflib.get_close_matches(name, self.options, n=1, cutoff=0.75)
-        raise ValueError(f"{self.prog} takes no {name}; {f'did you mean {near[0]}?' if near else works}")
+        near = nearest(name, self.options, cutoff=0.75)
+        raise ValueError(f"{self.prog} takes no {name}; {works if near is None else f'did you mean {near}?'}")
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
@@ -76,3 +78,8 @@ def count(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= {least}")
     return int(text)
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that was probably meant, if any."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)

@@ -1,9 +1,8 @@
-"""`autotune-loader tune`, from `train.py:make_loader` to the arguments of `tune()`, and `demo`."""
+"""`autotune-loader tune`, from `train.py:make_loader` to the arguments of `tune()`."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import json
 import os
@@ -17,20 +16,20 @@ from typing import Any
 
 import autotune_loader
 from autotune_loader import WorkloadError
-from autotune_loader.cli.parser import PROGRAM, Command, count, option
+from autotune_loader.cli.parser import BUDGET, PROGRAM, Command, count, nearest, option
 
+_CODES = {"fallback": 3, "partial": 130}
+"""Exit codes of results that are not what was asked for; 130 is a shell's for SIGINT (128 + 2)."""
 _EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
 _ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
 _ALLOW = f"Search this, too, although it changes training: {', '.join(_ALLOWED)}. Repeatable."
-_LATENCY = "Milliseconds per request.  [default: 20]"
-_BUDGET = "Most wall time for trials, such as 60s or 3m.  [default: {}]"
 
 
 @Command(
     "tune",
     option("factory", metavar="MODULE:FUNCTION", help="package.module:function or path/to/file.py:function"),
     option("-o", "--output", metavar="FILE", help="Write the settings here.  [default: loader.json]"),
-    option("--budget", metavar="TIME", help=_BUDGET.format("60s")),
+    option("--budget", metavar="TIME", help=BUDGET.format("60s")),
     option("--max-workers", metavar="N", type=partial(count, least=0), help="At most this many workers."),
     option("--allow", metavar="WHAT", action="append", choices=_ALLOWED, help=_ALLOW),
     option("--storage", metavar="PLACE", help="Store the Optuna study here: a file, or the URL of a database."),
@@ -38,7 +37,7 @@ _BUDGET = "Most wall time for trials, such as 60s or 3m.  [default: {}]"
     option("--quiet", action="store_true", help="Print no progress."),
     script="train.py:make_loader --",
 )
-def tune_command(factory: str, arguments: Sequence[str], as_json: bool, quiet: bool, **options: Any) -> str:
+def tune_command(factory: str, arguments: Sequence[str], as_json: bool, quiet: bool, **options: Any) -> int:
     """Tune the DataLoader that a function of your script returns.
 
     The function takes no arguments and returns a dataset, a DataLoader, a tuple
@@ -53,9 +52,8 @@ def tune_command(factory: str, arguments: Sequence[str], as_json: bool, quiet: b
     """
     given = {name: value for name, value in options.items() if value is not None}
     with _stdout_kept_for_us() if as_json else contextlib.nullcontext(), _process_of_its_own(arguments):
-        # Only now: a script may set variables that torch reads as it is imported.
-        data, own = load_workload(factory)
-        tune = autotune_loader.tune
+        data, own = _workload(factory)
+        tune = autotune_loader.tune  # only now: a script may set variables that torch reads as it is imported
         if (storage := given.pop("storage", None)) is not None:
             from autotune_loader.tuning.study import open_study
 
@@ -66,36 +64,11 @@ def tune_command(factory: str, arguments: Sequence[str], as_json: bool, quiet: b
         print(json.dumps(result.to_dict(), indent=2))
     else:
         print(result.report())
-        _say_where(result, wanted["output"])
-    return str(result.status)
-
-
-@Command(
-    "demo",
-    option("--latency", metavar="MS", type=partial(count, least=0), default=20, help=_LATENCY),
-    option("--budget", metavar="TIME", default="45s", help=_BUDGET.format("45s")),
-)
-def demo_command(latency: int, budget: str) -> int:
-    """Watch a small training job, tune it, and train with the result.
-
-    A small CNN trains on 1,200 JPEG files from a simulated object store: a local
-    HTTP server that answers each request after 20 ms. --latency 0 reads them from
-    the local disk. All files are temporary.
-
-    Examples:
-      autotune-loader demo
-      autotune-loader demo --latency 0
-    """
-    from autotune_loader import demo
-
-    return demo.tour(latency / 1000, budget)
-
-
-def _say_where(result: Any, output: str | None) -> None:
-    if output is None or any(warning.kind == "not_written" for warning in result.warnings):
-        print(f"\nArguments for DataLoader: {result.best.to_kwargs()}")
-    else:
-        print(f"\nWritten to {output}. For your training script: autotune-loader show {output} --code")
+        if (output := wanted["output"]) is None or any(each.kind == "not_written" for each in result.warnings):
+            print(f"\nArguments for DataLoader: {result.best.to_kwargs()}")
+        else:
+            print(f"\nWritten to {output}. For your training script: autotune-loader show {output} --code")
+    return _CODES.get(result.status, 0)
 
 
 @contextlib.contextmanager
@@ -123,7 +96,7 @@ def _process_of_its_own(arguments: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.modules["__main__"] = kept
 
 
-def load_workload(target: str) -> tuple[Any, dict[str, Any]]:
+def _workload(target: str) -> tuple[Any, dict[str, Any]]:
     """What `target` makes: the data that `tune()` takes first, and its other arguments.
 
     Args:
@@ -140,8 +113,8 @@ def load_workload(target: str) -> tuple[Any, dict[str, Any]]:
     module = _module(place)
     if not hasattr(module, name):
         own = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        near = difflib.get_close_matches(name, own, n=1)
-        works = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'no function'}"
+        near = nearest(name, own)
+        works = f"it has {', '.join(own) or 'no function'}" if near is None else f"did you mean {near!r}?"
         raise ValueError(f"{place} has no {name!r}; {works}")
     made = getattr(module, name)
     if callable(made):

@@ -1,11 +1,12 @@
 """A small real job with much to gain: a CNN on 1,200 JPEG files behind a simulated object store.
 
-`train.py` is the script of a user, `store.py` the store; `autotune-loader demo` watches the script, tunes it, and trains with
-what was found. `job()` has loader and model for a notebook.
+`train.py` is the script of a user; `autotune-loader demo` watches it, tunes it, and trains with what was found. `job()` has
+loader and model for a notebook.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import json
@@ -56,9 +57,11 @@ def store(latency_s: float = LATENCY_S) -> Iterator[str]:
         if not latency_s:
             yield folder
             return
-        command = [sys.executable, "-m", f"{__name__}.store", folder, str(latency_s)]
+        serving = f"import asyncio; from {__name__} import serve; asyncio.run(serve({folder!r}, {latency_s}))"
         pipe = subprocess.PIPE  # a session of its own: Ctrl-C is for those that read from it
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", serving], stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
         assert process.stdout is not None
         url = process.stdout.readline().strip()  # by then it has the pictures in memory
     with process:
@@ -66,6 +69,28 @@ def store(latency_s: float = LATENCY_S) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
+
+
+async def serve(folder: str, latency_s: float) -> None:
+    """Real HTTP on 127.0.0.1: print the URL, and answer with the files of a folder, each so long after it was asked for."""
+    files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                body = files.get(head.split(b" ", 2)[1].decode().lstrip("/"))
+                await asyncio.sleep(latency_s)
+                status = b"404 Not Found" if body is None else b"200 OK"
+                writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body or b""), body or b""))
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=1024)
+    host, port = server.sockets[0].getsockname()
+    print(f"http://{host}:{port}", flush=True)
+    async with server:
+        await asyncio.to_thread(sys.stdin.read)  # until the process that started this one closes it, or is gone
 
 
 def job(latency_s: float = LATENCY_S) -> tuple[Any, Any]:
@@ -79,7 +104,13 @@ def tour(latency_s: float = LATENCY_S, budget: str = "45s") -> int:
     """Watch the script, tune it, train with what was found, and print both rates; the exit code of what failed, or 0.
 
     All files lie in a temporary folder, which is gone afterwards.
+
+    Raises:
+        ValueError: `budget` is none that `tune()` takes.
     """
+    from autotune_loader.tuning.run import parse_options
+
+    parse_options(budget=budget)  # now, and not after the first step
     with tempfile.TemporaryDirectory(prefix="autotune-loader-demo-") as folder, store(latency_s) as source:
         where = f"a simulated object store, {1000 * latency_s:.0f} ms a request" if latency_s else "the local disk"
         print(f"The job: a small CNN on {PICTURES:,} JPEG files from {where}. All files are temporary.", flush=True)

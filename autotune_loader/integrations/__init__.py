@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 
 from autotune_loader import MissingExtraError
 
 
-def require(module: str, feature: str) -> ModuleType:
-    """The module of a framework.
+def require(module: str, feature: str) -> None:
+    """Import a framework's module.
 
     Raises:
         MissingExtraError: it is not installed; the message names the pip install line.
     """
     try:
-        return importlib.import_module(module)
+        importlib.import_module(module)
     except ImportError as error:
         raise MissingExtraError(feature, module.partition(".")[0]) from error

@@ -26,7 +26,12 @@ def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **opti
         ValueError: one rank loads for all of several, and would be tuned for its own share alone.
     """
     require("accelerate", "Tuning for Accelerate")
-    if accelerator.num_processes > 1 and _dispatches(accelerator, loader):
+    from torch.utils.data import IterableDataset
+
+    dispatches = accelerator.dispatch_batches
+    if dispatches is None:  # Accelerate's default
+        dispatches = isinstance(loader.dataset, IterableDataset)
+    if accelerator.num_processes > 1 and dispatches:
         raise ValueError(
             f"dispatch_batches: rank 0 loads for all {accelerator.num_processes} ranks; "
             "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset would work"
@@ -57,11 +62,3 @@ def tune_live(prepared: Any, **options: Any) -> Any:
         )
     prepared.base_dataloader = AutoLoader(prepared.base_dataloader, **options)
     return prepared
-
-
-def _dispatches(accelerator: Any, loader: Any) -> bool:
-    """Whether rank 0 alone will load and hand out batches."""
-    from torch.utils.data import IterableDataset
-
-    chosen = accelerator.dispatch_batches
-    return isinstance(loader.dataset, IterableDataset) if chosen is None else bool(chosen)

@@ -11,6 +11,7 @@ DistributedSampler as it would to the original.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from autotune_loader import LoaderConfig, TuningResult, tune
@@ -44,18 +45,20 @@ def tuned(data: _Data, model: Any = None, *, config: LoaderConfig | None = None,
     return data
 
 
+@dataclass
 class _Plan:
     """What is to be done with a loader: once it is known, the settings are kept for the next time it is made."""
 
-    def __init__(self, model: Any, config: LoaderConfig | None, options: dict[str, Any]) -> None:
-        self._model, self._config, self._options = model, config, options
+    model: Any
+    config: LoaderConfig | None
+    options: dict[str, Any]
 
     def apply(self, loader: Any) -> tuple[Any, TuningResult | None]:
         found = None
-        if self._config is None:
-            found = tune(loader, self._model, **self._options)
-            self._config = found.best
-        return TuningResult(best=self._config, status="complete").apply_to(loader), found
+        if self.config is None:
+            found = tune(loader, self.model, **self.options)
+            self.config = found.best
+        return TuningResult(best=self.config, status="complete").apply_to(loader), found
 
 
 def _train_dataloader(owner: Any, original: Any, plan: _Plan) -> Any:

@@ -41,11 +41,10 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
             f"trainer={type(trainer).__name__} is not a transformers.Trainer; tune(loader, model) would work"
         )
     args = trainer.args
-    own = [name for name in ("compute_loss", "training_step") if _is_overridden(trainer, name)]
+    own = " and ".join(name for name in ("compute_loss", "training_step") if _is_overridden(trainer, name))
     if own and options.get("train_step") is None:
-        names = " and ".join(own)
         warnings.warn(
-            f"trials train model(**batch).loss without the Trainer's own {names}; pass train_step=", stacklevel=2
+            f"trials train model(**batch).loss without the Trainer's own {own}; pass train_step=", stacklevel=2
         )
     if args.n_gpu > 1:
         warnings.warn(
@@ -54,21 +53,18 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
             stacklevel=2,
         )
     optimizer = functools.partial(torch.optim.AdamW, lr=args.learning_rate)
+    options = {"optimizer": optimizer, "device": str(args.device), **options}
     with trainer.accelerator.autocast():  # bf16 and fp16 of the arguments
-        result = tune(
-            plain_loader(trainer), trainer.model, **{"optimizer": optimizer, "device": str(args.device), **options}
-        )
+        result = tune(plain_loader(trainer), trainer.model, **options)
     if result.best.num_workers == 0:
         args.dataloader_prefetch_factor, args.dataloader_persistent_workers = None, False
     for name, value in training_arguments(result.best).items():
         setattr(args, name, value)
     if _is_overridden(trainer, "get_train_dataloader"):
-        made = LoaderConfig.from_loader(plain_loader(trainer)).arguments()
-        if unheeded := [
-            f"{name}={value!r}" for name, value in result.best.arguments().items() if made.get(name) != value
-        ]:
+        made, best = LoaderConfig.from_loader(plain_loader(trainer)).arguments(), result.best.arguments()
+        if unheeded := ", ".join(f"{name}={value!r}" for name, value in best.items() if made.get(name) != value):
             warnings.warn(
-                f"the Trainer's own get_train_dataloader ignores args for {', '.join(unheeded)}; "
+                f"the Trainer's own get_train_dataloader ignores args for {unheeded}; "
                 "return result.apply_to(loader) in it would work",
                 stacklevel=2,
             )
@@ -93,20 +89,19 @@ def plain_loader(trainer: Any) -> Any:
         order = {}
     elif sampler is None or "RandomSampler" in type(sampler).__name__:  # Accelerate's is seeded for all ranks
         order = {"shuffle": True}
-    workers = args.dataloader_num_workers
-    of_workers = {
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "persistent_workers": args.dataloader_persistent_workers,
-    }
+    of_workers = {}
+    if args.dataloader_num_workers:
+        of_workers["prefetch_factor"] = args.dataloader_prefetch_factor
+        of_workers["persistent_workers"] = args.dataloader_persistent_workers
     return DataLoader(
         own.dataset,
         batch_size=args.train_batch_size,
         **order,
         collate_fn=own.collate_fn,
         drop_last=args.dataloader_drop_last,
-        num_workers=workers,
+        num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
-        **(of_workers if workers else {}),
+        **of_workers,
     )
 
 

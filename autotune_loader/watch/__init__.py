@@ -1,7 +1,7 @@
 """Any training script, unchanged: its loaders are found where they are iterated, watched or tuned, and reported at the end.
 
-run_plan (what was asked for) - launch (a script as Python runs it) - hook (where torch makes loaders and iterators; enable())
-session (all loaders of a process) - script_loader (one of them) - watched (what its loop waits for)
-report (what is said of it) - first_line (what is said early) - others (processes that a script starts) - sigterm
+run_plan (what was asked for, and how people are told) - launch (a script as Python runs it)
+hook (where torch makes loaders and iterators, and where the report is told; `enable`) - session (all loaders of a process)
+watched (one of them, and what its loop waits for) - report (what is said of it) - others (processes that a script starts)
 startup (finds the loaders of a Python that a script starts)
 """

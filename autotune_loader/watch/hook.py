@@ -4,18 +4,25 @@
     DataLoader._get_iterator      under `run` another iterator may be made
     _BaseDataLoaderIter.__init__  an iterator is made, by whatever class of loader: it is one that is watched
 
-They are put in once for a process and stay; while no hook is installed they only call torch's own. Nothing heavy is imported
-here: a script may set what torch reads when it is imported.
+They are put in once for a process and stay; while no hook is installed they only call torch's own. What was seen is told at
+the end of the process, or where SIGTERM ends it. Nothing heavy is imported here: a script may set what torch reads when it is
+imported.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # what the script sees of it is another one
+import contextlib
 import functools
 import importlib.util
+import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
@@ -23,9 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import rank_of_environment
-from autotune_loader.watch.run_plan import LINE, Plan, Verb, say
-from autotune_loader.watch.sigterm import forget as forget_sigterm
-from autotune_loader.watch.sigterm import tell_at_sigterm, told_to_the_end
+from autotune_loader.watch.run_plan import LINE, VARIABLE, Plan, Verb, say
 
 if TYPE_CHECKING:
     from autotune_loader.watch.session import Session
@@ -33,28 +38,25 @@ if TYPE_CHECKING:
 active: list[Hook] = []
 """The hook that is installed in this process, if any; the last one counts."""
 TORCH_MODULE = "torch.utils.data.dataloader"
-NOTHING = "No PyTorch DataLoader was iterated: nothing to report."
 HOOKED = "_autotune_loader_hooked"
+"""Attribute of what was replaced here."""
 BURST = "AUTOTUNE_LOADER_BURST"
 """Of the environment of `tune()`'s own processes, whose loaders are nobody's business."""
 
 log = logging.getLogger(__name__)
 _told_at_end_of: list[int] = []
 """The process whose end is looked after."""
+_telling: list[bool] = []
+"""While something is told anyway: whether SIGTERM came meanwhile."""
 
 
 class Hook:
-    """Finds the loaders of this process, until `close`, the end of a `with` block, or the end of the process.
+    """Finds the loaders of this process, until `close`, the end of a `with` block, or the end of the process."""
 
-    Args:
-        plan: what is to be done with them.
-        session: of another hook, which goes on when this one is closed.
-    """
-
-    def __init__(self, plan: Plan, session: Session | None = None) -> None:
-        self.plan, self._session = plan, session
-        self._others: list[Any] = []
-        """What other processes saw, as far as it was gathered."""
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._session: Session | None = None
+        self._others: list[Any] = []  # what other processes saw, as far as it was gathered
 
     @property
     def session(self) -> Session:
@@ -63,13 +65,18 @@ class Hook:
             from autotune_loader.watch.session import Session
 
             self._session = Session(self.plan, self._changed)
-            _look_after_the_end()
+            if _told_at_end_of != [os.getpid()]:
+                from multiprocessing.util import Finalize
+
+                _told_at_end_of[:] = [os.getpid()]
+                # multiprocessing's processes run this, unlike atexit, and others do once their children are gone
+                Finalize(None, _tell, exitpriority=-1000)
         return self._session
 
     @property
     def has_batches(self) -> bool:
         """Whether a loader of this process gave any."""
-        return self._session is not None and any(each.log.totals.batches for each in self._session.loaders)
+        return self._session is not None and bool(self._session.known)
 
     @property
     def is_waiting_too_long(self) -> bool:
@@ -84,37 +91,25 @@ class Hook:
         elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
             sys.meta_path.insert(0, _WhenImported())
 
-    def report(self) -> str:
-        """What is known now."""
-        seen = self._seen()
-        if not seen:
-            return NOTHING
-        from autotune_loader.watch.report import report_of
-
-        return str(report_of(seen))
-
     def tell(self, *, flushes: bool = True) -> None:
         """Print the report of what was seen, and write it where it was asked for; or leave it to the command's process."""
-        with told_to_the_end():
-            self._tell(flushes=flushes)
+        with _told_to_the_end():
+            if seen := self._seen():
+                from autotune_loader.watch.report import tell
 
-    def _tell(self, *, flushes: bool) -> None:
-        if seen := self._seen():
-            from autotune_loader.watch.report import tell
-
-            tell(seen, self.plan, flushes=flushes)
-        elif self.plan.pid in (None, os.getpid()) and not rank_of_environment()[0]:
-            say(f"\nautotune-loader {self.plan.verb}: {NOTHING}", flushes=flushes)
+                tell(seen, self.plan, flushes=flushes)
+            elif self.plan.pid in (None, os.getpid()) and not rank_of_environment()[0]:
+                nothing = "No PyTorch DataLoader was iterated: nothing to report."
+                say(f"\nautotune-loader {self.plan.verb}: {nothing}", flushes=flushes)
 
     def _seen(self) -> list[Any]:
         """What this process saw, and what others have left."""
+        own = []
         if self.has_batches:
             from autotune_loader.watch.report import seen_of
 
             self.session.first_line.stop()
             own = [seen_of(self.session)]
-        else:
-            own = []
         if self.plan.folder is not None and self.plan.pid == os.getpid() and os.path.isdir(self.plan.folder):  # noqa: PTH112
             from autotune_loader.watch.others import gathered
 
@@ -126,10 +121,6 @@ class Hook:
         from autotune_loader.watch.report import write_result
 
         write_result(self.session)
-
-    def forget(self) -> None:
-        """A forked process has loaders of its own."""
-        self._session = None
 
     def close(self) -> None:
         """Leave loaders alone from now on, and print the report on stderr. What is iterated already goes on."""
@@ -171,7 +162,7 @@ def enable(
         hook = active[-1]
         if hook.plan.script is None and hook.plan.verb != verb:
             raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already; its close() would end it")
-        return Hook(hook.plan, hook.session)
+        return Hook(hook.plan)  # it is not installed: that one goes on when this is closed
     path = None if output is None else str(Path(output).absolute())
     hook = Hook(Plan(verb=verb, workers=workers, output=path))
     hook.install()
@@ -180,43 +171,12 @@ def enable(
 
 def begin_as_handed_on() -> None:
     """Find the loaders of a process that a script has started, as the script's own plan says; `sitecustomize` calls it."""
-    plan = Plan.handed_on()
-    if plan is not None:
-        Hook(plan).install()
+    Hook(Plan(**json.loads(os.environ[VARIABLE]))).install()
 
 
-def hook_here() -> Hook | None:
+def _hook_here() -> Hook | None:
     """The hook that looks at what happens here and now, if any."""
     return active[-1] if active and BURST not in os.environ else None
-
-
-def _look_after_the_end() -> None:
-    """Tell at the end of the process: multiprocessing's run this, unlike atexit, and others do once their children are gone."""
-    if _told_at_end_of != [os.getpid()]:
-        from multiprocessing.util import Finalize
-
-        _told_at_end_of[:] = [os.getpid()]
-        Finalize(None, _tell, exitpriority=-1000)
-
-
-def _tell(*, flushes: bool = True) -> None:
-    """What this process saw; `launch` does it for the process of the command, once the others are gone."""
-    for hook in active:
-        if hook.has_batches and (not flushes or hook.plan.pid != os.getpid()):
-            hook.tell(flushes=flushes)
-
-
-def _tell_at_once() -> None:
-    _tell(flushes=False)
-
-
-def _forget() -> None:
-    forget_sigterm()
-    for hook in active:
-        hook.forget()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 def _hook_into(module: ModuleType) -> None:
@@ -230,13 +190,13 @@ def _hook_into(module: ModuleType) -> None:
     def make_loader(kind: Any, *args: Any, **arguments: Any) -> Any:
         make = super(loaders, kind).__new__
         loader = make(kind) if make is object.__new__ else make(kind, *args, **arguments)
-        if hook_here() and (line := users_line(sys._getframe(1))) is not None:
+        if _hook_here() and (line := users_line(sys._getframe(1))) is not None:
             vars(loader)[LINE] = tuple(line)
         return loader
 
     @functools.wraps(get)
     def get_iterator(loader: Any) -> Any:
-        hook = hook_here()
+        hook = _hook_here()
         if hook is None or hook.plan.verb == "watch" or worker() is not None:
             return get(loader)
         return hook.session.iterator_of(loader, functools.partial(get, loader))
@@ -245,13 +205,13 @@ def _hook_into(module: ModuleType) -> None:
     def begin_iterator(iterator: Any, loader: Any, *args: Any, **arguments: Any) -> None:
         begun = time.monotonic()
         begin(iterator, loader, *args, **arguments)
-        if (hook := hook_here()) is not None and worker() is None:  # workers read loaders of their own
+        if (hook := _hook_here()) is not None and worker() is None:  # workers read loaders of their own
             try:
                 real = vars(loader).get("watched_as", loader)  # an iterator of ours is made of something like a loader
                 if real is not None:
                     hook.session.watch(iterator, real, begun)
                     if hook.plan.script is not None:
-                        tell_at_sigterm(_tell_at_once)
+                        _tell_at_sigterm()
             except Exception:  # whatever it is, it is no reason to end somebody's training
                 log.debug("an iterator is not watched", exc_info=True)
 
@@ -275,3 +235,68 @@ class _WhenImported(MetaPathFinder):
 
             spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
+
+
+def _tell(*, flushes: bool = True) -> None:
+    """What this process saw; `launch` does it for the process of the command, once the others are gone."""
+    for hook in active:
+        if hook.has_batches and (not flushes or hook.plan.pid != os.getpid()):
+            hook.tell(flushes=flushes)
+
+
+def _tell_at_sigterm() -> None:
+    """Tell before SIGTERM ends this process; nothing where the script handles it, or this is not the main thread."""
+    is_main = threading.get_ident() == threading.main_thread().ident
+    if is_main and _signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        if not hasattr(signal.getsignal, HOOKED):
+            _hide_our_handler()
+        _signal.signal(signal.SIGTERM, _tell_and_end)
+
+
+def _tell_and_end(number: int, _frame: Any) -> None:
+    if _telling:
+        _telling[:] = [True] * len(_telling)
+        return
+    _signal.signal(number, _signal.SIG_DFL)
+    try:
+        _tell(flushes=False)
+    finally:
+        os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def _told_to_the_end() -> Iterator[None]:
+    """SIGTERM ends this process after the block, and not in the midst of it."""
+    _telling.append(False)
+    try:
+        yield
+    finally:
+        if _telling.pop():
+            _signal.signal(signal.SIGTERM, _signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _hide_our_handler() -> None:
+    """`signal` tells the script what it would see without us: by it libraries decide whether to set handlers of their own."""
+
+    def hiding(function: Any) -> Any:
+        @functools.wraps(function)
+        def hides(*args: Any, **arguments: Any) -> Any:
+            handler = function(*args, **arguments)
+            return signal.SIG_DFL if handler is _tell_and_end else handler
+
+        vars(hides)[HOOKED] = True
+        return hides
+
+    vars(signal).update(getsignal=hiding(signal.getsignal), signal=hiding(signal.signal))
+
+
+def _forget() -> None:
+    """A forked process has no handler until it has a loader, and loaders of its own."""
+    if _signal.getsignal(signal.SIGTERM) is _tell_and_end:
+        _signal.signal(signal.SIGTERM, _signal.SIG_DFL)
+    for hook in active:
+        hook._session = None
+
+
+os.register_at_fork(after_in_child=_forget)

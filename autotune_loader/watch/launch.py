@@ -25,12 +25,16 @@ from types import ModuleType
 from typing import Any
 
 from autotune_loader.watch.hook import Hook, active
-from autotune_loader.watch.run_plan import Plan, new_folder
+from autotune_loader.watch.run_plan import Plan
 
 WAITS_TOO_LONG = 4
 """Exit code where the loop waited for longer than `--fail-if-wait` allows."""
 CANNOT_OPEN = 2
 """Exit code of Python for a script that is not there."""
+IS_SAFE = getattr(sys.flags, "safe_path", False)
+"""`python -P`, since Python 3.11: nothing is put first in `sys.path`."""
+RUN_MODULE: Callable[..., Any] = vars(runpy)["_run_module_as_main"]
+"""What `python -m` itself calls, by this name since Python 2.5; it says where there is no such module."""
 
 
 def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool) -> None:
@@ -48,16 +52,23 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     sys.argv[:] = ["-m" if is_module else target, *arguments]
     main, run = _module(target) if is_module else _script(target)
     pid, is_by_sigint = os.getpid(), False
-    plan = replace(plan, pid=pid, folder=new_folder(), script=shlex.join(["-m"] * is_module + [target, *arguments]))
+    script = shlex.join(["-m"] * is_module + [target, *arguments])
+    folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"autotune-loader-{pid}-{os.urandom(8).hex()}")  # noqa: PTH118, S108
+    plan = replace(plan, pid=pid, folder=folder, script=script)
     hook = Hook(plan)
 
     @atexit.register  # first, so that it is the last that happens
     def end() -> None:
         if os.getpid() == pid:
-            _wait_for_processes()
+            for child in getattr(sys.modules.get("multiprocessing.process"), "active_children", list)():
+                if not child.daemon:  # as multiprocessing does itself at the end: what they saw is told, too
+                    child.join()
             hook.tell()
             if is_by_sigint:
-                _end_by_sigint()
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stdout.flush()
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGINT)
 
     plan.hand_on()
     active.clear()  # a run within a run reports for itself
@@ -78,19 +89,18 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
 
 def _script(path: str) -> tuple[ModuleType, Callable[[], Any]]:
     """`__main__` and what runs a file, a zipapp or a folder, as Python sets them up."""
-    is_safe = getattr(sys.flags, "safe_path", False)
     # As Python itself does, dots and all; the current folder may be gone.
     absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH117, PTH118
     if pkgutil.get_importer(absolute) is not None:  # a zipapp or a folder
-        sys.path[: 0 if is_safe else 1] = [absolute]
-        return _new_main(), partial(_run_module, "__main__", alter_argv=False)
+        sys.path[: 0 if IS_SAFE else 1] = [absolute]
+        return _new_main(), partial(RUN_MODULE, "__main__", alter_argv=False)
     try:
         source = Path(absolute).read_bytes()
     except OSError as error:
         why = f"[Errno {error.errno}] {error.strerror}"
         print(f"{sys.executable}: can't open file {absolute!r}: {why}", file=sys.stderr)
         raise SystemExit(CANNOT_OPEN) from None
-    if not is_safe:
+    if not IS_SAFE:
         sys.path[0] = os.path.dirname(os.path.realpath(absolute))  # noqa: PTH120
     main = _new_main(__file__=absolute, __loader__=SourceFileLoader("__main__", absolute), __cached__=None)
     code = compile(source, absolute, "exec", dont_inherit=True)
@@ -99,32 +109,12 @@ def _script(path: str) -> tuple[ModuleType, Callable[[], Any]]:
 
 def _module(name: str) -> tuple[ModuleType, Callable[[], Any]]:
     """`__main__` and what runs a module or package, as `python -m` sets them up."""
-    if not getattr(sys.flags, "safe_path", False):
+    if not IS_SAFE:
         sys.path[0] = os.getcwd()  # noqa: PTH109
-    return _new_main(), partial(_run_module, name)
-
-
-def _run_module(name: str, *, alter_argv: bool = True) -> None:
-    """What `python -m` itself calls, by this name since Python 2.5; it says where there is no such module."""
-    vars(runpy)["_run_module_as_main"](name, alter_argv)
+    return _new_main(), partial(RUN_MODULE, name)
 
 
 def _new_main(**known: Any) -> ModuleType:
     main = ModuleType("__main__")
     vars(main).update(__annotations__={}, __builtins__=builtins, **known)
     return main
-
-
-def _wait_for_processes() -> None:
-    """Those of multiprocessing, as it does itself at the end of a process: what they saw is told, too."""
-    if (multiprocessing := sys.modules.get("multiprocessing.process")) is not None:
-        for child in multiprocessing.active_children():
-            if not child.daemon:
-                child.join()
-
-
-def _end_by_sigint() -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.raise_signal(signal.SIGINT)

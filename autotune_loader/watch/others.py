@@ -44,10 +44,9 @@ class ProcessReport:
 
 def leave(seen: ProcessReport, folder: str) -> bool:
     """Leave it for the process of the command; False where that cannot be."""
+    part = Path(folder, f"{os.getpid()}-{uuid.uuid4().hex}.part")
     try:
-        with contextlib.suppress(FileExistsError):
-            Path(folder).mkdir(mode=0o700)
-        part = Path(folder, f"{os.getpid()}-{uuid.uuid4().hex}.part")
+        part.parent.mkdir(mode=0o700, exist_ok=True)
         part.write_bytes(pickle.dumps(seen))
         part.rename(part.with_suffix(".seen"))
     except Exception:  # a full disk, or something that cannot be sent: this process tells it itself
@@ -55,11 +54,9 @@ def leave(seen: ProcessReport, folder: str) -> bool:
     return True
 
 
-def gathered(folder: str | None) -> list[ProcessReport]:
+def gathered(folder: str) -> list[ProcessReport]:
     """What others have left since the last time; it is gone afterwards."""
     found: list[ProcessReport] = []
-    if folder is None:
-        return found
     for path in sorted(Path(folder).glob("*.seen")):
         with contextlib.suppress(Exception):
             found.append(pickle.loads(path.read_bytes()))  # noqa: S301 - our own processes, in a folder of ours

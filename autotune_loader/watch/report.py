@@ -15,8 +15,8 @@ from autotune_loader.machine.limits import usable_cores
 from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.watch.others import ProcessReport, leave
 from autotune_loader.watch.run_plan import Plan, say
-from autotune_loader.watch.script_loader import FEWEST_BATCHES, ScriptLoader
 from autotune_loader.watch.session import Session
+from autotune_loader.watch.watched import FEWEST_BATCHES, ScriptLoader
 
 WORTH_TRYING = 0.05
 """A gain below this, at most, is not worth another run."""
@@ -30,7 +30,7 @@ def seen_of(session: Session) -> ProcessReport:
     """What is known now of the loaders that gave a batch: once, for the terminal and for the files."""
     for each in session.loaders:
         each.log.marks.settle(time.monotonic(), is_end=True)
-    known = [each for each in session.loaders if each.log.totals.batches]
+    known = session.known
     script_s = sum(each.log.totals.active_s for each in known)
     reports = [_report_of(each, script_s, session.plan) for each in known]
     main, report = max(zip(known, reports, strict=True), key=lambda both: both[1].seconds)
@@ -51,10 +51,9 @@ def tell(seen: Sequence[ProcessReport], plan: Plan, *, flushes: bool = True) -> 
 
     Of the ranks of a job, rank 0 speaks; of a script's processes, the one that the command has started.
     """
-    if plan.folder is not None and plan.is_told_elsewhere and leave(seen[0], plan.folder):
+    if plan.is_told_elsewhere and leave(seen[0], str(plan.folder)):
         return
-    told = [each for each in seen if not each.rank]
-    if not told:
+    if not (told := [each for each in seen if not each.rank]):
         return
     main, report = max(told, key=lambda each: each.main.seconds), report_of(told)
     notes = [text.sentence for each in seen if (text := each.too_long(plan)) is not None][:1]
@@ -62,14 +61,13 @@ def tell(seen: Sequence[ProcessReport], plan: Plan, *, flushes: bool = True) -> 
     notes += [_written(plan.output, main.result.save)] if plan.output else []
     report = replace(report, notes=tuple(notes))
     if plan.report:
-        failed = _written(plan.report, report.save)
-        report = replace(report, notes=(*report.notes, failed))
+        report = replace(report, notes=(*notes, _written(plan.report, report.save)))
     say(f"\n{report}", flushes=flushes)
 
 
 def write_result(session: Session) -> None:
     """What was found until now, while the script goes on."""
-    if session.plan.output and not session.rank and any(each.log.totals.batches for each in session.loaders):
+    if session.plan.output and not session.rank and session.known:
         _written(session.plan.output, seen_of(session).result.save)
 
 
@@ -77,9 +75,9 @@ def report_of(seen: Sequence[ProcessReport]) -> ScriptReport:
     """One report; the same loader in several processes is told of once, as the one that has most time."""
     loaders: dict[tuple[str, str, str], LoaderReport] = {}
     for each in sorted((each for one in seen for each in one.report.loaders), key=lambda each: -each.seconds):
-        alike = each.name, each.contents, str(each.settings)
-        known = loaders.get(alike)
-        loaders[alike] = each if known is None else replace(known, processes=known.processes + 1)
+        known = loaders.setdefault(alike := (each.name, each.contents, str(each.settings)), each)
+        if known is not each:
+            loaders[alike] = replace(known, processes=known.processes + 1)
     longest = max(seen, key=lambda each: each.report.seconds).report
     return replace(longest, loaders=tuple(loaders.values()))
 
@@ -172,11 +170,9 @@ def _to_try(bottleneck: Finding, evidence: Evidence, kept: Finding | None, plan:
 
 def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict[str, Any]]) -> TuningResult:
     """What `-o` writes: the training loader's result, as its report has it, with the settings of all loaders."""
-    result = TuningResult(best=main.own, status="partial", found_by="watch", baseline=main.own)
-    if main.told is not None:
-        result = main.told.result
+    own = TuningResult(best=main.own, status="partial", found_by="watch", baseline=main.own)
     return replace(
-        result,
+        own if main.told is None else main.told.result,
         batch_size=main.site.batch_size,
         wait_share=report.wait_share,
         seconds=round(report.seconds, 3),

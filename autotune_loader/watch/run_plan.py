@@ -35,35 +35,20 @@ class Plan:
     """What the command line, or `enable()`, asked for. Paths are absolute: a script may change its folder."""
 
     verb: Verb
-    script: str | None = None
-    """As it was named, with its arguments; None where it is not the command line that started it."""
-    workers: bool = False
-    """Whether a loader that asked for no workers may have some."""
-    max_workers: int | None = None
-    """At most this many workers of each loader."""
-    start_with: str | None = None
-    """The `loader.json` to start with."""
-    output: str | None = None
-    """Where `loader.json` is written."""
-    report: str | None = None
-    """Where the report is written as JSON."""
-    most_waiting: float | None = None
-    """Share of waiting above which the exit code says so."""
-    pid: int | None = None
-    """The process of the command, which tells of all others; None where there is none, and each tells of itself."""
-    folder: str | None = None
-    """Where the others leave what they saw; the first one makes it."""
+    script: str | None = None  # as it was named, with its arguments; None where no command line started it
+    workers: bool = False  # whether a loader that asked for no workers may have some
+    max_workers: int | None = None  # of each loader
+    start_with: str | None = None  # the loader.json to start with
+    output: str | None = None  # where loader.json is written
+    report: str | None = None  # where the report is written as JSON
+    most_waiting: float | None = None  # share of waiting above which the exit code says so
+    pid: int | None = None  # of the command, whose process tells of all others; None where each tells of itself
+    folder: str | None = None  # where the others leave what they saw; the first one makes it
 
     @property
     def is_told_elsewhere(self) -> bool:
         """Whether another process, which is still there, tells what this one saw."""
-        if self.pid is None or self.pid == os.getpid():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except OSError:
-            return False
-        return True
+        return self.pid not in (None, os.getpid()) and Path(f"/proc/{self.pid}").exists()
 
     def to_run(self, *, workers: bool) -> str:
         """What tunes the same loaders: a command, the head of a cell, or a call in the script."""
@@ -78,17 +63,6 @@ class Plan:
         paths = os.environ.get("PYTHONPATH", "")
         if STARTUP not in paths.split(os.pathsep):
             os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, [paths])])
-
-    @classmethod
-    def handed_on(cls) -> Plan | None:
-        """The plan of the process that started this one; None where there is none."""
-        text = os.environ.get(VARIABLE)
-        return None if text is None else cls(**json.loads(text))
-
-
-def new_folder() -> str:
-    """A name for `Plan.folder`; nothing is made."""
-    return os.path.join(os.environ.get("TMPDIR", "/tmp"), f"autotune-loader-{os.getpid()}-{os.urandom(8).hex()}")  # noqa: PTH118, S108
 
 
 def say(text: str, *, flushes: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""An iterator of torch's, or one of ours in its place, that tells how long its loop waits: of a subclass with a `__next__`.
+"""One loader of a script: what it is, what its loops wait for, and the iterator that tells it.
 
 next(iterator) ── ask ── the iterator's own __next__ ── receive      StopIteration ── end
 
@@ -16,42 +16,45 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data.dataloader import _DatasetKind
 
+from autotune_loader import LoaderConfig
 from autotune_loader.machine.processes import PROC, process_use, queued_s
-from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
+from autotune_loader.pipeline.loop_log import Log, Site
 
-WATCH = "_autotune_loader_watch"
-"""Attribute of an iterator that is watched."""
+FEWEST_BATCHES = 3
+"""Of fewer nothing can be said: the first one waits for workers, and the last has no step after it."""
+FIRST_LOOK_S, FIRST_LOOK_BATCHES = 10.0, 50
+"""After so much training, the sooner of both, something can be said."""
 LOOK_EVERY_S = 0.02
 """So often a batch is looked at more closely: with its CPU times, which take 10 us."""
-OWN_SCHEDSTAT = "/proc/thread-self/schedstat"
-"""See `queued_s`, which takes three times as long for the sake of its paths."""
 READ_EVERY_S = 0.5
 """So often the CPU times of this process and of torch's workers are read: 20 us a process, and a thread of a worker."""
-CONTAINERS: tuple[Any, ...] = (dict, list, tuple)
 WAITS_FOR_A_THREAD = {("threading.py", "join"), ("_base.py", "result"), ("base_events.py", "run_forever")}
 """Where the main thread is while another one trains; beside one that reads ahead, it trains."""
-ITERABLE = 1
-"""`_DatasetKind` of torch for streams."""
+WATCH = "_autotune_loader_watch"
+"""Attribute of an iterator that is watched."""
 
 log = logging.getLogger(__name__)
 
 
+class CpuTimes(NamedTuple):
+    """Seconds on a core, and seconds in which something was ready to run and waited for one."""
+
+    cpu_s: float
+    queued_s: float
+
+
 def thread_times() -> CpuTimes:
-    """Of the calling thread."""
-    try:
-        descriptor = os.open(OWN_SCHEDSTAT, os.O_RDONLY)
-        try:
-            queued = int(os.read(descriptor, 64).split()[1]) / 1e9
-        finally:
-            os.close(descriptor)
-    except (OSError, IndexError):  # the kernel does not tell
-        queued = 0.0
+    """Of the calling thread. `queued_s` would take twice as long, for the sake of its paths."""
+    queued = 0.0
+    with contextlib.suppress(OSError, IndexError), open("/proc/thread-self/schedstat", "rb", 0) as file:  # noqa: PTH123
+        queued = int(file.read(64).split()[1]) / 1e9
     return CpuTimes(time.thread_time(), queued)
 
 
@@ -65,86 +68,159 @@ def process_times(pid: int) -> CpuTimes:
     return CpuTimes(0.0 if use is None else use.cpu_s, sum(queued_s(f"{pid}/task/{thread}") for thread in threads))
 
 
-class Watch:
-    """Whoever takes batches from one iterator of a loader, epoch after epoch; `begun` is when it began to be made."""
+class CpuOfBatches:
+    """CPU times of those batches that were clocked."""
 
-    workers: Sequence[Any] = ()
-    """Processes of torch's that make the batches."""
+    def __init__(self) -> None:
+        self.batches = self.cpu_s = self.queued_s = 0.0
 
-    def __init__(
-        self,
-        known: ScriptLoader,
-        loader: Any,
-        begun: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], CpuTimes] = thread_times,
-    ) -> None:
-        self._known, self._clock, self._cpu_clock = known, clock, cpu_clock
-        known.clock = clock
-        size = getattr(loader, "batch_size", None)
-        self._size = size if isinstance(size, int) else 0
-        self.is_stream = getattr(loader, "_dataset_kind", 0) == ITERABLE
-        self.sizes = deque[int]()
-        """Samples of the batches whose indices were drawn."""
-        self._begin(begun)
+    def add(self, batches: float, before: CpuTimes, after: CpuTimes) -> None:
+        self.batches += batches
+        self.cpu_s += after.cpu_s - before.cpu_s
+        self.queued_s += after.queued_s - before.queued_s
 
-    def _begin(self, now: float) -> None:
-        self._loop, self._is_started, self._samples = self._known.log.begin(now), False, 0
-        self._thread = threading.get_ident()
-        self._is_beside = self._thread != threading.main_thread().ident
-        self.sizes.clear()
-        self._asked_cpu: CpuTimes | None = None
-        self._reading: tuple[float, int, dict[int, CpuTimes]] | None = None
-        self._next_reading_s = now
-        self._known.waiting_since = now
+    @property
+    def of_one(self) -> CpuTimes | None:
+        """The mean; None where none was clocked."""
+        return CpuTimes(self.cpu_s / self.batches, self.queued_s / self.batches) if self.batches else None
+
+
+class ScriptLoader:
+    """A loader as people know it: by the line that makes it, however often it is made anew; it is not kept alive.
+
+    Attributes:
+        site, name, own: where it is made and what it reads; as people read it; its settings, as the script has them.
+        first_look: called now and then, until something can be said of it.
+        in_loop: CPU times of making batches, or of receiving them, in the loop's own thread.
+        in_workers: of making them in torch's workers.
+        read_s, busy_s: seconds in which CPU times were read; of CPU that this process and torch's workers took meanwhile.
+        next_look_s: when a batch is looked at more closely again, be it of a later epoch.
+        batch_bytes: of its first batch.
+        epoch_samples: of the epochs that were not left early.
+        delivered: batches of a stream by the number of the worker that made them.
+        ahead, reader: batches that a thread took ahead of the training; the name of the first such thread.
+        waiting_since: when the batch was asked for that is awaited now.
+        found: what tunes it under `run`, and what that has found, without the loader's data; None where nothing does.
+        kept: why nothing tunes it under `run`, a `Finding`.
+        settings: numbers of the loader that make it another one where the script changes them.
+        owner, dataset, watch: the latest loader, its data and the `Watch` of its latest iterator, as weak references.
+    """
+
+    def __init__(self, site: Site, name: str, own: LoaderConfig, first_look: Callable[[ScriptLoader], None]) -> None:
+        self.site, self.name, self.own, self.log = site, name, own, Log()
+        self.first_look: Callable[[ScriptLoader], None] | None = first_look
+        self.in_loop, self.in_workers = CpuOfBatches(), CpuOfBatches()
+        self.read_s = self.busy_s = 0.0
+        self.next_look_s = 0.0
+        self.waiting_since: float | None = None
+        self.batch_bytes: int | None = None
+        self.epoch_samples, self.delivered = set[int](), Counter[int]()
+        self.ahead = 0
+        self.reader: str | None = None
+        self.found: Any = None
+        self._shown: Any = None
+        self.kept: Any = None
+        self.settings: tuple[Any, ...] = ()
+        self.owner: Callable[[], Any] = lambda: None
+        self.dataset: Callable[[], Any] = lambda: None
+        self.watch: Callable[[], Watch | None] = lambda: None
+
+    def tune_by(self, found: Any) -> None:
+        """From now on this tunes it; of what did so before, the latest that has shown something faster is still told of."""
+        if self.found is not None and self.found.gain is not None:
+            self._shown = self.found
+        self.found = found
+
+    @property
+    def told(self) -> Any:
+        """What tuning has found, as far as it is told."""
+        is_new = self._shown is not None and self.found.gain is None
+        return self._shown if is_new else self.found
 
     @property
     def is_running(self) -> bool:
         """Whether an epoch is under way."""
-        return not self._loop.is_over
+        watch = self.watch()
+        return watch is not None and not watch.loop.is_over
 
-    def begin(self) -> None:
-        """An epoch begins to be made; the first one did so before."""
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether a thread takes most of the batches, ahead of the training."""
+        return 2 * self.ahead > self.log.totals.batches
+
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether something can be said by now."""
+        totals = self.log.totals
+        is_long = totals.active_s >= FIRST_LOOK_S and totals.batches >= FEWEST_BATCHES
+        return (is_long or totals.batches >= FIRST_LOOK_BATCHES) and totals.wait_share is not None
+
+    def __str__(self) -> str:
+        """What its loops wait, also for the batch that is awaited now."""
+        totals, since = self.log.totals, self.waiting_since
+        now_s = 0.0 if since is None else time.monotonic() - since
+        if not totals.batches:
+            return f"the training loop has waited {now_s:.0f} s for its first batch so far"
+        if totals.wait_share is None or totals.batches < FEWEST_BATCHES:
+            count = "1 batch" if totals.batches == 1 else f"{totals.batches} batches"
+            return f"{count} so far; the training loop has waited {totals.waited_s + now_s:.1f} s"
+        share = (totals.waited_s + now_s) / (totals.active_s + now_s)
+        return f"the training loop waits for data {share * 100:.0f}% of the time"
+
+
+class Watch:
+    """Whoever takes batches from one iterator of a loader, epoch after epoch; `begun` is when it began to be made."""
+
+    def __init__(self, known: ScriptLoader, loader: Any, begun: float) -> None:
+        size = getattr(loader, "batch_size", None)
+        self._known, self._size = known, size if isinstance(size, int) else 0
+        self.is_stream = getattr(loader, "_dataset_kind", None) == _DatasetKind.Iterable
+        self.sizes = deque[int]()
+        """Samples of the batches whose indices were drawn."""
+        self._workers: Sequence[Any] = ()
+        """Processes of torch's that make the batches."""
+        self._begin(begun)
+
+    def _begin(self, now: float) -> None:
+        self.loop, self._is_started, self._samples = self._known.log.begin(now), False, 0
+        self._thread = threading.get_ident()
+        self._is_beside = self._thread != threading.main_thread().ident
+        self.sizes.clear()
+        self._reading: tuple[float, int, dict[int, CpuTimes]] | None = None
+        self._next_reading_s = now
+        self._known.waiting_since = now
+
+    def reset(self, iterator: Any, reset: Callable[[], None]) -> None:
+        """An epoch begins; the first one did as the iterator was made. `reset` starts workers, or feeds those that are kept."""
         if self._is_started:
-            self._begin(self._clock())
-
-    def started(self) -> None:
-        """Workers of the epoch have been started, or those that were kept have been fed: the loop was held up meanwhile."""
-        if not self._is_started:
-            self._is_started = True
-            self._loop.started(self._clock())
+            self._begin(time.monotonic())
+        reset()
+        self._is_started, self._workers = True, getattr(iterator, "_workers", ())
+        self.loop.started(time.monotonic())
 
     def take(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
         """The next batch, for which the loop has asked, its step being done."""
-        known, loop, asked = self._known, self._loop, self._clock()
+        known, loop, asked = self._known, self.loop, time.monotonic()
         loop.ask(asked)
         known.waiting_since = asked
         if self._is_beside or threading.get_ident() != self._thread:
             self._read_by_thread()
-        if asked >= known.next_look_s:
-            self._look(asked)
-        sizes = self.sizes
+        asked_cpu = self._look(asked) if asked >= known.next_look_s else None
         try:
             batch = fetch(iterator)
         except StopIteration:
-            known.waiting_since = None
             if not loop.is_over:
-                loop.end(self._clock())
+                loop.end(time.monotonic())
                 known.epoch_samples.add(self._samples)
             raise
-        except BaseException:
+        finally:
             known.waiting_since = None
-            if sizes:
-                sizes.popleft()
-            raise
-        received = self._clock()
-        known.waiting_since = None
-        size = sizes.popleft() if sizes else self._size_of(iterator, batch)
+        received = time.monotonic()
+        size = self.sizes.popleft() if self.sizes else self._size_of(iterator, batch)
         self._samples += size
         loop.receive(received, size)
-        if self._asked_cpu is not None:
-            self._clocked(received, batch, self._asked_cpu)
+        if asked_cpu is not None:
+            self._clocked(received, batch, asked_cpu)
         return batch
 
     def delivered(self, iterator: Any, message: Any) -> None:
@@ -158,7 +234,7 @@ class Watch:
         if self._size and not self.is_stream:
             drawn = getattr(iterator, "indices", None)
             return len(drawn) if type(drawn) is list else self._size
-        found = length_at_first(batch)
+        found = samples_in(batch)
         return min(found, self._size) if found and self._size else found or self._size or 1
 
     def _read_by_thread(self) -> None:
@@ -171,17 +247,16 @@ class Watch:
         if known.reader is None:
             known.reader = next((each.name for each in threading.enumerate() if each.ident == thread), str(thread))
 
-    def _look(self, now: float) -> None:
+    def _look(self, now: float) -> CpuTimes:
         """Now and then: whether something can be said of the loader, and what CPU its batches take."""
         self._known.next_look_s = now + LOOK_EVERY_S
         if self._known.first_look is not None:
             self._known.first_look(self._known)
-        self._asked_cpu = self._cpu_clock()
+        return thread_times()
 
     def _clocked(self, now: float, batch: Any, asked: CpuTimes) -> None:
         """A batch whose CPU time was clocked."""
-        self._known.in_loop.add(1, asked, self._cpu_clock())
-        self._asked_cpu = None
+        self._known.in_loop.add(1, asked, thread_times())
         try:
             if self._known.batch_bytes is None:
                 self._known.batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
@@ -193,7 +268,7 @@ class Watch:
 
     def _read(self, now: float) -> None:
         """What CPU this process and torch's workers took since the last reading; before an epoch's first one they started."""
-        workers = [worker.pid for worker in self.workers if worker.pid is not None]
+        workers = [worker.pid for worker in self._workers if worker.pid is not None]
         times = {pid: process_times(pid) for pid in (os.getpid(), *workers)}
         if self._reading is not None:
             then, batches, earlier = self._reading
@@ -201,44 +276,28 @@ class Watch:
             self._known.read_s += now - then
             self._known.busy_s += sum(times[pid].cpu_s - earlier[pid].cpu_s for pid in both)
             for pid in both & set(workers):
-                self._known.in_workers.add((self._loop.batches - batches) / len(workers), earlier[pid], times[pid])
-        self._reading = now, self._loop.batches, times
+                self._known.in_workers.add((self.loop.batches - batches) / len(workers), earlier[pid], times[pid])
+        self._reading = now, self.loop.batches, times
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """The dense tensors in Python's own containers, in classes derived from these, and among the attributes of an object."""
-    kind = type(batch)
-    if kind is torch.Tensor:
+    """Dense tensors in Python's own containers and in classes derived from these, whose own methods are not called."""
+    if type(batch) is torch.Tensor:
         if batch.layout is torch.strided and not batch.is_nested:
             yield batch
         return
-    for each in items_of(batch):
-        if type(each) is torch.Tensor or kind in CONTAINERS:
-            yield from tensors_in(each)
-
-
-def items_of(batch: Any) -> Iterable[Any]:
-    """What a container or an object holds; no method of a class of the user's is called."""
-    for kind in CONTAINERS:
+    for kind in (list, tuple, dict):
         if issubclass(type(batch), kind):
-            return dict.values(batch) if kind is dict else kind.__iter__(batch)
-    try:
-        attributes: dict[str, Any] = object.__getattribute__(batch, "__dict__")
-    except AttributeError:
-        return ()
-    return attributes.values()
+            for each in dict.values(batch) if kind is dict else kind.__iter__(batch):
+                yield from tensors_in(each)
 
 
-def length_at_first(batch: Any) -> int:
-    """Samples of a batch by the first that it holds: a tensor's first dimension, or a list's length; 0 where there is none."""
-    length = 0
-    while type(batch) is not torch.Tensor:
-        kind = type(batch)
-        if kind not in CONTAINERS or not batch:
-            return length
-        length = len(batch) if kind is list else 0
-        batch = next(iter(batch.values() if kind is dict else batch))
-    return batch.shape[0] if batch.layout is torch.strided and not batch.is_nested and batch.dim() else length
+def samples_in(batch: Any) -> int:
+    """Samples of a batch that nobody counted: the first dimension of its first tensor, or a list's length; else 0."""
+    first = next((tensor for tensor in tensors_in(batch) if tensor.dim()), None)
+    if first is not None:
+        return first.shape[0]
+    return len(batch) if type(batch) is list else 0
 
 
 def is_main_thread_waiting() -> bool:
@@ -251,16 +310,13 @@ def is_main_thread_waiting() -> bool:
     return False
 
 
-def watch_iterator(iterator: Any, known: ScriptLoader, loader: Any, begun: float) -> Watch:
+def watch_iterator(iterator: Any, known: ScriptLoader, loader: Any, begun: float) -> None:
     """From now on the iterator tells when it is asked for a batch, and when it has one."""
-    watch: Watch | None = vars(iterator).get(WATCH)
-    if watch is None:
-        vars(iterator)[WATCH] = watch = Watch(known, loader, begun)
-        kind: Any = type(iterator)
+    kind: Any = type(iterator)
+    if WATCH not in vars(iterator):
+        vars(iterator)[WATCH] = Watch(known, loader, begun)
         iterator.__class__ = watched(kind)
-    latest = weakref.ref(watch)
-    known.is_running = lambda: (one := latest()) is not None and one.is_running
-    return watch
+    known.watch = weakref.ref(vars(iterator)[WATCH])
 
 
 @functools.lru_cache(maxsize=64)
@@ -288,11 +344,7 @@ def watched(kind: Any) -> Any:
             return found
 
         def _reset(self, *args: Any, **arguments: Any) -> None:
-            watch = self.__dict__[WATCH]
-            watch.begin()
-            kind._reset(self, *args, **arguments)
-            watch.workers = getattr(self, "_workers", ())
-            watch.started()
+            self.__dict__[WATCH].reset(self, lambda: kind._reset(self, *args, **arguments))
 
     Watched.__name__, Watched.__qualname__, Watched.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Watched

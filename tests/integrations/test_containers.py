@@ -6,15 +6,8 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.system
-SMALL = [
-    "unshare",
-    "--map-root-user",
-    "--mount",
-    "sh",
-    "-c",
-    'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"',
-    "sh",
-]
+MOUNTED = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+SMALL = ("unshare", "--map-root-user", "--mount", "sh", "-c", MOUNTED, "sh")
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -22,7 +15,7 @@ from autotune_loader import AutoLoader
 
 class Large(Dataset):
     def __len__(self):
-        return 12
+        return 8
 
     def __getitem__(self, index):
         return torch.full((32 << 20,), index, dtype=torch.uint8)
@@ -31,15 +24,14 @@ print([batch[0, -1].item() for batch in {}(Large(), num_workers=2)])
 """
 
 
-@pytest.fixture(scope="module")
-def small():
-    if subprocess.run([*SMALL, "true"], capture_output=True).returncode:
+def in_a_small_container(*command):
+    return subprocess.run([*SMALL, *command], capture_output=True, text=True, timeout=100)
+
+
+def test_batches_that_do_not_fit_into_shared_memory_for_dataloader_travel_with_autoloader():
+    if in_a_small_container("true").returncode:
         pytest.skip("nothing may be mounted here")
-    return lambda kind: subprocess.run(
-        [*SMALL, sys.executable, "-c", SCRIPT.format(kind)], capture_output=True, text=True, timeout=100
+    theirs, ours = (
+        in_a_small_container(sys.executable, "-c", SCRIPT.format(kind)) for kind in ("DataLoader", "AutoLoader")
     )
-
-
-def test_batches_that_do_not_fit_into_shared_memory_for_dataloader_travel_with_autoloader(small):
-    assert small("DataLoader").returncode == 1
-    assert small("AutoLoader").stdout.strip() == str(list(range(12)))
+    assert (theirs.returncode, ours.stdout.strip()) == (1, str(list(range(8))))

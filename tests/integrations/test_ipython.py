@@ -5,14 +5,11 @@ import pytest
 interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
 pytestmark = pytest.mark.process  # under run, the proof that workers are safe forks
 LOADERS = """
-import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from autotune_loader import enable
+from tests.integrations.job import Waiting
 kept = DataLoader(TensorDataset(torch.rand(64, 4)), batch_size=8)
-class Waiting(TensorDataset):
-    def __getitem__(self, index):
-        time.sleep(0.002)
-        return super().__getitem__(index)
 """
 
 
@@ -28,7 +25,6 @@ def shell(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("verb", ["watch", "run"])
 def test_a_cell_is_told_of_by_the_lines_that_the_notebook_shows_and_the_next_one_is_left_alone(shell, capsys, verb):
-    # GIVEN a cell with a loader of its own and one of an earlier cell
     cell = f"%%watch {verb}\nmade = DataLoader(TensorDataset(torch.rand(40, 4)))\nx = len([*made, *kept])"
     assert (shell.run_cell(cell).success, shell.user_ns["x"]) == (True, 48)
     report = capsys.readouterr().err
@@ -47,8 +43,7 @@ def test_a_cell_is_told_of_by_the_lines_that_the_notebook_shows_and_the_next_one
     ],
 )
 def test_the_next_step_of_a_cell_is_a_cell(shell, capsys, head, after, step):
-    shell.run_cell("from autotune_loader import enable").raise_error()
-    shell.run_cell(f"{head}list(DataLoader(Waiting(torch.rand(480, 4)), batch_size=8, {after}))").raise_error()
+    shell.run_cell(f"{head}list(DataLoader(Waiting(480, 0.002), batch_size=8, {after}))").raise_error()
     assert f"next: `{step}` tries" in capsys.readouterr().err
 
 

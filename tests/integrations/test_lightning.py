@@ -45,11 +45,9 @@ def test_a_data_module_is_tuned_before_the_first_epoch_and_keeps_every_hook(fit,
     data = tuned(own, model, **QUICK)
     assert data is own
     trainer = fit(model, datamodule=data)
-    # THEN the loader in use has the tuned configuration, and only fitting has trained and validated the model
     loader = trainer.train_dataloader
     assert (loader.num_workers, loader.batch_size) == (data.tuning_result.best.num_workers, 32)
     assert (trainer.global_step, len(model.model.seen)) == (2 * 8, 2 * (256 + 256))
-    # AND the data module is the user's own, also in a checkpoint, from which another run goes on
     assert trainer.datamodule.num_classes == 2
     trainer.save_checkpoint(checkpoint)
     fit(model, datamodule=tuned(own, model, config=CONFIG), epochs=3, checkpoint=checkpoint)

@@ -20,12 +20,16 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # its import takes 
 @pytest.fixture
 def trainer_of(tmp_path):
     """Makes a Trainer with a collator, of a class and with arguments of one's own."""
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
 
     def make(dataset, kind=transformers.Trainer, *, size=32, epochs=2, **fields):
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=size, num_train_epochs=epochs, learning_rate=0.05, use_cpu=True,
-            save_strategy="no", report_to=[], disable_tqdm=True, remove_unused_columns=False, logging_strategy="no", **fields,
-        )  # fmt: skip
+        fields |= {
+            "per_device_train_batch_size": size,
+            "num_train_epochs": epochs,
+            "remove_unused_columns": False,
+            **quiet,
+        }
+        arguments = transformers.TrainingArguments(str(tmp_path), **fields)
         return kind(Classifier(), arguments, train_dataset=dataset, data_collator=collate)
 
     return make
@@ -72,7 +76,6 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, m
     tuned = lambda *_, **__: was_on.append(torch.is_autocast_enabled("cpu")) or result  # noqa: E731
     monkeypatch.setattr(integration, "tune", tuned)
     trainer = trainer_of(FEW, Own, bf16=True)
-    # WHEN it is tuned THEN bursts train in bf16, and what they leave out is said, unless a step was given
     with pytest.warns(UserWarning, match="own compute_loss; pass train_step="):
         tune_trainer(trainer)
     tune_trainer(trainer, train_step=0.01)  # warnings are errors here
@@ -83,10 +86,8 @@ def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, m
 
 
 def test_a_loader_of_the_trainers_own_is_measured_and_what_it_does_not_heed_is_said(trainer_of, monkeypatch):
-    tuned, best = [], LoaderConfig(num_workers=2, prefetch_factor=4)
-    monkeypatch.setattr(
-        integration, "tune", lambda loader, *_, **__: tuned.append(loader) or replace(synthetic_result(), best=best)
-    )
+    tuned, result = [], replace(synthetic_result(), best=LoaderConfig(num_workers=2, prefetch_factor=4))
+    monkeypatch.setattr(integration, "tune", lambda loader, *_, **__: tuned.append(loader) or result)
     with pytest.warns(UserWarning, match="ignores args for prefetch_factor=4; return result.apply_to"):
         tune_trainer(trainer_of(FEW, Bucketed))
     assert tuned[0].batch_sampler == [[0, 1, 2], [3]]

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import signal
 
 import pytest
 
@@ -41,26 +42,11 @@ WAITS = """
         for x in DataLoader(Numbers(8), batch_size=8, num_workers=1):
             pass
     """
-PROCESSES = """
-    import multiprocessing, subprocess
+AUTO = """
     from autotune_loader import AutoLoader
-    def work():
-        for x in DataLoader(Numbers(), batch_size=8, num_workers=1):  # CHILD
-            pass
     if __name__ == "__main__":
-        if sys.argv[1] == "child":
-            work()
-        elif sys.argv[1] == "auto":
-            list(AutoLoader(Numbers(), batch_size=8))  # AUTO
-        elif sys.argv[1] == "subprocess":
-            subprocess.run([sys.executable, "train.py", "child"], check=True)
-        else:
-            process = multiprocessing.get_context(sys.argv[1]).Process(target=work)
-            process.start()
-            process.join()
+        list(AutoLoader(Numbers(), batch_size=8))  # AUTO
     """
-
-
 CHILDREN = """
     import subprocess
     import torch.multiprocessing as mp
@@ -94,6 +80,14 @@ ENDED = """
                 print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
                 print("held back")
                 os.kill(os.getpid(), signal.SIGTERM if "kill" not in sys.argv else signal.SIGKILL)
+    """
+AMID = """
+    import signal
+    from autotune_loader.watch import report
+    say = report.say
+    report.say = lambda *told, **how: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.01), say(*told, **how))
+    if __name__ == "__main__":
+        list(DataLoader(Numbers(), batch_size=8))
     """
 SHARDS = """
     class Shards(IterableDataset):
@@ -131,6 +125,12 @@ def test_a_script_that_is_ended_ends_as_without_us_and_what_was_seen_is_told(ben
     assert TuningResult.load(bench.folder / "o.json").best.num_workers == int(arguments[0])
 
 
+def test_sigterm_while_the_report_is_told_waits_for_its_end(bench):
+    bench.write(AMID)
+    code, _, report = bench.command("watch", "train.py")
+    assert (code, report.count("12 batches")) == (-signal.SIGTERM, 1)
+
+
 @pytest.mark.parametrize(("workers", "shards", "told"), [(4, 3, "1 of 4 workers delivered no batch."), (2, 2, None)])
 def test_workers_of_a_stream_that_have_nothing_to_deliver_are_told(bench, workers, shards, told):
     bench.write(SHARDS)
@@ -141,14 +141,10 @@ def test_workers_of_a_stream_that_have_nothing_to_deliver_are_told(bench, worker
     assert any(each["kind"] == "spread_shards" for each in loader["advice"]) == (told is not None)
 
 
-@pytest.mark.parametrize("verb", ["watch", "run"])
-def test_the_terminal_and_both_files_say_the_same(bench, verb):
-    bench.write(WAITING)
-    options = ("--workers", "--max-workers", "2") if verb == "run" else ()
-    code, _, report = bench.command(verb, *options, "-o", "o.json", "--json", "r.json", "train.py", "4", "kept")
-    (loader,) = json.loads((bench.folder / "r.json").read_text())["loaders"]
-    result, block = TuningResult.load(bench.folder / "o.json"), " ".join(report.split())
-    assert code == 0
+def told_alike(bench, report):
+    """What `r.json` has of the loaders, and the result in `o.json`: the terminal and both files say the same."""
+    told, result = json.loads((bench.folder / "r.json").read_text()), TuningResult.load(bench.folder / "o.json")
+    loader, block = told["loaders"][0], " ".join(report.split())
     assert result.bottleneck.sentence == loader["bottleneck"]["sentence"] in block
     assert [each.sentence for each in result.advice] == [each["sentence"] for each in loader["advice"]]
     assert result.best.arguments() == loader["settings_now"] == result.loaders[loader["name"]]
@@ -156,6 +152,7 @@ def test_the_terminal_and_both_files_say_the_same(bench, verb):
     assert f"waits for data {loader['wait_share'] * 100:.0f}% of the time" in block
     ratios = [each for each in (result.speedup, result.rate) if each is not None]
     assert all(each.low >= 0 or each.low == -math.inf for each in ratios)
+    return told["loaders"], result
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -173,25 +170,23 @@ def test_weights_and_random_states_are_the_same_bit_for_bit(bench, workers):
 @pytest.mark.parametrize(("workers", "command"), [(0, "run --workers train.py"), (1, "run train.py")])
 def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, command):
     line = f"train.py:{line_of(bench.write(WAITS), 'MAIN')}"
-    written = ("-o", "loader.json", "--json", "report.json", "--fail-if-wait", "10%")
+    written = ("-o", "o.json", "--json", "r.json", "--fail-if-wait", "10%")
     code, _, report = bench.command("watch", *written, "train.py", str(workers))
     assert [first.partition(" the training loop waits ")[0] for first in bench.first_lines] == [f"{line}:"]
     assert report.startswith("watch: 2 loaders in ")
     # AND the loader with most time comes first, with what it waits for and at most gains, and a command
-    told = json.loads((bench.folder / "report.json").read_text())
-    loader, other = told["loaders"]
+    (loader, other), result = told_alike(bench, report)
     assert (loader["name"], loader["bottleneck"]["kind"]) == (line, "storage")
     assert 0.6 < loader["wait_share"] < 0.95
     assert loader["bottleneck"]["gain"] == pytest.approx(loader["wait_share"] / (1 - loader["wait_share"]))
     assert f"autotune-loader {command}" in loader["advice"][0]["sentence"]
     assert "1 batch: too few to report a bottleneck" in other["bottleneck"]["sentence"]
-    assert (code, "--fail-if-wait allows 10%" in told["notes"][0]) == (4, True)
-    result = TuningResult.load(bench.folder / "loader.json")
+    assert (code, "--fail-if-wait allows 10%" in report) == (4, True)
     assert (result.found_by, result.best.num_workers) == ("watch", workers)
     assert sorted(each["num_workers"] for each in result.loaders.values()) == [workers, 1]
 
 
-@pytest.mark.parametrize(("verb", "workers"), [("watch", 0), ("watch", 2), ("run", 0), ("run", 2)])
+@pytest.mark.parametrize(("verb", "workers"), [("watch", 0), ("watch", 2), ("run", 2)])
 def test_an_error_of_the_dataset_ends_the_script_and_the_report_comes_all_the_same(bench, verb, workers):
     bench.write(TRAIN)
     code, printed, report = bench.command(verb, "train.py", str(workers), BAD="20")
@@ -200,19 +195,12 @@ def test_an_error_of_the_dataset_ends_the_script_and_the_report_comes_all_the_sa
     assert printed.rstrip().splitlines()[-1].startswith("ValueError: ")
 
 
-def test_processes_and_autoloaders_of_the_script_are_told_of_and_ranks_by_rank_0(bench):
-    text = bench.write(PROCESSES)
-    for how in ("fork", "spawn", "subprocess"):
-        code, printed, report = bench.command("watch", "train.py", how)
-        assert (code, printed, report.count("autotune-loader watch")) == (0, "", 0), how
-        parts = "1 loader in", f"train.py:{line_of(text, 'CHILD')}  "
-        assert [part for part in parts if part not in report] == [], how
-    _, _, report = bench.command("watch", "train.py", "auto")
-    assert f"train.py:{line_of(text, 'AUTO')}  Numbers[96], batches of 8\n  12 batches" in report
+def test_autoloaders_of_the_script_are_told_of_and_of_ranks_rank_0_tells(bench):
+    line = f"train.py:{line_of(bench.write(AUTO), 'AUTO')}"
     for rank, told in (("0", ["These are the loaders of rank 0 of 2."]), ("1", [])):
-        _, _, report = bench.command("watch", "train.py", "child", RANK=rank, WORLD_SIZE="2")
-        assert [line for line in report.splitlines() if "rank" in line] == told
-        assert bool(report) == (rank == "0")
+        _, _, report = bench.command("watch", "train.py", RANK=rank, WORLD_SIZE="2")
+        assert [each for each in report.splitlines() if "rank" in each] == told
+        assert (f"{line}  Numbers[96], batches of 8\n  12 batches" in report) == bool(report) == (rank == "0")
 
 
 WAITING = """
@@ -254,25 +242,27 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("kind", "more"), [("KEPT", ["kept"]), ("ANEW", [])])
-def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring_is_measured(bench, kind, more):
+@pytest.mark.parametrize(("kind", "more", "fetch_s"), [("KEPT", ["kept"], "0.004"), ("ANEW", [], "0")])
+def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring_is_measured(
+    bench, kind, more, fetch_s
+):
     text, script = bench.write(WAITING), ["train.py", "6", *more]
     _, plain = bench.run(*script, FETCH_S="0")
-    printed, told = bench.told("run", "--workers", "--max-workers", "4", "-o", "loader.json", *script)
-    assert printed == plain
-    (loader,) = told["loaders"]
+    asked = ("run", "--workers", "--max-workers", "4", "-o", "o.json", "--json", "r.json")
+    code, printed, report = bench.command(*asked, *script, FETCH_S=fetch_s)
+    assert (code, printed) == (0, plain)
+    (loader,), result = told_alike(bench, report)
     assert (loader["name"], loader["epochs"], loader["batches"]) == (f"train.py:{line_of(text, kind)}", 6, 600)
-    best = TuningResult.load(bench.folder / "loader.json").best
-    assert best.num_workers == loader["settings_now"]["num_workers"] <= 4
-    if kind == "KEPT":  # one that is made anew knows nothing of those before it, and has an epoch of 3 s
-        assert (best.num_workers > 0, loader["speedup"]["low"] > 1) == (True, True)
+    assert result.best.num_workers == loader["settings_now"]["num_workers"] <= 4
+    if kind == "KEPT":  # one that is made anew knows nothing of those before it
+        assert (result.best.num_workers > 0, loader["speedup"]["low"] > 1) == (True, True)
 
 
 def test_loaders_that_ask_for_no_workers_get_none_and_the_command_that_allows_them_is_named(bench):
     bench.write(WAITING)
     _, plain = bench.run("train.py", "1", FETCH_S="0")
     for script in (["train.py", "1", "a b"], ["-m", "train", "1", "a b"]):
-        printed, told = bench.told("run", *script)
+        printed, told = bench.told("run", *script, FETCH_S="0.002")
         (loader,) = told["loaders"]
         assert printed == plain
         assert (loader["settings_now"]["num_workers"], loader["kept"]["kind"]) == (0, "no_consent")

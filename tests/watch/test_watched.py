@@ -1,11 +1,9 @@
 """Loaders of this process, watched by `enable()`: which of them are one, what is counted, and that nothing stays behind."""
 
 import contextlib
-import copy
 import itertools
 import multiprocessing
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -13,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import util
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -24,10 +23,10 @@ from autotune_loader import enable
 from autotune_loader.lines import Line
 from autotune_loader.pipeline.loop_log import Site
 from autotune_loader.values import LoaderConfig
-from autotune_loader.watch.first_line import FirstLine
+from autotune_loader.watch import watched
 from autotune_loader.watch.hook import active
-from autotune_loader.watch.script_loader import CpuTimes, ScriptLoader
-from autotune_loader.watch.watched import Watch, process_times, thread_times
+from autotune_loader.watch.session import FirstLine
+from autotune_loader.watch.watched import CpuTimes, ScriptLoader, Watch, process_times, thread_times
 
 NUMBERS = TensorDataset(torch.arange(48))
 
@@ -45,13 +44,6 @@ def seen(enabled):
 
 def make(batch_size=4):
     return DataLoader(NUMBERS, batch_size=batch_size)
-
-
-@pytest.mark.parametrize("verb", ["watch", "run"])
-def test_a_short_last_batch_counts_as_what_it_is(verb, capsys):
-    with enable(verb, workers=True):
-        list(DataLoader(NUMBERS, batch_size=32))
-    assert "TensorDataset[48], batches of 32" in capsys.readouterr().err
 
 
 LINE = f"tests/watch/test_watched.py:{make.__code__.co_firstlineno + 1}"
@@ -73,6 +65,15 @@ def test_loaders_of_one_line_are_one_unless_both_are_there(watching):
     assert [name for name, *_ in seen(watching)] == [LINE, *(f"{LINE} TensorDataset {number}" for number in (2, 3))]
 
 
+def test_what_is_still_iterated_or_reads_other_data_is_another_loader(watching):
+    both = [iter(make()) for _ in range(2)]  # their loaders are gone
+    assert [len(next(each)) for each in both] == [1, 1]
+    data = [TensorDataset(torch.arange(8)) for _ in range(2)]
+    for each in data:
+        list(DataLoader(each, batch_size=4))
+    assert [counts for _, *counts in seen(watching)] == [[1, 1], [1, 1], [1, 2], [1, 2]]
+
+
 @pytest.mark.parametrize("verb", ["watch", "run"])
 def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_batch(verb, capsys):
     with enable(verb) as enabled:
@@ -83,24 +84,14 @@ def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_
         assert list(DataLoader(TensorDataset(torch.empty(0)), batch_size=4)) == []
         totals = enabled.session.loaders[0].log.totals
     assert (totals.batches, totals.samples, totals.epochs) == (10, 36, 2)
+    assert "TensorDataset[18], batches of 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["watch", "run"])
-def test_copies_of_a_loader_have_the_data_that_they_were_given(verb, capsys):
-    with enable(verb):
-        loader = make()
-        first = [batch.tolist() for (batch,) in loader]
-        for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-            vars(copied)["dataset"] = TensorDataset(100 + torch.arange(48))
-            assert [(batch - 100).tolist() for (batch,) in copied] == first
-        assert [batch.tolist() for (batch,) in loader] == first
-
-
-def test_under_run_the_report_says_why_no_autoloader_takes_a_place(monkeypatch):
+def test_under_run_the_report_says_why_no_autoloader_takes_a_place(monkeypatch, capsys):
     monkeypatch.setattr("autotune_loader.autoloader.live.live_of", Mock(side_effect=OSError("no room")))
-    with enable("run") as enabled:
+    with enable("run"):
         assert len(list(make())) == 12
-        assert "not changed: AutoLoader cannot tune it: OSError: no room" in enabled.report()
+    assert "not changed: AutoLoader cannot tune it: OSError: no room" in capsys.readouterr().err
 
 
 def test_enabling_again_leaves_nothing_behind(capsys):
@@ -119,22 +110,9 @@ def test_enabling_again_leaves_nothing_behind(capsys):
 def test_another_verb_is_refused_while_one_is_enabled_and_the_same_goes_on(watching, verb, told, capsys):
     with pytest.raises(ValueError, match=told):
         enable(verb)
-    with enable("watch") as again:
+    with enable("watch"):
         list(make())
-    assert (capsys.readouterr().err, "12 batches" in again.report()) == ("", True)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("verb", ["watch", "run"])
-def test_kept_workers_end_with_their_loader(verb):
-    with enable(verb) as enabled:
-        loader = DataLoader(NUMBERS, batch_size=8, num_workers=1, persistent_workers=True)
-        for _ in range(2):
-            list(loader)
-        assert [(epochs, batches) for _, epochs, batches in seen(enabled)] == [(2, 12)]
-        assert len(multiprocessing.active_children()) == 1 or verb == "run"
-        del loader
-        assert not multiprocessing.active_children()
+    assert (capsys.readouterr().err, seen(watching)) == ("", [(LINE, 1, 12)])
 
 
 class Counted(Dataset):
@@ -227,8 +205,8 @@ def test_a_thread_that_reads_ahead_is_told_and_not_judged(way, is_ahead, capsys)
     with enable("watch") as enabled:
         enabled.plan = replace(enabled.plan, most_waiting=0.0)
         way(slow)
-        assert ("Thread ahead" in enabled.report()) == is_ahead
         assert enabled.is_waiting_too_long != is_ahead
+    assert ("Thread ahead" in capsys.readouterr().err) == is_ahead
 
 
 @pytest.mark.process
@@ -256,17 +234,22 @@ def test_something_is_said_within_10_seconds_also_where_no_batch_has_come(capfd)
 class FakeLoop:
     """A loop over batches of 8, with clocks of its own; what is told of it is in `told`."""
 
-    def __init__(self, batches):
+    def __init__(self, batches, monkeypatch):
         self.now, self.cpu, self.told = 0.0, CpuTimes(0.0, 0.0), []
+        monkeypatch.setattr(watched, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(watched, "thread_times", lambda: self.cpu)
         loader = DataLoader(TensorDataset(torch.arange(8 * batches)), batch_size=8)
         site = Site.of(loader, Line("train.py", 15))
         self.known = ScriptLoader(site, "train.py:15", LoaderConfig(), self.look)
-        self.watch = Watch(self.known, loader, 0.0, clock=lambda: self.now, cpu_clock=lambda: self.cpu)
+        self.watch = Watch(self.known, loader, 0.0)
 
     def look(self, known):
         if known.is_worth_telling:
             known.first_look = None
             self.told.append(str(known))
+
+    def passes(self, seconds):
+        self.now += seconds
 
     def batch(self, wait_s, step_s):
         """It takes so long to fetch, half of it on a core, and a quarter in the queue for one; then there is a step."""
@@ -277,7 +260,7 @@ class FakeLoop:
             return torch.zeros(8)
 
         self.watch.take(fetch, None)
-        self.now += step_s
+        self.passes(step_s)
 
 
 @pytest.mark.parametrize(
@@ -288,26 +271,24 @@ class FakeLoop:
         (20.0, 0.1, 3, 100),  # the fewest that say anything
     ],
 )
-def test_the_first_line_comes_after_50_batches_or_10_seconds_once(wait_s, step_s, silent, share):
-    loop, said = FakeLoop(60), []
+def test_the_first_line_comes_after_50_batches_or_10_seconds_once(wait_s, step_s, silent, share, monkeypatch):
+    loop, said = FakeLoop(60, monkeypatch), []
     for _ in range(60):
         loop.batch(wait_s, step_s)
         said.append(list(loop.told))
     assert said == [[]] * silent + [[f"the training loop waits for data {share}% of the time"]] * (60 - silent)
 
 
-def test_waiting_pauses_and_starts_of_epochs_are_told_apart():
-    loop = FakeLoop(batches=4)
+def test_waiting_pauses_and_starts_of_epochs_are_told_apart(monkeypatch):
+    loop = FakeLoop(4, monkeypatch)
     for pause_s in (60.0, 0.1):  # an evaluation of a minute is no step
-        loop.watch.begin()
-        loop.now += 1.0
-        loop.watch.started()
+        loop.watch.reset(None, lambda: loop.passes(1.0))
         for wait_s, step_s in ((1.1, 0.1), (0.1, pause_s), (0.1, 0.1), (0.1, 0.1)):
             loop.batch(wait_s, step_s)
         with pytest.raises(StopIteration):
             loop.watch.take(next, iter(()))
     totals = loop.known.log.totals
-    assert (totals.batches, totals.samples, totals.epochs, loop.watch.is_running) == (8, 64, 2, False)
+    assert (totals.batches, totals.samples, totals.epochs, loop.watch.loop.is_over) == (8, 64, 2, True)
     assert (totals.waited_s, totals.stepped_s) == pytest.approx((4.8, 0.7))
     assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
     assert loop.known.in_loop.of_one == pytest.approx((1.4 / 8, 0.7 / 8))
@@ -319,7 +300,7 @@ def test_workers_tell_what_cpu_they_take(watching, monkeypatch):
     own, a_workers = itertools.count(0, 0.25), itertools.count(0, 0.5)  # seconds of CPU between two readings
     times = lambda pid: CpuTimes(next(own if pid == os.getpid() else a_workers), 0.0)  # noqa: E731
     for name, value in (("READ_EVERY_S", 0.0), ("LOOK_EVERY_S", 0.0), ("process_times", times)):
-        monkeypatch.setattr(f"autotune_loader.watch.watched.{name}", value)
+        monkeypatch.setattr(watched, name, value)
     list(DataLoader(NUMBERS, batch_size=8, num_workers=1))
     (known,) = watching.session.loaders
     assert (known.in_workers.batches, known.in_workers.cpu_s) == (5, 2.5)  # from the first batch to the last

@@ -10,11 +10,10 @@ import sys
 
 
 def _run_the_hidden_one() -> None:
-    ours = sys.modules.pop("sitecustomize", None)
+    ours = sys.modules.pop("sitecustomize")
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
-    if "sitecustomize" not in sys.modules and ours is not None:
-        sys.modules["sitecustomize"] = ours
+    sys.modules.setdefault("sitecustomize", ours)
 
 
 def _begin(package_folder: str) -> None:

@@ -1,4 +1,4 @@
-"""`autotune-loader watch` and `run`: what is to be done with which script; `launch` does it."""
+"""`autotune-loader watch`, `run`, `show` and `demo`: what they are given, and who does it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.cli.parser import Command, count, option
+from autotune_loader.cli.parser import BUDGET, Command, count, option
 from autotune_loader.values import require_writable
 from autotune_loader.watch.run_plan import Plan, Verb
 
@@ -30,12 +30,7 @@ _WAITING = "Exit with 4 if training waits for data more than this share of the t
 _OF_SCRIPTS = (
     option("script", metavar="SCRIPT", nargs=PARSER, help="The script, and its own arguments."),
     option("-m", dest="is_module", action="store_true", help="SCRIPT is a module name, as in python -m."),
-    option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="Write loader.json here at the end; run also while it tunes.",
-    ),
+    option("-o", "--output", metavar="FILE", help="Write loader.json here at the end; run also while it tunes."),
     option("--json", dest="report", metavar="FILE", help="Write the report here as JSON."),
     option("--fail-if-wait", dest="most_waiting", type=_share, metavar="SHARE", help=_WAITING),
 )
@@ -102,3 +97,73 @@ def _launch(verb: Verb, script: Sequence[str], *, is_module: bool, **options: An
     for name in ("output", "report", "start_with"):
         options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
     return partial(launch, Plan(verb=verb, **options), target, arguments, is_module=is_module)
+
+
+@Command(
+    "show",
+    option("path", metavar="LOADER.JSON", nargs="?", default="loader.json", help="The file.  [default: loader.json]"),
+    option("--code", dest="as_code", action="store_true", help="Print Python code for your training script."),
+    option("--html", dest="page", metavar="FILE", help="Write an HTML page with pictures here."),
+)
+def show_command(path: str, as_code: bool, page: str | None) -> None:
+    """Print a loader.json, and whether it fits this machine.
+
+    Examples:
+      autotune-loader show loader.json
+      autotune-loader show loader.json --code
+      autotune-loader show loader.json --html report.html
+    """
+    from autotune_loader import TuningResult
+
+    result = TuningResult.load(path)
+    if as_code:
+        print(_code_of(result))
+    elif page is None:
+        print(result.report())
+        if result.machine is not None:
+            print("\n".join(["", *(result.differences() or ["This machine matches the one that was tuned."])]))
+    else:
+        require_writable("--html", page, "report.html")
+        result.save_html(page)
+        print(f"Written to {page}.")
+
+
+def _code_of(result: Any) -> str:
+    """Python that sets what was tuned and needs nothing but torch."""
+    best = result.best
+    size = {} if best.batch_size is None else {"batch_size": best.batch_size}
+    arguments = [f"    {name}={value!r}," for name, value in {**size, **best.arguments()}.items()]
+    order = "shuffle=True" if result.shuffle else "..."
+    lines = [f"# {best}", "loader_arguments = dict(", *arguments, ")"]
+    lines.append(f"# loader = DataLoader(dataset, {order}, **loader_arguments)")
+    if best.device_prefetch:
+        lines.append("# from autotune_loader import DevicePrefetcher")
+        lines.append(f"# loader = DevicePrefetcher(loader, 'cuda', depth={best.device_prefetch})")
+    return "\n".join(lines)
+
+
+@Command(
+    "demo",
+    option(
+        "--latency",
+        metavar="MS",
+        type=partial(count, least=0),
+        default=20,
+        help="Milliseconds per request.  [default: 20]",
+    ),
+    option("--budget", metavar="TIME", default="45s", help=BUDGET.format("45s")),
+)
+def demo_command(latency: int, budget: str) -> int:
+    """Watch a small training job, tune it, and train with the result.
+
+    A small CNN trains on 1,200 JPEG files from a simulated object store: a local
+    HTTP server that answers each request after 20 ms. --latency 0 reads them from
+    the local disk. All files are temporary.
+
+    Examples:
+      autotune-loader demo
+      autotune-loader demo --latency 0
+    """
+    from autotune_loader import demo
+
+    return demo.tour(latency / 1000, budget)
