@@ -51,10 +51,14 @@ def docstring(path: Path) -> str:
 
 
 def tree() -> str:
-    """Each room with the docstring of its `__init__.py`, which has a line for each of its files."""
-    rooms = [f"{room}/  {docstring(PACKAGE / room / '__init__.py')}" for room in FLOORS]
-    alone = [f"{name}  {docstring(PACKAGE / name)}" for name in ("lines.py", "version.py")]
-    return re.sub("\n{2,}", "\n", "\n".join(("```", *rooms, *alone, "```")))
+    """Each room with the first line of its `__init__.py`'s docstring, and that docstring's rows, one a file."""
+    lines = list[str]()
+    for room in FLOORS:
+        first, *rest = docstring(PACKAGE / room / "__init__.py").splitlines()
+        rows = (f"    {line.strip()}" for line in rest if re.match(r"\s*[\w/]+\.py  ", line))
+        lines += [f"{room}/  {first}", *rows]
+    lines += [f"{name}  {docstring(PACKAGE / name).splitlines()[0]}" for name in ("lines.py", "version.py")]
+    return "\n".join(("```", *lines, "```"))
 
 
 def page_with(tree: str) -> str:

@@ -22,11 +22,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-
 from autotune_loader.autoloader.pinning import Pinner
 from autotune_loader.autoloader.segments import SMALL_BYTES, Mapped, Pool, Segment, keep_freed_memory
-from autotune_loader.autoloader.torchs import pin, share_by
+from autotune_loader.autoloader.torchs import ExceptionWrapper, pin, share_by
 from autotune_loader.pipeline.loop_log import Fetch
 
 MOST_FILES, PACKET_BYTES = 16, SMALL_BYTES

@@ -18,7 +18,6 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import Channel, Results, WorkerGone
@@ -263,7 +262,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             return True
         if isinstance(number, torchs.ResumeIteration):
             return not self._is_resetting
-        info, is_failed = self._task_info.get(number, ()), isinstance(data, ExceptionWrapper)
+        info, is_failed = self._task_info.get(number, ()), isinstance(data, torchs.ExceptionWrapper)
         sender = getattr(data, "channel", None) if is_failed else None
         # Of the epoch before, which was left early; or given out twice; or of a worker that was let go, whose batches were.
         if len(info) != 1 or (sender is not None and sender not in self._index_queues):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import _utils as torch_utils
 from torch.utils.data import _utils, dataloader
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, pin_memory, signal_handling, worker
 
@@ -17,6 +18,7 @@ BaseIter: Any = dataloader._BaseDataLoaderIter
 LoopIter: Any = dataloader._SingleProcessDataLoaderIter
 WorkersIter: Any = dataloader._MultiProcessingDataLoaderIter
 ITERABLE = dataloader._DatasetKind.Iterable
+ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 ResumeIteration: Any = worker._ResumeIteration
 worker_loop: Any = worker._worker_loop
 pin: Any = pin_memory.pin_memory

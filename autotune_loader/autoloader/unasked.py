@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
 
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.elastic import ElasticIter, View
@@ -291,7 +290,7 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
             if beside is not None and not live.is_proven and len(self._own) < beside._send_idx:
                 self._own.append(_digest_or_error(batch))
             return batch
-        if not beside.come or isinstance(beside.come[0], ExceptionWrapper):
+        if not beside.come or isinstance(beside.come[0], torchs.ExceptionWrapper):
             return self._fetched(beside.pass_over())  # raises what is the data's own
         self._number += 1
         batch = beside._next_data()
@@ -316,7 +315,7 @@ class UnaskedIter(TunedIter, torchs.LoopIter):  # type: ignore[misc]
         while beside.outstanding and beside._rcvd_idx < len(self._own) and beside.come:
             own, theirs, number = self._own[beside._rcvd_idx], beside.come[0], beside._rcvd_idx + beside.offset
             beside.pass_over()
-            if isinstance(theirs, ExceptionWrapper):
+            if isinstance(theirs, torchs.ExceptionWrapper):
                 self._give_up(Kept.WORKER_ERROR(error=str(theirs.exc_msg).strip().splitlines()[-1]))
                 return
             if own != (known := _digest_or_error(theirs)):

@@ -212,7 +212,7 @@ def _read(setting: _Setting) -> Any:
 def _table() -> dict[str, _Setting]:
     sharing = torch.multiprocessing
     table: dict[str, _Setting] = {
-        "grad_mode": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+        "grad_mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         "deterministic_debug_mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "default_device": (torch.get_default_device, torch.set_default_device),

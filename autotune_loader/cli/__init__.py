@@ -1,6 +1,11 @@
 """The command line. Commands parse, call, print and return an exit code; all they do can be done from Python too.
 
-app (which command is meant) - commands (watch, run, show, demo) - tune_command (tune) - doctor - parser (argparse for all)
+    app.py           which command is meant; from exceptions and results to exit codes
+    commands.py      `watch`, `run`, `show` and `demo`
+    tune_command.py  `tune module:function`
+    doctor.py        `doctor`: limits, GPUs and versions
+    parser.py        argparse for all of them, whose errors say what would work
+
 Nothing here imports torch before a command needs it: `autotune-loader --help` answers at once.
 """
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from autotune_loader import TunerError, __version__
 from autotune_loader.cli import commands, doctor, tune_command  # noqa: F401 - each adds its commands
-from autotune_loader.cli.parser import PROGRAM, Command, nearest
+from autotune_loader.cli.parser import PROGRAM, Command
+from autotune_loader.values import nearest
 from autotune_loader.watch.run_plan import LEGIBLY
 
 FINE, BAD_INPUT, INTERRUPTED = 0, 2, 130

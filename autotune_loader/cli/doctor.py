@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import platform
 import textwrap
 from collections.abc import Iterator
@@ -55,7 +56,6 @@ def examination(machine: Any) -> str:
 def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     """Name and text of each line, and what to do where its limit is low."""
     from autotune_loader.diagnosis.units import bytes_text
-    from autotune_loader.machine.facts import start_method
 
     cores, memory, shm, files = machine.cores, machine.memory_budget_bytes, machine.shm, machine.open_files
     yield "versions", _versions(), None
@@ -74,7 +74,7 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     text = "no limit" if files is None else f"{files:,} (soft RLIMIT_NOFILE)"
     fix = "ulimit -n 65536 before starting Python"
     yield "open files", text, fix if files is not None and files < FEW_FILES else None
-    yield "start method", start_method(), None
+    yield "start method", multiprocessing.get_start_method(), None
     yield "GPUs", _gpus(), None
 
 

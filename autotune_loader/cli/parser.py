@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar
+
+from autotune_loader.values import nearest
 
 PROGRAM = "autotune-loader"
 BUDGET = "Most wall time for trials, such as 60s or 3m.  [default: {}]"
@@ -78,8 +79,3 @@ def count(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= {least}")
     return int(text)
-
-
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that was probably meant, if any."""
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)

@@ -16,13 +16,13 @@ from typing import Any
 
 import autotune_loader
 from autotune_loader import WorkloadError
-from autotune_loader.cli.parser import BUDGET, PROGRAM, Command, count, nearest, option
+from autotune_loader.cli.parser import BUDGET, PROGRAM, Command, count, option
+from autotune_loader.values import ALLOWABLE, nearest
 
 _CODES = {"fallback": 3, "partial": 130}
 """Exit codes of results that are not what was asked for; 130 is a shell's for SIGINT (128 + 2)."""
 _EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
-_ALLOWED = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
-_ALLOW = f"Search this, too, although it changes training: {', '.join(_ALLOWED)}. Repeatable."
+_ALLOW = f"Search this, too, although it changes training: {', '.join(ALLOWABLE)}. Repeatable."
 
 
 @Command(
@@ -31,7 +31,7 @@ _ALLOW = f"Search this, too, although it changes training: {', '.join(_ALLOWED)}
     option("-o", "--output", metavar="FILE", help="Write the settings here.  [default: loader.json]"),
     option("--budget", metavar="TIME", help=BUDGET.format("60s")),
     option("--max-workers", metavar="N", type=partial(count, least=0), help="At most this many workers."),
-    option("--allow", metavar="WHAT", action="append", choices=_ALLOWED, help=_ALLOW),
+    option("--allow", metavar="WHAT", action="append", choices=ALLOWABLE, help=_ALLOW),
     option("--storage", metavar="PLACE", help="Store the Optuna study here: a file, or the URL of a database."),
     option("--json", dest="as_json", action="store_true", help="Print only the contents of loader.json on stdout."),
     option("--quiet", action="store_true", help="Print no progress."),

@@ -1,7 +1,8 @@
 """A small real job with much to gain: a CNN on 1,200 JPEG files behind a simulated object store.
 
-`train.py` is the script of a user; `autotune-loader demo` watches it, tunes it, and trains with what was found. `job()` has
-loader and model for a notebook.
+    train.py  the script of a user: watched, tuned, and trained with what was found
+
+Here: the store, `job()` with loader and model for a notebook, and `tour()`, which is `autotune-loader demo`.
 """
 
 from __future__ import annotations

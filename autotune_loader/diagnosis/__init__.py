@@ -1,9 +1,9 @@
 """What figures of a run mean: what limits it, and what to do. Pure: records go in, findings come out.
 
-units        numbers for people
-tables       every sentence that can be said
-evidence     what was measured of a loader in its loop
-judge        what limits it, what to do about it, and both put into a result
+units.py     numbers for people
+tables.py    every sentence that can be said
+evidence.py  what was measured of a loader in its loop
+judge.py     what limits it, what to do about it, and both put into a result
 """
 
 from autotune_loader.diagnosis.evidence import Evidence

@@ -1,4 +1,10 @@
-"""Tuning inside the tools that training already uses: each module is a thin layer over a framework's public API."""
+"""Tuning inside the tools that training already uses: each module is a thin layer over a framework's public API.
+
+lightning.py     the loader of a data module
+transformers.py  `TrainingArguments`, or a `Trainer`
+accelerate.py    before `prepare`, or while training
+ipython.py       `%%watch`
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Records, errors, statistics and JSON, which everything else is written in. No torch is imported here.
 
-config          the settings of a DataLoader, and checks of arguments
-trace           the history of one batch; where a sample's time goes in a worker
-measurement     a burst: its plan, what it measured or how it failed, and the trial that it is
-statistics      intervals, and rounds as effects
-serialization   dataclasses as JSON, and as files
-errors          every exception of the package
+config.py         the settings of a DataLoader, and checks of arguments
+trace.py          the history of one batch; where a sample's time goes in a worker
+measurement.py    a burst: its plan, what it measured or how it failed, and the trial that it is
+statistics.py     intervals, and rounds as effects
+serialization.py  dataclasses as JSON, and as files
+errors.py         every exception of the package
 """
 
 from autotune_loader.values.config import (

@@ -1,7 +1,11 @@
 """Any training script, unchanged: its loaders are found where they are iterated, watched or tuned, and reported at the end.
 
-run_plan (what was asked for, and how people are told) - launch (a script as Python runs it)
-hook (where torch makes loaders and iterators, and where the report is told; `enable`) - session (all loaders of a process)
-watched (one of them, and what its loop waits for) - report (what is said of it) - others (processes that a script starts)
-startup (finds the loaders of a Python that a script starts)
+run_plan.py               what was asked for, which processes of the script inherit
+launch.py                 a script, as Python runs it
+hook.py                   where torch makes loaders and iterators; `enable()`; SIGTERM
+session.py                all loaders of a process; the first line that is said of one
+watched.py                one of them: what its loops wait for
+report.py                 what is said of it at the end
+others.py                 what other processes of the script saw
+startup/sitecustomize.py  finds the loaders of a Python that the script starts
 """

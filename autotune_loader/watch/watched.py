@@ -18,13 +18,14 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data import IterableDataset
 
 from autotune_loader import LoaderConfig
-from autotune_loader.machine.processes import PROC, process_use, queued_s
+from autotune_loader.machine.processes import process_use, queued_s
 from autotune_loader.pipeline.loop_log import Log, Site
 
 FEWEST_BATCHES = 3
@@ -51,18 +52,15 @@ class CpuTimes(NamedTuple):
 
 
 def thread_times() -> CpuTimes:
-    """Of the calling thread. `queued_s` would take twice as long, for the sake of its paths."""
-    queued = 0.0
-    with contextlib.suppress(OSError, IndexError), open("/proc/thread-self/schedstat", "rb", 0) as file:  # noqa: PTH123
-        queued = int(file.read(64).split()[1]) / 1e9
-    return CpuTimes(time.thread_time(), queued)
+    """Of the calling thread."""
+    return CpuTimes(time.thread_time(), queued_s("thread-self"))
 
 
 def process_times(pid: int) -> CpuTimes:
     """Of a process, with all of its threads."""
-    use = process_use(PROC / str(pid))
+    use = process_use(Path("/proc", str(pid)))
     try:
-        threads = os.listdir(PROC / str(pid) / "task")  # noqa: PTH208 - names are wanted
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - names are wanted
     except OSError:  # it is gone
         threads = []
     return CpuTimes(0.0 if use is None else use.cpu_s, sum(queued_s(f"{pid}/task/{thread}") for thread in threads))
@@ -174,7 +172,7 @@ class Watch:
     def __init__(self, known: ScriptLoader, loader: Any, begun: float) -> None:
         size = getattr(loader, "batch_size", None)
         self._known, self._size = known, size if isinstance(size, int) else 0
-        self.is_stream = getattr(loader, "_dataset_kind", None) == _DatasetKind.Iterable
+        self.is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         self.sizes = deque[int]()
         """Samples of the batches whose indices were drawn."""
         self._workers: Sequence[Any] = ()

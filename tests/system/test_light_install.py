@@ -34,7 +34,7 @@ class Squares(Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, index):
-        for name in ("optuna", "pandas", "msgspec", "cloudpickle", "click", "pynvml"):
+        for name in ("optuna", "pandas", "msgspec", "cloudpickle", "click"):
             try:
                 importlib.import_module(name)
             except ModuleNotFoundError:
