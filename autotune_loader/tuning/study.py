@@ -147,9 +147,12 @@ class Search:
                     self.ceiling = self.bursts.step_alone()
                 self.study.set_user_attr(JOB, self.run.identity)
                 self._search()
-            except KeyboardInterrupt:
-                if self.fastest() is None:
+            except (KeyboardInterrupt, UnboundLocalError) as error:
+                # Optuna's `_run_trial` answers a Ctrl-C within its `tell` with an UnboundLocalError.
+                if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
                     raise
+                if self.fastest() is None:
+                    raise KeyboardInterrupt from None
                 self.ended = Ended.INTERRUPTED
             finally:
                 if self._is_theirs and self._sampler is None:
