@@ -97,6 +97,13 @@ def test_ctrl_c_keeps_what_was_measured_and_a_sample_that_raises_ends_the_run_an
     result = tuned(monkeypatch, probe=ending_by(KeyboardInterrupt()), output=path)
     assert (result.status, len(result.trials), TuningResult.load(path).status) == ("partial", 3, "partial")
     assert "interrupted" in result.report()
+    # AND so does a Ctrl-C that comes while Optuna is told a trial
+    tell, told = optuna.study._optimize._tell_with_warning, Mock(side_effect=[None, None, None, KeyboardInterrupt()])
+    monkeypatch.setattr(
+        optuna.study._optimize, "_tell_with_warning", lambda **given: tell(**given) if told() is None else None
+    )
+    result = tuned(monkeypatch)
+    assert (result.status, len([each for each in result.trials if each.measurement])) == ("partial", 3)
 
 
 def test_an_output_that_cannot_be_written_is_refused_and_a_disk_that_fills_up_costs_a_warning(tmp_path, monkeypatch):
