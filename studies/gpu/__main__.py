@@ -24,8 +24,8 @@ from autotune_loader import LoaderConfig, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.values import Round
-from studies.gpu.jobs import FULL, JOBS, QUICK, SIMULATED_BYTES_PER_S, VERDICTS
-from studies.gpu.training import TUNED, Loop, Rate, bursts_of, in_turns, medians, record, recorded
+from studies.gpu.jobs import FULL, JOBS, QUICK, VERDICTS
+from studies.gpu.training import TUNED, Loop, Rate, in_turns, medians, parsed, record_result, recorded
 from studies.regret.oracle import paired_ratio
 
 DEFAULT, LIVE = "default", "AutoLoader"
@@ -57,7 +57,7 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
     )  # fmt: skip
     for line in result.report().splitlines():
         print(line, flush=True)
-    record(name, TUNED, best=str(result.best), seconds=result.seconds, bursts=bursts_of(result))
+    record_result(name, result)
     grid = {
         config: recorded(name, f"grid: {config}", loop.train(config)).samples_per_s for config in _grid(device, effort)
     }
@@ -117,23 +117,11 @@ def machine(device: str) -> str:
     return f"`{facts.usable_cores}c-{memory}g-{name.lower().replace(' ', '-')}`, {versions}"
 
 
-def check_device(parser: argparse.ArgumentParser, device: str) -> None:
-    try:
-        module = accelerator(device)
-    except (RuntimeError, ValueError) as error:
-        parser.exit(2, f"{error}\n")
-    if hasattr(module, "configure"):
-        module.configure(bytes_per_s=SIMULATED_BYTES_PER_S)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.gpu", description=__doc__)
-    parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu and sim with --quick")
     parser.add_argument("--only", default=",".join(JOBS), help="jobs, by commas")
-    parser.add_argument("--quick", action="store_true", help="tiny jobs, for a test of the code")
     parser.add_argument("--rounds", type=int, help="in which the last few take turns")
-    chosen = parser.parse_args(arguments)
-    check_device(parser, chosen.device)
+    chosen = parsed(parser, arguments)
     effort = Effort(budget_s=2.0, run_s=0.1, rounds=1, workers=(2,)) if chosen.quick else Effort()
     effort = replace(effort, rounds=chosen.rounds or effort.rounds)
     torch.backends.cudnn.benchmark = True

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader
+from studies.pictures import normalised
 from studies.workloads import Items
 
 RAW = np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8)
@@ -26,8 +27,7 @@ FLAT = torch.rand(1 << 20)
 
 
 def image(index: int) -> Any:
-    x = (RAW[16:240, 16:240].astype(np.float32) / 255 - 0.45) / 0.22
-    return torch.from_numpy(np.ascontiguousarray(x.transpose(2, 0, 1))), index % 10
+    return normalised(RAW[16:240, 16:240]), index % 10
 
 
 def flat(mebibytes: float) -> Callable[[int], Any]:
