@@ -1,7 +1,7 @@
 """The attempts with each library, as somebody would write them; by the name of its distribution, in the order of the page.
 
-A text makes what is passed. Then each attempt has a line `#> ` with what is passed, in the page's words, and the expression of its
-job. `attempt.py` runs them in the library's environment, with all that it imports and defines in reach.
+A text makes what is passed. Then each attempt has a line `#> ` with what is passed, in the page's words, and the expression
+of its job. `attempt.py` runs them in the library's environment, with all that it imports and defines in reach.
 """
 
 LIBRARIES = {

@@ -14,7 +14,7 @@ from typing import Any
 from autotune_loader.values import LoaderConfig
 from studies.processes import NoAnswerError, last_line
 from studies.regret import OURS, WITH_TPE
-from studies.regret.bench import BenchError, answers_only, regret_workload, step_of
+from studies.regret.bench import BenchError, regret_workload, step_of
 
 BUDGET, DEADLINE_S = "60s", 150.0
 
@@ -51,7 +51,6 @@ def with_tpe(name: str, seed: int) -> dict[str, Any]:
 
 def loadtune(name: str, seed: int) -> dict[str, Any]:
     """Its Python API with its defaults: 100 steps a trial, at most 6 trials, in the calling process, always shuffled."""
-    import torch
     from loadtune import Workload, tune  # type: ignore[import-not-found]
 
     study = regret_workload(name)
@@ -66,7 +65,7 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
     workload = Workload(
         name=name,
         make_dataset=lambda: study.dataset,
-        make_model=lambda: study.model or torch.nn.Identity(),
+        make_model=lambda: study.model,
         train_step=train_step,
         make_optimizer=lambda model: None,
         default_batch_size=study.batch_size,
@@ -82,6 +81,5 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with answers_only() as answers:
-        choose = {OURS: ours, WITH_TPE: with_tpe, "loadtune": loadtune}[sys.argv[1]]
-        print(json.dumps(choose(sys.argv[2], int(sys.argv[3]))), file=answers, flush=True)
+    choose = {OURS: ours, WITH_TPE: with_tpe, "loadtune": loadtune}[sys.argv[1]]
+    print(json.dumps(choose(sys.argv[2], int(sys.argv[3]))), flush=True)
