@@ -41,11 +41,7 @@ def nested(index: int) -> Any:
 
 
 def waiting(seconds: float) -> Callable[[int], Any]:
-    def wait(index: int) -> Any:
-        time.sleep(seconds)
-        return torch.full((16,), float(index)), index
-
-    return wait
+    return lambda index: time.sleep(seconds) or (torch.full((16,), float(index)), index)
 
 
 def as_it_is(batch: Any) -> Any:
@@ -114,10 +110,7 @@ def main() -> int:
     for name, kind in KINDS.items():
         if options.only not in name:
             continue
-        data, rates = (
-            Items(kind.get, 10_000_000),
-            {"none": list[float](), "plain": list[float](), "ours": list[float]()},
-        )
+        data, rates = Items(kind.get, 10_000_000), {which: list[float]() for which in ("none", "plain", "ours")}
         for number in range(options.rounds):
             for which in list(rates) if number % 2 else list(rates)[::-1]:
                 make = AutoLoader if which == "ours" else DataLoader
