@@ -25,6 +25,7 @@ from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.values import Round
 from studies.gpu.jobs import FULL, JOBS, QUICK, VERDICTS
 from studies.gpu.training import TUNED, Loop, Rate, in_turns, medians, parsed, record_result, recorded
+from studies.regret import names_of
 from studies.regret.oracle import paired_ratio
 
 DEFAULT, LIVE = "default", "AutoLoader"
@@ -101,14 +102,14 @@ def machine(device: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.gpu", description=__doc__)
-    parser.add_argument("--only", default=",".join(JOBS), help="jobs, by commas")
+    parser.add_argument("--only", type=names_of(JOBS), default=list(JOBS), help="jobs, by commas")
     parser.add_argument("--rounds", type=int, help="in which the last few take turns; 4, or 1 with --quick")
     chosen = parsed(parser, arguments)
     torch.backends.cudnn.benchmark = True
     if chosen.quick:
         torch.set_num_threads(1)  # more only wait for one another on a busy machine
     rows = []
-    for name in chosen.only.split(","):
+    for name in chosen.only:
         rows.append(study(name, chosen.device, chosen.rounds or (1 if chosen.quick else 4), quick=chosen.quick))
         lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
         print(machine(chosen.device) + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines), flush=True)
