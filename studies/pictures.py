@@ -46,6 +46,12 @@ def make_jpegs(folder: Path, count: int = 1200, size: tuple[int, int] = (500, 37
     return paths
 
 
+def normalised(pixels: np.ndarray) -> torch.Tensor:
+    """Colours of shape (height, width, 3), 0 to 255, as float32 of shape (3, height, width)."""
+    scaled = (np.asarray(pixels, np.float32) / 255 - MEAN) / STD
+    return torch.from_numpy(np.ascontiguousarray(scaled.transpose(2, 0, 1)))
+
+
 class JpegFolder(Dataset[tuple[torch.Tensor, int]]):
     """The JPEG files of a folder, augmented: (normalised float32 tensor of shape (3, crop, crop), label)."""
 
@@ -67,8 +73,7 @@ class JpegFolder(Dataset[tuple[torch.Tensor, int]]):
         picture = picture.resize((self.crop, self.crop), Image.Resampling.BILINEAR, box=box)
         if mirror < 0.5:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        pixels = (np.asarray(picture, np.float32) / 255 - MEAN) / STD
-        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))), index % CLASSES
+        return normalised(np.asarray(picture)), index % CLASSES
 
 
 class SmallCnn(nn.Module):

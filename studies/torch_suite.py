@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[1]
+from studies.processes import ROOT
+
 IMPORT = "from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader"
 SIDES = {
     "DataLoader": "from torch.utils.data import DataLoader",
@@ -41,7 +42,13 @@ def outcomes(text: str, replaced: str, names: list[str]) -> dict[str, str]:
         command = [
             sys.executable,
             "-m",
-            *["pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--junit-xml=out.xml"],
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "--junit-xml=out.xml",
         ]
         subprocess.run(
             [*command, *select, file.name], cwd=folder, timeout=TIMEOUT_S, check=False, stdout=subprocess.DEVNULL,

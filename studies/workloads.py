@@ -29,14 +29,20 @@ class StudyWorkload:
     """A training job whose bottleneck is known."""
 
     dataset: Dataset[Any]
-    batch_size: int
+    batch_size: int | None
+    """None where the dataset delivers batches."""
     model: nn.Module
     train_step: Callable[[nn.Module, Any], Any] | None = None
     """None leaves it to `tune()` to infer the step from model and batch."""
 
+    def parts(self) -> dict[str, Any]:
+        """DataLoader's arguments that are not tuned."""
+        shuffled = {} if self.batch_size is None else {"shuffle": True, "drop_last": True}
+        return {"batch_size": self.batch_size, **shuffled}
+
     def loader(self, **config: Any) -> DataLoader[Any]:
         """The loader that `tune()` is given, or one with settings."""
-        return DataLoader(self.dataset, self.batch_size, shuffle=True, drop_last=True, **config)
+        return DataLoader(self.dataset, **self.parts(), **config)
 
 
 def opened(study: StudyWorkload) -> AbstractContextManager[OpenProbe]:

@@ -10,7 +10,6 @@ still be well.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import faulthandler
 import os
@@ -18,7 +17,9 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -40,23 +41,19 @@ HOARDING = BurstPlan(min_s=15.0, max_s=15.0, relative_error=1e-6, deadline_s=30.
 RESTART_S = 40.0
 MEMORY_BUDGET_BYTES = 1500 << 20
 
-Drawn = tuple[str, frozenset[str], LoaderConfig]
 
-
+@dataclass
 class Tally:
     """What happened, over all probes."""
 
-    def __init__(self) -> None:
-        self.outcomes: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.hangs = self.escaped = self.changed_files = self.unhealthy = self.bursts = 0
-        self.leftovers: list[str] = []
-        self.surprises: list[str] = []
-        self.rss_bytes: dict[int, int] = {}
-        self.slowest_s = 0.0
-
-    def figures(self) -> tuple[int, int, int, int]:
-        """What has to be 0."""
-        return self.hangs, self.changed_files, self.unhealthy, self.escaped
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    """How often what has to be 0: hangs, changed files, probes not well at the end, escaped exceptions."""
+    leftovers: list[str] = field(default_factory=list)
+    surprises: list[str] = field(default_factory=list)
+    rss_bytes: list[int] = field(default_factory=list)
+    """Of the parent, after each burst."""
+    slowest_s: float = 0.0
 
 
 def main() -> int:
@@ -65,11 +62,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     tally, begun = Tally(), time.monotonic()
-    for number in range(-(-options.trials // BURSTS_PER_PROBE)):
-        count = min(BURSTS_PER_PROBE, options.trials - number * BURSTS_PER_PROBE)
-        run_probe(random.Random(f"{options.seed}-{number}"), count, tally)
+    for first in range(0, options.trials, BURSTS_PER_PROBE):
+        rng = random.Random(f"{options.seed}-{first // BURSTS_PER_PROBE}")
+        run_probe(rng, min(BURSTS_PER_PROBE, options.trials - first), tally)
     print_report(tally, time.monotonic() - begun)
-    return 1 if tally.leftovers or any(tally.figures()) else 0
+    return 1 if tally.leftovers or tally.failed.total() else 0
 
 
 @contextlib.contextmanager
@@ -89,22 +86,26 @@ def run_probe(rng: random.Random, count: int, tally: Tally) -> None:
         before, pids = leavings(), set[int]()
         with probe_of(workload(fault)) as probe:
             for _ in range(count):
-                run_burst(draw(rng), probe, fault, tally)
+                run_burst(rng, probe, fault, tally)
                 pids |= {probe._child.pid} if probe._child else set()
-                tally.bursts += 1
-                tally.rss_bytes[tally.bursts] = psutil.Process().memory_info().rss
+                tally.rss_bytes.append(psutil.Process().memory_info().rss)
             fault.write_text("none")
-            tally.unhealthy += not isinstance(probe.burst(LoaderConfig(num_workers=1), HEALTHY), Measurement)
+            is_well = isinstance(probe.burst(LoaderConfig(num_workers=1), HEALTHY), Measurement)
         tally.leftovers += left_behind(before, pids)
-        tally.changed_files += len({path.name for path in Path(folder).iterdir()} - {"fault"})
+        tally.failed["probes not well at the end"] += not is_well
+        tally.failed["changed files"] += len({path.name for path in Path(folder).iterdir()} - {"fault"})
 
 
-def run_burst(drawn: Drawn, probe: ProcessProbe, fault: Path, tally: Tally) -> None:
-    name, right, config = drawn
+def run_burst(rng: random.Random, probe: ProcessProbe, fault: Path, tally: Tally) -> None:
+    """A fault, in a configuration in which it shows, and whether its outcome is one of those that are right for it."""
+    name, _, right = rng.choices(MIX, weights=[weight for _, weight, _ in MIX])[0]
+    needs_worker = "-worker" in name or name.startswith("start")
+    workers = 1 if "hoard" in name else rng.choice([1, 2, 3] if needs_worker else [0, 0, 1, 2, 3])
+    config = LoaderConfig(num_workers=workers, prefetch_factor=rng.choice([1, 2, 4]) if workers else None)
     fault.write_text(name)
     plan = HOARDING if "hoard" in name else STUCK if "hang" in name else HEALTHY
     begun = time.monotonic()
-    print(f"burst {tally.bursts}: {name} with {config}", file=sys.stderr)
+    print(f"burst {len(tally.rss_bytes)}: {name} with {config}", file=sys.stderr)
     faulthandler.dump_traceback_later(plan.deadline_s + 3 * RESTART_S, exit=True)  # a burst that never comes back
     try:
         outcome: Measurement | Failure = probe.burst(config, plan)
@@ -113,25 +114,15 @@ def run_burst(drawn: Drawn, probe: ProcessProbe, fault: Path, tally: Tally) -> N
     except WorkloadError as error:  # a sample or the step that raises ends a run
         kind, said = "writes" if " writes last.pt, " in error.message else "user_exception", error.message
     except Exception as error:
-        tally.escaped += 1
         kind, said = "escaped", repr(error)
     faulthandler.cancel_dump_traceback_later()
     seconds = time.monotonic() - begun
     tally.slowest_s = max(tally.slowest_s, seconds)
-    tally.hangs += seconds > plan.deadline_s + RESTART_S
+    tally.failed["hangs"] += seconds > plan.deadline_s + RESTART_S
+    tally.failed["escaped exceptions"] += kind == "escaped"
     tally.outcomes[name, kind] += 1
     if kind not in right:
-        tally.surprises.append(f"{name} with {config.num_workers} workers: {kind}: {said}")
-
-
-def draw(rng: random.Random) -> Drawn:
-    """A fault, the outcomes that are right for it, and a configuration in which it shows."""
-    name, _, right = rng.choices(MIX, weights=[weight for _, weight, _ in MIX])[0]
-    needs_worker = "-worker" in name or name.startswith("start")
-    workers = rng.choice([1, 2, 3] if needs_worker else [0, 0, 1, 2, 3])
-    if "hoard" in name:
-        workers = 1
-    return name, right, LoaderConfig(num_workers=workers, prefetch_factor=rng.choice([1, 2, 4]) if workers else None)
+        tally.surprises.append(f"{name} with {workers} workers: {kind}: {said}")
 
 
 def leavings() -> dict[str, set[str]]:
@@ -163,13 +154,12 @@ def _group_of(pid: int) -> int:
 
 
 def print_report(tally: Tally, seconds: float) -> None:
-    print(
-        f"{tally.bursts} bursts in {seconds:.0f} s; the slowest took {tally.slowest_s:.1f} s\n\n| figure | |\n|---|---|"
-    )
-    print(f"| hangs, changed files, probes not well at the end, escaped exceptions | {tally.figures()} |")
+    bursts = len(tally.rss_bytes)
+    print(f"{bursts} bursts in {seconds:.0f} s; the slowest took {tally.slowest_s:.1f} s\n\n| figure | |\n|---|---|")
+    print("".join(f"| {name} | {times} |\n" for name, times in tally.failed.items()), end="")
     print(f"| leftovers | {len(tally.leftovers)} {' '.join(tally.leftovers[:9])} |")
-    memory = {number: tally.rss_bytes[number] for number in (100, 200, 500, 1000) if number in tally.rss_bytes}
-    print("".join(f"| parent RSS at {number} | {rss / 2**20:.1f} MiB |\n" for number, rss in memory.items()), end="")
+    for number in (each for each in (100, 1000) if each <= bursts):
+        print(f"| parent RSS at {number} | {tally.rss_bytes[number - 1] / 2**20:.1f} MiB |")
     print(f"| outcomes not as expected | {len(tally.surprises)} |\n")
     print("".join(f"    {line}\n" for line in tally.surprises[:20]))
     print("| fault | outcome | times |\n|---|---|---|")

@@ -24,8 +24,8 @@ import psutil
 
 from autotune_loader import TuningResult
 from autotune_loader.values import TunerError
+from studies.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 MARK = "AUTOTUNE_ENDURANCE"
 RUN = """
 import time, torch
@@ -43,7 +43,6 @@ tune(Rows(), batch_size=8, budget=4, max_workers=2, output="loader.json", progre
 DEADLINE_S = 120.0
 FIGURES = ("kills", "of the bursts' process", "before first file", "after the end", "unreadable files", "not finished")
 LEFT = ("leftover processes", "leftover files")
-Figures = Counter[str]
 
 
 def main() -> int:
@@ -57,9 +56,9 @@ def main() -> int:
     return 1 if any(figures[name] for name in ("unreadable files", "not finished", *LEFT)) else 0
 
 
-def kill_runs(kills: int, seed: int = 0) -> Figures:
+def kill_runs(kills: int, seed: int = 0) -> Counter[str]:
     """Kill that many runs, each at a moment drawn from the whole length of a run."""
-    rng, figures = random.Random(seed), Figures()
+    rng, figures = random.Random(seed), Counter[str]()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         wait(start(Path(folder)))
@@ -71,7 +70,7 @@ def kill_runs(kills: int, seed: int = 0) -> Figures:
     return figures
 
 
-def kill_one(folder: Path, after_s: float, *, kills_child: bool, figures: Figures) -> None:
+def kill_one(folder: Path, after_s: float, *, kills_child: bool, figures: Counter[str]) -> None:
     process, path = start(folder), folder / "loader.json"
     try:
         process.wait(after_s)
@@ -107,7 +106,7 @@ def child_of(pid: int) -> psutil.Process | None:
     return None
 
 
-def note_left(folder: Path, figures: Figures) -> None:
+def note_left(folder: Path, figures: Counter[str]) -> None:
     figures["leftover processes"] += len(still_there(str(folder)))
     figures["leftover files"] += len([path for path in folder.iterdir() if path.name != "loader.json"])
 
@@ -133,18 +132,15 @@ def wait(process: Any) -> None:
 def still_there(mark: str, within_s: float = 5.0) -> list[int]:
     """Processes of a killed run that live on."""
     deadline = time.monotonic() + within_s
-    while (found := _marked(mark)) and time.monotonic() < deadline:
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == mark:
+                    found.append(process.pid)
+        if not found or time.monotonic() > deadline:
+            return found
         time.sleep(0.1)
-    return found
-
-
-def _marked(mark: str) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark:
-                found.append(process.pid)
-    return found
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.search.belief import Prediction, predict
 from autotune_loader.tuning.bursting import CEILING_BURST
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, Trial
-from studies.regret import at
+from studies.regret import at, names_of
 from studies.workloads import WORKLOADS, opened
 
 WORKLOAD_NAMES = (
@@ -132,15 +132,11 @@ def table(found: Sequence[Cell]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.fidelity", description=__doc__)
-    parser.add_argument("--workloads", default=",".join(WORKLOAD_NAMES), help="separated by commas")
+    parser.add_argument("--workloads", type=names_of(WORKLOADS), default=WORKLOAD_NAMES, help="separated by commas")
     parser.add_argument("--seconds", type=float, default=4.0, help="of one run")
     parser.add_argument("--seed", type=int, default=0, help="of the order and of the samples")
     chosen = parser.parse_args()
-    names = chosen.workloads.split(",")
-    unknown = [name for name in names if name not in WORKLOADS]
-    if unknown:
-        parser.error(f"--workloads: {unknown[0]!r} is none of {', '.join(WORKLOADS)}")
-    found = [cell for name in names for cell in study(name, chosen.seconds, chosen.seed)]
+    found = [cell for name in chosen.workloads for cell in study(name, chosen.seconds, chosen.seed)]
     print(f"\n{table(found)}\n\n{GOALS}")
 
 

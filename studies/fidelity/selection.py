@@ -145,11 +145,8 @@ def _is_missed(figure: float, goal: float, count: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.fidelity.selection", description=__doc__)
     parser.add_argument("--runs", type=int, default=1000, help="comparisons of each kind")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first comparison of each kind")
-    parser.add_argument("--processes", type=int, default=2)
-    chosen = parser.parse_args()
-    seeds = range(chosen.first, chosen.first + chosen.runs)
-    with multiprocessing.Pool(chosen.processes) as pool:
+    seeds = range(parser.parse_args().runs)
+    with multiprocessing.Pool(2) as pool:
         found = [*power(pool, seeds), *right(pool, seeds)]
     missed = [each for each in found if _is_missed(*each[1:])]
     print(f"\n{len(found) - len(missed)} of {len(found)} goals are kept")

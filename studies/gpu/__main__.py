@@ -15,7 +15,6 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,8 +23,9 @@ from autotune_loader import LoaderConfig, tune
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.values import Round
-from studies.gpu.jobs import FULL, JOBS, QUICK, SIMULATED_BYTES_PER_S, VERDICTS
-from studies.gpu.training import TUNED, Loop, Rate, bursts_of, in_turns, medians, record, recorded
+from studies.gpu.jobs import FULL, JOBS, QUICK, VERDICTS
+from studies.gpu.training import TUNED, Loop, Rate, in_turns, medians, parsed, record_result, recorded
+from studies.regret import names_of
 from studies.regret.oracle import paired_ratio
 
 DEFAULT, LIVE = "default", "AutoLoader"
@@ -36,31 +36,19 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How long the study of one job takes: seconds of `tune()`, of one run, and rounds in which the last few take turns."""
-
-    budget_s: float = 60.0
-    run_s: float = 1.5
-    rounds: int = 4
-    workers: tuple[int, ...] = ()
-    """Of the grid; from the cores where it is empty."""
-
-
-def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
+def study(name: str, device: str, rounds: int, *, quick: bool) -> list[str]:
     """One job from end to end, as a row. The parent's model is on the device before `tune()` is called, as it often is."""
-    loop = Loop(JOBS[name](QUICK if quick else FULL), device, effort.run_s)
+    size, budget_s, run_s = (QUICK, 2.0, 0.1) if quick else (FULL, 60.0, 1.5)
+    loop = Loop(JOBS[name](size), device, run_s)
     step_limit = recorded(name, "the step alone", loop.step()).samples_per_s
     result = tune(
-        loop.job.loader(), loop.model, train_step=loop.job.train_step, device=loop.device, budget=effort.budget_s,
+        loop.job.loader(), loop.model, train_step=loop.job.train_step, device=loop.device, budget=budget_s,
         progress=False,
     )  # fmt: skip
     for line in result.report().splitlines():
         print(line, flush=True)
-    record(name, TUNED, best=str(result.best), seconds=result.seconds, bursts=bursts_of(result))
-    grid = {
-        config: recorded(name, f"grid: {config}", loop.train(config)).samples_per_s for config in _grid(device, effort)
-    }
+    record_result(name, result)
+    grid = {each: recorded(name, f"grid: {each}", loop.train(each)).samples_per_s for each in _grid(device, quick)}
     best = max((config for config in grid if config != result.best), key=lambda config: grid[config])
     turns: dict[str, Callable[[], Rate]] = {
         DEFAULT: partial(loop.train, LoaderConfig()),
@@ -68,11 +56,11 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         str(best): partial(loop.train, best),
         LIVE: partial(loop.live, result.best),
     }
-    rates = in_turns(name, turns, effort.rounds)
+    rates = in_turns(name, turns, rounds)
     loads = [recorded(name, f"only load: {each}", loop.train(each, with_step=False)) for each in {result.best, best}]
     limit = min(step_limit, max(each.samples_per_s for each in loads))
-    rounds = [Round(rates={key: runs[i].samples_per_s for key, runs in rates.items()}) for i in range(effort.rounds)]
-    regret, live = paired_ratio(rounds, TUNED, str(best)), paired_ratio(rounds, LIVE, TUNED)
+    paired = [Round(rates={key: runs[i].samples_per_s for key, runs in rates.items()}) for i in range(rounds)]
+    regret, live = paired_ratio(paired, TUNED, str(best)), paired_ratio(paired, LIVE, TUNED)
     default, tuned = (medians(rates)[key] for key in (DEFAULT, TUNED))
     verdict = result.bottleneck.kind
     is_right = accelerator(device) is None or verdict in VERDICTS[loop.job.binds]  # a CPU has no copies
@@ -84,27 +72,22 @@ def study(name: str, device: str, effort: Effort, *, quick: bool) -> list[str]:
         f"{tuned / limit:.1%} of {limit:,.1f}",
         f"{1 - regret.value:.1%} ({1 - regret.high:.1%} to {1 - regret.low:.1%})",
         f"{live.value:.2f}x ({live.low:.2f} to {live.high:.2f})",
-        f"{_share(_util(rates[DEFAULT]))}, {_share(_util(rates[TUNED]))}",
+        f"{_busy(rates[DEFAULT])}, {_busy(rates[TUNED])}",
         f"{result.best}, in {result.seconds:.0f} s and {len(result.trials)} trials",
     ]
 
 
-def _grid(device: str, effort: Effort) -> list[LoaderConfig]:
+def _grid(device: str, quick: bool) -> list[LoaderConfig]:
     """Every number of workers, pageable and pinned."""
     cores = os.cpu_count() or 1
-    workers = effort.workers or tuple(sorted({0, 2, *(n for n in (4, 8) if n < cores), cores}))
-    return [
-        LoaderConfig(num_workers=n, pin_memory=pinned) for n in workers for pinned in sorted({False, device != "cpu"})
-    ]
+    workers = [2] if quick else sorted({0, 2, *(n for n in (4, 8) if n < cores), cores})
+    kinds = sorted({False, device != "cpu"})
+    return [LoaderConfig(num_workers=n, pin_memory=is_pinned) for n in workers for is_pinned in kinds]
 
 
-def _util(rates: Sequence[Rate]) -> float | None:
+def _busy(rates: Sequence[Rate]) -> str:
     known = [rate.gpu_util for rate in rates if rate.gpu_util is not None]
-    return statistics.median(known) if known else None
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+    return f"{statistics.median(known):.1%}" if known else "-"
 
 
 def machine(device: str) -> str:
@@ -117,31 +100,17 @@ def machine(device: str) -> str:
     return f"`{facts.usable_cores}c-{memory}g-{name.lower().replace(' ', '-')}`, {versions}"
 
 
-def check_device(parser: argparse.ArgumentParser, device: str) -> None:
-    try:
-        module = accelerator(device)
-    except (RuntimeError, ValueError) as error:
-        parser.exit(2, f"{error}\n")
-    if hasattr(module, "configure"):
-        module.configure(bytes_per_s=SIMULATED_BYTES_PER_S)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.gpu", description=__doc__)
-    parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu and sim with --quick")
-    parser.add_argument("--only", default=",".join(JOBS), help="jobs, by commas")
-    parser.add_argument("--quick", action="store_true", help="tiny jobs, for a test of the code")
-    parser.add_argument("--rounds", type=int, help="in which the last few take turns")
-    chosen = parser.parse_args(arguments)
-    check_device(parser, chosen.device)
-    effort = Effort(budget_s=2.0, run_s=0.1, rounds=1, workers=(2,)) if chosen.quick else Effort()
-    effort = replace(effort, rounds=chosen.rounds or effort.rounds)
+    parser.add_argument("--only", type=names_of(JOBS), default=list(JOBS), help="jobs, by commas")
+    parser.add_argument("--rounds", type=int, help="in which the last few take turns; 4, or 1 with --quick")
+    chosen = parsed(parser, arguments)
     torch.backends.cudnn.benchmark = True
     if chosen.quick:
         torch.set_num_threads(1)  # more only wait for one another on a busy machine
     rows = []
-    for name in chosen.only.split(","):
-        rows.append(study(name, chosen.device, effort, quick=chosen.quick))
+    for name in chosen.only:
+        rows.append(study(name, chosen.device, chosen.rounds or (1 if chosen.quick else 4), quick=chosen.quick))
         lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
         print(machine(chosen.device) + "\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines), flush=True)
 

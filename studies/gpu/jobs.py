@@ -14,16 +14,18 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import ConcatDataset
 
 from autotune_loader.pipeline.batches import move
-from studies.pictures import CLASSES, MEAN, STD, JpegFolder, make_jpegs
+from studies.pictures import CLASSES, JpegFolder, make_jpegs, normalised
+from studies.workloads import Items, StudyWorkload
 
 VOCABULARY = 1024
 
@@ -60,28 +62,12 @@ VERDICTS = {"loader": {"cpu", "cores"}, "transfer": {"transfer", "copy"}, "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(StudyWorkload):
     """What `tune()` is called with."""
 
-    name: str
-    binds: str
-    """What binds by construction once the loader is tuned: "loader", "transfer", "step" or "copy"."""
-    dataset: Dataset[Any]
-    model: nn.Module
     train_step: Callable[[Any, Any], torch.Tensor]
-    batch_size: int | None
-    """None where the dataset delivers batches."""
-
-    def parts(self) -> dict[str, Any]:
-        """DataLoader's arguments that are not tuned."""
-        return {"batch_size": self.batch_size, **({} if self.batch_size is None else {"shuffle": True})}
-
-    def loader(self, **config: Any) -> DataLoader[Any]:
-        return DataLoader(self.dataset, **self.parts(), **config)
-
-    def samples_of(self, batch: Any) -> int:
-        first = batch[0] if isinstance(batch, (tuple, list)) else batch
-        return 1 if self.batch_size is None else len(first)
+    binds: str
+    """What binds by construction once the loader is tuned, a key of `VERDICTS`."""
 
 
 class Block(nn.Module):
@@ -129,17 +115,6 @@ class Transformer(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-class Sums(nn.Module):
-    """A step that reads its batch once and hardly computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).mean()
-
-
 def picture_step(model: Any, batch: Any) -> torch.Tensor:
     """Classify pictures, in bfloat16 on a GPU."""
     pictures, labels = to_model(model, batch, 1e-3)
@@ -156,8 +131,9 @@ def token_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def sum_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model(to_model(model, batch, 1e-4))  # type: ignore[no-any-return]
+def mean_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Read the batch once and hardly compute."""
+    return model(to_model(model, batch, 1e-4)).mean()  # type: ignore[no-any-return]
 
 
 def to_model(model: Any, batch: Any, simulated_s: float) -> Any:
@@ -177,65 +153,39 @@ def bfloat16_on(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type != "cpu")
 
 
-class InMemory(Dataset[Any]):
-    """A few distinct tensors, shown again and again; the first dimension of one that is a whole batch counts its samples."""
-
-    def __init__(self, tensors: torch.Tensor, length: int) -> None:
-        self.tensors, self.length = tensors, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.tensors[index % len(self.tensors)]
+def shown(tensors: torch.Tensor, index: int) -> torch.Tensor:
+    """One of a few distinct tensors, again and again."""
+    return tensors[index % len(tensors)]
 
 
-class Pictures(Dataset[Any]):
-    """Decoded pictures in memory: a random crop of one, normalised, as (float32 of shape (3, crop, crop), label)."""
-
-    def __init__(self, crop: int, length: int) -> None:
-        self.crop, self.length = crop, length
-        self.raw = np.random.default_rng(0).integers(0, 256, (64, crop + 32, crop + 32, 3), np.uint8)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        top, left = torch.randint(0, 32, (2,)).tolist()
-        crop = self.raw[index % len(self.raw), top : top + self.crop, left : left + self.crop]
-        pixels = (crop.astype(np.float32) / 255 - MEAN) / STD
-        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))), index % CLASSES
+def random_crop(pictures: np.ndarray, side: int, index: int) -> tuple[torch.Tensor, int]:
+    """Of a decoded picture in memory."""
+    top, left = torch.randint(0, pictures.shape[1] - side, (2,)).tolist()
+    return normalised(pictures[index % len(pictures), top : top + side, left : left + side]), index % CLASSES
 
 
 def resnet_jpeg(size: Size) -> Job:
     folder = Path(tempfile.gettempdir()) / f"autotune-loader-gpu-study-{size.picture[0]}"
     make_jpegs(folder, size.pictures, size.picture)
-    return Job(
-        name="resnet_jpeg", binds="loader", dataset=ConcatDataset([JpegFolder(folder, size.crop)] * size.times),
-        model=resnet(size.width), train_step=picture_step, batch_size=size.batch,
-    )  # fmt: skip
+    data = ConcatDataset([JpegFolder(folder, size.crop)] * size.times)
+    return Job(binds="loader", dataset=data, model=resnet(size.width), train_step=picture_step, batch_size=size.batch)
 
 
 def images(size: Size) -> Job:
-    return Job(
-        name="images", binds="transfer", dataset=Pictures(size.decoded, size.pictures * size.times), model=resnet(size.width),
-        train_step=picture_step, batch_size=size.batch,
-    )  # fmt: skip
+    side = size.decoded + 32
+    pictures = np.random.default_rng(0).integers(0, 256, (64, side, side, 3), np.uint8)
+    data = Items(partial(random_crop, pictures, size.decoded), size.pictures * size.times)
+    return Job(binds="transfer", dataset=data, model=resnet(size.width), train_step=picture_step, batch_size=size.batch)
 
 
 def transformer(size: Size) -> Job:
-    tokens = torch.randint(0, VOCABULARY, (1024, size.tokens))
-    return Job(
-        name="transformer", binds="step", dataset=InMemory(tokens, 65536), model=Transformer(size), train_step=token_step,
-        batch_size=size.batch,
-    )  # fmt: skip
+    data = Items(partial(shown, torch.randint(0, VOCABULARY, (1024, size.tokens))), 65536)
+    return Job(binds="step", dataset=data, model=Transformer(size), train_step=token_step, batch_size=size.batch)
 
 
 def large_batches(size: Size) -> Job:
-    return Job(
-        name="large_batches", binds="copy", dataset=InMemory(torch.rand(4, 1, size.large_bytes // 4), 4096), model=Sums(),
-        train_step=sum_step, batch_size=None,
-    )  # fmt: skip
+    data = Items(partial(shown, torch.rand(4, 1, size.large_bytes // 4)), 4096)
+    return Job(binds="copy", dataset=data, model=nn.PReLU(), train_step=mean_step, batch_size=None)
 
 
 JOBS: dict[str, Callable[[Size], Job]] = {

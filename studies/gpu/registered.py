@@ -24,7 +24,7 @@ import torch
 
 from autotune_loader.autoloader.segments import Segment
 from autotune_loader.pipeline.batches import accelerator
-from studies.gpu.training import record, synchronize
+from studies.gpu.training import parsed, record, synchronize
 
 SHAPE = (64, 3, 224, 224)
 SEGMENTS, TIMES = 4, 50
@@ -69,8 +69,7 @@ def first_blocks(batch: torch.Tensor) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.gpu.registered", description=__doc__)
-    parser.add_argument("--device", default="cuda", help="cpu shows that the code runs, and nothing else")
-    device = torch.device(parser.parse_args().device)
+    device = torch.device(parsed(parser).device)
     held = [batch_over(number) for number in range(SEGMENTS)]
     batches, module, wait = [batch for _, batch in held], accelerator(device), partial(synchronize, device)
     ways: dict[str, Callable[[torch.Tensor], Any]] = {"pageable": lambda batch: batch.to(device, non_blocking=True)}

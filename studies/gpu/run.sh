@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everything that needs a GPU, in parts of at most five minutes (README.md has them). From the repository's root:
 #
-#     sh studies/gpu/run.sh [first | second | third]
+#     sh studies/gpu/run.sh [first | second | third | fourth]
 #     PYTHON=.venv/bin/python sh studies/gpu/run.sh check [--device cpu]
 #
 # `check` runs the same code in small before a GPU is asked for: on the simulated accelerator of the tests, which it builds into
@@ -54,6 +54,10 @@ third() {
     uses lightning 60
     uses compare 60
 }
+fourth() {
+    uses watch 60
+    uses hugging_face 90
+}
 check() {
     export OMP_NUM_THREADS=1 # threads of a copy would wait for one another on a busy machine
     device=${3:-sim}
@@ -72,8 +76,8 @@ if [ "$part" != check ]; then
     uname -r && nproc && free -m && df -h /dev/shm /tmp
 fi
 case $part in
-first | second | third | check) "$part" "$@" ;;
-all) for each in first second third; do "$each"; begun=$(date +%s); done ;;
-*) echo "$part is no part; first, second, third, check or all would work" >&2 && exit 2 ;;
+first | second | third | fourth | check) "$part" "$@" ;;
+all) for each in first second third fourth; do "$each"; begun=$(date +%s); done ;;
+*) echo "$part is no part; first, second, third, fourth, check or all would work" >&2 && exit 2 ;;
 esac
 exit $status

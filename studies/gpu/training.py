@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult
 from autotune_loader.pipeline.batches import accelerator, move
-from studies.gpu.jobs import Job
+from studies.gpu.jobs import SIMULATED_BYTES_PER_S, Job
 
 # Batches before the clock starts: workers are up, and queues filled at the start no longer flatter.
 FILLED_ROUNDS = 2
@@ -23,14 +24,29 @@ SAMPLE_S = 0.1
 TUNED = "tuned"
 
 
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments, with a device that is there; one that is simulated copies as slowly as small jobs need it."""
+    parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu and sim show that the code runs")
+    parser.add_argument("--quick", action="store_true", help="in small, for a test of the code")
+    chosen = parser.parse_args(arguments)
+    try:
+        module = accelerator(chosen.device)
+    except (RuntimeError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
+    if hasattr(module, "configure"):
+        module.configure(bytes_per_s=SIMULATED_BYTES_PER_S)
+    return chosen
+
+
 def record(job: str, what: str, **values: Any) -> None:
     """Print what was measured, at once: a run that is cut off keeps it."""
     print("RECORD", json.dumps({"job": job, "what": what, **values}), flush=True)
 
 
-def bursts_of(result: TuningResult) -> list[Any]:
-    """Each burst of a tuning run: configuration, number of the round, seconds, samples/s."""
-    return [(str(each.config), each.round, round(each.seconds, 2), each.samples_per_s) for each in result.trials]
+def record_result(job: str, result: TuningResult) -> None:
+    """Print what `tune()` found, with each burst: configuration, number of the round, seconds, samples/s."""
+    bursts = [(str(each.config), each.round, round(each.seconds, 2), each.samples_per_s) for each in result.trials]
+    record(job, TUNED, best=str(result.best), seconds=result.seconds, says=list(result.summary), bursts=bursts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +130,7 @@ class Loop:
             self.optimizer.zero_grad(set_to_none=True)
             self.job.train_step(self.model, batch).backward()
             self.optimizer.step()
-        return self.job.samples_of(batch)
+        return self.job.batch_size or 1
 
 
 class Utilisation:

@@ -3,27 +3,33 @@
 images          AutoLoader and DataLoader with as many workers on image batches; pinned where they lie, and by torch's thread
 live            AutoLoader on resnet_jpeg: rate of each eight seconds, and of the best fixed configuration beside it
 lightning       a ResNet-18 tuned from within, beside fixed numbers of workers
+hugging_face    the same of a ViT and `tune_trainer(trainer)`; the ViT is made from its configuration, nothing is downloaded
 compare         `compare()` of a plain and of a compiled model
+watch           is the wait that `autotune-loader watch` names the device's, whatever the host waits for?
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from autotune_loader import AutoLoader, LoaderConfig
+from autotune_loader import AutoLoader, LoaderConfig, TuningResult
 from autotune_loader.autoloader import elastic
-from studies.gpu.__main__ import check_device
+from autotune_loader.pipeline.batches import accelerator
 from studies.gpu.jobs import FULL, JOBS, QUICK, Size, resnet
 from studies.gpu.training import (
     FILLED_ROUNDS,
@@ -31,15 +37,19 @@ from studies.gpu.training import (
     Loop,
     Rate,
     Utilisation,
-    bursts_of,
     in_turns,
     medians,
+    parsed,
     record,
+    record_result,
     recorded,
     synchronize,
 )  # fmt: skip
+from studies.workloads import Items
 
-FIRST_STEPS, LIGHTNING_ROUNDS = 5, 2
+FIRST_STEPS, TRAINER_ROUNDS = 5, 2
+WAITS_S, MOST_APART = {"ahead": 0.02, "behind": 0.08}, 0.1
+"""Of a worker for a batch, where two workers are ahead of a step of 20 ms and behind it; and the bar of `watch`."""
 
 
 def images(device: str, size: Size, seconds: float) -> None:
@@ -102,10 +112,19 @@ class Clock:
         return Rate(samples_per_s=samples_per_s, gpu_util=used.mean())
 
 
+def beside_others(name: str, result: TuningResult, train: Callable[[LoaderConfig], Rate]) -> None:
+    """The tuned configuration, none and as many workers as cores take turns; the tuned one's rate over theirs."""
+    record_result(name, result)
+    cores = os.cpu_count() or 1
+    configs = {"0 workers": LoaderConfig(), TUNED: result.best}
+    configs[f"{cores} workers"] = LoaderConfig(num_workers=cores, pin_memory=True)
+    sides = {side: partial(train, config) for side, config in configs.items()}
+    found = medians(in_turns(name, sides, TRAINER_ROUNDS))
+    record(name, "tuned over", **{side: found[TUNED] / rate for side, rate in found.items()})
+
+
 def lightning(device: str, size: Size, seconds: float) -> None:
     """`trainer.fit(tuned(module))` on the JPEG files in bfloat16; then it and fixed numbers of workers take turns."""
-    import logging
-
     import lightning.pytorch as pl
 
     from autotune_loader.integrations.lightning import tuned
@@ -125,7 +144,7 @@ def lightning(device: str, size: Size, seconds: float) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-        def train_dataloader(self) -> DataLoader[Any]:
+        def train_dataloader(self) -> Any:
             return job.loader(**self.config.to_kwargs())
 
     class Stop(pl.Callback):  # type: ignore[misc]
@@ -145,16 +164,47 @@ def lightning(device: str, size: Size, seconds: float) -> None:
     clock = Clock(LoaderConfig(), size.batch, seconds, device)
     module = tuned(Module(LoaderConfig()), budget=15.0 if seconds > 1 else 2.0, progress=False)
     fit(module)
-    result = module.tuning_result
-    record("lightning", TUNED, says=list(result.summary), seconds=result.seconds, bursts=bursts_of(result))
-    cores = os.cpu_count() or 1
-    configs = {"0 workers": LoaderConfig(), TUNED: result.best}
-    configs[f"{cores} workers"] = LoaderConfig(num_workers=cores, pin_memory=True)
-    sides = {side: partial(fit, Module(config)) for side, config in configs.items()}
-    found = medians(in_turns("lightning", sides, LIGHTNING_ROUNDS))
-    record(
-        "lightning", "tuned over", best=str(result.best), **{side: found[TUNED] / rate for side, rate in found.items()}
-    )
+    beside_others("lightning", module.tuning_result, lambda config: fit(Module(config)))
+
+
+def hugging_face(device: str, size: Size, seconds: float) -> None:
+    import transformers
+
+    from autotune_loader.integrations.transformers import training_arguments, tune_trainer
+
+    transformers.logging.set_verbosity_error()
+    job = JOBS["resnet_jpeg"](size)
+    layers, hidden, heads = (24, 1024, 16) if size is FULL else (1, 32, 2)  # ViT-Large, or hardly any
+    vit = transformers.ViTConfig(
+        image_size=size.crop, patch_size=16, num_labels=10, num_hidden_layers=layers, hidden_size=hidden,
+        num_attention_heads=heads, intermediate_size=4 * hidden,
+    )  # fmt: skip
+
+    def as_dict(index: int) -> dict[str, Any]:
+        return dict(zip(("pixel_values", "labels"), job.dataset[index], strict=True))
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = clock.step()
+
+    def train(config: LoaderConfig) -> Rate:
+        nonlocal clock
+        arguments.dataloader_prefetch_factor, arguments.dataloader_persistent_workers = None, False
+        for name, value in training_arguments(config).items():
+            setattr(arguments, name, value)
+        clock = Clock(config, size.batch, seconds / 3, device)
+        return clock.rate(trainer.train)
+
+    clock, model = Clock(LoaderConfig(), size.batch, seconds, device), transformers.ViTForImageClassification(vit)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder, per_device_train_batch_size=size.batch, bf16=device != "cpu", use_cpu=device == "cpu",
+            max_steps=100_000, save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        data = Items(as_dict, len(job.dataset))  # type: ignore[arg-type]
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[Stop()])
+        result = tune_trainer(trainer, budget=15.0 if seconds > 1 else 2.0, progress=False)
+        beside_others("hugging_face", result, train)
 
 
 def compare(device: str, size: Size, seconds: float) -> None:
@@ -170,21 +220,69 @@ def compare(device: str, size: Size, seconds: float) -> None:
     record("transformer", "compare", says=str(found))
 
 
-USES = {each.__name__: each for each in (images, live, lightning, compare)}
+def watch(device: str, size: Size, seconds: float) -> None:
+    """Run `watched` as a script of somebody's under it, with a loader that is ahead of the step and with one behind it."""
+    if accelerator(device) is None:
+        print("watch: a CPU has no clock but the host's", flush=True)
+        return
+    apart = dict[str, float]()
+    for name, wait_s in WAITS_S.items():
+        with tempfile.TemporaryDirectory() as folder:
+            script, output = Path(folder, "train.py"), Path(folder, "loader.json")
+            given = f"{device!r}, {size is QUICK}, {3 + seconds}, {wait_s}"
+            script.write_text(f"from studies.gpu import uses\n\nprint(uses.watched({given}))\n")
+            command = [sys.executable, "-W", "ignore", "-m", "autotune_loader", "watch", "-o", str(output), str(script)]
+            done = subprocess.run(command, text=True, capture_output=True, timeout=110, check=False)
+            print(done.stdout + done.stderr, flush=True)
+            if done.returncode:
+                raise RuntimeError(f"watch ended with {done.returncode}")
+            named = TuningResult.load(output).wait_share or 0.0
+        device_idle, host_waits = map(float, done.stdout.splitlines()[0].split())
+        apart[name] = abs(named - device_idle)
+        record("transformer", f"watch, {name}", named=named, device_idle=device_idle, host_waits=host_waits)
+    if max(apart.values()) > MOST_APART:
+        raise RuntimeError(f"watch is off by {apart}; at most {MOST_APART} is its bar")
+
+
+def watched(device: str, is_quick: bool, seconds: float, wait_s: float) -> str:
+    """Train without ever waiting for the device; the shares in which it was idle, by its own events, and the host waited."""
+    size = QUICK if is_quick else FULL
+    job = JOBS["transformer"](size)
+    tokens = [job.dataset[index] for index in range(64)]
+    data = Items(lambda index: time.sleep(wait_s / size.batch) or tokens[index % 64], 65536)
+    model, module = job.model.to(device), accelerator(device)
+    optimizer, events = torch.optim.SGD(model.parameters(), lr=0.01), list[Any]()
+    begun, waited_s, asked = time.perf_counter(), 0.0, time.perf_counter()
+    for batch in replace(job, dataset=data).loader(num_workers=2, pin_memory=True):
+        got = time.perf_counter()
+        waited_s += got - asked
+        events.append(module.Event(enable_timing=True))
+        events[-1].record()
+        optimizer.zero_grad()
+        job.train_step(model, batch).backward()
+        optimizer.step()
+        events.append(module.Event(enable_timing=True))
+        events[-1].record()
+        asked = time.perf_counter()
+        if asked - begun > seconds:
+            break
+    synchronize(torch.device(device))
+    busy_ms = sum(start.elapsed_time(end) for start, end in zip(events[::2], events[1::2], strict=True))
+    return f"{1 - busy_ms / events[0].elapsed_time(events[-1])} {waited_s / (asked - begun)}"
+
+
+USES = {each.__name__: each for each in (images, live, lightning, hugging_face, compare, watch)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.gpu.uses", description=__doc__)
     parser.add_argument("uses", nargs="*", choices=[*USES, []], help="which; all without one")
-    parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu and sim with --quick")
-    parser.add_argument("--quick", action="store_true", help="in small, for a test of the code")
-    chosen = parser.parse_args(arguments)
-    check_device(parser, chosen.device)
+    chosen = parsed(parser, arguments)
     warnings.simplefilter("ignore")
     failed = 0
     for name in chosen.uses or USES:
         device = chosen.device
-        if name == "lightning" and device.startswith("sim"):
+        if name in ("hugging_face", "lightning") and device.startswith("sim"):
             print(f"{name} does not know {device}: on the CPU", flush=True)
             device = "cpu"
         try:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from studies.libraries.attempt import Outcome
+from studies.libraries.attempt import Outcome, attempts_of
 from studies.libraries.environments import ENVIRONMENTS, install, python_of
+from studies.processes import ROOT, NoAnswerError, last_line
 
 # tune() has 10 s; importing a library, and an epoch, may take some more. What takes longer hangs.
 DEADLINE_S = 120.0
-ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = Path(__file__).with_name("results.md"), ROOT / "docs" / "libraries.md"
 BEGIN, END = "<!-- studies.libraries -->", "<!-- end -->"
 HEAD = "| library | passed to `tune()` | outcome | what it says |\n|---|---|---|---|\n"
@@ -25,41 +21,19 @@ HEAD = "| library | passed to `tune()` | outcome | what it says |\n|---|---|---|
 ABOUT_LOADERS = ("data=", "the dataset makes", "how many samples", "every worker")
 
 
-def run_attempt(library: str, number: int) -> dict[str, Any] | None:
-    """Make it in a process group of its own, which is gone afterwards; None where there is none of this number."""
-    process = subprocess.Popen(
-        [python_of(library), "-m", "studies.libraries.attempt", library, str(number)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=DEADLINE_S)
-        answer: dict[str, Any] | None = json.loads(out.splitlines()[-1])
-        return answer
-    except subprocess.TimeoutExpired:
-        says = f"no answer within {DEADLINE_S:.0f} s"
-    except (IndexError, json.JSONDecodeError):
-        says = next(iter(err.strip().splitlines()[-1:]), f"exit status {process.returncode}")
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.communicate()
-    return {"what": f"attempt {number}", "version": "?", "outcome": "wrong", "says": says}
-
-
 def rows_of(library: str) -> Iterator[str]:
-    """Make the attempts of a library; a row for each, up to one that does not answer."""
+    """Make the attempts of a library; a row for each."""
     if why_not := install(library):
         yield row(library, "-", "-", Outcome("not tried", why_not))
         return
-    for number in itertools.count():
-        answer = run_attempt(library, number)
-        if answer is None:
-            return
-        what, version = answer.pop("what"), answer.pop("version")
-        yield row(library, version, what, Outcome(**answer))
-        if version == "?":
-            return
+    for number, (what, _) in enumerate(attempts_of(library)[1]):
+        command = "-m", "studies.libraries.attempt", library, str(number)
+        try:
+            line = last_line(*command, python=python_of(library), timeout_s=DEADLINE_S, OMP_NUM_THREADS="1")
+            answer = json.loads(line)
+        except (NoAnswerError, json.JSONDecodeError) as error:
+            answer = {"version": "?", "outcome": "wrong", "says": str(error)}
+        yield row(library, answer.pop("version"), what, Outcome(**answer))
 
 
 def row(library: str, version: str, what: str, found: Outcome) -> str:

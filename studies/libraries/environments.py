@@ -23,7 +23,7 @@ except RuntimeError:
         library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
 # What scikit-learn needs beside numpy; what a library for cloud storage imports, used or not; and so on.
-SCIKIT = "scikit-learn scipy joblib threadpoolctl"
+SCIKIT = "scikit-learn scipy joblib threadpoolctl narwhals"
 BOTO = "boto3 botocore jmespath s3transfer"
 STREAMING = "brotli zstd python-snappy cramjam catalogue"
 FASTAI = "fastcore fastdownload fastprogress<1.1 fasttransform plum-dispatch beartype"

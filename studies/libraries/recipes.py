@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 
-from studies.libraries.__main__ import ROOT
 from studies.libraries.environments import RECIPES, install, python_of
+from studies.processes import ROOT
 
 
 def status(library: str) -> int:

@@ -103,9 +103,8 @@ def cost_us(rounds: int, workers: int) -> str:
         {each: seconds_of(each, batches, workers) for each in rng.sample([FixedLoader, DataLoader], 2)}
         for _ in range(rounds)
     ]
-    wall, cpu = (
-        [(each[FixedLoader][clock] - each[DataLoader][clock]) / batches * 1e6 for each in found] for clock in (0, 1)
-    )
+    more = [(each[FixedLoader], each[DataLoader]) for each in found]
+    wall, cpu = ([(ours[clock] - its[clock]) / batches * 1e6 for ours, its in more] for clock in (0, 1))
     plain = statistics.median(each[DataLoader][1] for each in found) / batches * 1e6
     return f"CPU {spread(cpu)} us beyond DataLoader's {plain:.0f}; wall {spread(wall)} us"
 
@@ -127,8 +126,6 @@ def epochs_us() -> str:
 
 def spread(values: list[float]) -> str:
     """Median, and the quarter on either side."""
-    if len(values) < 2:
-        return f"{values[0]:+.1f}"
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:+.1f} ({low:+.1f} to {high:+.1f}, n = {len(values)})"
 

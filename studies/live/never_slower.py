@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from studies.processes import last_line
+
 HOWS = {"plain": (), "auto": (), "run": ("run", "--workers"), "watch": ("watch",)}
 """The command of each, if it has one."""
 MOST, MORE_S, WAITING = 1.02, 0.5, 0.6
@@ -96,13 +95,9 @@ def job(name: str, workers: int, how: str) -> float:
 def seconds(name: str, workers: int, how: str) -> tuple[float, float]:
     """Of the loop, and of the rest of the script."""
     package = ["-m", "autotune_loader", *HOWS[how]] if HOWS[how] else []
-    command = [sys.executable, "-W", "ignore", *package, str(Path(__file__)), "--job", name, str(workers), how]
     begun = time.perf_counter()
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, check=True, timeout=600,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    whole_s, loop_s = time.perf_counter() - begun, float(done.stdout.split()[-1])
+    loop_s = float(last_line(*package, str(Path(__file__)), "--job", name, str(workers), how))
+    whole_s = time.perf_counter() - begun
     return loop_s, whole_s - loop_s
 
 

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader
+from studies.pictures import normalised
 from studies.workloads import Items
 
 RAW = np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8)
@@ -26,8 +27,7 @@ FLAT = torch.rand(1 << 20)
 
 
 def image(index: int) -> Any:
-    x = (RAW[16:240, 16:240].astype(np.float32) / 255 - 0.45) / 0.22
-    return torch.from_numpy(np.ascontiguousarray(x.transpose(2, 0, 1))), index % 10
+    return normalised(RAW[16:240, 16:240]), index % 10
 
 
 def flat(mebibytes: float) -> Callable[[int], Any]:
@@ -41,11 +41,7 @@ def nested(index: int) -> Any:
 
 
 def waiting(seconds: float) -> Callable[[int], Any]:
-    def wait(index: int) -> Any:
-        time.sleep(seconds)
-        return torch.full((16,), float(index)), index
-
-    return wait
+    return lambda index: time.sleep(seconds) or (torch.full((16,), float(index)), index)
 
 
 def as_it_is(batch: Any) -> Any:
@@ -114,10 +110,7 @@ def main() -> int:
     for name, kind in KINDS.items():
         if options.only not in name:
             continue
-        data, rates = (
-            Items(kind.get, 10_000_000),
-            {"none": list[float](), "plain": list[float](), "ours": list[float]()},
-        )
+        data, rates = Items(kind.get, 10_000_000), {which: list[float]() for which in ("none", "plain", "ours")}
         for number in range(options.rounds):
             for which in list(rates) if number % 2 else list(rates)[::-1]:
                 make = AutoLoader if which == "ours" else DataLoader

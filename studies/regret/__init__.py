@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autotune_loader.values import Interval
@@ -79,3 +80,14 @@ def at(values: Sequence[float], share: float) -> float:
     """The quantile that is itself one of the values, the larger of two."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
+
+
+def names_of(legal: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an argument with names, separated by commas."""
+
+    def names(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in legal]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(legal)}")
+        return text.split(",")
+
+    return names

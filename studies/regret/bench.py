@@ -1,31 +1,30 @@
 """A plain training loop with a stopwatch, in a process of its own: what a person would time, and what the oracle times.
 
 Nothing of autotune_loader's measuring is used here, only what defines the job: the dataset, the step, `LoaderConfig`.
-
-    parent   Bench("jpeg").time(config, ...)  ── one line of JSON ──►  child   DataLoader, step, clock
-             samples/s                        ◄── one line of JSON ──
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
+import multiprocessing
 import os
 import random
-import select
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import torch
+from torch.utils.data import ConcatDataset
+
+from autotune_loader.bursts.step import build_step
+from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import LoaderConfig
+from studies.workloads import WORKLOADS, StudyWorkload
 
-ROOT = Path(__file__).parents[2]
 # Beyond this a request hangs: the slowest start-up and window here take seconds.
 DEADLINE_S = 90.0
 # A steady window opens after so many times what the queues hold, or after so many seconds, whichever is first. While queues
@@ -42,11 +41,11 @@ class BenchError(RuntimeError):
 
 
 class Bench:
-    """A warm process with one workload; closed with the block. One that hangs or dies is replaced."""
+    """A warm process with one workload; killed with the block. One that hangs or dies is replaced."""
 
     def __init__(self, workload: str) -> None:
         self._workload = workload
-        self._child: subprocess.Popen[str] | None = None
+        self._child: Any = None
 
     def __enter__(self) -> Bench:
         self._start()
@@ -70,51 +69,61 @@ class Bench:
         """
         if self._child is None:
             self._start()
-        window = {"seconds": seconds, "seed": seed, "is_steady": is_steady}
-        answer = self._ask({"config": config.to_dict(), "window": window})
-        if "error" in answer:
-            raise BenchError(answer["error"])
-        return float(answer["samples_per_s"])
+        self._pipe.send((config, seconds, seed, is_steady))
+        answer = self._answer()
+        if isinstance(answer, str):
+            raise BenchError(answer)
+        return float(answer)
 
     def _start(self) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "studies.regret.bench", self._workload]
-        self._child = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        self._ask(None)
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._child = spawn.Process(target=serve, args=(self._workload, theirs))
+        self._child.start()
+        theirs.close()
+        self._answer()
 
-    def _ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        child: Any = self._child
-        if request is not None:
-            child.stdin.write(json.dumps(request) + "\n")
-            child.stdin.flush()
-        ready, _, _ = select.select([child.stdout], [], [], DEADLINE_S)
-        line = child.stdout.readline() if ready else ""
-        if not line:
-            self._end()
-            raise BenchError("no answer" if not ready else "the process died")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def _answer(self) -> Any:
+        try:
+            if self._pipe.poll(DEADLINE_S):
+                return self._pipe.recv()
+            why = "no answer"
+        except (EOFError, OSError):
+            why = "the process died"
+        self._end()
+        raise BenchError(why)
 
     def _end(self) -> None:
-        if self._child is None:
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._child.pid, signal.SIGKILL)  # its own session: the workers it started are in it too
+            self._child.kill()
+            self._child.join()
+            self._child = None
+
+
+def serve(name: str, pipe: Any) -> None:
+    """The child: answer with samples/s, or with what failed, until it is killed."""
+    os.setsid()
+    warnings.simplefilter("ignore")
+    job = TimedJob(name)
+    pipe.send(None)
+    while True:
+        try:
+            pipe.send(job.time(*pipe.recv()))
+        except EOFError:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._child.pid, signal.SIGKILL)  # its own session: the workers it started are in it too
-        self._child.wait()
-        self._child = None
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
 
 
-def step_of(workload: Any, batch: Any) -> Any:
+def step_of(workload: StudyWorkload, batch: Any) -> Any:
     """The training step of a workload, given its first batch."""
-    from autotune_loader.bursts.step import build_step
-    from autotune_loader.pipeline.workload import TrainingSide
-
     return build_step(TrainingSide(model=workload.model, train_step=workload.train_step), batch)
 
 
 class TimedJob:
-    """The child's side: one workload, its step warmed up, ready to be timed with any configuration."""
+    """One workload, its step warmed up, ready to be timed with any configuration."""
 
     def __init__(self, name: str) -> None:
         self._workload = regret_workload(name)
@@ -124,13 +133,11 @@ class TimedJob:
             self.step.run(first)
 
     def time(self, config: LoaderConfig, seconds: float, seed: int, is_steady: bool) -> float:
-        import torch
-
         torch.manual_seed(seed)
         random.seed(seed)
         loader = self._workload.loader(**config.to_kwargs())
         batches, window_s = self._run(loader, config, seconds, is_steady)
-        return batches * self._workload.batch_size / window_s
+        return batches * (self._workload.batch_size or 1) / window_s
 
     def _run(self, loader: Any, config: LoaderConfig, seconds: float, is_steady: bool) -> tuple[int, float]:
         """Batches and seconds of a window."""
@@ -165,37 +172,7 @@ def between_smooth_ends(ends: Sequence[float], workers: int) -> tuple[int, float
     return len(ends) - period, window_s
 
 
-def regret_workload(name: str) -> Any:
+def regret_workload(name: str) -> StudyWorkload:
     """The study's workload with an epoch that is long against a window, except where short epochs are the point."""
-    from torch.utils.data import ConcatDataset
-
-    from studies.workloads import WORKLOADS
-
     study = WORKLOADS[name]()
     return study if name in LONG_ENOUGH else replace(study, dataset=ConcatDataset([study.dataset] * REPEATS))
-
-
-@contextlib.contextmanager
-def answers_only() -> Iterator[IO[str]]:
-    """What was standard output, for answers; whatever a dataset prints goes elsewhere."""
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        yield answers
-
-
-def main(name: str) -> None:
-    """Serve requests until the parent closes the pipe."""
-    with answers_only() as answers:
-        job = TimedJob(name)
-        print("{}", file=answers, flush=True)
-        for line in sys.stdin:
-            request = json.loads(line)
-            try:
-                answer = {"samples_per_s": job.time(LoaderConfig(**request["config"]), **request["window"])}
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

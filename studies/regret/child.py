@@ -5,19 +5,16 @@ The package is imported before the clock starts; the probe's own process is star
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from typing import Any
 
 from autotune_loader.values import LoaderConfig
+from studies.processes import NoAnswerError, last_line
 from studies.regret import OURS, WITH_TPE
-from studies.regret.bench import ROOT, BenchError, answers_only, regret_workload, step_of
+from studies.regret.bench import BenchError, regret_workload, step_of
 
 BUDGET, DEADLINE_S = "60s", 150.0
 
@@ -30,21 +27,10 @@ def choice_in_child(who: str, workload: str, seed: int) -> tuple[LoaderConfig, f
     """
     if who == "loadtune" and importlib.util.find_spec("loadtune") is None:
         raise BenchError("it is not installed; pip install --no-deps loadtune==0.3.0 would work")
-    command = [sys.executable, "-W", "ignore", "-m", "studies.regret.child", who, workload, str(seed)]
-    child = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
     try:
-        output, errors = child.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        raise BenchError(f"no result after {DEADLINE_S:.0f} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)  # its own session: what it started is in it too
-        child.wait()
-    if child.returncode != 0 or not output:
-        raise BenchError(errors[-1500:])
-    record = json.loads(output.splitlines()[-1])
+        record = json.loads(last_line("-m", "studies.regret.child", who, workload, str(seed), timeout_s=DEADLINE_S))
+    except NoAnswerError as error:
+        raise BenchError(str(error)) from None
     return LoaderConfig.from_dict(record["config"]), record["seconds"]
 
 
@@ -65,7 +51,6 @@ def with_tpe(name: str, seed: int) -> dict[str, Any]:
 
 def loadtune(name: str, seed: int) -> dict[str, Any]:
     """Its Python API with its defaults: 100 steps a trial, at most 6 trials, in the calling process, always shuffled."""
-    import torch
     from loadtune import Workload, tune  # type: ignore[import-not-found]
 
     study = regret_workload(name)
@@ -80,7 +65,7 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
     workload = Workload(
         name=name,
         make_dataset=lambda: study.dataset,
-        make_model=lambda: study.model or torch.nn.Identity(),
+        make_model=lambda: study.model,
         train_step=train_step,
         make_optimizer=lambda model: None,
         default_batch_size=study.batch_size,
@@ -96,6 +81,5 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with answers_only() as answers:
-        choose = {OURS: ours, WITH_TPE: with_tpe, "loadtune": loadtune}[sys.argv[1]]
-        print(json.dumps(choose(sys.argv[2], int(sys.argv[3]))), file=answers, flush=True)
+    choose = {OURS: ours, WITH_TPE: with_tpe, "loadtune": loadtune}[sys.argv[1]]
+    print(json.dumps(choose(sys.argv[2], int(sys.argv[3]))), flush=True)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values import Failure, LoaderConfig, Measurement
-from studies.regret import OURS, WITH_TPE, Outcome, oracle, table, verdict_of
+from studies.regret import OURS, WITH_TPE, Outcome, names_of, oracle, table, verdict_of
 from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.child import choice_in_child
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
@@ -139,31 +139,22 @@ def details(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def listed(text: str, legal: Sequence[str], parser: argparse.ArgumentParser) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in legal]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(legal)}")
-    return names
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.regret.real", description=__doc__)
     parser.add_argument("--cores", type=int, help="pinned to so many")
-    parser.add_argument("--workloads", default=",".join(JOBS), help="separated by commas")
-    parser.add_argument("--strategies", default=",".join(DEFAULT), help="separated by commas")
+    parser.add_argument("--workloads", type=names_of((*JOBS, *KEEP_UP)), default=JOBS, help="separated by commas")
+    parser.add_argument("--strategies", type=names_of((*IN_CHILD, *STRATEGIES)), default=DEFAULT, help="by commas")
     parser.add_argument("--seeds", type=int, default=2, help="of autotune_loader")
     options = parser.parse_args()
     if options.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    workloads = listed(options.workloads, (*JOBS, *KEEP_UP), parser)
-    strategies = listed(options.strategies, (*IN_CHILD, *STRATEGIES), parser)
     records = RESULTS / (f"real_{options.cores}.jsonl" if options.cores else "real.jsonl")
     lines = records.read_text().splitlines() if records.exists() else []
     found = [Outcome(**json.loads(line)) for line in lines]
-    for workload in workloads:
+    for workload in options.workloads:
         if any(each.job == workload for each in found):
             continue
-        latest = study(workload, strategies, options.seeds)
+        latest = study(workload, options.strategies, options.seeds)
         records.parent.mkdir(parents=True, exist_ok=True)
         with records.open("a") as file:
             file.write("".join(json.dumps(asdict(each)) + "\n" for each in latest))

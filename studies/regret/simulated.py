@@ -23,7 +23,7 @@ import optuna
 from autotune_loader.report.result import TuningResult
 from autotune_loader.tuning.assemble import assembled
 from autotune_loader.values import BurstPlan, Interval, LoaderConfig, Measurement
-from studies.regret import NEAR, OURS, WITH_TPE, Outcome, table, verdict_of
+from studies.regret import NEAR, OURS, WITH_TPE, Outcome, names_of, table, verdict_of
 from studies.regret.machines import COUNTS, LAWS, oracle_of
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
@@ -111,12 +111,12 @@ def main() -> None:
     parser.add_argument("--laws", choices=tuple(LAWS), default="usual", help="foreign: laws that the twin lacks")
     parser.add_argument("--machines", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="seed of the first machine")
-    parser.add_argument("--strategies", default=",".join((*SAMPLERS, *STRATEGIES)), help="by commas; ours comes first")
-    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    names = (*SAMPLERS, *STRATEGIES)
+    parser.add_argument("--strategies", type=names_of(names), default=names, help="by commas; ours comes first")
     parser.add_argument("--oracles", type=Path, help="folder in which the true rates are kept from run to run")
     options = parser.parse_args()
-    begun, names, seeds = time.monotonic(), options.strategies.split(","), range(options.machines)
-    with multiprocessing.Pool(options.processes) as pool:
+    begun, names, seeds = time.monotonic(), options.strategies, range(options.machines)
+    with multiprocessing.Pool() as pool:
         jobs = [(options.laws, options.first + number, names, options.oracles) for number in seeds]
         found = [each for outcomes in pool.starmap(study_machine, jobs, chunksize=2) for each in outcomes]
     print(table(found))

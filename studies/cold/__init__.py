@@ -1,1 +1,0 @@
-"""Is a dataset that is read from a disk measured from the disk?"""

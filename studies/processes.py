@@ -1,0 +1,42 @@
+"""A command in a process of its own, of which nothing is left: what most studies measure in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+class NoAnswerError(RuntimeError):
+    """A process failed, hung or said nothing."""
+
+
+def last_line(*command: str, python: str = sys.executable, timeout_s: float = 600.0, **environ: str) -> str:
+    """The last line that `python *command` prints, at the repository's root and with more variables of the environment.
+
+    It leads a session, which is killed at the end, with all that it started.
+
+    Raises:
+        NoAnswerError: it failed, printed nothing, or took longer.
+    """
+    process = subprocess.Popen(
+        [python, "-W", "ignore", *command], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environ}, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"no answer within {timeout_s:.0f} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    if process.returncode or not output:
+        said = errors.strip().splitlines()
+        raise NoAnswerError(said[-1] if said else f"exit status {process.returncode}")
+    return output.splitlines()[-1]
