@@ -58,6 +58,7 @@ IN_TRAINING: dict[str, Any] = {
     "loggers": [],
     "callbacks": [],
     "callback_metrics": {},
+    "state": SimpleNamespace(fn="fit", status="running", stage="train"),  # equal to the members of Lightning's enums
 }
 """What a Trainer of one process says in the midst of training of a usual length."""
 

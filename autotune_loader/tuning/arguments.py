@@ -255,7 +255,8 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
     for ability, answer in ANSWERS.items():
         if hasattr(type(given), ability) or ability in getattr(given, "__dict__", {}):
             raise _neither(given, answer)
-    is_group, is_stream = isinstance(given, (list, tuple, Mapping)), isinstance(given, IterableDataset)
+    is_stream, is_batched = isinstance(given, IterableDataset), hasattr(given, "__getitems__")  # as a TensorDict is
+    is_group = isinstance(given, (list, tuple)) or (isinstance(given, Mapping) and not is_batched)
     if isinstance(given, DataLoader) or (hasattr(given, "__getitem__") and not is_group and not is_stream):
         return given, []
     name, parts = type(given).__name__, _loaders_in(given, depth=1 if is_group else SEARCH_DEPTH)

@@ -230,15 +230,16 @@ def test_a_proven_worker_that_hangs_is_replaced_and_tuning_goes_on(tmp_path: Pat
 
 
 def test_workers_that_are_lost_after_they_were_proven_leave_the_loop_to_itself_for_a_while() -> None:
-    Items.wait_s = 0.002
+    Items.wait_s = 0.006
     loader = FixedLoader(Items(lambda self, i: i), batch_size=BATCH, collate_fn=list)
     loader.change_to(LoaderConfig(num_workers=2))
-    seen = []
-    for number, batch in enumerate(loader):
+    seen, killed = [], 0
+    for batch in loader:
         seen += batch
-        if number > 20:
-            for process in multiprocessing.active_children():
-                process.kill()
+        for process in multiprocessing.active_children() if loader._live.is_proven else []:
+            process.kill()
+            killed += 1
+    assert killed
     assert seen == list(range(SIZE))
     assert loader.found.tuner.refused is None
     assert loader.num_workers == 0
