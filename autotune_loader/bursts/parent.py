@@ -120,8 +120,8 @@ def open_probe(
             try:
                 opened = started(workload, FORK_DEADLINE_S, FORKED.format(reason=reason))
             except WorkloadError as fork:
-                if isinstance(fresh, WorkloadError):
-                    raise fresh from None
+                if isinstance(fresh, WorkloadError):  # with how the arguments were read
+                    raise WorkloadError("; ".join((fresh.message, *workload.notes)), fresh.user_traceback) from None
                 told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
                 raise WorkloadError(told, fork.user_traceback) from None
         yield opened
