@@ -14,11 +14,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "autotune_loader"
 PAGE = ROOT / "ARCHITECTURE.md"
 DOORS = ("cli", "integrations", "watch")
-FLOORS = (
-    *("cli", "integrations", "demo", "watch", "tuning", "autoloader", "report", "diagnosis", "results", "search"),
-    *("bursts", "pipeline", "machine", "values"),
-)
-"""The rooms from top to bottom, as in the layers of pyproject.toml."""
+LAYERS = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("\nlayers = [")[2].partition("]")[0]
+FLOORS = [name for name in re.findall(r"\w+", LAYERS) if (PACKAGE / name).is_dir()]
+"""The rooms from top to bottom, by the layers that import-linter holds."""
 
 
 def lines_of(*paths: Path) -> int:

@@ -23,7 +23,7 @@ from autotune_loader.autoloader.tuner import GATE_BATCHES, MOST_WORKERS, WAITING
 from autotune_loader.autoloader.unasked import UnaskedIter
 from autotune_loader.diagnosis import Advice, Finding, Kept, judged
 from autotune_loader.lines import Line
-from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.machine.facts import inspect_machine, start_method
 from autotune_loader.machine.limits import local_world_size, memory_budget, usable_cores
 from autotune_loader.machine.processes import tree_pss
 from autotune_loader.pipeline.loop_log import Log, Site
@@ -233,7 +233,7 @@ def _kept_as_asked(loader: Any, asked: LoaderConfig, options: Options) -> Findin
     while isinstance(init_fn, functools.partial):
         init_fn = init_fn.func
     module = getattr(init_fn, "__module__", None)
-    method = multiprocessing.get_start_method(allow_none=True) or "fork"
+    method = start_method()
     is_forked = options.how.get("multiprocessing_context") or method == "fork"
     reasons = {
         Kept.FROZEN: not options.tune,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import platform
 import textwrap
 from collections.abc import Iterator
@@ -37,9 +36,9 @@ def doctor_command() -> None:
     Example:
       autotune-loader doctor
     """
-    from autotune_loader.machine.facts import inspect_machine
+    from autotune_loader.machine import facts
 
-    print(examination(inspect_machine()))
+    print(examination(facts.inspect_machine()))
 
 
 def examination(machine: Any) -> str:
@@ -56,6 +55,7 @@ def examination(machine: Any) -> str:
 def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     """Name and text of each line, and what to do where its limit is low."""
     from autotune_loader.diagnosis.units import bytes_text
+    from autotune_loader.machine import facts
 
     cores, memory, shm, files = machine.cores, machine.memory_budget_bytes, machine.shm, machine.open_files
     yield "versions", _versions(), None
@@ -74,7 +74,7 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     text = "no limit" if files is None else f"{files:,} (soft RLIMIT_NOFILE)"
     fix = "ulimit -n 65536 before starting Python"
     yield "open files", text, fix if files is not None and files < FEW_FILES else None
-    yield "start method", multiprocessing.get_start_method(), None
+    yield "start method", facts.start_method(), None
     yield "GPUs", _gpus(), None
 
 

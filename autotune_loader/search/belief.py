@@ -40,14 +40,8 @@ CERTAIN = 0.95  # a choice is safe when it loses no more than the tolerance agai
 POOREST_BURST_SD = 0.2  # relative, of a burst whose few batches give no better interval
 MAX_FAILURES = 2  # what has failed this often is out although it has succeeded, too; after a hang at once
 OF_MEMORY = ("out_of_memory", "oom_killed", "memory_guard", "descriptors")  # what fewer batches ahead may avoid
-OF_WORKERS = (
-    "oom_killed",
-    "memory_guard",
-    "crashed",
-    "deadline",
-    "descriptors",
-    "shared_memory",
-)  # whatever else was set
+OF_WORKERS = ("oom_killed", "memory_guard", "crashed", "deadline", "descriptors", "shared_memory")
+"""What fails for the number of workers, whatever else was set."""
 
 
 class Belief:

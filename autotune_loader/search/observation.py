@@ -17,9 +17,8 @@ import numpy as np
 from autotune_loader.search.queue import Floats
 from autotune_loader.values import BatchTrace, LoaderConfig, Measurement, after_first_of_each
 
-FEWEST_SAMPLES = (
-    4  # with fewer, warm-up batches are kept (a biased estimate beats none), and pauses of workers are not known
-)
+FEWEST_SAMPLES = 4
+"""With fewer, warm-up batches are kept (a biased estimate beats none), and pauses of workers are not known."""
 BURST_SD = 0.02  # relative, between the stage times of bursts of one configuration, however many batches they have
 
 
