@@ -1,4 +1,4 @@
-"""A command in a process of its own, of which nothing is left: what most studies measure in."""
+"""A command in a process of its own, of which nothing is left: what most studies measure in; neighbours that slow it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+"""Keeps a core busy until the process that started it ends, however it does."""
 
 
 class NoAnswerError(RuntimeError):
@@ -40,3 +43,17 @@ def last_line(*command: str, python: str = sys.executable, timeout_s: float = 60
         said = errors.strip().splitlines()
         raise NoAnswerError(said[-1] if said else f"exit status {process.returncode}")
     return output.splitlines()[-1]
+
+
+@contextlib.contextmanager
+def busy_neighbours(count: int) -> Iterator[None]:
+    """So many processes want a core each while the block runs. Ctrl-C does not reach them; it ends the block, and that them."""
+    started = list[subprocess.Popen[bytes]]()
+    try:
+        started += (subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count))
+        yield
+    finally:
+        for each in started:
+            each.kill()
+        for each in started:
+            each.wait()

@@ -2,7 +2,7 @@
 
 A file's kind stands at its top (`pytestmark = pytest.mark.process`), or at the few tests that differ from its others. A test
 with real workers and clocks that fails is run once more, and named at the end as rerun: among five hundred of them a busy
-machine trips one now and then. A unit test never is.
+machine trips one now and then. A unit test never is, nor one of `autoloader`.
 """
 
 from __future__ import annotations
@@ -176,6 +176,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not any(item.get_closest_marker(kind) for kind in KINDS):
             item.add_marker(pytest.mark.unit)
         elif not item.get_closest_marker("acceptance") and config.pluginmanager.hasplugin("rerunfailures"):
+            if "/autoloader/" in item.nodeid:  # no test of this room is run twice to turn green
+                item.add_marker(pytest.mark.xdist_group(_group_of(item)))
+                continue
             item.add_marker(pytest.mark.flaky(reruns=1))
         item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     # Longest first, so that no long one is left alone at the end: the frameworks, which are one group, then kind by kind.

@@ -78,7 +78,7 @@ MUTATIONS = (
     ),
     Mutation(
         "elastic: one batch more is given out ahead", "autoloader",
-        "self.outstanding < self.active * self._depth", "self.outstanding <= self.active * self._depth",
+        "self._send_idx - self._rcvd_idx < self._active", "self._send_idx - self._rcvd_idx <= self._active",
         "autoloader/test_elastic.py -k own_numbers",
     ),
     Mutation(

@@ -26,7 +26,7 @@ UNPICKLING = {
     "autoloader/channel.py": {"loads"},  # between the loop and its workers
     "autoloader/nursery.py": {"loads"},
     "autoloader/segments.py": {"loads"},
-    "autoloader/worker.py": {"loads"},
+    "autoloader/given.py": {"loads"},
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

@@ -2,14 +2,16 @@
 
 loader.py    `AutoLoader`, its arguments and what people read
 live.py      what is known of a loader, and which iterator it gets
-iterator.py  a pass over an epoch where workers were asked for: note, tune, next batch
-unasked.py   where nobody asked for workers: the fetches of the loop, proof, workers beside it
-elastic.py   torch's iterator, resized
-channel.py   its queues
+iterator.py  a pass over an epoch with 0 to N workers: note, tune, next batch
+look.py      whether workers that nobody asked for may make what the loop makes
+seeds.py     the random numbers of a batch
+channel.py   what torch takes for its queues
 segments.py  the memory of batches
 pinning.py   the same, registered with CUDA
-worker.py    what runs in a worker, and its random numbers
-nursery.py   where later workers are forked
+nursery.py   how workers are born
+given.py     what they are given
+worker.py    what runs in one
+guard.py     whether a fresh process would run the training again
 tuner.py     how many workers
 meter.py     what a number of workers reaches
 torchs.py    private names of torch

@@ -17,20 +17,27 @@ import socket
 import threading
 import time
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune_loader.autoloader.pinning import Pinner
-from autotune_loader.autoloader.segments import SMALL_BYTES, Mapped, Pool, Segment, keep_freed_memory
+from autotune_loader.autoloader.segments import SMALL_BYTES, JobPickler, Mapped, Pool, Segment
 from autotune_loader.autoloader.torchs import ExceptionWrapper, pin, share_by
+from autotune_loader.machine.kernel import memfd
 from autotune_loader.pipeline.loop_log import Fetch
 
-MOST_FILES, PACKET_BYTES = 16, SMALL_BYTES
-"""Descriptors in one packet, as a job may have few of them left (the kernel takes 253, unix(7)); bytes of a job's."""
+MOST_FILES = 16
+"""Descriptors in one packet, as a job may have few of them left (the kernel takes 253, unix(7))."""
 TRUNCATED, DONT_WAIT, SPACE = int(socket.MSG_CTRUNC), int(socket.MSG_DONTWAIT), socket.CMSG_SPACE(4 * MOST_FILES)
 """As enums they take 5 us."""
+
+
+def _send(end: socket.socket, data: Any, files: Sequence[int], flags: int = 0) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
+    end.sendmsg([data], rights, flags)  # `socket.send_fds` forgets its flags (Python 3.11)
 
 
 class NoQueue:
@@ -42,17 +49,11 @@ class NoQueue:
 
 
 class WorkerEnd(NoQueue):
-    """A worker's end of a channel, which torch's worker loop takes for both of its queues.
+    """A worker's end of a channel, which torch's worker loop takes for both of its queues."""
 
-    Attributes:
-        first: Called before the first job, once torch has told the worker what it is.
-        seed: Called with the seed of a job, before torch gets the job.
-        note: What the loop is told with the next batch.
-    """
-
-    first: Callable[[], object] | None = None
-    seed: Callable[[Any], object] | None = None
-    note: str | None = None
+    first: Callable[[], object] | None = None  # called before the first job, when torch has told the worker what it is
+    seed: Callable[[Any], object] | None = None  # called with the seed of a job, before torch gets the job
+    note: str | None = None  # for the loop, with the next batch
     _begun: tuple[float, float] | None = None
 
     def __init__(self, end: socket.socket) -> None:
@@ -64,8 +65,7 @@ class WorkerEnd(NoQueue):
         self.socket.setblocking(True)  # whatever `socket.setdefaulttimeout()` says
         self._pool, self._poll = Pool(), select.poll()
         self._poll.register(self.socket, select.POLLIN)
-        share_by(self._pool.storage, SMALL_BYTES)
-        keep_freed_memory()
+        share_by(lambda size: self._pool.flat(size).untyped_storage(), SMALL_BYTES)
 
     def get(self, timeout: float | None = None) -> Any:
         if self.first is not None:
@@ -74,7 +74,7 @@ class WorkerEnd(NoQueue):
         if not self._poll.poll(None if timeout is None else 1000 * timeout):
             raise queue.Empty
         try:
-            data, files, _, _ = socket.recv_fds(self.socket, 2 * PACKET_BYTES, 1)
+            data, files, _, _ = socket.recv_fds(self.socket, 2 * SMALL_BYTES, 1)
         except ConnectionError:
             data, files = b"", []
         if not data:  # the loop is gone, or wants no more
@@ -102,34 +102,41 @@ class WorkerEnd(NoQueue):
         except Exception:  # it cannot be pickled, or there is no memory
             body = self._pool.pickled(ExceptionWrapper(where="in a DataLoader worker process, as it sent a batch"))
         fresh, dropped = self._pool.news()
-        note, self.note = self.note, None
+        rest, self.note = (number, dropped, times, self.note, body), None
         try:
-            for at in range(0, len(fresh) - MOST_FILES, MOST_FILES):
-                self._send(fresh[at : at + MOST_FILES], None)
-            rest = fresh[-(len(fresh) % MOST_FILES or MOST_FILES) :]
-            self._send(rest, (number, dropped, times, note, body))
+            for at in range(0, max(1, len(fresh)), MOST_FILES):
+                some, is_last = fresh[at : at + MOST_FILES], at + MOST_FILES >= len(fresh)
+                data = pickle.dumps(([each[:2] for each in some], rest if is_last else None), pickle.HIGHEST_PROTOCOL)
+                _send(self.socket, data, [file for *_, file in some])
         except ConnectionError:
             pass  # the loop wants no more: that comes with the next job
         finally:
             for *_, file in fresh:
                 os.close(file)
 
-    def _send(self, fresh: list[tuple[int, int, int]], rest: Any) -> None:
-        data = pickle.dumps(([(number, size) for number, size, _ in fresh], rest), pickle.HIGHEST_PROTOCOL)
-        files = [file for *_, file in fresh]
-        socket.send_fds(self.socket, [data], files) if files else self.socket.sendall(data)
+
+class WorkerGone:
+    """A message: its channel, and so the worker, has come to its end."""
+
+
+class Come(NamedTuple):
+    """A message of a worker's. Torch's pinning thread, which pins what it finds in a tuple, passes it on."""
+
+    number: Any  # of a batch, or what else torch numbers messages by
+    data: Any  # a batch, an exception, or `WorkerGone`
+    fetch: Fetch | None = None
+    note: str | None = None  # what the worker tells
+    channel: Any = None
+    bytes: int = 0  # of the segments that it was lent
 
 
 class Channel(NoQueue):
-    """The loop's end, which torch takes for the index queue of a worker; `times` and `note` are of the latest batch."""
-
-    times: Any = None
-    note: str | None = None
+    """The loop's end, which torch takes for the index queue of a worker."""
 
     def __init__(self, pinner: Pinner | None) -> None:
         self.socket, theirs = pair()
         self.end, self.number, self.mapped = WorkerEnd(theirs), -1, Mapped(pinner)
-        self._waiting, self._buffer = deque[Any](), bytearray(2 * PACKET_BYTES)
+        self._waiting, self._buffer = deque[Any](), bytearray(2 * SMALL_BYTES)
         self._lock = threading.RLock()  # a pinning thread receives while the loop puts
         _living.add(self)
 
@@ -142,31 +149,28 @@ class Channel(NoQueue):
     def _flush(self) -> None:
         while self._waiting:
             back, files = self.mapped.back(), list[int]()
-            data = pickle.dumps((back, self._waiting[0]), pickle.HIGHEST_PROTOCOL)
-            if len(data) > PACKET_BYTES:  # many indices
-                files.append(os.memfd_create("job"))
+            dumps = pickle.dumps if _is_plain(self._waiting[0]) else JobPickler.dumps
+            data: Any = dumps((back, self._waiting[0]), pickle.HIGHEST_PROTOCOL)
+            if len(data) > SMALL_BYTES:  # many indices
+                files.append(memfd("job"))
                 os.write(files[0], data)
                 data = pickle.dumps(len(data))
             try:
-                socket.send_fds(self.socket, [data], files, DONT_WAIT) if files else self.socket.send(data, DONT_WAIT)
-            except BlockingIOError:
-                self.mapped.returned.extend(back)
-                return
-            except OSError:  # the worker is gone, which is found out where a batch is waited for
-                self._waiting.clear()
+                _send(self.socket, data, files, DONT_WAIT)
+            except OSError as error:
+                # No room, or too many descriptors are on their way.
+                if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
+                    self.mapped.returned.extend(back)
+                else:  # the worker is gone, which is found out where a batch is waited for
+                    self._waiting.clear()
                 return
             finally:
                 for each in files:
                     os.close(each)
             self._waiting.popleft()
 
-    def receive(self) -> tuple[Any, Any] | None:
-        """What a worker has put; None where more is to come first.
-
-        Raises:
-            EOFError: the worker is gone.
-            OSError: this process has too many files open.
-        """
+    def receive(self) -> Come | None:
+        """What a worker has put; None where more is to come first, EOFError where it is gone."""
         size, ancillary, flags, _ = self.socket.recvmsg_into([self._buffer], SPACE)
         if not size:
             raise EOFError
@@ -182,16 +186,18 @@ class Channel(NoQueue):
                 os.close(file)
         if rest is None:
             return None
-        number, dropped, self.times, self.note, body = rest
+        number, dropped, times, note, body = rest
         for each in dropped:
             del self.mapped.all[each]
         if self._waiting:
             with self._lock:
                 self._flush()
         try:
-            return number, self.mapped.unpickled(body)
+            data, lent = self.mapped.unpickled(body)
         except Exception:  # of somebody's own class of batches
-            return number, ExceptionWrapper(where="in the training process, as it received a batch")
+            data, lent = ExceptionWrapper(where="in the training process, as it received a batch"), 0
+        fetch = times and (self.number, times[0], times[1], times[1], times[2])
+        return Come(number, data, fetch, note, self, lent)
 
     def hang_up(self) -> None:
         """A worker that waits for room to send, or for a job, ends."""
@@ -204,6 +210,12 @@ class Channel(NoQueue):
         self.end.socket.close()
 
     __del__ = close
+
+
+def _is_plain(job: Any) -> bool:
+    """Whether a job has plain numbers, which Python's own pickler takes half the time for."""
+    indices = job[1] if type(job) is tuple else None
+    return type(indices) is list and bool(indices) and type(indices[0]) is int
 
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -226,19 +238,19 @@ def close_channels(*, but: WorkerEnd | None = None) -> None:
             each.close()
 
 
-def _in_fork() -> None:  # if it held the loop's ends, a channel would not end with the loop
-    for each in list(_loop_ends):
-        each.close()
+def _before_fork() -> None:
+    for each in list(_living):
+        each.mapped.keep()
 
 
-os.register_at_fork(after_in_child=_in_fork)
+def _in_fork() -> None:
+    for end in list(_loop_ends):  # if it held them, a channel would not end with the loop
+        end.close()
+    for each in list(_living):
+        each.mapped.leave()
 
 
-class WorkerGone:
-    """A message, as a pinning thread passes it on: this channel, and so its worker, has come to its end."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+os.register_at_fork(before=_before_fork, after_in_child=_in_fork)
 
 
 class Results(NoQueue):
@@ -246,25 +258,35 @@ class Results(NoQueue):
 
     Args:
         pins: Whether batches are pinned here, and by no thread.
-
-    Attributes:
-        fetches: By number of a batch that has come, how it was made.
-        note: The latest that a worker has told.
-        batch_bytes: Of the largest batch so far.
     """
+
+    _poll: Any = None
 
     def __init__(self, *, pins: bool) -> None:
         self._pins = pins
-        self._poll, self._channels, self._own = select.epoll(), dict[int, Channel](), deque[Any]()
+        self._channels: dict[int, Channel] = {}
+        self._own: deque[Any] = deque()
+
+    def _open(self) -> None:
+        self._poll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._bell).atexit = False
         self._poll.register(self._bell, select.EPOLLIN)
-        self.fetches, self.batch_bytes = dict[int, Fetch](), 0
-        self.note: str | None = None
 
     def add(self, channel: Channel) -> None:
+        if self._poll is None:  # an epoch without workers needs none
+            self._open()
         self._channels[channel.socket.fileno()] = channel
         self._poll.register(channel.socket.fileno(), select.EPOLLIN)
+
+    def remove(self, channel: Channel) -> None:
+        """Its worker is gone, or could not be started."""
+        if self._channels.pop(channel.socket.fileno(), None) is not None:
+            self._poll.unregister(channel.socket.fileno())
+
+    def is_ready(self) -> bool:
+        """Whether `get` would find something now: a message, or a part of one."""
+        return bool(self._channels) and bool(self._poll.poll(0, 1))
 
     def get(self, timeout: float | None = None) -> tuple[Any, Any]:
         until = None if timeout is None else time.monotonic() + timeout
@@ -278,31 +300,19 @@ class Results(NoQueue):
                 return message
             channel = self._channels[ready[0][0]]
             try:
-                received = channel.receive()
+                come = channel.receive()
             except (EOFError, ConnectionError):
-                self._poll.unregister(channel.socket.fileno())
-                del self._channels[ready[0][0]]
-                return None, WorkerGone(channel)
-            if received is not None:
-                if channel.times is not None:
-                    begun, end, cpu_s = channel.times
-                    self.fetches[received[0]] = channel.number, begun, end, end, cpu_s
-                if isinstance(received[1], ExceptionWrapper):
-                    vars(received[1])["channel"] = channel  # from whom it is
-                self.note = channel.note or self.note
-                self.batch_bytes = max(self.batch_bytes, channel.mapped.leased_bytes)
-                return (received[0], _pinned(received[1])) if self._pins else received
+                self.remove(channel)
+                return None, Come(None, WorkerGone(), channel=channel)
+            if come is None:
+                continue
+            if self._pins and not isinstance(come.data, ExceptionWrapper):  # what is pinned already stays where it lies
+                try:
+                    come = come._replace(data=pin(come.data))
+                except Exception:
+                    come = come._replace(data=ExceptionWrapper(where="in the training process, as it pinned a batch"))
+            return come.number, come
 
     def put(self, message: tuple[Any, Any]) -> None:
         self._own.append(message)
         os.eventfd_write(self._bell, 1)
-
-
-def _pinned(data: Any) -> Any:
-    """As torch's pinning thread leaves it; what is pinned already stays where it lies."""
-    if isinstance(data, ExceptionWrapper):
-        return data
-    try:
-        return pin(data)
-    except Exception:
-        return ExceptionWrapper(where="in the training process, as it pinned a batch")

@@ -1,27 +1,102 @@
-"""One pass over an epoch: a note of each step, the tuner if it is time, torch's `_next_data` over channels, the batch.
+"""One pass over an epoch: torch's own iterator with 0 to N workers, whose number may change between two batches.
 
-next ── the last step is noted ── tuner, if it is time: another number of workers ── torch's own __next__ ── noted
+    next ── the last step is noted ── tuner, if it is time ── job k: a worker has made it, or the loop makes it ── noted
+                                          └─ _switch: starts what is missing ── all have begun ── they are given jobs
+
+A job is the indices and the seed of one batch, so that it does not matter who makes it. With no worker at work the loop makes
+job k itself; else as many batches are outstanding as workers x depth, handed to them in turns. Whoever is not needed is
+parked, and ends after a while. A lost worker's jobs are given out again; the third loss in a row without a batch in between
+is DataLoader's error, or, where nobody asked for workers, the loop goes on alone.
+
+Where nobody asked for workers the first two make two batches that the loop has made before: only if they are equal do workers
+take over. The loop does not wait for them until then.
 """
 
 from __future__ import annotations
 
+import copy
+import errno
 import logging
+import math
+import os
+import queue
+import signal
+import threading
 import time
+from collections import defaultdict, deque
 from typing import Any
 
+import torch
+
 from autotune_loader.autoloader import torchs
-from autotune_loader.autoloader.elastic import ElasticIter
-from autotune_loader.autoloader.worker import LOOKED
+from autotune_loader.autoloader.channel import Channel, Come, WorkerGone
+from autotune_loader.autoloader.given import Parts
+from autotune_loader.autoloader.guard import unguarded_line
+from autotune_loader.autoloader.look import is_same, notes
+from autotune_loader.autoloader.nursery import Births, end_process, kill
+from autotune_loader.autoloader.pinning import pinner_for
+from autotune_loader.autoloader.seeds import QUIET, Seed, Seeds, base_of, mixed, states
+from autotune_loader.autoloader.tuner import Begun, EpochEnded, Event, Failed, Look, Refused, Switched
+from autotune_loader.autoloader.worker import BEGUN, LOOKED, Threaded
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.loop_log import Fetch
-from autotune_loader.values import LoaderConfig
+from autotune_loader.values import MAIN_PROCESS, LoaderConfig
+
+MOST_LOSSES = 3
+"""Workers lost in a row, without a batch in between."""
+LOOKS = 2
+"""Batches that are made twice before workers take over that nobody asked for."""
+SLOW_FETCH_S, COPY_SHARE = 0.2, 0.01
+"""A batch that takes the loop so long is kept for them beforehand, if a copy takes no more than a share of that."""
+PATIENCE_S, PATIENCE_FETCHES = 10.0, 20.0
+FIRST_S, FIRST_FETCHES = 1.0, 3.0
+"""A worker that nobody asked for and that takes longer than both for a batch is killed; the same for its first batch."""
+BIRTH_S = 60.0
+"""Workers that have not begun after this are given up: imports of a fresh process take up to half of it."""
+LOGGED = 64
+"""Batches after a look, of the loop's own making, whose histories are noted; the others until the next look are counted."""
+PARKED_S = 30.0
+"""Workers that are not needed for so long end."""
+EPOCH = 1 << 40
+"""A job's number is that of its batch, and so many more for each epoch: a late batch of an earlier one is not taken for it."""
+LOOP = -1
+"""The worker of a job that the loop makes in place of workers that were lost."""
+TOO_MANY_FILES = (
+    "Too many open files. Communication with the workers is no longer possible. Please increase the limit using `ulimit -n` "
+    "in the shell"
+)
+MAIN_THREAD = threading.main_thread().ident
 
 log = logging.getLogger("autotune_loader.autoloader")
 
 
-class TunedIter(torchs.BaseIter):  # type: ignore[misc]
-    """What asked and unasked iterators have in common. The one that was begun last is the one that tunes.
+class View:
+    """A loader with other attributes; `watched_as` is the loader as which its iterator is watched."""
+
+    def __init__(self, loader: Any, **other: Any) -> None:
+        vars(self).update(vars(loader), **other, loader=loader, watched_as=loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)
+
+
+class _Drawn:
+    """A sampler whose iterator was asked for already."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Any:
+        return self._iterator
+
+
+class _HeadIsOurs(Exception):  # noqa: N818 - no error
+    """The next batch is the loop's to make: its worker is lost."""
+
+
+class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
+    """The iterator of one loader. Of several, the one that was begun last tunes.
 
     Attributes:
         indices, fetch: Of the batch that was delivered last, and how it was made.
@@ -29,104 +104,648 @@ class TunedIter(torchs.BaseIter):  # type: ignore[misc]
 
     indices: Any = None
     fetch: Fetch | None = None
-    _config: LoaderConfig
+    _shutdown = True
+    _send_idx: int
+    _rcvd_idx: int
+    _tasks_outstanding: int
+    _index_queues: list[Channel]
+    _workers_status: list[bool]
+    _index_sampler: Any
+    _dataset: Any
+    _begun: set[Channel]
+    """Workers that are ready for a job."""
+    _answered: set[Channel]
+    """Workers that have delivered a batch."""
+    _ending: list[Any]
+    """Processes that were let go."""
+    _given: dict[int, Any]
+    """Indices by number of the batch, until it is delivered."""
+    _come: dict[int, Come]
+    """Batches that have come, until they are delivered."""
+    _looks: dict[int, Any]
+    """What the loop has made of jobs that workers make again."""
+    _latest: deque[tuple[int, Any, Any]]
+    """What workers may make again: number, indices, and what the loop has made of them."""
+    _retried: set[int]
+    """Jobs that failed in a worker beyond those that were asked for."""
+    _error: Exception | None
+    """Of the sampler, for the batch that it belongs to."""
 
-    def _begin(self, live: Any, begun: float) -> None:
-        self._live, self._tuner, self._log = live, live.tuner, live.found.log
+    def __init__(self, loader: Any, live: Any) -> None:
+        begun = time.monotonic()
+        self._process, self._live, self._tuner, self._log = os.getpid(), live, live.tuner, live.found.log
+        self._asked = live.tuner.asked.num_workers
+        self._is_fixed = live.has_init_fn or loader._dataset_kind == torchs.ITERABLE
         self._loop = self._log.begin(begun)
+        config = self._tuner.decide(Begun(), begun)
+        self._config = self._wanted = self._tuner.asked
+        live.walk(loader)
+        self._active, self._depth = self._config.num_workers, self._config.prefetch_factor or 1
+        self._turn, self._losses, self._epochs, self._seed = 0, 0, -1, 0
+        self._begun, self._answered, self._ending = set(), set(), []
+        self._switched_at = self._awaited_at = self._asked_at = self._births_s = 0.0
+        self._looked_at, self._is_known = 0, False
+        self._parked_until = math.inf
+        self._given, self._come, self._looks, self._retried = {}, {}, {}, set()
+        self._error = None
+        self._copy_s, self._draws = 0.0, 0
+        self._latest = deque(maxlen=LOOKS)
+        with torchs.without_handler():
+            super().__init__(self._view_of(loader))
+        self._context.started()
+        torchs.forget_processes(self)
+        self._profile_name = f"enumerate(DataLoader)#{torchs.WorkersIter.__name__}.__next__"
+        self._dataset = loader.dataset
+        if not self._asked:
+            self._leave_torchs_worker_out(loader)
+            self._prepare(config, begun)
+        live.tell(self._config)
+        self._births_s += self._context.start_s * self._active
+        self._loop.started(time.monotonic())
+        self._begin_with(config)
+
+    def _view_of(self, loader: Any) -> View:
+        """The loader, as torch's own iterator is to see it."""
+        live, how = self._live, self._live.how
+        real: Any = loader.multiprocessing_context or torch.multiprocessing
+        pinner = pinner_for(loader) if loader.pin_memory else None
+        pins = loader.pin_memory and torch.accelerator.is_available()
+        other: dict[str, Any] = {"num_workers": max(1, self._active), "prefetch_factor": self._depth}
+        if not self._asked:
+            real = torch.multiprocessing.get_context(live.method)
+            other |= {"timeout": 0, "persistent_workers": bool(how.get("persistent_workers"))}
+        if pinner is not None or (pins and not self._asked):
+            other |= {"pin_memory": False, "pin_memory_device": ""}  # torch's thread has nothing to do
+        self._pins = pins and not self._asked
+        has_nursery = live.tuner.refused is None and not self._is_fixed
+        is_asked, pins = self._asked > 0, pinner is not None or self._pins
+        initial_seed = None if is_asked else torch.initial_seed()
+        parts = Parts({}, live.is_seeded, initial_seed, live.held, self._asked)
+        self._context = Births(
+            real,
+            parts,
+            pinner,
+            is_asked=is_asked,
+            pins=pins,
+            has_nursery=has_nursery,
+            kept=() if is_asked else live.kept,
+        )
+        if live.fetch_threads is not None:
+            other["dataset"] = other["worker_init_fn"] = Threaded(
+                loader.dataset, live.fetch_threads, loader.worker_init_fn
+            )
+        return View(loader, multiprocessing_context=self._context, **other)
+
+    def _leave_torchs_worker_out(self, loader: Any) -> None:
+        """Torch's iterator begins with one worker at least, which is nobody where none was asked for."""
+        for each in (self._workers, self._index_queues, self._workers_status):
+            each.clear()
+        self._num_workers = 0
+        collate, drop_last = self._collate_fn, self._drop_last
+        fetcher = torchs.fetcher(self._dataset_kind, loader.dataset, self._auto_collation, collate, drop_last)
+        self._fetch = fetcher.fetch
+        self._seeds = Seeds(torch.initial_seed(), self._live.held) if self._live.draws else None
+
+    def _prepare(self, config: LoaderConfig, now: float) -> None:
+        """Have a nursery before the first fetch where workers may be started in this epoch."""
+        if not self._context.is_prepared and (config.num_workers or self._tuner.may_start()):
+            self._context.prepare()
+            self._tuner.own_s += time.monotonic() - now
+            self._births_s += time.monotonic() - now
+
+    # --- an epoch ---
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        begun = time.monotonic()
+        if not first_iter:
+            self._loop = self._log.begin(begun)
+        self._epochs += 1
+        for each in (self._given, self._come, self._looks, self._retried, self._latest):
+            each.clear()
+        if self._dataset_kind == torchs.ITERABLE:
+            super()._reset(loader, first_iter)
+            if not first_iter:
+                self._loop.started(time.monotonic())
+            return
+        self._turn, self._error = 0, None
+        sampler, workers = self._index_sampler, self._num_workers
+        if not first_iter and not self._asked:
+            self._live.walk(loader)
+        if not self._asked:  # torch asks a sampler twice where there are workers
+            self._index_sampler = _Drawn(self._sampler_iter if first_iter else iter(sampler))
+        # Workers that are kept need not be told: late batches are known by their numbers.
+        self._num_workers = 0
+        super()._reset(loader, first_iter)
+        self._index_sampler, self._num_workers = sampler, workers
+        self._workers_status = [True] * workers
+        self._workers_num_tasks: Any = defaultdict(int)  # torch counts for `in_order=False` alone
+        if not self._asked and not first_iter:
+            self._base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+        # Torch draws a seed once for workers that are kept.
+        is_first = not (self._asked and self._epochs)
+        self._seed = self._base_seed if is_first else mixed(self._base_seed, self._epochs) >> 1
+        self._held_seed = base_of(self._live.held)
+        if first_iter:
+            self._try_put_index()
+            return
+        config = self._tuner.decide(Begun(), begun)
+        if not self._asked:
+            self._prepare(config, begun)
+        self._try_put_index()
+        self._loop.started(time.monotonic())
+        self._begin_with(config)
+
+    def _begin_with(self, config: LoaderConfig) -> None:
+        if config == self._config:
+            self._decide(Switched(config, 0, self._context.start_s))
+            return
+        self._switch(config)
+        if self._is_proven and self._context.method == "fork":  # they take part from the first batch on
+            self._begun.update(self._index_queues)
+            if self._asked:
+                self._advance()
+
+    def may_begin_again(self, live: Any) -> bool:
+        """Whether its workers may make another epoch of this loader, as torch's persistent ones do, also after a `break`."""
+        return self._live is live and not self._shutdown and self._process == os.getpid()
 
     def __next__(self) -> Any:
-        now, tuner = time.monotonic(), self._tuner
-        self._loop.ask(now)
-        is_time = now >= tuner.wake or tuner.wanted is not self._config
-        if is_time and (self._log.current is self._loop or tuner.refused is not None):
-            self._think(now)
-        try:
-            batch = super().__next__()
-        except StopIteration:
-            self._end()
-            raise
-        self._loop.receive(time.monotonic(), self._samples(batch), self.fetch)
+        now, loop, tuner = time.monotonic(), self._loop, self._tuner
+        if self._is_known and now < tuner.wake and tuner.wanted is self._wanted and loop.may_skip(now):
+            batch = self._next_of_torch(now)
+            loop.skip(now, time.monotonic(), self._samples(batch))
+            return batch
+        self._is_known = False
+        loop.ask(now)
+        if now >= self._parked_until:
+            self._end_parked()
+        if self._log.current is loop:
+            if now >= tuner.wake:
+                self._look(now)
+            if tuner.wanted is not self._wanted:  # such as after `freeze()`
+                self._switch(tuner.wanted)
+        batch = self._next_of_torch(None)
+        loop.receive(time.monotonic(), self._samples(batch), self.fetch)
+        if not (self._active or self._asked or self._wanted is not self._config):
+            self._is_known = self._log.end >= self._looked_at + LOGGED and not tuner.is_trying
         return batch
 
-    def _samples(self, batch: Any) -> int:
+    def _next_of_torch(self, unnoted: float | None) -> Any:
         try:
-            is_known = self._auto_collation and self.indices is not None
-            return len(self.indices) if is_known else samples_in(batch) or 1
+            return super().__next__()
+        except StopIteration:
+            if unnoted is not None:
+                self._loop.ask(unnoted)
+            self._end()
+            raise
+
+    def _samples(self, batch: Any) -> int:
+        if self._auto_collation and self.indices is not None:
+            try:
+                return len(self.indices)
+            except TypeError:
+                pass
+        try:
+            return samples_in(batch) or 1 if self._auto_collation else 1
         except Exception:  # of somebody's own class
             return 1
 
-    def _think(self, now: float) -> None:
+    def _end(self) -> None:
+        loop = self._loop
+        if not loop.is_over:
+            loop.end(now := time.monotonic())
+            if self._log.current is loop:
+                batches, start_s = self._num_yielded, self._births_s / max(1, len(self._workers))
+                self._births_s = 0.0
+                self._log.marks.note(
+                    now, lambda end: self._tuner.decide(EpochEnded(batches, end - loop.begun, start_s), end)
+                )
+
+    # --- what runs ---
+
+    def _look(self, now: float) -> None:
         """Whatever goes wrong here, the epoch goes on; what it takes is tuning's own time."""
-        live, tuner, best = self._live, self._tuner, self._tuner.best
+        tuner, best, self._looked_at = self._tuner, self._tuner.best, self._log.end
         try:
-            if now >= tuner.wake:
-                live.look_at_memory(self._workers, now)
-                tuner.look(now)
-            if tuner.wanted is not self._config:
-                self._apply()
-            if tuner.best != best and live.on_change is not None:
-                live.on_change(live.found)
+            self._decide(Look(self._fit))
         except Exception as error:
             log.warning("AutoLoader no longer tunes this loader", exc_info=True)
-            tuner.refuse(Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}"))
+            self._decide(Refused(Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}")))
+        if tuner.best != best and self._live.on_change is not None:
+            try:
+                self._live.on_change(self._live.found)
+            except Exception:  # of somebody's logger
+                log.warning("on_change=%r raised", self._live.on_change, exc_info=True)
         tuner.own_s += time.monotonic() - now
 
-    def _end(self) -> None:
-        loop, batches = self._loop, self._num_yielded
-        loop.end(now := time.monotonic())
-        if self._log.current is loop:
-            self._log.marks.note(now, lambda end: self._tuner.epoch(end - loop.begun, batches))
+    def _fit(self) -> int:
+        return int(self._live.fit([each.pid for each in self._workers]))
 
+    def _decide(self, event: Event) -> None:
+        """Tell the tuner what has happened, and have run what it wants."""
+        config = self._tuner.decide(event, time.monotonic())
+        if config is not self._wanted:
+            self._switch(config)
 
-class AskedIter(TunedIter, ElasticIter):
-    """Workers were asked for: as many as are wanted now, from 1 up."""
-
-    def __init__(self, loader: Any, live: Any, begun: float) -> None:
-        self._begin(live, begun)
-        wanted = self._config = live.tuner.wanted
-        ElasticIter.__init__(
-            self,
-            loader,
-            wanted.num_workers,
-            wanted.prefetch_factor,
-            is_seeded=live.is_seeded,
-            fetch_threads=live.fetch_threads,
-            asked=live.tuner.asked.num_workers,
-            is_elastic=live.tuner.refused is None,
-        )
-        live.tell(wanted.num_workers, wanted.prefetch_factor)
-        live.tuner.start_s = self.start_s
-        self._loop.started(time.monotonic())
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        if first_iter:
-            super()._reset(loader, first_iter)
+    def _switch(self, config: LoaderConfig) -> None:
+        """Have this run: what is missing is started, and given jobs as soon as it has begun. Nothing else changes what runs."""
+        if config is not self._wanted:
+            self._wanted, self._switched_at = config, time.monotonic()
+        if self._tuner.refused is not None and not self._asked:
+            self._looks.clear()
+            self._context.close_nursery()
+        if self._shutdown or self._is_fixed:
             return
-        self._begin(self._live, time.monotonic())
-        super()._reset(loader)
-        if self._tuner.wanted is not self._config:
-            self._apply()
-        self._loop.started(time.monotonic())
+        if config.num_workers > len(self._workers) and (self._context.is_prepared or self._asked):
+            self._start(config.num_workers)
+        self._advance()
+
+    def _start(self, workers: int) -> None:
+        method = self._context.method
+        if not self._asked and method != "fork" and unguarded_line() is not None:
+            self._decide(Refused(Kept.NO_GUARD(method=method)))
+            return
+        begun = time.monotonic()
+        try:
+            for number in range(len(self._workers), workers):
+                channel, process = self._context.start(number, workers)
+                self._index_queues.append(channel)
+                self._workers.append(process)
+                self._workers_status.append(True)
+                self._num_workers += 1
+        except OSError as error:  # no memory, too many processes or files: later there may be
+            log.debug("no further worker can be started: %s", error)
+            self._decide(Failed())
+        except Exception as error:  # what workers get cannot be pickled
+            self._decide(Refused(Kept.NOT_BEGUN(method=method, error=f"{type(error).__name__}: {error}")))
+        self._births_s += time.monotonic() - begun
+
+    def _advance(self) -> None:
+        """What is wanted runs from now on, if all of it has begun and may take over."""
+        config, workers, live = self._wanted, self._wanted.num_workers, self._live
+        if config == self._config or self._shutdown:
+            self._config = config
+            return
+        self._have_made_again()
+        late = [each for each in self._index_queues[:workers] if each not in self._begun]
+        if late or len(self._workers) < workers or (workers and not self._is_proven):
+            if late and time.monotonic() > self._switched_at + BIRTH_S:
+                self._cut(min(each.number for each in late))
+                self._decide(Failed())
+            elif self._looks and time.monotonic() > self._asked_at + max(PATIENCE_S, PATIENCE_FETCHES * live.slowest_s):
+                self._leave_to_the_loop(Kept.WORKERS_LOST(error="they make no batch"))
+            return
+        in_flight = self._send_idx - self._rcvd_idx
+        self._config, self._active, self._depth, self._turn = config, workers, config.prefetch_factor or 1, 0
+        self._parked_until = time.monotonic() + PARKED_S if len(self._workers) > workers else math.inf
+        self._live.tell(config)
+        self._decide(Switched(config, in_flight, self._context.start_s))
+        self._try_put_index()
+
+    @property
+    def _is_looking(self) -> bool:
+        """Whether workers that nobody asked for wait for batches to make again."""
+        if self._wanted is self._config or self._is_proven or not self._workers:
+            return False
+        return all(each in self._begun for each in self._index_queues)
+
+    @property
+    def _is_proven(self) -> bool:
+        return bool(self._asked or self._live.equal >= LOOKS)
+
+    def _cut(self, workers: int) -> None:
+        """Keep so many: the others end by themselves, and their jobs are given out again."""
+        self._active = min(self._active, workers)
+        for channel in self._index_queues[workers:]:
+            self._begun.discard(channel)
+            channel.hang_up()
+        self._ending = [each for each in self._ending if each.is_alive()] + self._workers[workers:]
+        for each in (self._index_queues, self._workers, self._workers_status):
+            del each[workers:]
+        self._num_workers = workers
+        self._give_again(workers)
+
+    def _end_parked(self) -> None:
+        self._parked_until = math.inf
+        self._cut(max(self._active, self._wanted.num_workers))
+
+    # --- jobs ---
+
+    def _seed_of(self, number: int) -> Seed:
+        return mixed(self._seed, number), mixed(self._held_seed, number) if self._live.held else 0
+
+    def _try_put_index(self) -> None:
+        if self._dataset_kind == torchs.ITERABLE:
+            super()._try_put_index()
+            return
+        while self._error is None and self._send_idx - self._rcvd_idx < self._active * self._depth:
+            try:
+                indices = self._next_index()
+            except StopIteration:
+                return
+            except Exception as error:  # of the sampler: it is raised at the batch that it belongs to
+                self._error = error
+                return
+            number, self._send_idx = self._send_idx, self._send_idx + 1
+            self._tasks_outstanding += 1
+            self._given[number] = indices
+            self._hand_out(number, self._turn % self._active if number or self._asked else LOOP)
+            self._turn += 1
+
+    def _hand_out(self, number: int, worker: int) -> None:
+        self._task_info[number] = (worker,)
+        if worker != LOOP:
+            self._send(number, self._given[number], worker)
+
+    def _send(self, number: int, indices: Any, worker: int) -> None:
+        seed = [self._seed_of(number)] if self._live.is_seeded else []
+        self._index_queues[worker].put((number + self._epochs * EPOCH, indices, *seed))
+
+    def _give_again(self, first: int, end: int | None = None) -> None:
+        """Jobs of these workers that are not done: in turns to those that are at work, to the loop if there are none."""
+        for number, info in sorted(self._task_info.items()):
+            if len(info) == 1 and number in self._given and first <= info[0] and (end is None or info[0] < end):
+                workers = self._active or (0 if not self._asked else len(self._workers))
+                self._turn += 1
+                self._hand_out(number, self._turn % workers if workers else LOOP)
 
     def _next_data(self) -> Any:
+        if self._wanted is not self._config and not self._asked:
+            self._receive()
+        number = self._rcvd_idx
+        if number < self._send_idx and self._task_info[number] == (LOOP,):
+            del self._task_info[number]
+            self._rcvd_idx, self._tasks_outstanding = number + 1, self._tasks_outstanding - 1
+            self._try_put_index()
+            return self._made(number, self._given.pop(number))
+        if number == self._send_idx and not self._is_fixed:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            self._try_put_index()
+        if number < self._send_idx or self._active or self._is_fixed:
+            self._awaited_at = time.monotonic()
+            try:
+                return super()._next_data()
+            except _HeadIsOurs:
+                return self._next_data()
         try:
-            return super()._next_data()
-        finally:
-            if self._worker_result_queue.note == LOOKED:
-                self._worker_result_queue.note = None
-                self._tuner.refuse(Kept.WORKER_INFO())
+            indices = self._drawn()
+        except StopIteration:
+            return super()._next_data()  # which ends the epoch
+        self._send_idx = self._rcvd_idx = number + 1
+        return self._made(number, indices)
 
-    def _apply(self) -> None:
-        wanted, in_flight = self._tuner.wanted, self.outstanding
-        if self._dataset_kind != torchs.ITERABLE:
-            self.resize(wanted.num_workers, wanted.prefetch_factor or 1)
-        self._config, self._tuner.start_s = wanted, self.start_s
-        self._live.tell(wanted.num_workers, wanted.prefetch_factor)
-        self._live.batch_bytes = self._worker_result_queue.batch_bytes
-        self._tuner.applied(time.monotonic(), in_flight)
+    def _drawn(self) -> Any:
+        """The next indices. A sampler that draws them from a global generator is not drawn ahead of the loop."""
+        if self._draws >= QUIET or self._live.is_torchs_sampler:
+            return self._next_index()
+        before, self._draws = states(), self._draws + 1
+        indices = self._next_index()
+        if self._draws > 1 and states() != before and self._tuner.refused is None:
+            self._decide(Refused(Kept.SAMPLER_DRAWS()))
+        return indices
 
-    def failed(self) -> None:
-        self._tuner.failed(time.monotonic())
-        self._config = self._tuner.wanted
-        self._live.tell(self._config.num_workers, self._config.prefetch_factor)
+    def _made(self, number: int, indices: Any) -> Any:
+        """Batch `number`, which the loop makes."""
+        self.indices = indices
+        if self._is_known:
+            return self._fetched(number, indices)
+        may_look = not self._is_proven and self._tuner.refused is None
+        before = (
+            notes(self._live.objects)
+            if may_look and (self._is_looking or self._live.slowest_s > SLOW_FETCH_S)
+            else None
+        )
+        begun, cpu = time.monotonic(), time.thread_time()
+        batch = self._fetched(number, indices)
+        end = time.monotonic()
+        self.fetch = MAIN_PROCESS, begun, end, end, time.thread_time() - cpu
+        self._live.slowest_s = max(self._live.slowest_s, end - begun)
+        if before is not None and (after := notes(self._live.objects)) != before:
+            what = next(name for name in after if after[name] != before.get(name))
+            self._decide(Refused(Kept.DATASET_CHANGES(what=what)))
+        if may_look:
+            self._keep(number, indices, batch, end - begun)
+        return batch
+
+    def _fetched(self, number: int, indices: Any) -> Any:
+        # In another thread than the main one the training may draw meanwhile.
+        if self._seeds is None or threading.get_ident() != MAIN_THREAD:
+            batch = self._fetch(indices)
+        else:
+            batch = self._seeds.around(self._fetch, indices, lambda: self._seed_of(number))
+        return torchs.pin(batch) if self._pins else batch
+
+    # --- what workers are told, and tell ---
+
+    def _keep(self, number: int, indices: Any, batch: Any, fetch_s: float) -> None:
+        """Keep what the loop has made, for workers to make it again: from now on, and the latest where a copy costs little."""
+        is_little = fetch_s > SLOW_FETCH_S and self._copy_s < COPY_SHARE * fetch_s
+        if not (is_little or self._is_looking):
+            return
+        begun = time.monotonic()
+        try:
+            self._latest.append((number, indices, copy.deepcopy(batch)))
+        except Exception as error:  # of somebody's own class
+            self._decide(Refused(Kept.NOT_COMPARED(error=f"{type(error).__name__}: {error}")))
+        self._copy_s = time.monotonic() - begun
+        self._tuner.own_s += self._copy_s
+        self._have_made_again()
+
+    def _have_made_again(self) -> None:
+        """Workers make what the loop has made: two processes that make one sample at once may spoil a cache."""
+        while self._latest and self._is_looking and len(self._looks) + self._live.equal < LOOKS:
+            number, indices, self._looks[number] = self._latest.popleft()
+            self._asked_at = time.monotonic()
+            try:
+                self._send(number, indices, len(self._looks) % len(self._workers))
+            except Exception as error:  # indices that cannot be pickled
+                self._decide(
+                    Refused(Kept.NOT_BEGUN(method=self._context.method, error=f"{type(error).__name__}: {error}"))
+                )
+
+    def _receive(self) -> None:
+        """What has come; the loop waits for nothing."""
+        while self._context.results.is_ready():
+            found, message = self._try_get_data(0.0)
+            if not found:
+                break
+            self._tasks_outstanding -= 1
+            self._task_info[message[0]] += (message[1],)
+        self._advance()
+
+    def _try_get_data(self, timeout: float = torchs.CHECK_EVERY_S) -> tuple[bool, Any]:
+        until = time.monotonic() + timeout
+        while True:
+            if timeout and self._task_info.get(self._rcvd_idx) == (LOOP,):
+                raise _HeadIsOurs
+            left_s = max(0.0, until - time.monotonic())
+            found, message = self._taken(left_s if self._asked else min(left_s, FIRST_S / 2))
+            if found and self._is_for_torch(message[1]):
+                return True, (message[0] % EPOCH if type(message[0]) is int else message[0], message[1].data)
+            if not found and not self._asked and timeout:
+                self._lose_patience()
+            if not found and (time.monotonic() >= until):
+                return found, message
+
+    def _taken(self, timeout: float) -> tuple[bool, Any]:
+        """What torch takes from its queue; a worker that it would find dead is lost here, too."""
+        if self._is_fixed:
+            found: tuple[bool, Any] = super()._try_get_data(timeout)
+            return found
+        try:
+            return True, self._data_queue.get(timeout=timeout)
+        except queue.Empty:
+            pass
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise RuntimeError(TOO_MANY_FILES) from error
+        if timeout:
+            workers = zip(self._index_queues, self._workers, strict=True)
+            for channel in [channel for channel, process in workers if not process.is_alive()]:
+                self._context.results.remove(channel)
+                self._lost(channel)
+        return False, None
+
+    def _is_for_torch(self, come: Come) -> bool:
+        """Whether a message is a batch that torch's own code waits for."""
+        if isinstance(come.data, WorkerGone):
+            self._lost(come.channel)
+            return False
+        if come.note == LOOKED:
+            self._decide(Refused(Kept.WORKER_INFO()))
+        if come.note == BEGUN:
+            self._begun.add(come.channel)
+            self._advance()
+            return False
+        if self._dataset_kind == torchs.ITERABLE:
+            self._come[come.number] = come
+            return True
+        epoch, number = divmod(come.number, EPOCH)
+        if epoch != self._epochs:  # left early
+            return False
+        if come.fetch is not None:
+            self._live.slowest_s = max(self._live.slowest_s, come.fetch[2] - come.fetch[1])
+        if number in self._looks:
+            self._compare(number, come.data)
+            return False
+        info, is_failed = self._task_info.get(number, ()), isinstance(come.data, torchs.ExceptionWrapper)
+        if len(info) != 1 or (is_failed and come.channel not in self._index_queues):  # given out again
+            return False
+        self._losses = 0
+        self._answered.add(come.channel)
+        if is_failed and 0 < self._asked <= come.channel.number and number not in self._retried:
+            self._retried.add(number)  # it may fail because more workers run than were asked for
+            self._hand_out(number, number % self._asked)
+            return False
+        if number in self._retried and not is_failed:
+            self._decide(Failed())
+        self._come[number] = come
+        return True
+
+    def _process_data(self, data: Any, *worker: Any) -> Any:
+        """Deliver the batch before the next one that is awaited."""
+        number = self._rcvd_idx - 1
+        self.indices, come = self._given.pop(number, None), self._come.pop(number, None)
+        if come is not None:
+            self.fetch, self._live.batch_bytes = come.fetch, max(self._live.batch_bytes, come.bytes)
+        if isinstance(data, torchs.ExceptionWrapper) and not self._asked:
+            self._try_put_index()
+            return self._made(number, self.indices)  # raises what is the data's own
+        return super()._process_data(data, *worker)
+
+    def _compare(self, number: int, theirs: Any) -> None:
+        """What a worker has made of a job that the loop has made."""
+        own, why = self._looks.pop(number), None
+        if isinstance(theirs, torchs.ExceptionWrapper):
+            why = Kept.WORKER_ERROR(error=str(theirs.exc_msg).strip().splitlines()[-1])
+        else:
+            try:
+                why = None if is_same(own, theirs) else Kept.SAMPLES_DIFFER(batch=number)
+            except Exception as error:  # of somebody's own class
+                why = Kept.NOT_COMPARED(error=f"{type(error).__name__}: {error}")
+        if why is not None:
+            self._decide(Refused(why))
+            return
+        self._live.equal += 1
+        self._advance()
+
+    def _lost(self, channel: Channel) -> None:
+        number = channel.number
+        if channel not in self._index_queues or not self._workers_status[number] or self._shutdown:
+            return  # it has ended as it should
+        process = self._workers[number]
+        end_process(process)
+        self._begun.discard(channel)
+        self._losses += 1
+        if self._is_fixed or (self._losses >= MOST_LOSSES and self._asked):
+            self._mark_worker_as_unavailable(number)
+            raise RuntimeError(_words(process))
+        if self._losses >= MOST_LOSSES or (self._is_proven and not self._asked and channel not in self._answered):
+            self._leave_to_the_loop(Kept.WORKERS_LOST(error=_words(process)))
+            return
+        log.log(
+            logging.WARNING if self._active else logging.DEBUG, "%s Its batches are fetched again.", _words(process)
+        )
+        channel.close()
+        try:
+            self._index_queues[number], self._workers[number] = self._context.start(number, len(self._workers))
+        except Exception:  # the nursery is gone, too; or no process can be started
+            if not self._asked:
+                self._leave_to_the_loop(Kept.WORKERS_LOST(error=_words(process)))
+                return
+            raise
+        self._looks.clear()
+        self._give_again(number, number + 1)
+        if len(self._workers) > self._asked > 0:
+            self._decide(Failed())
+            self._cut(max(self._asked, self._wanted.num_workers))
+
+    def _leave_to_the_loop(self, why: Any) -> None:
+        """Workers that nobody asked for are gone for now, or for good where they never made a batch."""
+        self._cut(0)
+        self._looks.clear()
+        self._losses = 0
+        self._decide(Failed() if self._is_proven else Refused(why))
+
+    def _lose_patience(self) -> None:
+        """The worker of the next batch takes too long, as one does that was forked while another thread held a lock."""
+        info = self._task_info.get(self._rcvd_idx, (LOOP,))
+        if len(info) == 2 or info[0] == LOOP:
+            return
+        has_answered = self._index_queues[info[0]] in self._answered
+        least_s, fetches = (PATIENCE_S, PATIENCE_FETCHES) if has_answered else (FIRST_S, FIRST_FETCHES)
+        patience_s = float(self._live.how.get("timeout") or max(least_s, fetches * self._live.slowest_s))
+        if time.monotonic() > self._awaited_at + patience_s:
+            self._awaited_at = time.monotonic()
+            kill(self._workers[info[0]])
+
+    def _shutdown_workers(self, is_exiting: Any = torchs.is_exiting) -> None:  # our own module may be gone by then
+        if is_exiting() or self._shutdown or os.getpid() != self._process:  # or a fork of the user's
+            return
+        begun = time.monotonic()
+        for channel in self._index_queues:
+            channel.hang_up()  # who waits for room to send would never end
+        if not self._asked:
+            for channel, process in zip(self._index_queues, self._workers, strict=True):
+                if channel not in self._begun or self._looks:  # nobody waits for it
+                    kill(process)
+        super()._shutdown_workers()
+        for process in self._ending:
+            end_process(process)
+        self._ending.clear()
+        self._context.close_nursery()
+        self._births_s += time.monotonic() - begun
+
+
+def _words(process: Any) -> str:
+    """As torch says it."""
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"DataLoader worker (pid {process.pid}) is killed by signal: {signal.strsignal(-code)}."
+    return (
+        f"DataLoader worker (pid {process.pid}) exited unexpectedly with exit code {code}. Details are lost due to "
+        "multiprocessing. Rerunning with num_workers=0 may give better error trace."
+    )

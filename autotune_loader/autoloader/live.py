@@ -7,37 +7,71 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import random
 import threading
-import time
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
-from autotune_loader.autoloader.iterator import AskedIter
+from autotune_loader.autoloader.iterator import ElasticIter
 from autotune_loader.autoloader.meter import measured
-from autotune_loader.autoloader.tuner import GATE_BATCHES, MOST_WORKERS, WAITING, Tuner
-from autotune_loader.autoloader.unasked import UnaskedIter
+from autotune_loader.autoloader.seeds import GENERATORS, objects_in
+from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner
 from autotune_loader.diagnosis import Advice, Finding, Kept, judged
 from autotune_loader.lines import Line
-from autotune_loader.machine.facts import inspect_machine, start_method
+from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import local_world_size, memory_budget, usable_cores
-from autotune_loader.machine.processes import tree_pss
+from autotune_loader.machine.processes import private_bytes
 from autotune_loader.pipeline.loop_log import Log, Site
-from autotune_loader.pipeline.workload import is_users, length_of
+from autotune_loader.pipeline.workload import draws_nothing, length_of
 from autotune_loader.report.result import TuningResult
 from autotune_loader.values import LoaderConfig, Trial, averaged
 
-LIVE = "_autotune_loader_live"
-"""Attribute of a loader."""
+LIVE, KEPT = "_autotune_loader_live", "_autotune_loader_kept"
+"""Attributes of a loader."""
 _making = threading.RLock()
+MOST_WORKERS = 32
+"""Unless more were asked for, or `max_workers` says so, or there are more cores."""
 WORKER_BYTES = 1 << 27
 """Memory that a worker is counted with before one has run."""
-MEMORY_SHARE, MEMORY_EVERY_S = 0.5, 30.0
-"""Of the memory that is left, the share that further workers may take; how often it is looked at."""
+MEMORY_SHARE, LOW_SHARE = 0.5, 0.05
+"""Of the memory that is left, the share that further workers may take; of all memory, what is too little for those that run."""
+SEEDS_ONLY = {
+    "torch", "numpy", "np", "random", "initial_seed", "seed", "manual_seed", "manual_seed_all", "cuda", "get_state",
+    "int", "worker_id",
+}  # fmt: skip
+"""Names in a `worker_init_fn` that seeds and does nothing else, as in PyTorch's notes on reproducibility."""
+SEEDERS = {
+    "torch.random.manual_seed", "lightning.fabric.utilities.seed.pl_worker_init_function",
+    "lightning_fabric.utilities.seed.pl_worker_init_function", "transformers.trainer_utils.seed_worker",
+}  # fmt: skip
+"""Functions of libraries that do the same: Lightning's `seed_everything(workers=True)` and Hugging Face's Trainer set them."""
+
+
+class Told(int):
+    """A number of workers that the script did not write, and the number that it asked for: 0 where nobody did.
+
+    Whoever makes or copies a loader from another's attributes hands that on.
+    """
+
+    asked = 0
+
+    @classmethod
+    def of(cls, workers: int, asked: int) -> Told:
+        told = cls(workers)
+        told.asked = asked
+        return told
+
+
+UNASKED = Told(0)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,6 +80,8 @@ class Found:
     log: Log
     tuner: Tuner
     has_batched_fetch: bool
+    first: int = 0
+    """Batches that were in the log before: those of loaders that the same line made."""
 
     config = property(attrgetter("tuner.wanted"), doc="The configuration that is wanted now.")
     best = property(attrgetter("tuner.best"), doc="The best configuration that is known.")
@@ -97,7 +133,8 @@ class Found:
 
     def _trials(self) -> tuple[Trial, ...]:
         known = self.tuner.measured
-        if not known and len(self.log.rows) >= GATE_BATCHES and (seen := measured(self.log.rows)) is not None:
+        rows = self.log.since(self.first)
+        if not known and len(rows) >= GATE_BATCHES and (seen := measured(rows)) is not None:
             known = {self.tuner.asked: [seen]}
         return tuple(
             Trial(number=number, config=config, measurement=averaged(all_), seconds=sum(each.window_s for each in all_))
@@ -109,7 +146,7 @@ class Found:
 class Options:
     """What may be done with a loader."""
 
-    workers: bool | None = None
+    allow_workers: bool = False
     """Whether workers may be used where none were asked for."""
     tune: bool = True
     max_workers: int | None = None
@@ -120,6 +157,8 @@ class Options:
     """Threads that fetch the items of a batch in each worker."""
     how: Mapping[str, Any] = field(default_factory=dict)
     """`prefetch_factor`, `persistent_workers`, `multiprocessing_context` and `timeout` of workers that nobody asked for."""
+    log: Log | None = None
+    """Where the batches are noted; None for a new one."""
 
 
 class Live:
@@ -127,35 +166,47 @@ class Live:
 
     Attributes:
         told: `num_workers` and `prefetch_factor` of the loader as they were set last, by it or here.
+        method: How workers start that nobody asked for.
+        has_init_fn: Whether a `worker_init_fn` does more than seed.
         is_seeded: Whether each batch's random numbers are its own.
-        equal, is_proven, fetched, parts, beside, slowest_s: What `UnaskedIter` knows.
+        objects, held, kept: What the dataset consists of; generators of random numbers and descriptors among it.
+        equal: Batches of workers that were the loop's own.
+        batch_bytes, slowest_s: Of the largest batch so far, and of the one that took longest to make.
+        draws: Whether a batch may need random numbers.
     """
 
     def __init__(self, loader: Any, line: Line | None, asked: LoaderConfig, options: Options) -> None:
         self._owner, self._parts = weakref.ref(loader), _parts(loader)
         self.told: tuple[Any, Any] = loader.num_workers, loader.prefetch_factor
         self.on_change, self.fetch_threads, self.how = options.on_change, options.fetch_threads, options.how
-        self._most, self._looked_s, self.batch_bytes = options.max_workers or MOST_WORKERS, 0.0, 0
-        refused, log = _kept_as_asked(loader, asked, options), Log()
+        self.method = _method(self.how.get("multiprocessing_context"))
+        self.has_init_fn = loader.worker_init_fn is not None and not _only_seeds(loader.worker_init_fn)
+        refused = _kept_as_asked(loader, asked, options, has_init_fn=self.has_init_fn)
+        cores, log = usable_cores().usable, options.log or Log()
+        most = options.max_workers or max(MOST_WORKERS, cores, asked.num_workers)
         self.tuner = Tuner(
             log,
             asked,
             refused=refused,
-            cores=usable_cores().usable,
+            cores=cores,
             epoch_batches=None if refused else _epoch_batches(loader),
-            max_workers=self._most,
+            max_workers=most,
             depth=self.how.get("prefetch_factor"),
+            is_kept=bool(self.how.get("persistent_workers") or loader.persistent_workers),
         )
         has_batched_fetch = hasattr(loader.dataset, "__getitems__")
-        self.found = Found(site=Site.of(loader, line), log=log, tuner=self.tuner, has_batched_fetch=has_batched_fetch)
+        site, first = Site.of(loader, line), log.end
+        self.found = Found(site=site, log=log, tuner=self.tuner, has_batched_fetch=has_batched_fetch, first=first)
         # With a timeout and no workers torch's own raises.
         self.is_torchs = not loader.in_order or (
             not asked.num_workers and (refused is not None or bool(loader.timeout))
         )
-        self.is_seeded = not (_is_stream(loader) or Kept.WORKER_INIT.said_by(refused))
-        self.equal, self.is_proven, self.fetched, self.slowest_s = 0, False, 0, 0.0
-        self.parts: Any = None
-        self.beside: Any = None
+        self.is_seeded = not (_is_stream(loader) or self.has_init_fn)
+        self.objects, self.held, self.kept = list[Any](), list[Any](), set[int]()
+        sampler = getattr(loader._index_sampler, "sampler", loader._index_sampler)
+        self.is_torchs_sampler = type(sampler).__module__.startswith("torch.")
+        self.draws = self.is_seeded and not draws_nothing(loader.dataset, loader.collate_fn)
+        self.equal, self.batch_bytes, self.slowest_s = 0, 0, 0.0
 
     def __reduce__(self) -> Any:
         """A copy of the loader, or one that is sent to another process, knows nothing."""
@@ -165,25 +216,36 @@ class Live:
         """Whether the loader is still what is known here: it is the same one, and nothing of it was set anew."""
         return self._owner() is loader and self._parts == _parts(loader) and self.is_as_told(loader)
 
+    def walk(self, loader: Any) -> None:
+        """See what the dataset consists of now."""
+        if self.draws:
+            self.objects = objects_in(loader)
+            self.held = [each for each in self.objects if isinstance(each, GENERATORS)]
+            self.kept = set()
+            for each in self.objects:
+                with suppress(Exception):  # it is closed, or none of a file's
+                    self.kept.add(each.fileno())
+
     def is_as_told(self, loader: Any) -> bool:
         return self.told == (loader.num_workers, loader.prefetch_factor)
 
-    def tell(self, workers: int, depth: int | None) -> None:
+    def tell(self, config: LoaderConfig) -> None:
         """Let the loader's own numbers say what runs, from which people compute how far its sampler is ahead."""
-        loader = self._owner()
-        if loader is not None and self.told != (workers, depth):
-            loader.num_workers, loader.prefetch_factor = self.told = workers, depth
+        told = Told.of(config.num_workers, self.tuner.asked.num_workers), config.prefetch_factor
+        if (loader := self._owner()) is not None and self.told != told:
+            loader.num_workers, loader.prefetch_factor = self.told = told
 
-    def look_at_memory(self, workers: Sequence[Any], now: float) -> None:
-        """How many workers fit: further ones may take half of what is left to this rank."""
-        if now < self._looked_s + MEMORY_EVERY_S or self.tuner.refused is not None:
-            return
-        self._looked_s, free = now, memory_budget().available_bytes
-        if free is not None:
-            each = tree_pss([workers[0].pid]) if workers else None  # of one: it takes milliseconds
-            ahead = (self.tuner.wanted.prefetch_factor or 2) * self.batch_bytes
-            fit = len(workers) + int(MEMORY_SHARE * free / local_world_size() / ((each or WORKER_BYTES) + ahead))
-            self.tuner.most = max(1, min(self._most, fit))
+    def fit(self, workers: Sequence[int]) -> int:
+        """How many workers fit into memory beside these: further ones may take half of what is left to this rank."""
+        budget = memory_budget()
+        free, total = budget.available_bytes, budget.total_bytes
+        if free is None:
+            return self.tuner.most
+        if total is not None and free < LOW_SHARE * total:
+            return max(1, len(workers) // 2)
+        own = private_bytes(workers[-1]) if workers else None  # of one: it takes milliseconds
+        ahead = (self.tuner.wanted.prefetch_factor or 2) * self.batch_bytes
+        return len(workers) + int(MEMORY_SHARE * free / local_world_size() / ((own or WORKER_BYTES) + ahead))
 
 
 def live_of(loader: Any, line: Line | None, **options: Any) -> Live:
@@ -192,6 +254,8 @@ def live_of(loader: Any, line: Line | None, **options: Any) -> Live:
         live: Live | None = vars(loader).get(LIVE)
         if live is None or not live.is_of(loader):
             asked, chosen = LoaderConfig.from_loader(loader), Options(**options)
+            if isinstance(loader.num_workers, Told):  # of a copy
+                asked = asked.with_workers(loader.num_workers.asked)
             if live is not None and live.is_as_told(loader):
                 asked = live.tuner.asked
             elif chosen.config is not None and (chosen.config.num_workers or not asked.num_workers):
@@ -202,14 +266,29 @@ def live_of(loader: Any, line: Line | None, **options: Any) -> Live:
 
 def iterator_of(loader: Any, live: Live, torchs: Callable[[], Any]) -> Any:
     """The elastic iterator of a loader; torch's own, which `torchs` makes, where nothing may differ from it by a draw."""
-    begun, asked = time.monotonic(), live.tuner.asked.num_workers
+    asked = live.tuner.asked.num_workers
     if live.is_torchs:
         return torchs()
-    if not asked:
-        return UnaskedIter(loader, live, begun)
-    if loader.num_workers == asked:
+    if asked and loader.num_workers == asked:
         loader.check_worker_number_rationality()
-    return AskedIter(loader, live, begun)
+    if asked or not live.how.get("persistent_workers"):  # torch keeps the iterator of workers that were asked for
+        return ElasticIter(loader, live)
+    kept: Keeper | None = vars(loader).get(KEPT)
+    if kept is None or not kept.iterator.may_begin_again(live):
+        kept = vars(loader)[KEPT] = Keeper(ElasticIter(loader, live))
+    else:
+        kept.iterator._reset(loader)
+    return kept.iterator
+
+
+class Keeper:
+    """Keeps the iterator whose persistent workers nobody asked for; a copy of the loader has none."""
+
+    def __init__(self, iterator: ElasticIter) -> None:
+        self.iterator = iterator
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _parts(loader: Any) -> tuple[int, ...]:
@@ -227,22 +306,39 @@ def _epoch_batches(loader: Any) -> int | None:
     return length_of(sampler) if type(inner) in (RandomSampler, SequentialSampler) else None
 
 
-def _kept_as_asked(loader: Any, asked: LoaderConfig, options: Options) -> Finding | None:
-    """Why the number of workers stays; None where it may change."""
-    workers, init_fn = asked.num_workers, loader.worker_init_fn
+def _method(context: Any) -> str:
+    """The start method that the script says, else fork: a process that nobody asked for needs no import of the script."""
+    if context is None:
+        return multiprocessing.get_start_method(allow_none=True) or "fork"
+    return context if isinstance(context, str) else str(context.get_start_method())
+
+
+def _only_seeds(init_fn: Any) -> bool:
+    """Whether a `worker_init_fn` does nothing but seed, which the seeds of batches do, too."""
     while isinstance(init_fn, functools.partial):
         init_fn = init_fn.func
-    module = getattr(init_fn, "__module__", None)
-    method = start_method()
-    is_forked = options.how.get("multiprocessing_context") or method == "fork"
+    if init_fn in (torch.manual_seed, random.seed, np.random.seed):
+        return True
+    if f"{getattr(init_fn, '__module__', '')}.{getattr(init_fn, '__qualname__', '')}" in SEEDERS:
+        return True
+    return isinstance(init_fn, types.FunctionType) and _names_in(init_fn.__code__) <= SEEDS_ONLY
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return {*code.co_names, *code.co_freevars}.union(*map(_names_in, inner))
+
+
+def _kept_as_asked(loader: Any, asked: LoaderConfig, options: Options, *, has_init_fn: bool) -> Finding | None:
+    """Why the number of workers stays; None where it may change."""
+    workers = asked.num_workers
     reasons = {
         Kept.FROZEN: not options.tune,
         Kept.ITERABLE: _is_stream(loader),
         Kept.OUT_OF_ORDER: not loader.in_order,
-        Kept.NO_CONSENT: not workers and not options.workers,
+        Kept.NO_CONSENT: not workers and not options.allow_workers,
         Kept.ONE_WORKER: workers == 1,
-        Kept.WORKER_INIT: is_users(module),
-        Kept.START_METHOD: not workers and not is_forked,
+        Kept.WORKER_INIT: has_init_fn,
         Kept.DAEMONIC: multiprocessing.current_process().daemon,
     }
-    return next((why(method=method) for why, applies in reasons.items() if applies), None)
+    return next((why() for why, applies in reasons.items() if applies), None)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from autotune_loader.autoloader.live import Found, Live, iterator_of, live_of
+from autotune_loader.autoloader.live import UNASKED, Found, Live, Told, iterator_of, live_of
+from autotune_loader.autoloader.torchs import LoaderOf
+from autotune_loader.autoloader.tuner import Frozen
+from autotune_loader.autoloader.worker import require_items
 from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import require_linux
 from autotune_loader.pipeline.build import batching_of
@@ -25,15 +25,10 @@ from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, 
 require_linux("AutoLoader")
 
 T_co = TypeVar("T_co", covariant=True)
-P = ParamSpec("P")
-GIVEN = "_autotune_loader_given"
-"""Attribute of an AutoLoader: the names of the arguments that were given."""
 OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 """What says how workers are, if there are any; torch refuses most of it without."""
 CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
 """Arguments that a configuration takes the place of."""
-OWN = ("config", "tune", "on_change", "max_workers", "workers", "fetch_threads")
-"""What AutoLoader takes beyond the arguments of DataLoader."""
 
 
 class _Told:
@@ -46,36 +41,21 @@ class _Told:
         return self if loader is None else self._read(loader)
 
 
-def _noting_what_is_given(init: Callable[P, None]) -> Callable[P, None]:
-    """`__init__` that notes which of its arguments were given; of others it says which one may be meant."""
-    signature = inspect.signature(init)
+class AutoLoader(LoaderOf[T_co]):
+    """A DataLoader that finds its number of workers while it trains.
 
-    @functools.wraps(init)
-    def checked(*args: P.args, **arguments: P.kwargs) -> None:
-        for name in arguments.keys() - signature.parameters.keys():
-            near = difflib.get_close_matches(name, signature.parameters, n=1) or ["num_workers"]
-            wrong = f"{name}={arguments[name]!r} is an argument of neither AutoLoader nor DataLoader"
-            raise TypeError(f"{wrong}; {near[0]} would work")
-        vars(args[0])[GIVEN] = signature.bind(*args, **arguments).arguments.keys() - {"self"}
-        init(*args, **arguments)
-
-    return checked
-
-
-class AutoLoader(DataLoader[T_co]):
-    """A DataLoader that finds its number of workers during training.
-
-    It returns the batches of `DataLoader` with the same arguments: the same indices in the same order, each once. Its
-    workers are PyTorch's: they see the dataset as it was when they started, and live as long as DataLoader's. Use it
-    wherever `num_workers=2` would work. `num_workers=0`, written out, means none.
+    It gives the samples that `DataLoader` gives with the same arguments: the same indices in the same order, each once.
+    Random augmentations are seeded per batch, so that they do not depend on the number of workers. Its workers are
+    PyTorch's: they see the dataset as it was at `iter()`, live as long as DataLoader's do, and whatever they do besides
+    samples they do as there. Use it wherever `num_workers=2` would work. `num_workers=0`, written out, means none.
 
     If the training loop waits for data, other numbers of workers are tried for parts of a second; only what is
-    significantly faster is kept. The random numbers of a batch are seeded by epoch and batch, so augmentations do not
-    depend on the number of workers. Batches are written to memory that worker and training process share; neither
-    /dev/shm nor TMPDIR is used.
+    significantly faster is kept. Where `num_workers` is left out, workers take over only after two of their batches
+    were equal to those of the training process. Batches are written to memory that worker and training process share;
+    neither /dev/shm nor TMPDIR is used.
 
     Args:
-        dataset: As in `DataLoader`, or a DataLoader, which does not change.
+        dataset: As in `DataLoader`, or a DataLoader, which does not change: what is not given is taken from it.
         batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last, worker_init_fn, generator,
             pin_memory_device, in_order: As in `DataLoader`.
         num_workers: Number of workers at the start. `None` (default) starts without workers and tries some if the loop
@@ -87,17 +67,17 @@ class AutoLoader(DataLoader[T_co]):
             `persistent_workers` and start method.
         tune: `False` keeps the number of workers.
         on_change: Called with `loader.found` whenever another setting is best, such as for a logger.
-        max_workers: Most worker processes at any time.
-        workers: Whether workers may be used. `None`: unless `num_workers=0` is written out.
-        fetch_threads: Load the samples of a batch by this many threads in each worker, if the dataset has no
-            `__getitems__`. The dataset must be thread-safe, and draw no random numbers.
+        max_workers: Most worker processes at any time. Default: 32, the number of cores, or `num_workers`, whichever is
+            largest.
+        fetch_threads: Load the samples of a batch by this many threads in each worker. The dataset must be thread-safe,
+            and draw no random numbers.
 
     Raises:
         TypeError: An argument has the wrong type; or the loader has its own iterator, which would not run.
-        ValueError: As in `DataLoader`.
+        ValueError: As in `DataLoader`; or `fetch_threads` without workers, for a stream, or for a dataset that fetches a
+            batch at once.
     """
 
-    @_noting_what_is_given
     def __init__(
         self,
         dataset: Dataset[T_co] | DataLoader[T_co],
@@ -107,59 +87,64 @@ class AutoLoader(DataLoader[T_co]):
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
+        pin_memory: bool | None = None,
+        drop_last: bool | None = None,
+        timeout: float | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
+        persistent_workers: bool | None = None,
+        pin_memory_device: str | None = None,
+        in_order: bool | None = None,
         config: LoaderConfig | str | os.PathLike[str] | None = None,
         tune: bool = True,
         on_change: Callable[[Found], None] | None = None,
         max_workers: int | None = None,
-        workers: bool | None = None,
         fetch_threads: int | None = None,
     ) -> None:
-        values = locals()
-        given = {
-            name: values[name] for name in vars(self).pop(GIVEN) if values[name] is not None or name == "batch_size"
-        }
         require_bool("tune", tune)
         for name, value in (("max_workers", max_workers), ("fetch_threads", fetch_threads)):
             require_int(name, value, minimum=1, or_none=True)
-        arguments = {name: value for name, value in given.items() if name not in OWN}
+        all_of_them: dict[str, Any] = {
+            "shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler, "num_workers": num_workers,
+            "collate_fn": collate_fn, "pin_memory": pin_memory, "drop_last": drop_last, "timeout": timeout,
+            "worker_init_fn": worker_init_fn, "multiprocessing_context": multiprocessing_context, "generator": generator,
+            "prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers,
+            "pin_memory_device": pin_memory_device, "in_order": in_order,
+        }  # fmt: skip
+        arguments = {name: value for name, value in all_of_them.items() if value is not None}
+        if batch_size != 1:
+            arguments["batch_size"] = batch_size
         if isinstance(dataset, DataLoader):
-            arguments = {**_arguments_of(dataset, arguments), **arguments, "dataset": dataset.dataset}
+            arguments = {**_arguments_of(dataset, arguments), **arguments}
+            dataset = dataset.dataset
         if config is not None:
             config = config if isinstance(config, LoaderConfig) else load_config(config)
             arguments = {name: value for name, value in arguments.items() if name not in CONFIGURED}
             arguments |= {name: value for name, value in config.arguments().items() if name in CONFIGURED}
-        may, how = workers, dict[str, Any]()
-        if not arguments.get("num_workers"):
-            may = "num_workers" not in arguments if workers is None else workers
-            how = {name: arguments.pop(name) for name in OF_WORKERS if may and arguments.get(name)}
-        elif workers is False:
-            raise ValueError(
-                f"workers=False and num_workers={arguments['num_workers']} contradict; num_workers=0 would work"
-            )
-        if fetch_threads is not None and not (arguments.get("num_workers") or may):
-            raise ValueError(f"fetch_threads={fetch_threads} needs worker processes; num_workers=2 would work")
-        super().__init__(**arguments)
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
         self.tune, self.on_change, self.max_workers, self.fetch_threads = tune, on_change, max_workers, fetch_threads
-        self.workers = True if may is None else may
-        self._how, self._line = how, users_line(sys._getframe(2), libraries=True)
+        self._how = dict[str, Any]()
+        if _is_unasked(arguments.setdefault("num_workers", UNASKED)):
+            arguments["num_workers"] = UNASKED
+            self._how = {name: arguments.pop(name) for name in OF_WORKERS if arguments.get(name)}
+        if fetch_threads is not None:
+            if arguments["num_workers"] == 0 and not _is_unasked(arguments["num_workers"]):
+                raise ValueError(f"fetch_threads={fetch_threads} needs worker processes; num_workers=2 would work")
+            require_items(dataset, fetch_threads)
+        super().__init__(dataset, **arguments)
+        self._line = users_line(sys._getframe(1), libraries=True)
         self._since: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+
+    def _known(self) -> Live:
+        options = {name: getattr(self, name) for name in ("tune", "on_change", "max_workers", "fetch_threads")}
+        return live_of(self, self._line, allow_workers=_is_unasked(self.num_workers), how=self._how, **options)
 
     @property
     def _live(self) -> Live:
-        options = ("tune", "on_change", "max_workers", "workers", "fetch_threads")
-        live = live_of(self, self._line, how=self._how, **{name: getattr(self, name) for name in options})
+        live = self._known()
         live.found.log.marks.settle(time.monotonic())
         return live
 
@@ -200,27 +185,35 @@ class AutoLoader(DataLoader[T_co]):
     def freeze(self) -> None:
         """Stop tuning."""
         self.tune = False
-        self._live.tuner.freeze()
+        self._live.tuner.decide(Frozen(), time.monotonic())
 
     def _get_iterator(self) -> Any:
-        return iterator_of(self, self._live, super()._get_iterator)
+        return iterator_of(self, self._known(), super()._get_iterator)
+
+
+def _is_unasked(workers: int) -> bool:
+    return isinstance(workers, Told) and not workers.asked
 
 
 def _arguments_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, Any]:
     """Those that a loader was made with; of workers nothing where torch refuses or ignores it, as there are none."""
     kind, name = type(loader), type(loader).__name__
-    library = kind.__module__.partition(".")[0]
-    if library == "accelerate":
+    if kind.__module__.partition(".")[0] == "accelerate":
         raise TypeError(
             f"AutoLoader({name}(...)) would leave out what Accelerate does to a batch; accelerator.prepare(AutoLoader(...)) "
             "would work"
         )
-    if kind.__iter__ is not DataLoader.__iter__ and library != "torchdata":
+    if hasattr(loader, "state_dict"):
+        raise TypeError(
+            f"{name} has a state_dict(), which AutoLoader({name}(...)) would not have; tune(loader).apply_to(loader) "
+            "would work"
+        )
+    if kind.__iter__ is not DataLoader.__iter__:
         raise TypeError(
             f"{name} has its own iterator, which AutoLoader({name}(...)) would not run; "
             f"AutoLoader as the base class of {name}, in place of DataLoader, would work"
         )
-    names: tuple[str, ...] = ("num_workers", "pin_memory", "collate_fn", "timeout", "worker_init_fn", "generator")
+    names: tuple[str, ...] = ("pin_memory", "collate_fn", "timeout", "worker_init_fn", "generator")
     if given.get("num_workers", loader.num_workers) and loader.num_workers:
-        names += tuple(WITHOUT_WORKERS)
+        names += ("num_workers", *WITHOUT_WORKERS)  # 0 is what it has where nobody said anything
     return batching_of(loader, LoaderConfig()) | {name: getattr(loader, name) for name in names}

@@ -1,19 +1,19 @@
 """What a configuration reaches, measured in the log of a loop, without what the switch to it left behind.
 
-switch ── batches in flight ── one of each worker ── the batches that count ── enough of them: seen
+switched ── batches in flight ── one of each worker ── the batches that count ── enough of them: seen
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple
 
 from autotune_loader.pipeline.loop_log import Log, longest_s, measurement
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, Measurement
+from autotune_loader.values import BatchTrace, LoaderConfig, Measurement
 
 BLOCK_S, BLOCK_BATCHES, MOST_BLOCKS = 0.25, 6, 10
 """The least that is measured of a configuration; so many times as long, pauses included, is enough of a few batches."""
@@ -21,8 +21,6 @@ SLOW_S, SLOW_BATCHES = 5.0, 3
 """So many batches are enough if they take so long."""
 LATEST = 400
 """A measurement is of so many batches at most."""
-FEW_OTHERS = 0.01
-"""An epoch counts if at least 99% of its batches were made by the configuration under test."""
 HICCUP = 20.0
 """A wait of so many usual ones is nobody's cost, unless a worker has begun with it."""
 LEAST_FALL, TOLERANCE = 0.01, 0.015
@@ -32,12 +30,11 @@ LATEST_STEPS = 16
 
 
 class Measure(NamedTuple):
-    """Measure a configuration for so long; or, where `whole`, for a whole epoch from `iter()` to its end."""
+    """Measure a configuration for so long."""
 
     config: LoaderConfig
     seconds: float = BLOCK_S
     batches: int = BLOCK_BATCHES
-    whole: bool = False
 
 
 class Reached(NamedTuple):
@@ -49,15 +46,19 @@ class Reached(NamedTuple):
     """Samples/s if steps waited for nobody: other ranks, or a device, wait for this loop's data as it does for theirs."""
     seconds: float
     batches: int
-    """Since it was applied, its first batches included."""
+    """Since it ran, its first batches included."""
+    starts_s: float = 0.0
+    """What the start of an epoch's workers takes, for each of its batches."""
 
     @property
     def rate(self) -> float:
-        return self.of.samples_per_s.value
+        """Samples/s, with the starts of epochs."""
+        return self.of.samples_per_s.value * (1 - self.starts_s / self.batch_s)
 
     @property
     def batch_s(self) -> float:
-        return self.of.window_s / self.of.samples_per_s.count
+        """Seconds a batch, with the starts of epochs."""
+        return self.of.window_s / self.of.samples_per_s.count + self.starts_s
 
     def is_better(self, other: Reached) -> bool:
         """Whether it is faster; or not slower, and the loop waits less."""
@@ -68,16 +69,18 @@ class Reached(NamedTuple):
 class Meter:
     """Measures one configuration at a time.
 
+    Args:
+        starts_s: What the start of an epoch's workers takes, for each of its batches.
+
     Attributes:
         open_s: How much longer the first fetch of a process takes.
         has_run: The largest number of workers so far.
     """
 
-    def __init__(self, log: Log, config: LoaderConfig) -> None:
-        self._log, self._running = log, config
+    def __init__(self, log: Log, config: LoaderConfig, starts_s: Callable[[LoaderConfig], float]) -> None:
+        self._log, self._running, self._starts_s = log, config, starts_s
         self.open_s, self.has_run, self._has_measured = 0.0, 0, False
         self._steps = deque[float](maxlen=LATEST_STEPS)
-        self._epoch: Reached | None = None
         self._first = 0
         self.begin(Measure(config))
 
@@ -87,43 +90,31 @@ class Meter:
         return min(self._steps, default=0.0)
 
     def begin(self, request: Measure, now: float = math.inf) -> None:
-        """Measure this from now on; if it is another configuration, as soon as it is applied."""
-        self.request, self._epoch = request, None
+        """Measure this from now on; if it is another configuration, as soon as it runs."""
+        self.request = request
         self._since, self._since_s, self._since_at = self._log.end, self._log.totals.active_s, now
         if self._running == request.config:
             self._first = self._since
 
-    def applied(self, config: LoaderConfig, now: float, in_flight: int = 0) -> None:
+    def switched(self, config: LoaderConfig, now: float, in_flight: int = 0) -> None:
         """It runs. So many batches that were begun before do not count, nor does one of each worker."""
         if self._running != config:
             self._running, self._first = config, self._log.end + self._log.behind
             self._since = self._first + in_flight + max(1, config.num_workers)
             self._since_s, self._since_at = self._log.totals.active_s, now
 
-    def epoch(self, seconds: float, batches: int) -> None:
-        """An epoch is over, `iter()` and end included: it counts if the configuration in question has made it."""
-        config = self.request.config
-        first, longest = self._log.end - batches, longest_s(self._log.steps)
-        rows = [row for row in self._log.since(first) if (row.worker != MAIN_PROCESS) == bool(config.num_workers)]
-        is_own = self._running == config and first >= self._first and batches - len(rows) <= FEW_OTHERS * batches
-        if is_own and (of := measurement(rows, longest)) is not None:
-            seconds -= sum(row.step_s for row in rows if row.step_s > longest)
-            rate = replace(of.samples_per_s, value=sum(row.samples for row in rows) / seconds, count=batches)
-            of = replace(of, samples_per_s=rate, window_s=seconds)
-            self._epoch = self._measured(of, seconds, batches)
-
     def seen(self, now: float) -> Reached | None:
         """What was asked for, once there is enough of it."""
-        request, epoch = self.request, self._epoch
-        if request.whole:
-            return epoch
+        request = self.request
         log, config = self._log, request.config
         count, seconds = log.end - self._since, log.totals.active_s - self._since_s
         workers = max(1, config.num_workers)
         least = workers * math.ceil((SLOW_BATCHES if seconds > SLOW_S else request.batches) / workers)
         if self._running != config or count < least or seconds < request.seconds:
             return None
-        rows = log.since(max(self._since, log.end - LATEST))
+        rows = log.since(max(self._since, log.end - LATEST) - 1)
+        # The first batch of an epoch waits for its workers to start, which is added for all batches alike.
+        rows = [row for before, row in pairwise(rows) if row.requested == before.step_end]
         rows = rows[len(rows) % workers :]  # workers deliver in turns, and often at the same time
         of = measurement(rows, longest_s(log.steps), config.num_workers)
         if of is None or of.samples_per_s.count < max(min(workers, count // 2), SLOW_BATCHES):
@@ -140,10 +131,12 @@ class Meter:
         self._has_measured = True
         step_s, workers = self.step_s + of.receive_s, self.request.config.num_workers
         fetch_s = of.service_s / workers if workers else of.service_s + step_s
-        return Reached(self.request.config, of, of.batch_size / max(fetch_s, step_s, 1e-9), seconds, batches)
+        starts_s = self._starts_s(self.request.config)
+        speed = of.batch_size / max(fetch_s + starts_s, step_s + starts_s, 1e-9)
+        return Reached(self.request.config, of, speed, seconds, batches, starts_s)
 
     def _own(self, rows: list[BatchTrace], of: Measurement) -> list[BatchTrace]:
-        """Those since the configuration was applied that cost what it costs; learns what the first fetch of a worker takes."""
+        """Those since the configuration runs that cost what it costs; learns what the first fetch of a worker takes."""
         workers, firsts = self._running.num_workers, dict[int, BatchTrace]()
         if self.has_run < workers or not self._has_measured:
             begin = self._since - self._first

@@ -16,13 +16,11 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-LEAST_BYTES = 1 << 20
-"""Tensors that are smaller are pinned by a copy: it takes less than registering does."""
 MOST_REFUSALS = 8
 """After so many fences in a row that the driver has refused no more is pinned: nothing would ever go back."""
 PORTABLE, BLOCKING_WITHOUT_TIMING = 1, 1 | 2
@@ -37,17 +35,12 @@ class Fence:
 
     def is_passed(self) -> bool:
         """Whether all devices have passed it; does not wait."""
-        for context, event in self.events:
-            with self._pinner.current(context):
-                if self._pinner.driver.cuEventQuery(event):  # not ready
-                    return False
-        return True
+        return not any(self._pinner.ask(context, "cuEventQuery", event) for context, event in self.events)
 
     def wait(self) -> None:
         """Wait until all devices have passed it, or the driver says why not."""
         for context, event in self.events:
-            with self._pinner.current(context):
-                self._pinner.driver.cuEventSynchronize(event)
+            self._pinner.ask(context, "cuEventSynchronize", event)
 
     def __del__(self) -> None:  # its events are recorded again
         for context, event in self.events:
@@ -65,8 +58,7 @@ class Pinner:
         self.driver: Any = ctypes.CDLL("libcuda.so.1")
         self._contexts, self._refusals = dict[int, Any](), 0
         self._gone, self._going = deque[Any](), deque[tuple[Fence, list[Any]]]()
-        self.idle = dict[int, list[Any]]()
-        """Events that nobody waits for, by context."""
+        self.idle = dict[int, list[Any]]()  # events that nobody waits for, by context
         self._page = mmap.mmap(-1, mmap.PAGESIZE)  # registered as long as this lives, to see whether it works
         if self.fence() is None or not self.pin(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), mmap.PAGESIZE):
             raise OSError("memory cannot be registered")
@@ -76,20 +68,18 @@ class Pinner:
         contexts = self._active()
         if self._refusals >= MOST_REFUSALS or not self.may_ask() or not contexts:
             return False
-        with self.current(contexts[0]):
-            return not self.driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size), PORTABLE)
+        return not self.ask(
+            contexts[0], "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size), PORTABLE
+        )
 
     @staticmethod
     def may_ask() -> bool:
-        """Whether the driver may be asked now: a fence would end the capture of a graph.
-
-        In the main thread only, since that may capture while another thread takes batches; and not where the device is lost.
-        """
+        """Whether the driver may be asked: in the main thread, unless that captures a graph, whose end a fence would be."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
         try:
-            return (
-                threading.current_thread() is threading.main_thread() and not torch.cuda.is_current_stream_capturing()
-            )
-        except RuntimeError:
+            return not torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # the device is lost
             return False
 
     def forget(self, address: int, unmap: Callable[[], object]) -> None:
@@ -105,51 +95,43 @@ class Pinner:
                 self._going.append((fence, gone))
         while self._going and self._going[0][0].is_passed():
             for address, unmap in self._going.popleft()[1]:
-                if self._unpin(address):  # else the driver still takes the address for pinned
-                    unmap()
+                if not self.ask(self._active()[0], "cuMemHostUnregister", ctypes.c_void_p(address)):
+                    unmap()  # else the driver still takes the address for pinned
 
     def fence(self) -> Fence | None:
         """A fence behind all work that devices were given; None where the driver does not give one. Where `may_ask`."""
         fence = Fence(self)
         for context in self._active():
-            event = ctypes.c_void_p()
-            with self.current(context):
-                try:
-                    event = self.idle[context.value].pop()
-                except LookupError:
-                    if self.driver.cuEventCreate(ctypes.byref(event), BLOCKING_WITHOUT_TIMING):
-                        return None
-                fence.events.append((context, event))
-                if self.driver.cuCtxRecordEvent(context, event):
-                    self._refusals += 1
-                    return None
+            if idle := self.idle.get(context.value):
+                event = idle.pop()
+            elif self.ask(context, "cuEventCreate", ctypes.byref(event := ctypes.c_void_p()), BLOCKING_WITHOUT_TIMING):
+                return None
+            fence.events.append((context, event))
+            if self.ask(context, "cuCtxRecordEvent", context, event):
+                self._refusals += 1
+                return None
         self._refusals = 0
         return fence
 
-    @contextlib.contextmanager
-    def current(self, context: Any) -> Iterator[None]:
-        """In this block the context is this thread's own."""
+    def ask(self, context: Any, name: str, *arguments: Any) -> int:
+        """What the driver answers to a call while the context is this thread's own: 0 is yes."""
         is_refused = self.driver.cuCtxPushCurrent_v2(context)
         try:
-            yield
+            answer: int = getattr(self.driver, name)(*arguments)
+            return answer
         finally:
             if not is_refused:
                 self.driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
-    def _unpin(self, address: int) -> bool:
-        with self.current(self._active()[0]):
-            return not self.driver.cuMemHostUnregister(ctypes.c_void_p(address))
-
     def _active(self) -> list[Any]:
         """The contexts that torch works in, one for each device that is in use."""
-        flags, is_active, device, context = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        driver, device, context = self.driver, ctypes.c_int(), ctypes.c_void_p()
         for number in range(torch.cuda.device_count()):
-            if number in self._contexts or self.driver.cuDeviceGet(ctypes.byref(device), number):
+            if number in self._contexts or driver.cuDeviceGet(ctypes.byref(device), number):
                 continue
-            state = self.driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_active))
-            if state or not is_active.value:
-                continue
-            if not self.driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            flags, is_active = ctypes.c_uint(), ctypes.c_int()
+            driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_active))
+            if is_active.value and not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
                 self._contexts[number] = ctypes.c_void_p(context.value)
         return list(self._contexts.values())
 
@@ -157,18 +139,18 @@ class Pinner:
 def pinner_for(loader: Any) -> Pinner | None:
     """What pins the batches of a loader where they lie; None where they are not to be pinned, or torch's thread does it."""
     device = torch.device(getattr(loader, "pin_memory_device", "") or "cuda").type
-    if not loader.pin_memory or device != "cuda" or torch.version.hip is not None:
+    if not loader.pin_memory or device != "cuda" or torch.version.hip or not torch.cuda.is_initialized():
         return None
-    if not torch.cuda.is_initialized() or not Pinner.may_ask() or (pinner := _pinner(os.getpid())) is None:
-        return None
-    pinner.sweep()
-    return pinner
+    if Pinner.may_ask():
+        with contextlib.suppress(
+            OSError, AttributeError, RuntimeError
+        ):  # such as no context yet: the next loop asks again
+            pinner = _pinner(os.getpid())
+            pinner.sweep()
+            return pinner
+    return None
 
 
 @functools.lru_cache(maxsize=1)
-def _pinner(_process: int) -> Pinner | None:
-    try:
-        torch.cuda.synchronize()  # which makes the context that training is going to use, where there is none yet
-        return Pinner()
-    except (OSError, AttributeError, RuntimeError):
-        return None
+def _pinner(_process: int) -> Pinner:
+    return Pinner()

@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _utils as torch_utils
-from torch.utils.data import _utils, dataloader
-from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, pin_memory, signal_handling, worker
+from torch.utils.data import DataLoader, _utils, dataloader
+from torch.utils.data._utils import pin_memory, signal_handling, worker
 
-CHECK_EVERY_S = MP_STATUS_CHECK_INTERVAL
+
+def named(module: ModuleType, *names: str) -> Any:
+    """What a module of torch has by the first of these names that it knows: versions differ.
+
+    Raises:
+        ImportError: it knows none of them.
+    """
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise ImportError(
+        f"torch {torch.__version__} has no {' and no '.join(names)} in {module.__name__}, which AutoLoader and `run` need: "
+        "another version of autotune-loader or of torch would work",
+        name=module.__name__,
+    )
+
+
+CHECK_EVERY_S: float = named(_utils, "MP_STATUS_CHECK_INTERVAL", "STATUS_CHECK_INTERVAL")  # pytorch#161044
 BaseIter: Any = dataloader._BaseDataLoaderIter
 LoopIter: Any = dataloader._SingleProcessDataLoaderIter
 WorkersIter: Any = dataloader._MultiProcessingDataLoaderIter
 ITERABLE = dataloader._DatasetKind.Iterable
+fetcher: Any = dataloader._DatasetKind.create_fetcher
 ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 ResumeIteration: Any = worker._ResumeIteration
-worker_loop: Any = worker._worker_loop
+worker_loop: Any = named(worker, "_worker_loop", "_process_worker_loop")  # pytorch#161044
 pin: Any = pin_memory.pin_memory
 signals: Any = signal_handling
+
+if TYPE_CHECKING:
+    LoaderOf = DataLoader
+else:
+
+    class LoaderOf:
+        """`LoaderOf[T]` is `DataLoader[T]`, or `DataLoader[T, Any]` where batches have a parameter, too (pytorch#179707)."""
+
+        def __class_getitem__(cls, sample: Any) -> Any:
+            parameters = sample, *[Any] * (len(DataLoader.__parameters__) - 1)
+            return DataLoader[parameters]
 
 
 def is_exiting() -> bool:
@@ -49,14 +77,12 @@ def share_by(storage: Callable[[int], Any], least: int) -> None:
 
 @contextlib.contextmanager
 def without_handler() -> Iterator[None]:
-    """In this block torch does not leave its handler of SIGCHLD behind, which raises wherever the loop is."""
-    was_set, handler = signals._SIGCHLD_handler_set, signal.getsignal(signal.SIGCHLD)
+    """In this block torch sets no handler of SIGCHLD, which raises wherever the loop is."""
+    was_set, signals._SIGCHLD_handler_set = signals._SIGCHLD_handler_set, True
     try:
         yield
     finally:
-        if not was_set and handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, handler)
-            signals._SIGCHLD_handler_set = False
+        signals._SIGCHLD_handler_set = was_set
 
 
 def forget_processes(iterator: Any) -> None:

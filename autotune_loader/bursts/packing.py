@@ -23,6 +23,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from autotune_loader.machine.kernel import memfd
 from autotune_loader.pipeline.by_value import put_classes_into_modules
 from autotune_loader.pipeline.workload import Workload
 
@@ -54,7 +55,7 @@ def packed(workload: Workload, settings: Any, max_bytes: int) -> Iterator[Sequen
     with contextlib.ExitStack() as files:
         fds = list[int]()
         for name, value in {"settings": settings, "dataset": workload.data, "model": workload.training}.items():
-            fds.append(os.memfd_create("autotune-loader"))
+            fds.append(memfd("autotune-loader"))
             files.callback(os.close, fds[-1])
             try:
                 write_archive(fds[-1], value, max_bytes)

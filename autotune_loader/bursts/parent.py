@@ -37,6 +37,7 @@ from autotune_loader.bursts.protocol import Message, Request, WarmupReport, rece
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
 from autotune_loader.machine.facts import Machine
+from autotune_loader.machine.kernel import pidfd
 from autotune_loader.machine.processes import memory_guarded
 from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.pipeline.workload import Workload
@@ -267,7 +268,7 @@ class _Child:
             self._ends: list[Connection | int] = [self._connection]
             # Where it has ended, or the kernel is older than 5.3, the connection tells alone.
             with contextlib.suppress(OSError):
-                self._ends.append(end := os.pidfd_open(self.pid))
+                self._ends.append(end := pidfd(self.pid))
                 held.callback(os.close, end)
             self.held = held.pop_all()  # closed, it leaves no process of the group, no descriptor, no file
         self.is_lost = False

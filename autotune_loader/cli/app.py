@@ -26,12 +26,12 @@ usage: autotune-loader COMMAND ...
 Find the PyTorch DataLoader settings that keep a training loop fed, and measure
 the speedup. Each command has its own --help:
 
-  autotune-loader watch train.py --epochs 3   how long it waits for data
-  autotune-loader run --workers train.py      tune during training
-  autotune-loader tune train.py:make_loader   tune before training
-  autotune-loader show loader.json            print a result
-  autotune-loader doctor                      limits, GPUs and versions
-  autotune-loader demo                        tune a small training job
+  autotune-loader watch train.py --epochs 3      how long it waits for data
+  autotune-loader run --allow-workers train.py   tune during training
+  autotune-loader tune train.py:make_loader      tune before training
+  autotune-loader show loader.json               print a result
+  autotune-loader doctor                         limits, GPUs and versions
+  autotune-loader demo                           tune a small training job
   autotune-loader --version
 
 Exit codes:

@@ -34,7 +34,9 @@ _OF_SCRIPTS = (
     option("--json", dest="report", metavar="FILE", help="Write the report here as JSON."),
     option("--fail-if-wait", dest="most_waiting", type=_share, metavar="SHARE", help=_WAITING),
 )
-_WORKERS = "Allow workers for loaders with num_workers=0: their data may be read from other processes."
+_ALLOW_WORKERS = (
+    "Let loaders with num_workers=0 use workers. They take over after two of their batches equal the script's own."
+)
 
 
 @Command("watch", *_OF_SCRIPTS, script="train.py")
@@ -58,21 +60,24 @@ def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _La
 @Command(
     "run",
     *_OF_SCRIPTS,
-    option("--workers", action="store_true", help=_WORKERS),
+    option("--allow-workers", action="store_true", help=_ALLOW_WORKERS),
     option("--start-with", metavar="FILE", help="Start with the settings of this loader.json."),
     option("--max-workers", metavar="N", type=partial(count, least=1), help="At most this many workers per loader."),
     script="train.py",
 )
 def run_command(script: Sequence[str], is_module: bool, **options: Any) -> _Launch:
-    """Run a script unchanged and tune its DataLoaders while it runs.
+    """Run a script unchanged: each DataLoader finds its number of workers.
 
-    Each loader returns the batches of DataLoader with the same arguments: the
-    same indices in the same order, each once. Its workers are PyTorch's; only
-    their number changes, and random augmentations are seeded per batch. A
-    loader with num_workers=0 does not change without --workers.
+    It gives the samples that DataLoader gives with the same arguments: the same
+    indices in the same order, each once; random augmentations are seeded per
+    batch, so that they do not depend on the number of workers. Its workers are
+    PyTorch's: they see the dataset as it was at iter(), live as long as
+    DataLoader's do, and whatever they do besides samples they do as there. Use
+    --allow-workers wherever num_workers=2 would work. Without it, a loader with
+    num_workers=0 is PyTorch's own.
 
     Examples:
-      autotune-loader run --workers -o loader.json train.py --epochs 90
+      autotune-loader run --allow-workers -o loader.json train.py --epochs 90
       autotune-loader run --start-with loader.json train.py
       torchrun --nproc-per-node 2 -m autotune_loader run train.py
     """

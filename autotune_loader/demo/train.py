@@ -3,6 +3,8 @@
 python train.py URL_OR_FOLDER SAMPLES
 """
 
+from __future__ import annotations
+
 import http.client
 import io
 import os

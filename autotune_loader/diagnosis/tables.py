@@ -163,7 +163,7 @@ class Ended(Table):
 class Kept(Table):
     """Why the number of workers stays what was asked for."""
 
-    NO_CONSENT = "num_workers=0 uses no workers: leave num_workers out of AutoLoader, or use `run --workers`."
+    NO_CONSENT = "num_workers=0 uses no workers: leave num_workers out of AutoLoader, or use `run --allow-workers`."
     FROZEN = "tune=False turns tuning off."
     OWN_ITERATOR = "{kind} has its own iterator."
     NOT_TUNED = "AutoLoader cannot tune it: {error}"
@@ -172,12 +172,16 @@ class Kept(Table):
     ONE_WORKER = "num_workers=1: one worker loads all batches in order. With num_workers=2 the number may change."
     WORKER_INIT = "worker_init_fn may depend on the number of workers."
     WORKER_INFO = "The dataset calls get_worker_info() and may depend on the number of workers."
-    START_METHOD = "With start method {method}, workers are used only if num_workers is given."
+    NO_GUARD = (
+        "With start method {method} each worker would run the script again: it has no `if __name__ == '__main__':`."
+    )
+    NOT_BEGUN = "Workers could not start with start method {method}: {error}"
     NOT_WAITING = "The training loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try other settings."
     NOT_FASTER = "No other number of workers was significantly faster."
     NOT_SETTLED = "The training ended before the comparison of other numbers of workers."
-    SAMPLES_DIFFER = "Batch {batch} of a worker differs from that of the training process ({what})."
+    SAMPLES_DIFFER = "Batch {batch} of a worker differs from that of the training process."
+    NOT_COMPARED = "A worker's batch cannot be compared with that of the training process: {error}"
     WORKER_ERROR = "A worker raised an exception that the training process does not: {error}"
     WORKERS_LOST = "Workers died repeatedly: {error}"
     DATASET_CHANGES = "Loading a sample changes {what}, which the training process would not see from workers."

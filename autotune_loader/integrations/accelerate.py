@@ -51,7 +51,8 @@ def tune_live(prepared: Any, **options: Any) -> Any:
         **options: of AutoLoader.
 
     Raises:
-        TypeError: Accelerate did not make this loader, or rank 0 loads for all with it.
+        TypeError: Accelerate did not make this loader, or rank 0 loads for all with it; or it keeps a state, as with
+            `use_stateful_dataloader=True`.
     """
     from accelerate.data_loader import DataLoaderShard
 
@@ -59,6 +60,11 @@ def tune_live(prepared: Any, **options: Any) -> Any:
         raise TypeError(
             f"prepared={type(prepared).__name__} has no DataLoader on each rank; "
             "what accelerator.prepare(loader) returns with dispatch_batches=False would work"
+        )
+    if hasattr(prepared.base_dataloader, "state_dict"):
+        raise TypeError(
+            f"prepared has a {type(prepared.base_dataloader).__name__}, whose state_dict() AutoLoader does not have; "
+            "tune_before_prepare(accelerator, loader) would work"
         )
     prepared.base_dataloader = AutoLoader(prepared.base_dataloader, **options)
     return prepared

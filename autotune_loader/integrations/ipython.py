@@ -11,12 +11,14 @@ def load_ipython_extension(shell: Any) -> None:
     """Called by `%load_ext autotune_loader`."""
 
     def watch(line: str, cell: str) -> None:
-        """Report how long a cell waits for data. `%%watch run` tunes its loaders, `--workers` also those without workers."""
-        words = line.split()
-        verb: Any = next((word for word in words if not word.startswith("-")), "watch")
+        """Report how long a cell waits for data. `%%watch run` tunes its loaders; `--allow-workers` those without, too."""
+        verb: Any
+        verb, *options = words if (words := line.split())[:1] in (["watch"], ["run"]) else ("watch", *words)
+        if options not in ([], ["--allow-workers"][verb == "watch" :]):
+            raise ValueError(f"%%watch {line} is not known; %%watch run --allow-workers would work")
         if not cell.startswith("%%"):
             cell = f"# %%watch\n{cell}"  # so that lines have the numbers that the notebook shows
-        with enable(verb, workers="--workers" in words):
+        with enable(verb, allow_workers=bool(options)):
             ran = shell.run_cell(cell)
         if (error := ran.error_before_exec or ran.error_in_exec) is not None:
             error._render_traceback_ = list  # it has been shown; raised again, it ends a notebook that runs by itself

@@ -25,6 +25,8 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from autotune_loader.machine.kernel import memfd
+
 FIRST_OWN_FD = 3
 """Below are stdin, stdout and stderr."""
 MOST_COPIED_BYTES = 1 << 30
@@ -239,7 +241,7 @@ def _replace(mapping: _Mapping, memory_fd: int) -> None:
         fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
         kind, offset = mmap.MAP_PRIVATE, mapping.offset
     else:
-        fd, kind, offset = os.memfd_create("autotune-loader"), mmap.MAP_SHARED, 0
+        fd, kind, offset = memfd("autotune-loader"), mmap.MAP_SHARED, 0
         os.ftruncate(fd, mapping.size)
         for at in range(0, mapping.size, COPIED_AT_ONCE_BYTES):
             # Read by the kernel: pages behind the end of a file would end this process by SIGBUS.

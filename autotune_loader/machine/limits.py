@@ -14,9 +14,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autotune_loader.values import PlatformError
+
+LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Where a launcher says how many ranks it has started on this node: torchrun and Ray, DeepSpeed, Open MPI, MPICH and Intel."""
 
 
 class Limit(NamedTuple):
@@ -78,11 +81,14 @@ def require_linux(what: str) -> None:
 
 def usable_cores(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Cores:
     """The cores this rank may count on: the least of affinity, counts, quotas and SLURM, divided among the ranks."""
-    counts: list[tuple[str, float | None]] = [("os.cpu_count()", os.cpu_count() or 1)]
-    if (cpus := affinity()) is not None:
-        counts.append(("os.sched_getaffinity()", len(cpus)))
+    ranks, own, whole = local_world_size(environ), affinity(), os.cpu_count() or 1
+    counts: list[tuple[str, float | None]] = [("os.cpu_count()", whole)]
+    if own is not None:  # where each rank is bound to CPUs of its own, all ranks together have those of their launcher
+        whole = len(own) if ranks == 1 else max(len(own), _cpus_of_launcher(environ))
+        counts.append(("os.sched_getaffinity()", whole))
     if hasattr(os, "process_cpu_count"):  # Python 3.13; also obeys PYTHON_CPU_COUNT
-        counts.append(("os.process_cpu_count()", os.process_cpu_count()))
+        count = os.process_cpu_count()
+        counts.append(("os.process_cpu_count()", whole if own is not None and count == len(own) else count))
     of_task = _positive_int(environ.get("SLURM_CPUS_PER_TASK"))
     counts.append(("SLURM_CPUS_PER_TASK", of_task))
     for path in (folder / "cpu.max" for folder in _levels(root)):
@@ -90,11 +96,11 @@ def usable_cores(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
             quota, period = (*numbers, 100_000)[:2]
             counts.append((str(path), quota / period if period else None))
     inputs = tuple(Limit(float(count), source) for source, count in counts if count)
-    ranks = local_world_size(environ)
     if of_task is not None:  # the cores of a task are shared by the ranks that it starts
-        tasks = environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-        ranks = max(1, ranks // (_positive_int(tasks) or 1))
+        ranks = max(1, ranks // (_slurm_tasks(environ) or 1))
     usable = int(min(inputs).value / ranks + 1e-9)
+    if own is not None:
+        usable = min(usable, len(own))
     return Cores(usable=max(1, usable), ranks=ranks, inputs=inputs)
 
 
@@ -103,9 +109,61 @@ def affinity() -> tuple[int, ...] | None:
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
 
 
+def _cpus_of_launcher(environ: Mapping[str, str]) -> int:
+    """CPUs of what has started this rank, of which a rank may have a part: those of the parent, and of a step of SLURM."""
+    of_step = environ.get("SLURM_CPUS_ON_NODE") if "SLURM_STEP_ID" in environ else None
+    try:
+        of_parent = len(os.sched_getaffinity(os.getppid()))
+    except OSError:  # it has ended
+        of_parent = 0
+    return max(of_parent, _positive_int(of_step) or 0)
+
+
 def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
-    """Ranks of this job on this node, from `LOCAL_WORLD_SIZE`, which torchrun sets; 1 where it is not set."""
-    return _positive_int(environ.get("LOCAL_WORLD_SIZE")) or 1
+    """Ranks of this job on this node, as their launcher says it; 1 where nothing says that there are more.
+
+    Lightning's launcher only says how many there are on all nodes, and `mp.spawn` nothing before the process group is up.
+    Those are divided among the nodes where SLURM says how many these are; else as many are here as there are devices.
+    """
+    for name in LAUNCHERS:
+        if count := _positive_int(environ.get(name)):
+            return count
+    # Only srun's steps start a process for each task; and a step of one task may start ranks by other means.
+    if "SLURM_STEP_ID" in environ and (tasks := _slurm_tasks(environ) or 1) > 1:
+        return tasks
+    ranks = _world_size(environ)
+    nodes = _positive_int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES"))
+    if nodes:
+        return -(-ranks // nodes)
+    return min(ranks, _devices() or ranks) if ranks > 1 else 1
+
+
+def _world_size(environ: Mapping[str, str]) -> int:
+    """Ranks of this job on all nodes, where a launcher has started this process or a process group is up; else 1."""
+    dist: Any = sys.modules.get("torch.distributed")  # whose group is up has imported it
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_world_size())
+    return _positive_int(environ.get("WORLD_SIZE") if "LOCAL_RANK" in environ else None) or 1
+
+
+def _devices() -> int:
+    """GPUs that this process may use, as NVML tells; 0 as long as nothing has imported torch."""
+    torch: Any = sys.modules.get("torch")
+    return 0 if torch is None else int(torch.cuda.device_count())
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int | None:
+    """Tasks of this step, or of this job, on this node.
+
+    SLURM says them as "2(x3),1" (srun(1)): two on each of three nodes, one on the fourth, of which this is number SLURM_NODEID.
+    """
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    text = next(filter(None, map(environ.get, names)), "")
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    of_nodes = [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+    node = environ.get("SLURM_NODEID", "")
+    at = int(node) if node.isdecimal() and int(node) < len(of_nodes) else 0
+    return of_nodes[at] if of_nodes else None
 
 
 def rank_of_environment() -> tuple[int | None, int]:

@@ -108,6 +108,24 @@ def tree_pss(members: Iterable[int], root: Path = PROC) -> int | None:
     return total or None
 
 
+def private_bytes(pid: int, root: Path = PROC) -> int | None:
+    """Memory of one process that no other process maps: what its end would free. None where it is gone or cannot be read.
+
+    `smaps_rollup` (proc_pid_smaps(5)) has rows such as these; of those of a zombie there are none, and it holds nothing:
+
+        Private_Clean:         0 kB
+        Private_Dirty:      1468 kB
+
+    A page that a fork still shares with its parent is not private. Walks page tables: 20 ms for 256 MiB in pages of 4 KiB.
+    """
+    try:
+        rows = (root / str(pid) / "smaps_rollup").read_text().splitlines()
+        found = [int(row.split()[1]) for row in rows if row.startswith(("Private_Clean:", "Private_Dirty:"))]
+    except (OSError, ValueError, IndexError):
+        return None
+    return 1024 * sum(found) if found else None
+
+
 def host_busy_s(cpus: Collection[int] | None = None) -> list[float]:
     """Seconds since boot in which each CPU, or each of these, ran anything, for anyone; none where the system does not tell."""
     try:

@@ -138,7 +138,8 @@ class Loop:
         self._received, self._samples = 0.0, 0
         self._fetch: Fetch | None = None
         self.batches, self.is_over = 0, False
-        log.marks.looks = 0
+        if log.totals.batches >= log.marks.until:
+            log.marks.looks, log.marks.until = 0, log.totals.batches + OFTEN
         log.marks.note(now, self._begin)
 
     def started(self, now: float) -> None:
@@ -147,14 +148,39 @@ class Loop:
 
     def ask(self, now: float) -> None:
         """The loop asks for a batch: its step has ended."""
-        self._own_asked = now
-        self._log.marks.note(now, self._ask)
+        self._own_asked, marks = now, self._log.marks
+        if marks.are_none():
+            self._ask(now)
+        else:
+            marks.note(now, self._ask)
 
     def receive(self, now: float, samples: int, fetch: Fetch | None = None) -> None:
         """The loop has a batch; `fetch` is its history, None where torch's workers made it."""
         self.batches += 1
         self._log.totals.asking_s += now - self._own_asked
-        self._log.marks.note(now, partial(self._receive, self.batches == 1, samples, fetch))
+        if (marks := self._log.marks).are_none():
+            self._receive(self.batches == 1, samples, fetch, now)
+        else:
+            marks.note(now, partial(self._receive, self.batches == 1, samples, fetch))
+
+    def may_skip(self, now: float) -> bool:
+        """Whether a batch that is asked for now may be counted without a row: `skip` takes the place of ask and receive."""
+        return self._received > 0.0 and now - self._received <= PAUSE_S and self._log.marks.are_none()
+
+    def skip(self, asked: float, received: float, samples: int) -> None:
+        """The loop has asked for a batch and has it: totals are all that is noted of it."""
+        totals, waited_s = self._log.totals, received - asked
+        if self._fetch is not None:
+            self._ask(asked)
+            self._fetch = None
+        else:
+            totals.stepped_s += asked - self._received
+        totals.waited_s += waited_s
+        totals.asking_s += waited_s
+        totals.batches += 1
+        totals.samples += samples
+        self.batches += 1
+        self._asked, self._received = asked, received
 
     def end(self, now: float) -> None:
         """The loop is told that the epoch is over."""
@@ -243,12 +269,23 @@ class Marks:
         self._ahead = deque[tuple[float, Any, Callable[[float], object]]]()
         self._device: tuple[Any, int] | None = None
         self.looks = 0
-        """How often a device in use was looked for since a loop began."""
+        """How often a device in use was looked for since a loop began, which began after `until` batches."""
+        self.until = 0
         self._time = 0.0
 
     def __len__(self) -> int:
         """Moments that the accelerator has not passed."""
         return len(self._ahead)
+
+    def are_none(self) -> bool:
+        """Whether this moment is as it is: no device is in use, or it is not looked for one now."""
+        if self._device is not None or self._ahead:
+            return False
+        self.looks += 1
+        if self.looks & (self.looks - 1):  # ever more seldom: it takes longer than all else here
+            return True
+        self.looks -= 1
+        return False
 
     def note(self, now: float, tell: Callable[[float], object]) -> None:
         if (mark := self._mark()) is None and not self._ahead:

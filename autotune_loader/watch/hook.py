@@ -138,7 +138,7 @@ class Hook:
 def enable(
     verb: Verb = "watch",
     *,
-    workers: bool = False,
+    allow_workers: bool = False,
     output: str | os.PathLike[str] | None = None,
 ) -> Hook:
     """Watch or tune every DataLoader that this process iterates from now on, also those of Lightning or a Trainer.
@@ -147,7 +147,7 @@ def enable(
 
     Args:
         verb: "watch" measures and changes nothing; "run" tunes workers during training, as `AutoLoader` does.
-        workers: Whether loaders with `num_workers=0` may use workers: their data may be read from other processes.
+        allow_workers: Whether loaders with `num_workers=0` may use workers: their data may be read from other processes.
         output: Path of the `loader.json` that is written at the end.
 
     Returns:
@@ -164,7 +164,7 @@ def enable(
             raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already; its close() would end it")
         return Hook(hook.plan)  # it is not installed: that one goes on when this is closed
     path = None if output is None else str(Path(output).absolute())
-    hook = Hook(Plan(verb=verb, workers=workers, output=path))
+    hook = Hook(Plan(verb=verb, allow_workers=allow_workers, output=path))
     hook.install()
     return hook
 

@@ -163,9 +163,9 @@ def _to_try(bottleneck: Finding, evidence: Evidence, kept: Finding | None, plan:
     if not is_limited or not has_core or (evidence.headroom or 0.0) < WORTH_TRYING:
         return
     if not evidence.config.num_workers and (plan.verb == "watch" or Kept.NO_CONSENT.said_by(kept)):
-        yield Advice.RUN_WITH_WORKERS(command=plan.to_run(workers=True))
+        yield Advice.RUN_WITH_WORKERS(command=plan.to_run(allow_workers=True))
     elif plan.verb == "watch":
-        yield Advice.RUN(command=plan.to_run(workers=False))
+        yield Advice.RUN(command=plan.to_run(allow_workers=False))
 
 
 def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict[str, Any]]) -> TuningResult:

@@ -36,7 +36,7 @@ class Plan:
 
     verb: Verb
     script: str | None = None  # as it was named, with its arguments; None where no command line started it
-    workers: bool = False  # whether a loader that asked for no workers may have some
+    allow_workers: bool = False  # whether a loader that asked for no workers may have some
     max_workers: int | None = None  # of each loader
     start_with: str | None = None  # the loader.json to start with
     output: str | None = None  # where loader.json is written
@@ -50,12 +50,12 @@ class Plan:
         """Whether another process, which is still there, tells what this one saw."""
         return self.pid not in (None, os.getpid()) and Path(f"/proc/{self.pid}").exists()
 
-    def to_run(self, *, workers: bool) -> str:
+    def to_run(self, *, allow_workers: bool) -> str:
         """What tunes the same loaders: a command, the head of a cell, or a call in the script."""
         if self.script is None and "get_ipython" not in vars(builtins):
-            return f'enable("run"{", workers=True" if workers else ""})'
+            return f'enable("run"{", allow_workers=True" if allow_workers else ""})'
         head = "%%watch run" if self.script is None else "autotune-loader run"
-        return " ".join(filter(None, [head, "--workers" if workers else "", self.script]))
+        return " ".join(filter(None, [head, "--allow-workers" if allow_workers else "", self.script]))
 
     def hand_on(self) -> None:
         """From now on the processes that this one starts do the same."""

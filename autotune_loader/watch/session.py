@@ -68,13 +68,13 @@ class Session:
             live = live_of(
                 loader,
                 known.site.line,
-                workers=True if self.plan.workers else None,
+                allow_workers=self.plan.allow_workers,
                 max_workers=self.plan.max_workers,
                 config=self._start(known),
                 on_change=self._on_change,
+                log=known.log,
             )
-            if known.found is not live.found:  # the script may have set its numbers anew
-                known = known if known.found is None else self._loader_of(loader, live.found)
+            if known.found is not live.found:
                 known.tune_by(live.found)
             if not live.is_torchs:
                 return iterator_of(loader, live, torchs)
@@ -87,21 +87,23 @@ class Session:
 
     def _loader_of(self, loader: Any, found: Any = None) -> ScriptLoader:
         """The known loader that it is, or a new one; `found` is what tunes it, where that is known to be what it was."""
+        asked = None if found is None else found.tuner.asked
         if distributed.is_available() and distributed.is_initialized():  # at the end the group may be gone
             self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
         known = self._by_id.get(id(loader))
         if known is not None and known.owner() is loader:
-            is_same = found in (None, known.found) if known.found is not None else known.settings == _settings(loader)
-            if is_same:
+            if _is_as_it_was(known, loader, found):
                 return known
+            if found is None and _has_our_numbers(loader):
+                asked = known.own
         # What tunes it sets its numbers: those of the script are the ones that were asked for.
-        settings = _settings(loader, None if found is None else found.tuner.asked)
+        settings = _settings(loader, asked)
         made_at = vars(loader).get(LINE)
         site = Site.of(loader, Line(*made_at) if made_at else users_line(sys._getframe(2)))
         alike = self._by_site[site]
         known = next((each for each in reversed(alike) if each.settings == settings and _is_free(each, loader)), None)
         if known is None:
-            own = LoaderConfig.from_loader(loader) if found is None else found.tuner.asked
+            own = LoaderConfig.from_loader(loader) if asked is None else asked
             known = ScriptLoader(site, self._name_of(site), own, self._look_at)
             self.loaders.append(known)
             alike.append(known)
@@ -151,6 +153,25 @@ def _settings(loader: Any, numbers: Any = None) -> tuple[Any, ...]:
     """What makes a loader another one where the script changes it; `numbers` has its workers as the script set them."""
     numbers = loader if numbers is None else numbers
     return numbers.num_workers, numbers.prefetch_factor, loader.pin_memory, loader.batch_size
+
+
+def _is_as_it_was(known: ScriptLoader, loader: Any, found: Any) -> bool:
+    """Whether the script has set nothing of a loader anew."""
+    if known.found is None:
+        return known.settings == _settings(loader)
+    live = _live_of(loader)
+    return found is known.found if found is not None else live is not None and live.is_of(loader)
+
+
+def _has_our_numbers(loader: Any) -> bool:
+    live = _live_of(loader)
+    return live is not None and live.is_as_told(loader)
+
+
+def _live_of(loader: Any) -> Any:
+    """What tunes it, if anything does."""
+    module = sys.modules.get("autotune_loader.autoloader.live")
+    return None if module is None else vars(loader).get(module.LIVE)
 
 
 def _found_of(loader: Any) -> Any:

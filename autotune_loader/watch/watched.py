@@ -167,20 +167,26 @@ class ScriptLoader:
 
 
 class Watch:
-    """Whoever takes batches from one iterator of a loader, epoch after epoch; `begun` is when it began to be made."""
+    """Whoever takes batches from one iterator of a loader, epoch after epoch; `begun` is when it began to be made.
 
-    def __init__(self, known: ScriptLoader, loader: Any, begun: float) -> None:
+    Attributes:
+        is_noted: whether the iterator, one of ours, notes its batches in the loader's log itself.
+    """
+
+    def __init__(self, known: ScriptLoader, loader: Any, begun: float, iterator: Any = None) -> None:
         size = getattr(loader, "batch_size", None)
+        self.is_noted = getattr(iterator, "_log", None) is known.log
         self._known, self._size = known, size if isinstance(size, int) else 0
         self.is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         self.sizes = deque[int]()
         """Samples of the batches whose indices were drawn."""
         self._workers: Sequence[Any] = ()
         """Processes of torch's that make the batches."""
+        self.loop = iterator._loop if self.is_noted else known.log.begin(begun)
         self._begin(begun)
 
     def _begin(self, now: float) -> None:
-        self.loop, self._is_started, self._samples = self._known.log.begin(now), False, 0
+        self._is_started, self._samples = False, 0
         self._thread = threading.get_ident()
         self._is_beside = self._thread != threading.main_thread().ident
         self.sizes.clear()
@@ -191,15 +197,22 @@ class Watch:
     def reset(self, iterator: Any, reset: Callable[[], None]) -> None:
         """An epoch begins; the first one did as the iterator was made. `reset` starts workers, or feeds those that are kept."""
         if self._is_started:
-            self._begin(time.monotonic())
+            now = time.monotonic()
+            if not self.is_noted:
+                self.loop = self._known.log.begin(now)
+            self._begin(now)
         reset()
         self._is_started, self._workers = True, getattr(iterator, "_workers", ())
-        self.loop.started(time.monotonic())
+        if self.is_noted:
+            self.loop = iterator._loop
+        else:
+            self.loop.started(time.monotonic())
 
     def take(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
         """The next batch, for which the loop has asked, its step being done."""
-        known, loop, asked = self._known, self.loop, time.monotonic()
-        loop.ask(asked)
+        known, loop, asked, was_over = self._known, self.loop, time.monotonic(), self.loop.is_over
+        if not self.is_noted:
+            loop.ask(asked)
         known.waiting_since = asked
         if self._is_beside or threading.get_ident() != self._thread:
             self._read_by_thread()
@@ -207,19 +220,24 @@ class Watch:
         try:
             batch = fetch(iterator)
         except StopIteration:
-            if not loop.is_over:
+            if not was_over:
                 loop.end(time.monotonic())
                 known.epoch_samples.add(self._samples)
             raise
         finally:
             known.waiting_since = None
         received = time.monotonic()
-        size = self.sizes.popleft() if self.sizes else self._size_of(iterator, batch)
-        self._samples += size
-        loop.receive(received, size)
+        if not self.is_noted:
+            loop.receive(received, self.count(iterator, batch))
         if asked_cpu is not None:
             self._clocked(received, batch, asked_cpu)
         return batch
+
+    def count(self, iterator: Any, batch: Any) -> int:
+        """Samples of the batch that is delivered."""
+        size = self.sizes.popleft() if self.sizes else self._size_of(iterator, batch)
+        self._samples += size
+        return size
 
     def delivered(self, iterator: Any, message: Any) -> None:
         """A worker of a stream has sent something; the end of its shard is no batch."""
@@ -312,7 +330,7 @@ def watch_iterator(iterator: Any, known: ScriptLoader, loader: Any, begun: float
     """From now on the iterator tells when it is asked for a batch, and when it has one."""
     kind: Any = type(iterator)
     if WATCH not in vars(iterator):
-        vars(iterator)[WATCH] = Watch(known, loader, begun)
+        vars(iterator)[WATCH] = Watch(known, loader, begun, iterator)
         iterator.__class__ = watched(kind)
     known.watch = weakref.ref(vars(iterator)[WATCH])
 
@@ -325,6 +343,11 @@ def watched(kind: Any) -> Any:
     class Watched(kind):  # type: ignore[misc]
         def __next__(self) -> Any:
             return self.__dict__[WATCH].take(fetch, self)
+
+        def _samples(self, batch: Any) -> int:  # an iterator of ours asks for it
+            watch = self.__dict__[WATCH]
+            count: int = watch.count(self, batch) if watch.is_noted else kind._samples(self, batch)
+            return count
 
         def _next_index(self) -> Any:
             indices = kind._next_index(self)

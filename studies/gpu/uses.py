@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult
-from autotune_loader.autoloader import elastic
+from autotune_loader.autoloader import iterator
 from autotune_loader.pipeline.batches import accelerator
 from studies.gpu.jobs import FULL, JOBS, QUICK, Size, resnet
 from studies.gpu.training import (
@@ -58,11 +58,11 @@ def images(device: str, size: Size, seconds: float) -> None:
     few, many = (LoaderConfig(num_workers=n, pin_memory=device != "cpu") for n in (max(1, cores // 2), cores))
 
     def by_thread() -> Rate:
-        own, elastic.pinner_for = elastic.pinner_for, lambda loader: None
+        own, iterator.pinner_for = iterator.pinner_for, lambda loader: None
         try:
             return loop.live(few)
         finally:
-            elastic.pinner_for = own
+            iterator.pinner_for = own
 
     sides = {f"DataLoader, {each}": partial(loop.train, each) for each in (few, many)}
     sides |= {f"AutoLoader, {each}": partial(loop.live, each) for each in (few, many)}

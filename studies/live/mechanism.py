@@ -88,7 +88,8 @@ def first_of(samples: list[int]) -> int:
 
 def seconds_of(loader_class: type[Any], batches: int, workers: int) -> tuple[float, float]:
     """Wall seconds of an epoch, and CPU seconds of this process."""
-    iterator = iter(loader_class(Ready(batches * 8), batch_size=8, num_workers=workers, collate_fn=first_of))
+    asked = {"num_workers": workers} if workers else {}
+    iterator = iter(loader_class(Ready(batches * 8), batch_size=8, collate_fn=first_of, **asked))
     next(iterator)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in iterator:
@@ -113,7 +114,7 @@ def epochs_us() -> str:
     """Wall microseconds of an epoch of one batch beyond a plain DataLoader's, of the first and the last of many."""
     found = []
     for loader_class in (DataLoader, AutoLoader):
-        loader, ends = loader_class(TensorDataset(torch.rand(64, 4)), batch_size=64, num_workers=0), [0.0]
+        loader, ends = loader_class(TensorDataset(torch.rand(64, 4)), batch_size=64), [0.0]
         for _ in range(10_000):
             for _ in loader:
                 pass

@@ -1,7 +1,8 @@
 """Is a short script ever slower with AutoLoader, or under `run`, than with DataLoader? One process for each, in turns.
 
-    python -m studies.live.never_slower                    # ten jobs, with 0 and with 2 workers asked; about 20 minutes
+    python -m studies.live.never_slower                    # twelve jobs, with 0 and with 2 workers asked; about 25 minutes
     python -m studies.live.never_slower waits text --rounds 1
+    python -m studies.live.never_slower --slowed           # beside a busy process a core
 
 The bar: the loop takes at most 1.02 x plain + 0.5 s; where samples wait and workers are allowed at most 0.6 x plain. Under
 `watch` it takes at most 1.01 x plain + 0.1 s, and the whole script 0.2 s more.
@@ -10,6 +11,7 @@ The bar: the loop takes at most 1.02 x plain + 0.5 s; where samples wait and wor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import statistics
 import sys
@@ -18,9 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from studies.processes import last_line
+from autotune_loader.machine.limits import usable_cores
+from studies.processes import busy_neighbours, last_line
 
-HOWS = {"plain": (), "auto": (), "run": ("run", "--workers"), "watch": ("watch",)}
+HOWS = {"plain": (), "auto": (), "run": ("run", "--allow-workers"), "watch": ("watch",)}
 """The command of each, if it has one."""
 MOST, MORE_S, WAITING = 1.02, 0.5, 0.6
 WATCH_MOST, WATCH_MORE_S, WATCH_SCRIPT_S = 1.01, 0.1, 0.2
@@ -65,6 +68,8 @@ def jobs() -> dict[str, tuple[Any, dict[str, Any], int, float]]:
         "large": (Items(lambda i: torch.full((150_000,), float(i)), 2400), {"batch_size": 32}, 2, 0.002),
         "busy_step": (Items(jpeg, 800), {"batch_size": 32}, 3, 0.05),
         "short_epochs": (Items(waits, 40), {"batch_size": 8}, 25, 0.001),
+        "epochs_of_0.1_s": (TensorDataset(*tensors[:14_000]), {"batch_size": 64}, 40, 0.0002),
+        "batches_of_64_mib": (Items(lambda i: torch.full((1 << 21,), float(i)), 192), {"batch_size": 8}, 2, 0.002),
         "made_anew": (Items(waits, 160), {"batch_size": 16}, 12, 0.001),
         "tiny_epochs": (TensorDataset(torch.randn(64, 4)), {"batch_size": 64}, 5000, 0.0),
     }
@@ -125,6 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slowed", action="store_true", help="beside one busy process a core")
     parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
@@ -135,8 +141,9 @@ def main() -> int:
         "watch, s | whole script, s | within its bar |"
     )
     print(f"|{'---|' * 11}")
-    for row in rows_of(options.names or list(jobs()), options.rounds):
-        print(row, flush=True)
+    with busy_neighbours(usable_cores().usable) if options.slowed else contextlib.nullcontext():
+        for row in rows_of(options.names or list(jobs()), options.rounds):
+            print(row, flush=True)
     return 0
 
 

@@ -286,7 +286,7 @@ def plain(scenario: Callable[..., Any], workers: int) -> Any:
 
 
 def enabled(verb: Any, scenario: Callable[..., Any], workers: int) -> Any:
-    with enable(verb, workers=verb == "run"):
+    with enable(verb, allow_workers=verb == "run"):
         return scenario(DataLoader, workers)
 
 

@@ -72,7 +72,7 @@ def tuned(head, fetch_s, step_s, sync_every, batches):
 
 @pytest.mark.parametrize(
     ("fetch_s", "step_s", "sync_every", "batches", "workers"),
-    [(0.02, 0.02, 0, 60, {2}), (0.04, 0.01, 50, 200, {4, 5, 6})],
+    [(0.02, 0.02, 0, 60, {2}), (0.04, 0.01, 50, 400, set(range(3, 33)))],  # how many is told by test_deciding
 )
 def test_workers_are_found_by_what_the_device_waits(fetch_s, step_s, sync_every, batches, workers, simulated):
     is_in_order, found, bottleneck = simulated.call(tuned, HEAD, fetch_s, step_s, sync_every, batches)

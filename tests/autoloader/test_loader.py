@@ -1,22 +1,27 @@
-"""What an AutoLoader takes, refuses, may do, tells and hands on; no process is started."""
+"""What an AutoLoader takes, refuses, may do, tells and hands on."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import gc
+import os
+import random
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from autotune_loader import AutoLoader, LoaderConfig, load_config
 from autotune_loader.autoloader.meter import measured
-from tests.support.schedules import Noise, Numbers, Stream, states
+from tests.support.schedules import Fetched, Noise, Numbers, Stream, states
 
+pytestmark = pytest.mark.process
 TWO = LoaderConfig(num_workers=2)
 
 
@@ -37,18 +42,20 @@ def test_takes_over_an_existing_loader_beside_which_arguments_win_and_a_configur
     [
         ({"prefetch_factor": 4, "num_workers": 0}, "prefetch_factor option could only be specified in"),  # as torch
         ({"num_workers": -1}, "num_workers option should be non-negative"),
-        ({"num_worker": 2}, "num_worker=2 is an argument of neither .*; num_workers would work"),
-        ({"stages": True}, "stages=True is an argument of neither"),
+        ({"num_worker": 2}, "unexpected keyword argument 'num_worker'"),
+        ({"stages": True}, "unexpected keyword argument 'stages'"),
         ({"tune": "yes"}, "tune='yes' is not a bool"),
         ({"fetch_threads": 4, "num_workers": 0}, "fetch_threads=4 .* num_workers=2 would work"),
         ({"fetch_threads": 0}, "fetch_threads=0"),
         ({"max_workers": 0}, "max_workers=0"),
-        ({"workers": False, "num_workers": 2}, "num_workers=0 would work"),
+        ({"workers": True}, "unexpected keyword argument 'workers'"),
+        ({"dataset": Stream(9), "fetch_threads": 4}, "fetch_threads=4 needs a map-style dataset"),
+        ({"dataset": Subset(Fetched(4), [1]), "fetch_threads": 4}, "Fetched.__getitems__ .*fetch_threads=None would"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_would_work(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        AutoLoader(Numbers(4), **arguments)
+        AutoLoader(**{"dataset": Numbers(4), **arguments})
 
 
 def test_a_loader_with_iterators_of_its_own_is_refused_as_they_would_be_left_out() -> None:
@@ -60,9 +67,23 @@ def test_a_loader_with_iterators_of_its_own_is_refused_as_they_would_be_left_out
         AutoLoader(Doubled(Numbers(4)))
 
 
-def own_init(worker: int) -> None: ...
+def own_init(worker: int) -> None:
+    os.environ["WORKER"] = str(worker)
 
 
+def seed_worker(worker: int) -> None:
+    """As in PyTorch's notes on reproducibility."""
+    worker_seed = torch.initial_seed() % 2**32
+    np.random.seed(worker_seed)
+    random.seed(worker_seed)
+
+
+def pl_worker_init_function(worker: int) -> None:
+    """As Lightning's, by name."""
+    own_init(worker)
+
+
+pl_worker_init_function.__module__ = "lightning.fabric.utilities.seed"
 HOW = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9, "multiprocessing_context": "fork"}
 
 
@@ -72,18 +93,19 @@ HOW = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9, "multipro
         ({}, "too_short"),
         ({"num_workers": 2}, "too_short"),
         (HOW, "too_short"),  # they say how workers are, if there are any
-        ({"num_workers": 0, "workers": True}, "too_short"),
         ({"num_workers": 0}, "no_consent"),
-        ({"workers": False}, "no_consent"),
         ({"config": LoaderConfig()}, "no_consent"),
         ({"config": TWO}, "too_short"),
         ({"tune": False}, "frozen"),
         ({"num_workers": 2, "in_order": False}, "out_of_order"),
         ({"worker_init_fn": own_init}, "worker_init"),
-        ({"worker_init_fn": torch.manual_seed}, "too_short"),  # a library's
+        ({"worker_init_fn": torch.manual_seed}, "too_short"),  # it only seeds
+        ({"worker_init_fn": functools.partial(seed_worker), "num_workers": 2}, "too_short"),
+        ({"worker_init_fn": pl_worker_init_function, "num_workers": 2}, "too_short"),
+        ({"worker_init_fn": shutil.rmtree, "num_workers": 2}, "worker_init"),  # a library's is no better
         ({"dataset": Stream(9)}, "iterable"),
-        ({"dataset": DataLoader(Numbers(8))}, "no_consent"),  # it asked for none
-        ({"dataset": DataLoader(Numbers(8)), "workers": True}, "too_short"),
+        ({"dataset": DataLoader(Numbers(8))}, "too_short"),  # writing AutoLoader is the consent
+        ({"dataset": DataLoader(Numbers(8)), "num_workers": 0}, "no_consent"),
         ({"num_workers": 1}, "one_worker"),
         ({"num_workers": 2, "worker_init_fn": functools.partial(own_init)}, "worker_init"),
     ],
@@ -93,7 +115,7 @@ def test_when_workers_may_be_used(arguments: dict[str, Any], kept: str) -> None:
     assert loader.kept is not None
     assert loader.kept.kind == kept
     # WHEN somebody makes it anew from its attributes, as Lightning does THEN the consent goes with it
-    names = ("num_workers", "workers", "tune", "worker_init_fn", "in_order")
+    names = ("num_workers", "tune", "worker_init_fn", "in_order")
     again = AutoLoader(loader.dataset, **{name: getattr(loader, name) for name in names})
     assert again.kept is not None
     assert again.kept.kind == kept
@@ -126,10 +148,10 @@ def test_the_iterator_that_was_begun_last_is_the_one_that_counts() -> None:
 def test_what_ours_raises_ends_tuning_and_the_epoch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     loader = AutoLoader(Numbers(40), batch_size=4)
 
-    def broken(now: float) -> None:
+    def broken(now: float, fit: Any) -> None:
         raise RuntimeError("ours")
 
-    loader.found.tuner.look = broken  # type: ignore[union-attr, method-assign]
+    loader.found.tuner._look = broken  # type: ignore[union-attr, method-assign]
     assert len(list(loader)) == 10
     assert "no longer tunes" in caplog.text
     assert len(list(loader)) == 10

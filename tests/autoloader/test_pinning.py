@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +26,13 @@ class Driver:
         self.registered, self.recorded, self.passed = set[int](), list[int](), set[int]()
         self.record = self.register = self.unregister = OK
         self.made = self.depth = 0
+        self.is_active = 1
 
     def cuDeviceGet(self, device: Any, number: int) -> int:
         return OK
 
     def cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, is_active: Any) -> int:
-        is_active._obj.value = 1
+        is_active._obj.value = self.is_active
         return OK
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
@@ -80,7 +82,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("a context is made"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(pinning, "_pinner", pinning._pinner.__wrapped__)
     return driver
@@ -161,3 +163,14 @@ def test_torchs_thread_pins_where_the_driver_cannot(
     loader = SimpleNamespace(**{"pin_memory": True, **asked})
     assert (pinner_for(loader) is not None) == is_pinned
     assert driver.made == 0 or not cuda  # nothing was asked
+
+
+def test_a_context_that_training_makes_later_is_used_by_the_next_loop(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "_pinner", functools.lru_cache(maxsize=1)(pinning._pinner))
+    loader = SimpleNamespace(pin_memory=True)
+    driver.is_active = 0
+    assert pinner_for(loader) is None
+    driver.is_active = 1
+    assert pinner_for(loader) is pinner_for(loader) is not None

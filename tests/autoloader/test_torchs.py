@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from types import ModuleType
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader, default_collate
 from autotune_loader.autoloader import torchs
 from tests.support.schedules import Numbers
 
+T = TypeVar("T")
+Batch = TypeVar("Batch")
 ATTRIBUTES = (
     "_auto_collation", "_base_seed", "_collate_fn", "_dataset", "_dataset_kind", "_index_queues", "_index_sampler",
     "_num_workers", "_num_yielded", "_persistent_workers", "_pin_memory", "_profile_name", "_rcvd_idx", "_sampler_iter",
@@ -57,6 +60,37 @@ def test_torchs_loader_has_what_its_iterators_read() -> None:
     loader = DataLoader(Numbers(8))
     assert not [name for name in READ_OF_LOADER if not hasattr(loader, name)]
     assert inspect.signature(DataLoader._get_iterator).parameters.keys() == {"self"}
+
+
+def test_a_name_that_torch_has_changed_is_found_and_one_that_it_lost_is_named() -> None:
+    module: Any = ModuleType("torch.utils.data._utils.worker")
+    module._process_worker_loop = newer = object()
+    assert torchs.named(module, "_worker_loop", "_process_worker_loop") is newer
+    with pytest.raises(ImportError, match=r"has no _a and no _b in torch\.utils\.data\._utils\.worker, .* would work"):
+        torchs.named(module, "_a", "_b")
+
+
+class OfSamples(Generic[T]):
+    """DataLoader up to torch 2.14."""
+
+
+class OfSamplesAndBatches(Generic[T, Batch]):
+    """DataLoader after pytorch#179707."""
+
+
+@pytest.mark.parametrize("loader", [DataLoader, OfSamples, OfSamplesAndBatches])
+def test_a_loader_of_samples_is_one_whether_or_not_torchs_has_a_parameter_for_batches(
+    loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a torch of either kind
+    monkeypatch.setattr(torchs, "DataLoader", loader)
+    # WHEN a class is made of its loader
+    written = "class Own(torchs.LoaderOf[T]): ...\nclass Image(Own[int]): ..."
+    exec(written, made := {"torchs": torchs, "T": T, "__name__": __name__})
+    # THEN it is one, has the parameter for samples, and can be derived from
+    assert issubclass(made["Own"], loader)
+    assert (made["Own"].__parameters__, made["Image"].__parameters__) == ((T,), ())
+    assert made["Own"][str].__origin__ is made["Own"]
 
 
 def test_torchs_collate_function_asks_for_shared_memory_by_the_name_that_is_replaced() -> None:

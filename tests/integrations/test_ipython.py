@@ -37,14 +37,21 @@ def test_a_cell_is_told_of_by_the_lines_that_the_notebook_shows_and_the_next_one
 @pytest.mark.parametrize(
     ("head", "after", "step"),
     [
-        ("%%watch\n", "", "%%watch run --workers"),
-        ("%%watch run\n", "", "%%watch run --workers"),
+        ("%%watch\n", "", "%%watch run --allow-workers"),
+        ("%%watch run\n", "", "%%watch run --allow-workers"),
         ("with enable(): ", "num_workers=1", "%%watch run"),
     ],
 )
 def test_the_next_step_of_a_cell_is_a_cell(shell, capsys, head, after, step):
     shell.run_cell(f"{head}list(DataLoader(Waiting(480, 0.002), batch_size=8, {after}))").raise_error()
     assert f"next: `{step}` tries" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", ["run --workers", "watch --allow-workers", "runs"])
+def test_an_option_that_a_cell_cannot_have_is_answered_with_one_that_works(shell, options):
+    ran = shell.run_cell(f"%%watch {options}\nlist(kept)")
+    assert isinstance(ran.error_in_exec, ValueError)
+    assert "%%watch run --allow-workers would work" in str(ran.error_in_exec)
 
 
 def test_a_cell_that_fails_has_failed_and_another_cell_magic_may_follow(shell, capsys):

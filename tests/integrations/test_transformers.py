@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState
 from report.example import synthetic_result
 
@@ -56,7 +56,7 @@ class Bucketed(transformers.Trainer):
 
 class Live(transformers.Trainer):
     def get_train_dataloader(self):
-        return tune_live(super().get_train_dataloader(), workers=True)
+        return tune_live(super().get_train_dataloader())
 
 
 def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains_with_untouched_weights(trainer_of):
@@ -104,6 +104,19 @@ def test_what_accelerate_has_prepared_changes_in_the_midst_of_training(trainer_o
     trainer = trainer_of(Waiting(), Live, size=BATCH, epochs=EPOCHS)
     trainer.train()
     assert_changed(trainer.callback_handler.train_dataloader.base_dataloader, trainer.model.seen)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # of torchdata
+def test_a_prepared_loader_that_keeps_a_state_is_refused_and_stays_what_it_is():
+    pytest.importorskip("torchdata")
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    prepared = accelerator.prepare(torch.utils.data.DataLoader(FEW, batch_size=BATCH, collate_fn=collate))
+    with pytest.raises(
+        TypeError, match=r"StatefulDataLoader, .* tune_before_prepare\(accelerator, loader\) would work"
+    ):
+        tune_live(prepared)
+    next(iter(prepared))
+    assert (type(prepared.base_dataloader).__name__, bool(prepared.state_dict())) == ("StatefulDataLoader", True)
 
 
 def test_the_bursts_train_in_the_precision_of_the_accelerator():

@@ -7,7 +7,27 @@ import time
 import pytest
 
 from autotune_loader.machine import processes
-from autotune_loader.machine.processes import PAGE_BYTES, TICKS_PER_S, TreeUse, memory_guarded, tree, tree_pss, tree_use
+from autotune_loader.machine.processes import (
+    PAGE_BYTES,
+    TICKS_PER_S,
+    TreeUse,
+    memory_guarded,
+    private_bytes,
+    tree,
+    tree_pss,
+    tree_use,
+)
+
+ROLLUP = """55ab7c6b4000-7ffd4c9f2000 ---p 00000000 00:00 0                          [rollup]
+Rss:                9284 kB
+Pss:                5210 kB
+Shared_Clean:       4100 kB
+Shared_Dirty:       1024 kB
+Private_Clean:        96 kB
+Private_Dirty:      4064 kB
+Private_Hugetlb:       0 kB
+Swap:                  0 kB
+"""
 
 
 def test_a_tree_has_used_what_its_processes_have_and_the_gone_count_nothing(tmp_path):
@@ -32,6 +52,40 @@ def test_a_tree_has_used_what_its_processes_have_and_the_gone_count_nothing(tmp_
     assert tree_use([zombie, 4], tmp_path) is tree_pss([4], tmp_path) is None
     # AND where one does not tell what it has read, that is not known
     assert tree_use([*two, process(5, "0 0 0 0")], tmp_path).read_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("rollup", "found"),
+    [
+        (ROLLUP, (96 + 4064) << 10),
+        ("", None),
+        ("Private_Clean:\n", None),
+        ("Private_Dirty: much kB\n", None),
+        (None, None),
+    ],
+)
+def test_what_is_private_to_a_process_is_what_its_end_would_free(rollup, found, tmp_path):
+    if rollup is not None:
+        (tmp_path / "7").mkdir()
+        (tmp_path / "7" / "smaps_rollup").write_text(rollup)
+    assert private_bytes(7, tmp_path) == found
+
+
+@pytest.mark.process
+def test_what_a_fork_shares_with_its_parent_is_not_private_to_it():
+    held = bytearray(b"x") * (32 << 20)
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has looked
+        os._exit(0)
+    os.close(reader)
+    try:
+        assert private_bytes(child) < len(held) // 2 < len(held) < tree_use([child]).rss_bytes
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+    assert private_bytes(child) is None
 
 
 @pytest.mark.process

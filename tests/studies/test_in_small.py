@@ -1,5 +1,8 @@
-"""Studies run in small: killed again and again, a job of a GPU on a simulated one, a library tried."""
+"""Studies run in small: killed again and again, a job of a GPU on a simulated one, a library tried, a step timed."""
 
+import contextlib
+
+import psutil
 import pytest
 import torch
 from torch.utils.data import TensorDataset, default_collate
@@ -8,6 +11,8 @@ from studies.endurance import kills
 from studies.gpu import __main__ as jobs
 from studies.libraries.__main__ import row
 from studies.libraries.attempt import Job, make_attempt
+from studies.live import overhead
+from studies.processes import busy_neighbours
 
 pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
@@ -51,3 +56,19 @@ def test_an_attempt_is_tuned_refused_or_wrong(given, batch, outcome, says):
     assert made.outcome == outcome
     assert says in made.says
     assert row("torch", "2", "a | b", made).startswith(f"| torch 2 | a \\| b | {outcome} | ")
+
+
+def test_a_step_without_workers_is_timed_beside_dataloaders(monkeypatch):
+    monkeypatch.setattr(overhead, "ROWS", 4 * overhead.SIZE)  # an epoch ends within a turn
+    for name, data in overhead.datasets().items():
+        cells = overhead.row(name, data, pairs=3, block=5, settle_s=0.0).strip("| ").split(" | ")
+        assert (cells[0], cells[-1], len(cells)) == (name, "0", 5)
+        assert min(map(float, cells[1:3])) > 0
+
+
+def test_busy_neighbours_end_with_what_they_slow():
+    with contextlib.suppress(KeyboardInterrupt), busy_neighbours(2):
+        started = [each for each in psutil.Process().children() if "getppid" in each.cmdline()[-1]]
+        assert len(started) == 2
+        raise KeyboardInterrupt
+    assert [each for each in started if each.is_running()] == []

@@ -17,7 +17,9 @@ import torch
 from torch.utils import data
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from autotune_loader.autoloader.iterator import LOOKS
 from autotune_loader.autoloader.loader import AutoLoader
+from autotune_loader.autoloader.tuner import Frozen
 from autotune_loader.values import LoaderConfig
 
 KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
@@ -26,15 +28,13 @@ KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
 class FixedLoader(AutoLoader[Any]):
     """An AutoLoader that changes only when it is told to, and whose workers count as proven."""
 
-    def __init__(self, dataset: Any, *args: Any, **arguments: Any) -> None:
-        super().__init__(dataset, *args, workers=True, **arguments)
-
     @property
     def _live(self) -> Any:
         live = super()._live
         if not hasattr(live, "is_fixed"):
-            live.is_fixed = live.is_proven = True
-            live.tuner.freeze()
+            live.is_fixed, live.equal = True, LOOKS
+            live.tuner.decide(Frozen(), 0.0)
+            live.tuner.may_start = lambda: True
         return live
 
     def change_to(self, config: LoaderConfig) -> None:

@@ -1,28 +1,40 @@
-"""A simulated training whose loader a tuner changes: a queue of workers, a step, and a log as the real one has it."""
+"""A simulated training: the real iterator and tuner, over a clock and over workers that take no time of ours."""
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
+import queue
 import random
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
+from torch.utils.data import Dataset
+
+from autotune_loader.autoloader import iterator as real
+from autotune_loader.autoloader.channel import Come, WorkerGone
+from autotune_loader.autoloader.loader import AutoLoader
 from autotune_loader.autoloader.tuner import Tuner
+from autotune_loader.autoloader.worker import BEGUN, Flag
 from autotune_loader.pipeline.loop_log import Log
-from autotune_loader.values import MAIN_PROCESS, LoaderConfig
+from autotune_loader.values import LoaderConfig
 
 SAMPLES = 8
-BEGUN = 100.0
+BEGUN_S = 100.0
 """When the clock begins."""
+BIRTH_S = 0.005
+"""From the start of a worker until it is ready."""
 NEIGHBOUR_S, NEIGHBOUR_EVERY_S = 20.0, 70.0
 """How long a neighbour takes cores, and how often."""
 DRIFT_S = 600.0
 
 
 @dataclass
-class Training:
-    """One job on one machine; time passes only in `run`."""
+class Training(Dataset[Any]):
+    """One job on one machine, and its dataset; time passes only in `run`."""
 
     fetch_s: float
     cpu: float  # Share of a fetch that computes
@@ -42,18 +54,21 @@ class Training:
     launch_s: float = 0.001
     drift: float = 1.0  # Fetches take so many times as long after ten minutes
     neighbour: float = 1.0  # Fetches take so many times as long while there is one
-    now: float = BEGUN
+    fit: Callable[[], int] = lambda: 1_000  # Workers that fit into memory
+    now: float = BEGUN_S
     samples: int = 0
     started: int = 0
     most: int = 0
     log: Log = field(default_factory=Log)
 
     def __post_init__(self) -> None:
-        self._random, self._queue, self._free = random.Random(self.seed), deque[Any](), list[float]()
-        self._loop: Any = None
-        self._taken = self._device = 0.0  # When there was room for another batch last; when the device has done all
-        self._config, self._left, self._steps, self._turn = LoaderConfig(), 0, 0, 0
-        self._opened, self._hiccup_at = set[int](), BEGUN + 0.6 * self.hiccup_every_s
+        self._random, self.cpu_s = random.Random(self.seed), 0.0
+        self._device = 0.0  # When the device has done all
+        self._steps, self._opened = 0, set[int]()
+        self._hiccup_at = BEGUN_S + 0.6 * self.hiccup_every_s
+        self.log.marks = Passed(self)  # type: ignore[assignment]
+        self.loader: Any = self._loader_with(LoaderConfig(), tune=False)
+        self._batches: Any = iter(())
 
     @classmethod
     def drawn(cls, seed: int, **more: Any) -> Training:
@@ -69,14 +84,37 @@ class Training:
         }
         return cls(seed=seed, **{**drawn, **more})
 
+    def __len__(self) -> int:
+        return self.epoch_batches * SAMPLES
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        """What the loop fetches itself."""
+        took = self.fetch_takes(self.now, -1, 1.0)
+        self.now += took
+        self.cpu_s += took * self.cpu
+        return indices
+
+    def _loader_with(self, config: LoaderConfig, **arguments: Any) -> AutoLoader[Any]:
+        how = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch_factor, **arguments}
+        loader = AutoLoader(self, batch_size=SAMPLES, collate_fn=list, **how)
+        loader.check_worker_number_rationality = lambda: None  # type: ignore[method-assign]
+        return loader
+
     def tuner(self, asked: LoaderConfig, **arguments: Any) -> Tuner:
-        self._config = asked
-        return Tuner(self.log, asked, **{"cores": self.cores, "epoch_batches": self.epoch_batches, **arguments})
+        """From now on a tuner of these arguments decides, and nobody has asked for workers if these are none."""
+        self.loader = self._loader_with(asked, num_workers=asked.num_workers or None)
+        options = {"cores": self.cores, "epoch_batches": self.epoch_batches, "max_workers": 32, **arguments}
+        live = self.loader._live
+        live.tuner = live.found.tuner = Tuner(self.log, asked, **options)
+        live.found.log, live.is_seeded, live.is_torchs = self.log, False, False
+        live.fit = lambda workers: self.fit()  # type: ignore[method-assign]
+        self._batches = iter(())
+        return live.tuner
 
     def fixed(self, config: LoaderConfig) -> Training:
         """The same job, begun anew, with a configuration that nobody changes."""
-        other = replace(self, seed=self.seed + 1, now=BEGUN, samples=0, started=0, most=0, log=Log())
-        other._config = config
+        other = replace(self, seed=self.seed + 1, now=BEGUN_S, samples=0, started=0, most=0, log=Log())
+        other.loader = other._loader_with(config, tune=False)
         return other
 
     def rate(self, config: LoaderConfig, seconds: float = 20.0) -> float:
@@ -94,39 +132,36 @@ class Training:
             self.batch(tuner)
         return self.now - begun
 
-    def batch(self, tuner: Tuner | None) -> None:
-        if self._left == 0:
-            self._next_epoch(tuner)
-        if tuner is not None:
-            self._loop.ask(self._passed)
-            if self.now >= tuner.wake:
-                tuner.look(self.now)
-                if tuner.wanted != self._config:
-                    self._apply(tuner)
-        asked = self.now
-        if self._config.num_workers or self._queue:
-            self._fill()
-            end, begun, cpu, worker = self._queue.popleft()
-            self.now = self._taken = max(self.now, end) + self.transfer_s
-            fetch = (worker, begun, end, end, cpu)
-        else:
-            took = self._fetch(self.now, MAIN_PROCESS, 1.0)
-            self.now += took
-            fetch = (MAIN_PROCESS, asked, self.now, self.now, took * self.cpu)
+    def batch(self, _: Tuner | None = None) -> list[int]:
+        with self._simulated():
+            try:
+                batch: list[int] = next(self._batches)
+            except StopIteration:
+                self._batches = iter(self.loader)
+                batch = next(self._batches)
         self.samples += SAMPLES
-        if tuner is not None:
-            self._loop.receive(self._passed, SAMPLES, fetch)
+        self.most = max(self.most, self.loader.num_workers)
         self._step()
-        self._left -= 1
-        if self._left == 0 and tuner is not None:
-            self._loop.ask(self._passed)
-            self._loop.end(self._passed)
-            tuner.epoch(self.now - self._begun, self.epoch_batches)
+        return batch
 
     @property
-    def _passed(self) -> float:
+    def passed(self) -> float:
         """When the device has done what it was given by now."""
         return max(self.now, self._device)
+
+    @contextlib.contextmanager
+    def _simulated(self) -> Iterator[None]:
+        """The iterator has this clock and these workers."""
+        before = real.time, real.Births, real.end_process
+        clock = SimpleNamespace(monotonic=lambda: self.now, thread_time=lambda: self.cpu_s)
+        real.time, real.Births, real.end_process = clock, self._births, lambda process: None  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            real.time, real.Births, real.end_process = before  # type: ignore[misc]
+
+    def _births(self, _context: Any, _parts: Any, _pinner: Any, *, is_asked: bool, **_: Any) -> Workers:
+        return Workers(self, is_asked=is_asked)
 
     def _step(self) -> None:
         step_s = self._noisy(self.step_s)
@@ -141,43 +176,10 @@ class Training:
         if self.evaluate_every and self._steps % self.evaluate_every == 0:
             self.now += self.evaluate_s
 
-    def _next_epoch(self, tuner: Tuner | None) -> None:
-        self._begun = self.now
-        self._loop, self._left = self.log.begin(self.now), self.epoch_batches
-        self._queue.clear()
-        self._free, self._taken = [self.now] * self._config.num_workers, self.now
-        if tuner is not None and tuner.wanted != self._config:
-            self._apply(tuner)
-        self._loop.started(self.now)
-
-    def _apply(self, tuner: Tuner) -> None:
-        workers = tuner.wanted.num_workers
-        more = max(0, workers - self.most)
-        self.now += more * self.start_s
-        tuner.own_s += more * self.start_s
-        if more:
-            tuner.start_s = self.start_s
-        self.started, self.most = self.started + more, max(self.most, workers)
-        self._free += [self.now] * (workers - len(self._free))
-        self._config, self._turn = tuner.wanted, 0
-        tuner.applied(self.now, len(self._queue))
-
-    def _fill(self) -> None:
-        """Batches are given to the workers in turns as long as there is room for what they make."""
-        workers = self._config.num_workers
-        room = workers * (self._config.prefetch_factor or 0)
-        # So many compute at once that all cores are taken: in a steady state the others wait meanwhile.
-        slower = max(1.0, workers / self.cores - (1 - self.cpu) / self.cpu)
-        while len(self._queue) < min(room, self._left):
-            worker, self._turn = self._turn % workers, self._turn + 1
-            begun = max(self._free[worker], self._taken)
-            end = self._free[worker] = begun + self._fetch(begun, worker, slower)
-            self._queue.append((end, begun, self.fetch_s * self.cpu, worker))
-
-    def _fetch(self, now: float, worker: int, slower: float) -> float:
+    def fetch_takes(self, now: float, worker: int, slower: float) -> float:
         seconds = self._noisy(self.fetch_s * (1 - self.cpu + self.cpu * slower))
         if self.drift != 1.0:
-            seconds *= self.drift ** ((now - BEGUN) / DRIFT_S)
+            seconds *= self.drift ** ((now - BEGUN_S) / DRIFT_S)
         if self.neighbour != 1.0 and (now + 7 * self.seed) % NEIGHBOUR_EVERY_S < NEIGHBOUR_S:
             seconds *= self.neighbour
         if self.open_s and worker not in self._opened:
@@ -190,6 +192,139 @@ class Training:
 
     def _noisy(self, seconds: float) -> float:
         return seconds * max(0.5, self._random.gauss(1.0, self.noise))
+
+
+class Passed:
+    """What a log takes for its marks: the device passes a moment when it has done what it was given by then."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self.looks, self.until = training, 0, 0
+
+    def are_none(self) -> bool:
+        return False
+
+    def __len__(self) -> int:
+        return 0
+
+    def note(self, now: float, tell: Callable[[float], object]) -> None:
+        tell(max(now, self._training.passed))
+
+    def settle(self, now: float, *, is_end: bool = False) -> None: ...
+
+
+class Workers:
+    """What the iterator takes for its births: processes, queues and results are here, and what they take is arithmetic."""
+
+    method = "fork"
+
+    def __init__(self, training: Training, *, is_asked: bool) -> None:
+        self.training, self._is_asked, self.results = training, is_asked, self
+        self.is_prepared, self.start_s = False, 0.0
+        self._messages: list[tuple[float, int, Any, Come]] = []
+        self._numbers, self._is_first = itertools.count(), True
+
+    # --- births ---
+
+    def Event(self) -> Flag:  # noqa: N802 - as in multiprocessing
+        return Flag()
+
+    def Queue(self) -> Any:  # noqa: N802
+        if self._is_first:
+            self._is_first = False
+            return self
+        self._made = Worker(self)
+        return self._made
+
+    def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802
+        return self._made if self._is_asked else SimpleNamespace(start=lambda: None, pid=0, daemon=True)
+
+    def start(self, number: int, _count: int) -> tuple[Worker, Worker]:
+        worker: Worker = self.Queue()
+        worker.number = number
+        worker.start()
+        return worker, worker
+
+    def prepare(self) -> None:
+        self.is_prepared = True
+
+    def started(self) -> None: ...
+
+    def close_nursery(self) -> None: ...
+
+    # --- results ---
+
+    def tell(self, at: float, number: Any, come: Come) -> None:
+        heapq.heappush(self._messages, (at, next(self._numbers), number, come))
+
+    def is_ready(self) -> bool:
+        return bool(self._messages) and self._messages[0][0] <= self.training.now
+
+    def get(self, timeout: float) -> tuple[Any, Come]:
+        training = self.training
+        if not self._messages or self._messages[0][0] > training.now + timeout:
+            training.now += timeout
+            raise queue.Empty
+        at, _, number, come = heapq.heappop(self._messages)
+        training.now = max(training.now, at)
+        if come.fetch is not None:
+            training.now += training.transfer_s
+        return number, come
+
+    def cancel_join_thread(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Worker:
+    """A process and its channel."""
+
+    pid, exitcode, daemon = 0, None, True
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers, self.number, self._is_alive, self._free = workers, 0, True, 0.0
+        self.mapped = SimpleNamespace(all={})
+
+    def start(self) -> None:
+        training = self._workers.training
+        training.now += training.start_s
+        training.started += 1
+        self._workers.start_s = training.start_s
+        self._free = training.now + BIRTH_S
+        self._workers.tell(self._free, None, Come(None, None, None, BEGUN, self))  # type: ignore[arg-type]
+
+    def put(self, job: Any) -> None:
+        if job is None or not self._is_alive:
+            return
+        number, indices, *_ = job
+        training = self._workers.training
+        # So many compute at once that all cores are taken: in a steady state the others wait meanwhile.
+        busy = training.loader.num_workers
+        slower = max(1.0, busy / training.cores - (1 - training.cpu) / training.cpu)
+        begun = max(self._free, training.now)
+        end = self._free = begun + training.fetch_takes(begun, self.number, slower)
+        fetch = self.number, begun, end, end, training.fetch_s * training.cpu
+        self._workers.tell(end, number, Come(number, indices, fetch, None, self))  # type: ignore[arg-type]
+
+    def kill(self) -> None:
+        """It is gone with what it had to do."""
+        gone = Come(None, WorkerGone(), None, None, self)  # type: ignore[arg-type]
+        messages = self._workers._messages
+        messages[:] = [
+            each for each in messages if each[3].channel is not self or each[0] <= self._workers.training.now
+        ]
+        heapq.heapify(messages)
+        self._is_alive = False
+        self._workers.tell(self._workers.training.now, None, gone)
+
+    def hang_up(self) -> None:
+        self._is_alive = False
+
+    def is_alive(self) -> bool:
+        return self._is_alive
+
+    def join(self, timeout: float = 0.0) -> None: ...
+
+    terminate = close = cancel_join_thread = join
 
 
 def together(ranks: Sequence[Training], tuners: Sequence[Tuner | None], seconds: float) -> float:

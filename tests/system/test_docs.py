@@ -117,8 +117,8 @@ def test_the_commands_of_the_readme_run_as_printed(preloaded, tmp_path):
         assert does in subprocess.check_output(["make", "-n", target], cwd=ROOT, text=True)
     bench = Bench(preloaded, tmp_path, TRAIN)
     bench.write("")
-    commands = re.findall(r"`autotune-loader (\w+ (?:--\w+ )?train\.py)`", text)
-    assert commands == ["watch train.py", "run --workers train.py"]
+    commands = re.findall(r"`autotune-loader (\w+ (?:--[\w-]+ )?train\.py)`", text)
+    assert commands == ["watch train.py", "run --allow-workers train.py", "run train.py"]
     for command in commands:
         code, _, report = bench.command(*command.split())
         assert (code, "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in report) == (0, True)
@@ -137,6 +137,16 @@ def test_the_reference_has_every_key_every_option_and_every_public_name():
     options = {option for command in Command.all.values() for option in command.options}
     wanted = keys | {each for each in options if each.startswith("--")} - {"--output"} | set(autotune_loader.__all__)
     assert sorted(each for each in wanted - {"__version__"} if each not in page) == []
+
+
+def test_the_contract_is_the_same_wherever_it_is_told():
+    """The docstring of AutoLoader, its page, README, and the help of `run`."""
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "README.md", ROOT / "docs" / "autoloader.md")]
+    told = [re.findall(r"[\w']+", each.lower()) for each in (autotune_loader.AutoLoader.__doc__, *pages)]
+    told.append(re.findall(r"[\w']+", Command.all["run"].description.lower()))
+    contracts = [re.search("it gives the samples that .* they do as there", " ".join(each)) for each in told]
+    assert all(contracts)
+    assert len({each[0] for each in contracts}) == 1
 
 
 def test_pages_are_few_and_short():

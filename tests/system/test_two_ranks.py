@@ -131,7 +131,7 @@ def test_a_launcher_runs_a_script_each_rank_trains_on_its_half_and_rank_0_report
     temporary = tempfile.mkdtemp(dir="/tmp")  # a longer path leaves no room for the names of torch's sockets
     launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
     launch += " --dynamo_backend no --main_process_port 0 -m autotune_loader"
-    command = f"{launch} run --workers --json report.json -o loader.json train.py {EPOCHS}"
+    command = f"{launch} run --allow-workers --json report.json -o loader.json train.py {EPOCHS}"
     done = subprocess.run(
         [sys.executable, "-m", *command.split()], env={**os.environ, **ENVIRON, "TMPDIR": temporary},
         cwd=tmp_path, capture_output=True, text=True, timeout=HARD_DEADLINE_S,

@@ -77,12 +77,13 @@ def test_a_worker_of_a_stream_is_idle_once_each_had_its_turn(monkeypatch, delive
 
 def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):
     (found,) = seen_of(monkeypatch, loader_of(), script=None).report.loaders
-    assert found.advice[0].startswith('`enable("run", workers=True)` tries worker processes')
+    assert found.advice[0].startswith('`enable("run", allow_workers=True)` tries worker processes')
 
 
 def test_while_other_settings_are_tried_all_figures_are_those_of_the_settings_that_are_told(monkeypatch):
     known, eight = loader_of(), LoaderConfig(num_workers=8)
-    known.tune_by(Found(site=SITE, log=known.log, tuner=Tuner(known.log, known.own, cores=4), has_batched_fetch=True))
+    tuner = Tuner(known.log, known.own, cores=4, max_workers=32)
+    known.tune_by(Found(site=SITE, log=known.log, tuner=tuner, has_batched_fetch=True))
     known.found.tuner.measured = {
         each: [ran(each, rate).measurement] for each, rate in ((known.own, 47.0), (eight, 690.0))
     }

@@ -167,7 +167,7 @@ def test_weights_and_random_states_are_the_same_bit_for_bit(bench, workers):
         assert f"num_workers={workers}" in block
 
 
-@pytest.mark.parametrize(("workers", "command"), [(0, "run --workers train.py"), (1, "run train.py")])
+@pytest.mark.parametrize(("workers", "command"), [(0, "run --allow-workers train.py"), (1, "run train.py")])
 def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, command):
     line = f"train.py:{line_of(bench.write(WAITS), 'MAIN')}"
     written = ("-o", "o.json", "--json", "r.json", "--fail-if-wait", "10%")
@@ -248,7 +248,7 @@ def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring
 ):
     text, script = bench.write(WAITING), ["train.py", "6", *more]
     _, plain = bench.run(*script, FETCH_S="0")
-    asked = ("run", "--workers", "--max-workers", "4", "-o", "o.json", "--json", "r.json")
+    asked = ("run", "--allow-workers", "--max-workers", "4", "-o", "o.json", "--json", "r.json")
     code, printed, report = bench.command(*asked, *script, FETCH_S=fetch_s)
     assert (code, printed) == (0, plain)
     (loader,), result = told_alike(bench, report)
@@ -266,7 +266,7 @@ def test_loaders_that_ask_for_no_workers_get_none_and_the_command_that_allows_th
         (loader,) = told["loaders"]
         assert printed == plain
         assert (loader["settings_now"]["num_workers"], loader["kept"]["kind"]) == (0, "no_consent")
-        assert f"`autotune-loader run --workers {shlex.join(script)}`" in loader["advice"][0]["sentence"]
+        assert f"`autotune-loader run --allow-workers {shlex.join(script)}`" in loader["advice"][0]["sentence"]
 
 
 def test_start_with_begins_with_what_a_file_says(bench):
@@ -281,7 +281,7 @@ def test_start_with_begins_with_what_a_file_says(bench):
 def test_what_cannot_be_an_autoloader_is_watched_with_the_reason(bench):
     bench.write(OWN_KINDS)
     _, plain = bench.run("train.py")
-    printed, told = bench.told("run", "--workers", "train.py")
+    printed, told = bench.told("run", "--allow-workers", "train.py")
     assert printed == plain
     kept = {each["contents"].partition("[")[0]: each["kept"]["kind"] for each in told["loaders"]}
     assert kept == {"Stream": "iterable", "Numbers": "own_iterator"}
@@ -289,6 +289,6 @@ def test_what_cannot_be_an_autoloader_is_watched_with_the_reason(bench):
 
 def test_what_the_script_has_dropped_is_gone(bench):
     bench.write(DROPPED)
-    for options in ((), ("--workers",)):
+    for options in ((), ("--allow-workers",)):
         printed, told = bench.told("run", *options, "train.py")
         assert (printed, [each["batches"] for each in told["loaders"]]) == ("[None, None, None]\n", [75])

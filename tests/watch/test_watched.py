@@ -16,12 +16,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from autotune_loader import enable
+from autotune_loader.autoloader.live import live_of
 from autotune_loader.lines import Line
-from autotune_loader.pipeline.loop_log import Site
+from autotune_loader.pipeline.loop_log import Log, Marks, Site
 from autotune_loader.values import LoaderConfig
 from autotune_loader.watch import watched
 from autotune_loader.watch.hook import active
@@ -85,6 +86,82 @@ def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_
         totals = enabled.session.loaders[0].log.totals
     assert (totals.batches, totals.samples, totals.epochs) == (10, 36, 2)
     assert "TensorDataset[18], batches of 4" in capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [0, 2])
+def test_under_run_one_log_has_each_moment_of_a_loop_once(workers, monkeypatch, capsys):
+    noted, note = [], Marks.note
+    monkeypatch.setattr(Marks, "note", lambda marks, now, tell: noted.append(marks) or note(marks, now, tell))
+    monkeypatch.setattr(Marks, "are_none", lambda marks: False)  # as on an accelerator
+    loader = DataLoader(NUMBERS, batch_size=5, num_workers=workers)
+    with enable("run", allow_workers=True) as enabled:
+        for _ in range(2):
+            assert len(list(loader)) == 10
+        (known,) = enabled.session.loaders
+        totals = known.log.totals
+        assert (known.found.log, {*noted}) == (known.log, {known.log.marks})
+        # THEN: begin, started; ask and receive of each batch; ask, end, and the end that the tuner is told of
+        assert len(noted) == 2 * (2 + 2 * 10 + 3)
+        assert (totals.epochs, totals.batches, totals.samples, known.epoch_samples) == (2, 20, 96, {48})
+        assert (len(known.log.rows), known.is_running) == (20, False)
+    assert "TensorDataset[48], batches of 5\n  20 batches in 2 epochs" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_under_run_a_loader_whose_numbers_the_script_sets_anew_is_another_one(capsys):
+    with enable("run", allow_workers=True) as enabled:
+        loader = DataLoader(NUMBERS, batch_size=4)
+        list(loader)
+        for workers, depth in ((2, 3), (0, None)):
+            loader.num_workers, loader.prefetch_factor = workers, depth
+            list(loader)
+        loader.collate_fn = len  # this makes it no other one
+        assert list(loader) == [4] * 12
+        none, two = enabled.session.loaders
+        assert [(each.own.num_workers, each.log.totals.batches) for each in (none, two)] == [(0, 36), (2, 12)]
+        assert (none.found.log, two.found.log, two.found.tuner.asked.prefetch_factor) == (none.log, two.log, 3)
+
+
+@pytest.mark.process
+def test_under_run_a_loader_that_is_made_anew_goes_on_in_the_log_of_its_line(capsys):
+    with enable("run", allow_workers=True) as enabled:
+        for _ in range(3):
+            list(make())
+        (known,) = enabled.session.loaders
+        assert (known.log.totals.batches, known.found.log.end, known.found.tuner.measured) == (36, 36, {})
+    with enable("run", allow_workers=True):  # one that was tuned under an earlier hook is told of by this one's figures
+        loader = make()
+        list(loader)
+    with enable("run", allow_workers=True) as enabled:
+        list(loader)
+        assert seen(enabled) == [(LINE, 1, 12)]
+
+
+def test_what_tunes_a_loader_that_is_made_anew_knows_and_may_spend_what_came_since():
+    log = Log()
+    loop = log.begin(0.0)
+    for number in range(200):  # GIVEN that another loader of its line trained for 200 s
+        loop.ask(float(number))
+        loop.receive(number + 0.9, 4, (number % 4, number - 3.0, number + 0.5, number + 0.8, 0.5))
+    live = live_of(DataLoader(NUMBERS), None, allow_workers=True, log=log)
+    assert (live.found.result.trials, live.tuner._may(0.4), live.tuner._may(0.6)) == ((), True, False)
+
+
+class Batches(IterableDataset):
+    """Whole batches of 7."""
+
+    def __iter__(self):
+        return iter(torch.zeros(3, 7))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("verb", ["watch", "run"])
+def test_samples_of_a_stream_of_batches_are_those_within_them(verb, capsys):
+    with enable(verb) as enabled:
+        list(DataLoader(Batches(), batch_size=None, num_workers=1))
+        totals = enabled.session.loaders[0].log.totals
+    assert (totals.batches, totals.samples) == (3, 21)
 
 
 def test_under_run_the_report_says_why_no_autoloader_takes_a_place(monkeypatch, capsys):

@@ -1,8 +1,10 @@
-"""Where nobody asked for workers: batches are the loop's own in any case, and which data get none is told."""
+"""Where nobody asked for workers: two batches are made twice before workers take over, and which data get none is told."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import io
 import itertools
 import logging
@@ -11,6 +13,8 @@ import os
 import random
 import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +30,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_wor
 
 from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import tuner
-from autotune_loader.autoloader.unasked import digest
+from autotune_loader.autoloader.look import is_same
 from tests.support.schedules import FixedLoader
 
 pytestmark = pytest.mark.process
@@ -40,7 +44,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first look comes after 0.1 s."""
     monkeypatch.setattr(tuner, "GATE_S", 0.1)
     monkeypatch.setattr(tuner, "CHEAP_FETCH_S", 0.0)
-    monkeypatch.setattr("autotune_loader.autoloader.unasked.PATIENCE_S", 1.0)
+    monkeypatch.setattr("autotune_loader.autoloader.iterator.PATIENCE_S", 1.0)
 
 
 class Items(Dataset[Any]):
@@ -71,8 +75,8 @@ def trained(make: Callable[[], Any], **arguments: Any) -> tuple[Any, bool]:
         for each, wait_s in ((loader, 0.002), (plain, 0.0)):
             Items.wait_s = wait_s
             torch.manual_seed(3)
-            epochs.append([digest(batch) for batch in each])
-        if epochs[0] != epochs[1]:
+            epochs.append([copy.deepcopy(batch) for batch in each])
+        if not is_same(*epochs):
             return loader, False
         left -= loader.found.tuner.refused is not None or any(row.worker >= 0 for row in loader.log.rows)
     return loader, True
@@ -167,6 +171,16 @@ def bumped(values: Any, key: Any, index: int) -> int:
     return index
 
 
+@functools.cache
+def remembered(index: int) -> int:
+    return index
+
+
+class Cached(Items):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(remembered(index))
+
+
 def in_worker(there: Callable[[], Any]) -> Callable[[Path], Any]:
     return lambda d: Items(lambda self, i: 1 if os.getpid() == MAIN else there())
 
@@ -174,10 +188,11 @@ def in_worker(there: Callable[[], Any]) -> Callable[[Path], Any]:
 REFUSED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "count": (lambda d: Items(lambda self, i: bumped(vars(self), "n", i), n=0), "dataset_changes", "Items.n"),
     "cache": (lambda d: Items(lambda self, i: self.c.setdefault(i, i), c={}), "dataset_changes", "Items.c"),
-    "reads on": (lambda d: Items(lambda self, i: next(self.f), f=itertools.count()), "samples_differ", "batch"),
-    "BytesIO": (lambda d: Items(lambda self, i: self.f.read(1)[0], f=io.BytesIO(bytes(range(250)) * 9)), "samples_differ", "b"),
-    "process": (lambda d: Items(lambda self, i: os.getpid()), "samples_differ", "batch"),
-    "worker": (lambda d: Items(lambda self, i: get_worker_info() is None), "samples_differ", "batch"),
+    "lru_cache": (lambda d: Cached(lambda self, i: i), "dataset_changes", "the cache of remembered"),
+    "reads on": (lambda d: Items(lambda self, i: next(self.f), f=itertools.count()), "samples_differ", "Batch "),
+    "BytesIO": (lambda d: Items(lambda self, i: self.f.read(1)[0], f=io.BytesIO(bytes(range(250)) * 9)), "samples_differ", "B"),
+    "process": (lambda d: Items(lambda self, i: os.getpid()), "samples_differ", "Batch "),
+    "worker": (lambda d: Items(lambda self, i: get_worker_info() is None), "samples_differ", "Batch "),
     "a closure in a batch": (lambda d: Items(lambda self, i: {"f": lambda: i}), "worker_error", "local object"),
     "exception": (in_worker(lambda: int("x")), "worker_error", "invalid literal"),
     "exit": (in_worker(lambda: os._exit(3)), "workers_lost", "exited unexpectedly"),
@@ -188,7 +203,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_workers_cannot_make_is_refused_and_why(kind: str, data: Path, caplog: pytest.LogCaptureFixture) -> None:
     make, reason, words = REFUSED[kind]
-    caplog.set_level(logging.INFO, "autotune_loader")
+    caplog.set_level(logging.DEBUG, "autotune_loader")
     Items.wait_s, until = 0.002, time.monotonic() + MOST_S
     loader = AutoLoader(make(data), batch_size=BATCH, collate_fn=list, max_workers=3)
     while loader.found.tuner.refused is None and time.monotonic() < until:
@@ -236,7 +251,7 @@ def test_workers_that_are_lost_after_they_were_proven_leave_the_loop_to_itself_f
     seen, killed = [], 0
     for batch in loader:
         seen += batch
-        for process in multiprocessing.active_children() if loader._live.is_proven else []:
+        for process in multiprocessing.active_children():
             process.kill()
             killed += 1
     assert killed
@@ -301,11 +316,62 @@ def test_samplers_are_asked_as_without_workers(loop: Callable[[Any], list[Any]])
     assert loop(FixedLoader) == loop(DataLoader)
 
 
-def test_where_the_script_starts_workers_anew_none_is_started_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: "spawn")
-    loader = AutoLoader(Items(lambda self, i: i), batch_size=BATCH)
-    assert loader.kept.kind == "start_method"
-    assert "spawn" in loader.kept.sentence
+METHODS = """
+import multiprocessing, sys, time
+import torch
+from torch.utils.data import Dataset
+from autotune_loader import AutoLoader
+from autotune_loader.autoloader import tuner
+
+tuner.GATE_S = 0.1
+
+class Slow(Dataset):
+    def __init__(self, file=None):
+        self.file = file
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        return torch.tensor(index)
+
+def main(method, data):
+    if method != "default":
+        multiprocessing.set_start_method(method)
+    loader, until = AutoLoader(data, batch_size=4, max_workers=3), time.monotonic() + 60
+    while time.monotonic() < until:
+        assert [index for batch in loader for index in batch.tolist()] == list(range(4000))
+        if loader.found.tuner.refused or any(row.worker >= 0 for row in loader.log.rows):
+            break
+    print("ran", loader.num_workers, loader.kept and loader.kept.kind, multiprocessing.get_start_method(True), flush=True)
+"""
+GUARDED = 'if __name__ == "__main__":\n    main(sys.argv[1], Slow({}))\n'
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("method", "start", "expected"),
+    [
+        ("default", "main(sys.argv[1], Slow())", "workers None"),  # forked, whatever Python's default is
+        ("spawn", GUARDED.format(""), "workers spawn"),
+        ("forkserver", GUARDED.format(""), "workers forkserver"),
+        ("spawn", "main(sys.argv[1], Slow())", "0 no_guard spawn"),
+        ("spawn", GUARDED.format("open(__file__)"), "0 not_begun spawn"),
+    ],
+)
+def test_workers_start_as_the_script_says_or_a_sentence_says_why_not(
+    method: str, start: str, expected: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(METHODS + start)
+    command = [sys.executable, str(script), method]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    (ran,) = (line for line in done.stdout.splitlines() if line.startswith("ran "))  # once
+    _, workers, kept, own = ran.split()
+    assert [
+        f"workers {own}"
+        if workers != "0" and kept in ("None", "too_short", "not_settled")
+        else f"{workers} {kept} {own}"
+    ] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -324,5 +390,5 @@ def test_where_the_script_starts_workers_anew_none_is_started_unasked(monkeypatc
     ],
 )
 def test_two_batches_are_the_same_but_for_rounding(own: Any, other: Any, same: bool) -> None:
-    assert digest(own) == digest(own)
-    assert (digest(own) == digest(other)) is same
+    assert is_same(own, copy.deepcopy(own))
+    assert is_same(own, other) is same
