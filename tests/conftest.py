@@ -175,10 +175,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in KINDS):
             item.add_marker(pytest.mark.unit)
+        elif "/autoloader/" in item.nodeid:
+            pass  # no test of this room is run twice to turn green
         elif not item.get_closest_marker("acceptance") and config.pluginmanager.hasplugin("rerunfailures"):
-            if "/autoloader/" in item.nodeid:  # no test of this room is run twice to turn green
-                item.add_marker(pytest.mark.xdist_group(_group_of(item)))
-                continue
             item.add_marker(pytest.mark.flaky(reruns=1))
         item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     # Longest first, so that no long one is left alone at the end: the frameworks, which are one group, then kind by kind.

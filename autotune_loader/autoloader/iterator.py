@@ -36,7 +36,7 @@ from autotune_loader.autoloader.look import is_same, notes
 from autotune_loader.autoloader.nursery import Births, end_process, kill
 from autotune_loader.autoloader.pinning import pinner_for
 from autotune_loader.autoloader.seeds import QUIET, Seed, Seeds, base_of, mixed, states
-from autotune_loader.autoloader.tuner import Begun, EpochEnded, Event, Failed, Look, Refused, Switched
+from autotune_loader.autoloader.tuner import EpochEnded, Event, Failed, Look, Refused, Switched
 from autotune_loader.autoloader.worker import BEGUN, LOOKED, Threaded
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.batches import samples_in
@@ -112,7 +112,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     _workers_status: list[bool]
     _index_sampler: Any
     _dataset: Any
-    _begun: set[Channel]
+    _ready: set[Channel]
     """Workers that are ready for a job."""
     _answered: set[Channel]
     """Workers that have delivered a batch."""
@@ -137,14 +137,14 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._asked = live.tuner.asked.num_workers
         self._is_fixed = live.has_init_fn or loader._dataset_kind == torchs.ITERABLE
         self._loop = self._log.begin(begun)
-        config = self._tuner.decide(Begun(), begun)
+        config = self._tuner.wanted
         self._config = self._wanted = self._tuner.asked
         live.walk(loader)
         self._active, self._depth = self._config.num_workers, self._config.prefetch_factor or 1
         self._turn, self._losses, self._epochs, self._seed = 0, 0, -1, 0
-        self._begun, self._answered, self._ending = set(), set(), []
-        self._switched_at = self._awaited_at = self._asked_at = self._births_s = 0.0
-        self._looked_at, self._is_known = 0, False
+        self._ready, self._answered, self._ending = set(), set(), []
+        self._switched_at = self._awaited_at = self._looks_sent_at = self._births_s = 0.0
+        self._look_batch, self._is_known = 0, False
         self._parked_until = math.inf
         self._given, self._come, self._looks, self._retried = {}, {}, {}, set()
         self._error = None
@@ -158,7 +158,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._dataset = loader.dataset
         if not self._asked:
             self._leave_torchs_worker_out(loader)
-            self._prepare(config, begun)
+            self._prepare(config)
         live.tell(self._config)
         self._births_s += self._context.start_s * self._active
         self._loop.started(time.monotonic())
@@ -188,7 +188,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             is_asked=is_asked,
             pins=pins,
             has_nursery=has_nursery,
-            kept=() if is_asked else live.kept,
+            files=() if is_asked else live.files,
         )
         if live.fetch_threads is not None:
             other["dataset"] = other["worker_init_fn"] = Threaded(
@@ -206,12 +206,14 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._fetch = fetcher.fetch
         self._seeds = Seeds(torch.initial_seed(), self._live.held) if self._live.draws else None
 
-    def _prepare(self, config: LoaderConfig, now: float) -> None:
+    def _prepare(self, config: LoaderConfig) -> None:
         """Have a nursery before the first fetch where workers may be started in this epoch."""
         if not self._context.is_prepared and (config.num_workers or self._tuner.may_start()):
+            begun = time.monotonic()
             self._context.prepare()
-            self._tuner.own_s += time.monotonic() - now
-            self._births_s += time.monotonic() - now
+            took_s = time.monotonic() - begun
+            self._tuner.own_s += took_s
+            self._births_s += took_s
 
     # --- an epoch ---
 
@@ -229,8 +231,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             return
         self._turn, self._error = 0, None
         sampler, workers = self._index_sampler, self._num_workers
-        if not first_iter and not self._asked:
-            self._live.walk(loader)
         if not self._asked:  # torch asks a sampler twice where there are workers
             self._index_sampler = _Drawn(self._sampler_iter if first_iter else iter(sampler))
         # Workers that are kept need not be told: late batches are known by their numbers.
@@ -240,6 +240,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._workers_status = [True] * workers
         self._workers_num_tasks: Any = defaultdict(int)  # torch counts for `in_order=False` alone
         if not self._asked and not first_iter:
+            self._live.walk(loader)
             self._base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
         # Torch draws a seed once for workers that are kept.
         is_first = not (self._asked and self._epochs)
@@ -248,9 +249,9 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if first_iter:
             self._try_put_index()
             return
-        config = self._tuner.decide(Begun(), begun)
+        config = self._tuner.wanted
         if not self._asked:
-            self._prepare(config, begun)
+            self._prepare(config)
         self._try_put_index()
         self._loop.started(time.monotonic())
         self._begin_with(config)
@@ -261,7 +262,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             return
         self._switch(config)
         if self._is_proven and self._context.method == "fork":  # they take part from the first batch on
-            self._begun.update(self._index_queues)
+            self._ready.update(self._index_queues)
             if self._asked:
                 self._advance()
 
@@ -287,7 +288,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         batch = self._next_of_torch(None)
         loop.receive(time.monotonic(), self._samples(batch), self.fetch)
         if not (self._active or self._asked or self._wanted is not self._config):
-            self._is_known = self._log.end >= self._looked_at + LOGGED and not tuner.is_trying
+            self._is_known = self._log.end >= self._look_batch + LOGGED and not tuner.is_trying
         return batch
 
     def _next_of_torch(self, unnoted: float | None) -> Any:
@@ -325,7 +326,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _look(self, now: float) -> None:
         """Whatever goes wrong here, the epoch goes on; what it takes is tuning's own time."""
-        tuner, best, self._looked_at = self._tuner, self._tuner.best, self._log.end
+        tuner, best, self._look_batch = self._tuner, self._tuner.best, self._log.end
         try:
             self._decide(Look(self._fit))
         except Exception as error:
@@ -387,12 +388,14 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._config = config
             return
         self._have_made_again()
-        late = [each for each in self._index_queues[:workers] if each not in self._begun]
+        late = [each for each in self._index_queues[:workers] if each not in self._ready]
         if late or len(self._workers) < workers or (workers and not self._is_proven):
             if late and time.monotonic() > self._switched_at + BIRTH_S:
                 self._cut(min(each.number for each in late))
                 self._decide(Failed())
-            elif self._looks and time.monotonic() > self._asked_at + max(PATIENCE_S, PATIENCE_FETCHES * live.slowest_s):
+            elif self._looks and time.monotonic() > self._looks_sent_at + max(
+                PATIENCE_S, PATIENCE_FETCHES * live.slowest_s
+            ):
                 self._leave_to_the_loop(Kept.WORKERS_LOST(error="they make no batch"))
             return
         in_flight = self._send_idx - self._rcvd_idx
@@ -407,7 +410,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         """Whether workers that nobody asked for wait for batches to make again."""
         if self._wanted is self._config or self._is_proven or not self._workers:
             return False
-        return all(each in self._begun for each in self._index_queues)
+        return all(each in self._ready for each in self._index_queues)
 
     @property
     def _is_proven(self) -> bool:
@@ -417,7 +420,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         """Keep so many: the others end by themselves, and their jobs are given out again."""
         self._active = min(self._active, workers)
         for channel in self._index_queues[workers:]:
-            self._begun.discard(channel)
+            self._ready.discard(channel)
             channel.hang_up()
         self._ending = [each for each in self._ending if each.is_alive()] + self._workers[workers:]
         for each in (self._index_queues, self._workers, self._workers_status):
@@ -557,7 +560,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         """Workers make what the loop has made: two processes that make one sample at once may spoil a cache."""
         while self._latest and self._is_looking and len(self._looks) + self._live.equal < LOOKS:
             number, indices, self._looks[number] = self._latest.popleft()
-            self._asked_at = time.monotonic()
+            self._looks_sent_at = time.monotonic()
             try:
                 self._send(number, indices, len(self._looks) % len(self._workers))
             except Exception as error:  # indices that cannot be pickled
@@ -617,7 +620,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if come.note == LOOKED:
             self._decide(Refused(Kept.WORKER_INFO()))
         if come.note == BEGUN:
-            self._begun.add(come.channel)
+            self._ready.add(come.channel)
             self._advance()
             return False
         if self._dataset_kind == torchs.ITERABLE:
@@ -678,7 +681,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             return  # it has ended as it should
         process = self._workers[number]
         end_process(process)
-        self._begun.discard(channel)
+        self._ready.discard(channel)
         self._losses += 1
         if self._is_fixed or (self._losses >= MOST_LOSSES and self._asked):
             self._mark_worker_as_unavailable(number)
@@ -730,7 +733,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             channel.hang_up()  # who waits for room to send would never end
         if not self._asked:
             for channel, process in zip(self._index_queues, self._workers, strict=True):
-                if channel not in self._begun or self._looks:  # nobody waits for it
+                if channel not in self._ready or self._looks:  # nobody waits for it
                     kill(process)
         super()._shutdown_workers()
         for process in self._ending:

@@ -50,7 +50,7 @@ SEEDS_ONLY = {
 }  # fmt: skip
 """Names in a `worker_init_fn` that seeds and does nothing else, as in PyTorch's notes on reproducibility."""
 SEEDERS = {
-    "torch.random.manual_seed", "lightning.fabric.utilities.seed.pl_worker_init_function",
+    "lightning.fabric.utilities.seed.pl_worker_init_function",
     "lightning_fabric.utilities.seed.pl_worker_init_function", "transformers.trainer_utils.seed_worker",
 }  # fmt: skip
 """Functions of libraries that do the same: Lightning's `seed_everything(workers=True)` and Hugging Face's Trainer set them."""
@@ -169,7 +169,7 @@ class Live:
         method: How workers start that nobody asked for.
         has_init_fn: Whether a `worker_init_fn` does more than seed.
         is_seeded: Whether each batch's random numbers are its own.
-        objects, held, kept: What the dataset consists of; generators of random numbers and descriptors among it.
+        objects, held, files: What the dataset consists of; generators of random numbers and descriptors among it.
         equal: Batches of workers that were the loop's own.
         batch_bytes, slowest_s: Of the largest batch so far, and of the one that took longest to make.
         draws: Whether a batch may need random numbers.
@@ -202,7 +202,7 @@ class Live:
             not asked.num_workers and (refused is not None or bool(loader.timeout))
         )
         self.is_seeded = not (_is_stream(loader) or self.has_init_fn)
-        self.objects, self.held, self.kept = list[Any](), list[Any](), set[int]()
+        self.objects, self.held, self.files = list[Any](), list[Any](), set[int]()
         sampler = getattr(loader._index_sampler, "sampler", loader._index_sampler)
         self.is_torchs_sampler = type(sampler).__module__.startswith("torch.")
         self.draws = self.is_seeded and not draws_nothing(loader.dataset, loader.collate_fn)
@@ -221,10 +221,10 @@ class Live:
         if self.draws:
             self.objects = objects_in(loader)
             self.held = [each for each in self.objects if isinstance(each, GENERATORS)]
-            self.kept = set()
+            self.files = set()
             for each in self.objects:
                 with suppress(Exception):  # it is closed, or none of a file's
-                    self.kept.add(each.fileno())
+                    self.files.add(each.fileno())
 
     def is_as_told(self, loader: Any) -> bool:
         return self.told == (loader.num_workers, loader.prefetch_factor)

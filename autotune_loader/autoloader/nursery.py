@@ -32,7 +32,7 @@ from autotune_loader.autoloader.channel import Channel, NoQueue, Results, Worker
 from autotune_loader.autoloader.given import Given, Parts
 from autotune_loader.autoloader.pinning import Pinner
 from autotune_loader.autoloader.worker import Flag, leave_signals, work
-from autotune_loader.machine.elsewhere import descriptors
+from autotune_loader.machine.elsewhere import descriptors, lead_nowhere
 from autotune_loader.machine.kernel import pidfd
 
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
@@ -58,7 +58,7 @@ class Births:
         is_asked: Whether somebody asked for workers. Torch asks for one where there is to be none yet.
         pins: Whether batches are pinned as they arrive, where they lie if there is a `pinner`.
         has_nursery: Whether later workers are to be forked from one.
-        kept: Descriptors that the dataset holds.
+        files: Descriptors that the dataset holds.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Births:
         is_asked: bool,
         pins: bool,
         has_nursery: bool,
-        kept: Collection[int] = (),
+        files: Collection[int] = (),
     ) -> None:
         self._real, self._parts, self._pinner, self._is_asked = real, parts, pinner, is_asked
-        self._kept = kept
+        self._files = files
         self._has_nursery = has_nursery and CLONE is not None and real.get_start_method() == "fork"
         self.results = Results(pins=pins)
         self._is_first = True
@@ -108,7 +108,7 @@ class Births:
             return NoQueue()
         self._clock()
         self.started()
-        self._made = Channel(self._pinner)
+        self._made, self._starting_at = Channel(self._pinner), time.monotonic()
         self.results.add(self._made)
         return self._made
 
@@ -128,7 +128,7 @@ class Births:
         if self._has_nursery and self._nursery is None:
             assert self._given is not None
             try:
-                self._nursery = Nursery(self._given, self._kept)
+                self._nursery = Nursery(self._given, self._files)
             except OSError as error:
                 self._has_nursery = error.errno not in REFUSED  # else workers start as the method does
 
@@ -140,7 +140,7 @@ class Births:
             Exception: As `multiprocessing` raises where what workers get cannot be pickled.
         """
         channel, born = self.Queue(), None
-        channel.number, self._starting_at = number, time.monotonic()
+        channel.number = number
         try:
             if self._nursery is not None:
                 try:
@@ -167,7 +167,7 @@ class Births:
     def _process(self, number: int, count: int) -> Any:
         channel = self._made
         assert channel is not None
-        channel.number, self._starting_at = number, time.monotonic()
+        channel.number = number
         return self._real.Process(target=work, args=(self._given, channel.end, number, count), daemon=True)
 
     def started(self) -> None:
@@ -208,7 +208,7 @@ class Nursery:
         OSError: The kernel refuses what it needs.
     """
 
-    def __init__(self, given: Given, kept: Collection[int]) -> None:
+    def __init__(self, given: Given, files: Collection[int]) -> None:
         os.close(pidfd(os.getpid()))  # whether it can be told when a worker ends
         self._ours, theirs = pair()
         try:
@@ -219,7 +219,7 @@ class Nursery:
             raise
         if not self.pid:
             try:
-                _nurse(theirs, given, kept)
+                _nurse(theirs, given, files)
             finally:
                 os._exit(0)
         theirs.close()
@@ -286,12 +286,12 @@ class NurseryProcess(ForkProcess):
         self.request = nursery, end, number, count
 
 
-def _nurse(theirs: socket.socket, given: Given, kept: Collection[int]) -> None:
+def _nurse(theirs: socket.socket, given: Given, files: Collection[int]) -> None:
     """The life of the nursery: until the loop hangs up. None of the script's handlers of signals runs in it."""
     close_channels()
     handlers = leave_signals()
     if not given.asked:
-        _leave_pipes(kept)
+        _leave_pipes(files)
     if (probe := os.fork()) == 0:  # before the first clone: libraries end their threads where somebody forks
         os._exit(0)
     with suppress(ChildProcessError):  # the script ignores SIGCHLD
@@ -318,7 +318,7 @@ def _nurse(theirs: socket.socket, given: Given, kept: Collection[int]) -> None:
         theirs.send(str(pid).encode())
 
 
-def _leave_pipes(kept: Collection[int]) -> None:
+def _leave_pipes(files: Collection[int]) -> None:
     """Hold no writing end of the training's own pipes: a program that it feeds waits until nobody does."""
     tracker = getattr(resource_tracker._resource_tracker, "_fd", None)
     for fd in descriptors(3):
@@ -327,12 +327,10 @@ def _leave_pipes(kept: Collection[int]) -> None:
             if (
                 is_pipe
                 and fd != tracker
-                and fd not in kept
+                and fd not in files
                 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
             ):
-                nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-                os.dup2(nowhere, fd, inheritable=False)
-                os.close(nowhere)
+                lead_nowhere(fd)
 
 
 def _clone() -> int:

@@ -30,13 +30,10 @@ def named(module: ModuleType, *names: str) -> Any:
 
 
 CHECK_EVERY_S: float = named(_utils, "MP_STATUS_CHECK_INTERVAL", "STATUS_CHECK_INTERVAL")  # pytorch#161044
-BaseIter: Any = dataloader._BaseDataLoaderIter
-LoopIter: Any = dataloader._SingleProcessDataLoaderIter
 WorkersIter: Any = dataloader._MultiProcessingDataLoaderIter
 ITERABLE = dataloader._DatasetKind.Iterable
 fetcher: Any = dataloader._DatasetKind.create_fetcher
 ExceptionWrapper: Any = torch_utils.ExceptionWrapper
-ResumeIteration: Any = worker._ResumeIteration
 worker_loop: Any = named(worker, "_worker_loop", "_process_worker_loop")  # pytorch#161044
 pin: Any = pin_memory.pin_memory
 signals: Any = signal_handling

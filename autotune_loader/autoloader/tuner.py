@@ -66,10 +66,6 @@ FEW_WORKERS, DEEP, USUAL = 4, 4, 2
 logger = logging.getLogger("autotune_loader.autoloader")
 
 
-class Begun(NamedTuple):
-    """`iter()` was called: an epoch begins with what is wanted."""
-
-
 class Look(NamedTuple):
     """It is time to think (`Tuner.wake`)."""
 
@@ -111,7 +107,7 @@ class Frozen(NamedTuple):
     """What is best by now runs from now on."""
 
 
-Event = Begun | Look | Switched | Failed | EpochEnded | Refused | Frozen
+Event = Look | Switched | Failed | EpochEnded | Refused | Frozen
 Plan = Generator[Measure, Reached, None]
 
 
@@ -195,8 +191,6 @@ class Tuner:
             case Frozen():
                 self._stop()
                 self.wanted = self.best
-            case Begun():
-                pass
         return self.wanted
 
     def may_start(self) -> bool:

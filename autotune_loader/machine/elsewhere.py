@@ -101,14 +101,14 @@ def own_files(*, writable: bool) -> None:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK)
             if not writable and not os.readlink(f"/proc/self/fd/{fd}").startswith(MEMORY):  # noqa: PTH115
                 if flags & os.O_ACCMODE == os.O_WRONLY:
-                    _lead_nowhere(fd)
+                    lead_nowhere(fd)
                     continue
                 flags &= ~os.O_ACCMODE
             try:
                 _reopen(fd, flags)
             except OSError:  # it may not be opened again
                 if not writable:
-                    _lead_nowhere(fd)
+                    lead_nowhere(fd)
 
 
 def _reopen(fd: int, flags: int) -> None:
@@ -120,7 +120,8 @@ def _reopen(fd: int, flags: int) -> None:
     os.close(again)
 
 
-def _lead_nowhere(fd: int) -> None:
+def lead_nowhere(fd: int) -> None:
+    """Put /dev/null in the place of a descriptor."""
     nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(nowhere, fd, inheritable=os.get_inheritable(fd))
     os.close(nowhere)
@@ -143,7 +144,7 @@ def cut_channels(keep: Collection[int]) -> None:
         with contextlib.suppress(OSError):
             mode = os.fstat(fd).st_mode
             if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-                _lead_nowhere(fd)
+                lead_nowhere(fd)
 
 
 def write_only_in(places: Iterable[str | os.PathLike[str]]) -> bool:
