@@ -18,7 +18,6 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
 from autotune_loader.autoloader.iterator import ElasticIter
@@ -50,10 +49,11 @@ SEEDS_ONLY = {
 }  # fmt: skip
 """Names in a `worker_init_fn` that seeds and does nothing else, as in PyTorch's notes on reproducibility."""
 SEEDERS = {
-    "lightning.fabric.utilities.seed.pl_worker_init_function",
+    "torch.random.manual_seed", "lightning.fabric.utilities.seed.pl_worker_init_function",
     "lightning_fabric.utilities.seed.pl_worker_init_function", "transformers.trainer_utils.seed_worker",
 }  # fmt: skip
-"""Functions of libraries that do the same: Lightning's `seed_everything(workers=True)` and Hugging Face's Trainer set them."""
+"""Functions of libraries that do the same, by name, as `torch.compile` wraps torch's: Lightning's
+`seed_everything(workers=True)` and Hugging Face's Trainer set the others."""
 
 
 class Told(int):
@@ -317,7 +317,7 @@ def _only_seeds(init_fn: Any) -> bool:
     """Whether a `worker_init_fn` does nothing but seed, which the seeds of batches do, too."""
     while isinstance(init_fn, functools.partial):
         init_fn = init_fn.func
-    if init_fn in (torch.manual_seed, random.seed, np.random.seed):
+    if init_fn in (random.seed, np.random.seed):
         return True
     if f"{getattr(init_fn, '__module__', '')}.{getattr(init_fn, '__qualname__', '')}" in SEEDERS:
         return True

@@ -100,6 +100,7 @@ HOW = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9, "multipro
         ({"num_workers": 2, "in_order": False}, "out_of_order"),
         ({"worker_init_fn": own_init}, "worker_init"),
         ({"worker_init_fn": torch.manual_seed}, "too_short"),  # it only seeds
+        ({"worker_init_fn": functools.wraps(torch.manual_seed)(lambda seed: own_init(seed))}, "too_short"),  # as dynamo
         ({"worker_init_fn": functools.partial(seed_worker), "num_workers": 2}, "too_short"),
         ({"worker_init_fn": pl_worker_init_function, "num_workers": 2}, "too_short"),
         ({"worker_init_fn": shutil.rmtree, "num_workers": 2}, "worker_init"),  # a library's is no better
