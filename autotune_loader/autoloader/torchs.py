@@ -35,6 +35,7 @@ ITERABLE = dataloader._DatasetKind.Iterable
 fetcher: Any = dataloader._DatasetKind.create_fetcher
 ExceptionWrapper: Any = torch_utils.ExceptionWrapper
 worker_loop: Any = named(worker, "_worker_loop", "_process_worker_loop")  # pytorch#161044
+is_profiling: Any = named(torch.autograd, "_profiler_enabled")
 pin: Any = pin_memory.pin_memory
 signals: Any = signal_handling
 

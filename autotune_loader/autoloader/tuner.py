@@ -153,8 +153,9 @@ class Tuner:
         self._start_s, self._meter = START_S, Meter(log, asked, self._starts_s)
         self._configs = dict[int, LoaderConfig]()
         self._has_timed_epoch = False
-        self._epoch_s: float | None = None
-        """What the epoch before took."""
+        epochs = log.totals.epochs
+        self._epoch_s = log.totals.active_s / epochs if epochs else None
+        """What the epoch before took; in the mean, those of loaders that the same line made before."""
         self.none_would_be_faster = self.is_trying = self._is_frozen = False
         self._is_hopeless, self._fit = False, _all_fit
         """Whether nothing is to be gained, as far as is known."""
@@ -194,7 +195,7 @@ class Tuner:
         return self.wanted
 
     def may_start(self) -> bool:
-        """Whether workers that nobody asked for may be tried in the epoch that begins."""
+        """Whether further workers may be tried in the epoch that begins."""
         is_short = self._epoch_s is not None and self._epoch_s < LONG_EPOCH_S
         is_short |= self._epoch_batches is not None and self._epoch_batches < GATE_BATCHES // 2
         return not (self._is_frozen or self._is_hopeless or is_short)

@@ -3,6 +3,7 @@
     python -m studies.live.never_slower                    # twelve jobs, with 0 and with 2 workers asked; about 25 minutes
     python -m studies.live.never_slower waits text --rounds 1
     python -m studies.live.never_slower --slowed           # beside a busy process a core
+    python -m studies.live.never_slower --halved           # each core half as fast; as root
 
 The bar: the loop takes at most 1.02 x plain + 0.5 s; where samples wait and workers are allowed at most 0.6 x plain. Under
 `watch` it takes at most 1.01 x plain + 0.1 s, and the whole script 0.2 s more.
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune_loader.machine.limits import usable_cores
-from studies.processes import busy_neighbours, last_line
+from studies.processes import busy_neighbours, halved_cores, last_line
 
 HOWS = {"plain": (), "auto": (), "run": ("run", "--allow-workers"), "watch": ("watch",)}
 """The command of each, if it has one."""
@@ -130,7 +131,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slowed", action="store_true", help="beside one busy process a core")
+    slow = parser.add_mutually_exclusive_group()
+    slow.add_argument("--slowed", action="store_true", help="beside one busy process a core, in a session of its own")
+    slow.add_argument("--halved", action="store_true", help="each core half as fast, for whoever uses it; as root")
     parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
@@ -141,7 +144,8 @@ def main() -> int:
         "watch, s | whole script, s | within its bar |"
     )
     print(f"|{'---|' * 11}")
-    with busy_neighbours(usable_cores().usable) if options.slowed else contextlib.nullcontext():
+    beside = busy_neighbours(usable_cores().usable) if options.slowed else contextlib.nullcontext()
+    with halved_cores() if options.halved else beside:
         for row in rows_of(options.names or list(jobs()), options.rounds):
             print(row, flush=True)
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune_loader.autoloader.meter import measured
-from autotune_loader.autoloader.tuner import Failed, Frozen, Look, Refused, Switched, Tuner
+from autotune_loader.autoloader.tuner import EpochEnded, Failed, Frozen, Look, Refused, Switched, Tuner
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import LoaderConfig
@@ -95,6 +95,29 @@ def test_who_was_refused_or_frozen_goes_back_to_or_stays_with_what_runs() -> Non
     assert tuner.wanted == best
     assert tuner.decide(Refused(Kept.FROZEN()), training.now) == of(1)
     assert (tuner.wanted, tuner.best, tuner.gain) == (of(1), of(1), None)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "batches", "ended_after_s", "may_start"),
+    [
+        ((0, 0.0), None, None, True),
+        ((0, 0.0), 9, None, False),
+        ((0, 0.0), 40, 0.9, False),
+        ((0, 0.0), 40, 1.1, True),
+        ((4, 3.6), None, None, False),  # loaders that the same line made
+        ((4, 4.4), None, None, True),
+        ((4, 3.6), None, 1.1, True),
+    ],
+)
+def test_in_short_epochs_no_workers_are_tried(
+    earlier: tuple[int, float], batches: int | None, ended_after_s: float | None, may_start: bool
+) -> None:
+    log = Log()
+    log.totals.epochs, log.totals.waited_s = earlier
+    tuner = Tuner(log, NONE, cores=2, max_workers=32, epoch_batches=batches)
+    if ended_after_s is not None:
+        tuner.decide(EpochEnded(40, ended_after_s, 0.0), 0.0)
+    assert tuner.may_start() is may_start
 
 
 def test_trials_may_cost_half_a_second_and_a_hundredth_and_half_of_the_gain() -> None:

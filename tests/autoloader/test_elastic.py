@@ -390,14 +390,19 @@ def test_a_fork_of_the_training_leaves_workers_and_channels_to_its_parent() -> N
     assert seen == list(range(80))
 
 
-def test_the_profiler_sees_what_it_sees_of_dataloader() -> None:
-    names = []
+@pytest.mark.parametrize("workers", [None, 2])
+def test_the_profiler_sees_what_it_sees_of_dataloader(workers: int | None) -> None:
+    seen = []
     for make in (DataLoader, AutoLoader):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            list(make(Numbers(8), batch_size=4, num_workers=2))
-        names.append({event.key for event in profile.key_averages() if "DataLoader" in event.key})
-    assert names[0] == names[1]
-    assert names[0]
+        loader = make(Numbers(800), batch_size=4, **({} if workers is None else {"num_workers": workers}))
+        for number, _ in enumerate(loader):
+            if number == 150:
+                profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+                profile.start()
+        profile.stop()
+        averages = profile.key_averages()
+        seen.append([(each.key.split("#")[0], each.count) for each in averages if "DataLoader" in each.key])
+    assert seen == [[("enumerate(DataLoader)", 50)]] * 2
 
 
 def test_no_worker_is_left_to_torchs_handler_of_children_nor_is_that_left_behind() -> None:
@@ -482,6 +487,25 @@ def test_workers_that_begin_later_see_the_data_as_the_first_ones_did(kept: bool,
         loader.change_to(TWO)
         if is_nursery_killed:
             break
+
+
+@pytest.mark.parametrize(("may_start", "kept", "begins"), [(True, False, 4), (False, False, 2), (False, True, 4)])
+def test_an_epoch_too_short_for_trials_forks_workers_at_its_beginning_alone(
+    may_start: bool, kept: bool, begins: int
+) -> None:
+    data = Sized(40)
+    loader = FixedLoader(data, batch_size=2, num_workers=2, persistent_workers=kept)
+    loader.found.tuner.may_start = lambda: may_start  # type: ignore[method-assign]
+    for workers in (begins, 4):
+        iterator = iter(loader)
+        assert (iterator._context._nursery is not None) is (workers == 4)
+        seen = next(iterator).tolist()
+        data.size = 2
+        loader.change_to(FOUR)
+        seen += (row for batch in iterator for row in batch.tolist())
+        data.size = 1
+        assert loader.num_workers == workers
+        assert [row[:2] for row in seen] == [[index, 1] for index in range(40)]
 
 
 @pytest.mark.parametrize("pins", [False, True])

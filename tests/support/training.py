@@ -160,8 +160,8 @@ class Training(Dataset[Any]):
         finally:
             real.time, real.Births, real.end_process = before  # type: ignore[misc]
 
-    def _births(self, _context: Any, _parts: Any, _pinner: Any, *, is_asked: bool, **_: Any) -> Workers:
-        return Workers(self, is_asked=is_asked)
+    def _births(self, _context: Any, _parts: Any, _pinner: Any, *, is_asked: bool, is_first: bool, **_: Any) -> Workers:
+        return Workers(self, is_asked=is_asked, is_prepared=is_first)
 
     def _step(self) -> None:
         step_s = self._noisy(self.step_s)
@@ -217,9 +217,9 @@ class Workers:
 
     method = "fork"
 
-    def __init__(self, training: Training, *, is_asked: bool) -> None:
+    def __init__(self, training: Training, *, is_asked: bool, is_prepared: bool) -> None:
         self.training, self._is_asked, self.results = training, is_asked, self
-        self.is_prepared, self.start_s = False, 0.0
+        self.is_prepared, self.start_s = is_prepared, 0.0
         self._messages: list[tuple[float, int, Any, Come]] = []
         self._numbers, self._is_first = itertools.count(), True
 
