@@ -19,6 +19,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -148,20 +149,14 @@ class Loop:
 
     def ask(self, now: float) -> None:
         """The loop asks for a batch: its step has ended."""
-        self._own_asked, marks = now, self._log.marks
-        if marks.are_none():
-            self._ask(now)
-        else:
-            marks.note(now, self._ask)
+        self._own_asked = now
+        self._log.marks.note(now, self._ask)
 
     def receive(self, now: float, samples: int, fetch: Fetch | None = None) -> None:
         """The loop has a batch; `fetch` is its history, None where torch's workers made it."""
         self.batches += 1
         self._log.totals.asking_s += now - self._own_asked
-        if (marks := self._log.marks).are_none():
-            self._receive(self.batches == 1, samples, fetch, now)
-        else:
-            marks.note(now, partial(self._receive, self.batches == 1, samples, fetch))
+        self._log.marks.note(now, self._receive, self.batches == 1, samples, fetch)
 
     def may_skip(self, now: float) -> bool:
         """Whether a batch that is asked for now may be counted without a row: `skip` takes the place of ask and receive."""
@@ -278,20 +273,20 @@ class Marks:
         return len(self._ahead)
 
     def are_none(self) -> bool:
-        """Whether this moment is as it is: no device is in use, or it is not looked for one now."""
-        if self._device is not None or self._ahead:
-            return False
-        self.looks += 1
-        if self.looks & (self.looks - 1):  # ever more seldom: it takes longer than all else here
-            return True
-        self.looks -= 1
-        return False
+        """Whether this moment is as it is, since no device is in use."""
+        if self._device is None:
+            self.looks += 1
+            if not self.looks & (self.looks - 1):  # ever more seldom: it takes longer than all else here
+                with suppress(Exception):  # whatever it is, it is no reason to end somebody's training
+                    self._device = _device_in_use()
+        return self._device is None and not self._ahead
 
-    def note(self, now: float, tell: Callable[[float], object]) -> None:
-        if (mark := self._mark()) is None and not self._ahead:
-            tell(now)
+    def note(self, now: float, tell: Callable[..., object], *what: Any) -> None:
+        """Have `tell(*what, seconds)` called once the accelerator has passed this moment."""
+        if self.are_none() or ((mark := self._mark()) is None and not self._ahead):
+            tell(*what, now)
             return
-        self._ahead.append((now, mark, tell))
+        self._ahead.append((now, mark, partial(tell, *what)))
         self.settle(now)
 
     def settle(self, now: float, *, is_end: bool = False) -> None:
@@ -326,11 +321,6 @@ class Marks:
 
     def _mark(self) -> Any:
         try:
-            if self._device is None:
-                self.looks += 1
-                if self.looks & (self.looks - 1):  # ever more seldom: it takes longer than all else here
-                    return None
-                self._device = _device_in_use()
             if self._device is None or threading.current_thread() is not threading.main_thread():
                 return None  # the main thread may capture a graph meanwhile
             module, index = self._device

@@ -206,8 +206,8 @@ class Passed:
     def __len__(self) -> int:
         return 0
 
-    def note(self, now: float, tell: Callable[[float], object]) -> None:
-        tell(max(now, self._training.passed))
+    def note(self, now: float, tell: Callable[..., object], *what: Any) -> None:
+        tell(*what, max(now, self._training.passed))
 
     def settle(self, now: float, *, is_end: bool = False) -> None: ...
 

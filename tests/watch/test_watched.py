@@ -92,8 +92,7 @@ def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_
 @pytest.mark.parametrize("workers", [0, 2])
 def test_under_run_one_log_has_each_moment_of_a_loop_once(workers, monkeypatch, capsys):
     noted, note = [], Marks.note
-    monkeypatch.setattr(Marks, "note", lambda marks, now, tell: noted.append(marks) or note(marks, now, tell))
-    monkeypatch.setattr(Marks, "are_none", lambda marks: False)  # as on an accelerator
+    monkeypatch.setattr(Marks, "note", lambda marks, *moment: noted.append(marks) or note(marks, *moment))
     loader = DataLoader(NUMBERS, batch_size=5, num_workers=workers)
     with enable("run", allow_workers=True) as enabled:
         for _ in range(2):
