@@ -198,7 +198,9 @@ class Tuner:
         """Whether further workers may be tried in the epoch that begins."""
         is_short = self._epoch_s is not None and self._epoch_s < LONG_EPOCH_S
         is_short |= self._epoch_batches is not None and self._epoch_batches < GATE_BATCHES // 2
-        return not (self._is_frozen or self._is_hopeless or is_short)
+        # What has failed is tried again only after an epoch like the one before.
+        is_later = self._epoch_s is not None and self._log.totals.active_s + self._epoch_s < self._up_at
+        return not (self._is_frozen or self._is_hopeless or is_short or (is_later and not self.is_trying))
 
     def _stop(self) -> None:
         self._plan.close()
