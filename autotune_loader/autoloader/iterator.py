@@ -188,7 +188,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             is_asked=is_asked,
             pins=pins,
             has_nursery=has_nursery,
-            is_first=is_asked and (loader.persistent_workers or self._needs_nursery(config)),
+            nursery_first=is_asked and (loader.persistent_workers or self._needs_nursery(config)),
             files=() if is_asked else live.files,
         )
         if live.fetch_threads is not None:
@@ -209,8 +209,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _needs_nursery(self, config: LoaderConfig) -> bool:
         """Whether further workers may be started in this epoch."""
-        has_more: bool = config.num_workers > self._asked
-        return has_more or self._tuner.may_start()
+        return bool(config.num_workers > self._asked or self._tuner.may_start())
 
     def _prepare(self, config: LoaderConfig) -> None:
         """Have a nursery before the first fetch where workers may be started in this epoch."""

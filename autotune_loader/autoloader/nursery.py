@@ -58,7 +58,7 @@ class Births:
         is_asked: Whether somebody asked for workers. Torch asks for one where there is to be none yet.
         pins: Whether batches are pinned as they arrive, where they lie if there is a `pinner`.
         has_nursery: Whether later workers are to be forked from one.
-        is_first: Whether it is to be there before the first worker.
+        nursery_first: Whether it is to be there before the first worker.
         files: Descriptors that the dataset holds.
     """
 
@@ -71,11 +71,11 @@ class Births:
         is_asked: bool,
         pins: bool,
         has_nursery: bool,
-        is_first: bool = False,
+        nursery_first: bool = False,
         files: Collection[int] = (),
     ) -> None:
         self._real, self._parts, self._pinner, self._is_asked = real, parts, pinner, is_asked
-        self._begins_with_nursery, self._files = is_first, files
+        self._nursery_first, self._files = nursery_first, files
         self._has_nursery = has_nursery and CLONE is not None and real.get_start_method() == "fork"
         self.results = Results(pins=pins)
         self._is_first = True
@@ -119,7 +119,7 @@ class Births:
         if self._given is None:
             given = {name: value for name, value in arguments.items() if name not in OF_A_WORKER}
             self._given = Given(self._parts._replace(arguments=given))
-            if self._begins_with_nursery:
+            if self._nursery_first:
                 self.prepare()
         if not self._is_asked:
             return _Nobody()
