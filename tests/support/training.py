@@ -160,7 +160,9 @@ class Training(Dataset[Any]):
         finally:
             real.time, real.Births, real.end_process = before  # type: ignore[misc]
 
-    def _births(self, _context: Any, _parts: Any, _pinner: Any, *, is_asked: bool, nursery_first: bool, **_: Any) -> Workers:
+    def _births(
+        self, _context: Any, _parts: Any, _pinner: Any, *, is_asked: bool, nursery_first: bool, **_: Any
+    ) -> Workers:
         return Workers(self, is_asked=is_asked, is_prepared=nursery_first)
 
     def _step(self) -> None:
