@@ -96,7 +96,7 @@ class Births:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether a worker that starts now has nothing of what the loop has made since the iterator began."""
+        """Whether another worker may start now: the nursery is there, or there is to be none."""
         return self._nursery is not None or not self._has_nursery
 
     def Event(self) -> Flag:  # noqa: N802 - as in multiprocessing

@@ -264,8 +264,9 @@ class Marks:
         self._ahead = deque[tuple[float, Any, Callable[[float], object]]]()
         self._device: tuple[Any, int] | None = None
         self.looks = 0
-        """How often a device in use was looked for since a loop began, which began after `until` batches."""
+        """Moments that may have begun to use a device: it is looked for at the first, second, fourth, eighth ..."""
         self.until = 0
+        """A loop that begins after so many batches counts them anew."""
         self._time = 0.0
 
     def __len__(self) -> int:
