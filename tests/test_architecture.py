@@ -24,9 +24,9 @@ UNPICKLING = {
     "bursts/settings.py": {"loads"},
     "pipeline/by_value.py": {"loads"},
     "autoloader/channel.py": {"loads"},  # between the loop and its workers
-    "autoloader/nursery.py": {"loads"},
     "autoloader/segments.py": {"loads"},
-    "autoloader/given.py": {"loads"},
+    "machine/nursery.py": {"loads"},
+    "machine/parcel.py": {"load", "loads"},
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

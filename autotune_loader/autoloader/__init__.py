@@ -8,8 +8,7 @@ seeds.py     the random numbers of a batch
 channel.py   what torch takes for its queues
 segments.py  the memory of batches
 pinning.py   the same, registered with CUDA
-nursery.py   how workers are born
-given.py     what they are given
+births.py    how workers are born
 worker.py    what runs in one
 guard.py     whether a fresh process would run the training again
 tuner.py     how many workers

@@ -27,6 +27,7 @@ from autotune_loader.autoloader.pinning import Pinner
 from autotune_loader.autoloader.segments import SMALL_BYTES, JobPickler, Mapped, Pool, Segment
 from autotune_loader.autoloader.torchs import ExceptionWrapper, pin, share_by
 from autotune_loader.machine.kernel import memfd
+from autotune_loader.machine.nursery import pair
 from autotune_loader.pipeline.loop_log import Fetch
 
 MOST_FILES = 16
@@ -219,16 +220,6 @@ def _is_plain(job: Any) -> bool:
 
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()
-_loop_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    """The loop's end, which no fork keeps, and the other one; they keep the bounds of messages."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for each in (ours, theirs):
-        each.setblocking(True)
-    _loop_ends.add(ours)
-    return ours, theirs
 
 
 def close_channels(*, but: WorkerEnd | None = None) -> None:
@@ -244,8 +235,6 @@ def _before_fork() -> None:
 
 
 def _in_fork() -> None:
-    for end in list(_loop_ends):  # if it held them, a channel would not end with the loop
-        end.close()
     for each in list(_living):
         each.mapped.leave()
 

@@ -29,15 +29,14 @@ from typing import Any
 import torch
 
 from autotune_loader.autoloader import torchs
+from autotune_loader.autoloader.births import Births, end_process, kill
 from autotune_loader.autoloader.channel import Channel, Come, WorkerGone
-from autotune_loader.autoloader.given import Parts
 from autotune_loader.autoloader.guard import unguarded_line
 from autotune_loader.autoloader.look import is_same, notes
-from autotune_loader.autoloader.nursery import Births, end_process, kill
 from autotune_loader.autoloader.pinning import pinner_for
 from autotune_loader.autoloader.seeds import QUIET, Seed, Seeds, base_of, mixed, states
 from autotune_loader.autoloader.tuner import EpochEnded, Event, Failed, Look, Refused, Switched
-from autotune_loader.autoloader.worker import BEGUN, LOOKED, Threaded
+from autotune_loader.autoloader.worker import BEGUN, LOOKED, Setup, Threaded
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.batches import samples_in
 from autotune_loader.pipeline.loop_log import Fetch
@@ -179,17 +178,16 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._pins = pins and not self._asked
         has_nursery = live.tuner.refused is None and not self._is_fixed
         is_asked, pins = self._asked > 0, pinner is not None or self._pins
-        initial_seed = None if is_asked else torch.initial_seed()
-        parts = Parts({}, live.is_seeded, initial_seed, live.held, self._asked)
+        setup = Setup(live.is_seeded, None if is_asked else torch.initial_seed(), self._asked, {})
         self._context = Births(
             real,
-            parts,
+            setup,
+            live.held,
             pinner,
-            is_asked=is_asked,
+            live.home,
             pins=pins,
             has_nursery=has_nursery,
             nursery_first=is_asked and (loader.persistent_workers or self._needs_nursery(config)),
-            files=() if is_asked else live.files,
         )
         if live.fetch_threads is not None:
             other["dataset"] = other["worker_init_fn"] = Threaded(
@@ -212,10 +210,10 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         return bool(config.num_workers > self._asked or self._tuner.may_start())
 
     def _prepare(self, config: LoaderConfig) -> None:
-        """Have a nursery before the first fetch where workers may be started in this epoch."""
-        if not self._context.is_prepared and self._needs_nursery(config):
+        """Fork a nursery before the first fetch where workers may be started in this epoch."""
+        if self._context.method == "fork" and not self._context.is_prepared and self._needs_nursery(config):
             begun = time.monotonic()
-            self._context.prepare()
+            self._context.prepare(self._live.files)
             took_s = time.monotonic() - begun
             self._tuner.own_s += took_s
             self._births_s += took_s
@@ -367,17 +365,23 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._context.close_nursery()
         if self._shutdown or self._is_fixed:
             return
-        if config.num_workers > len(self._workers) and self._context.is_prepared:
+        if config.num_workers > len(self._workers):
             self._start(config.num_workers)
         self._advance()
 
     def _start(self, workers: int) -> None:
-        method = self._context.method
-        if not self._asked and method != "fork" and unguarded_line() is not None:
+        """Have so many workers, as soon as there is a nursery."""
+        context, method = self._context, self._context.method
+        is_new = not self._asked and method != "fork"
+        if is_new and not context.is_prepared and unguarded_line() is not None:
             self._decide(Refused(Kept.NO_GUARD(method=method)))
             return
         begun = time.monotonic()
         try:
+            if is_new:
+                context.prepare()
+            if not context.is_prepared:
+                return
             for number in range(len(self._workers), workers):
                 channel, process = self._context.start(number, workers)
                 self._index_queues.append(channel)
@@ -586,7 +590,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
                 break
             self._tasks_outstanding -= 1
             self._task_info[message[0]] += (message[1],)
-        self._advance()
+        self._switch(self._wanted)
 
     def _try_get_data(self, timeout: float = torchs.CHECK_EVERY_S) -> tuple[bool, Any]:
         until = time.monotonic() + timeout

@@ -28,6 +28,7 @@ from autotune_loader.diagnosis import Advice, Finding, Kept, judged
 from autotune_loader.lines import Line
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import local_world_size, memory_budget, usable_cores
+from autotune_loader.machine.nursery import Home
 from autotune_loader.machine.processes import private_bytes
 from autotune_loader.pipeline.loop_log import Log, Site
 from autotune_loader.pipeline.workload import draws_nothing, length_of
@@ -207,6 +208,7 @@ class Live:
         self.is_torchs_sampler = type(sampler).__module__.startswith("torch.")
         self.draws = self.is_seeded and not draws_nothing(loader.dataset, loader.collate_fn)
         self.equal, self.batch_bytes, self.slowest_s = 0, 0, 0.0
+        self.home = Home()
 
     def __reduce__(self) -> Any:
         """A copy of the loader, or one that is sent to another process, knows nothing."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from autotune_loader.autoloader.births import begin_root
 from autotune_loader.autoloader.live import UNASKED, Found, Live, Told, iterator_of, live_of
 from autotune_loader.autoloader.torchs import LoaderOf
 from autotune_loader.autoloader.tuner import Frozen
@@ -137,6 +138,7 @@ class AutoLoader(LoaderOf[T_co]):
         super().__init__(dataset, **arguments)
         self._line = users_line(sys._getframe(1), libraries=True)
         self._since: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+        begin_root(self)
 
     def _known(self) -> Live:
         options = {name: getattr(self, name) for name in ("tune", "on_change", "max_workers", "fetch_threads")}

@@ -5,23 +5,51 @@ given ── work ── it has begun ── torch's worker loop ── job ─�
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, Subset
 
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import WorkerEnd
-from autotune_loader.autoloader.given import Given
 from autotune_loader.autoloader.seeds import Seeds
+from autotune_loader.machine.nursery import leave_signals
 
 BEGUN, LOOKED = "begun", "looked"
 """What a worker notes: it is ready for its first job; its dataset asked for its number, or for how many workers there are."""
-FOR_THE_TRAINING = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-"""Signals such as Ctrl-C and those of schedulers, which a process that nobody asked for ignores."""
+OF_A_WORKER = ("index_queue", "data_queue", "done_event", "worker_id", "num_workers")
+OF_AN_EPOCH = ("base_seed", "shared_seed")
+"""Arguments of torch's worker loop that differ between workers, and between epochs of unchanged data."""
+
+
+class Given(NamedTuple):
+    """What is the user's of what workers are given: it is large, and often the same in all epochs.
+
+    Attributes:
+        arguments: Of torch's worker loop, by name.
+        held: Generators that dataset, transforms and collate_fn hold.
+    """
+
+    arguments: dict[str, Any]
+    held: list[Any]
+
+
+class Setup(NamedTuple):
+    """What else the workers of one iterator are given.
+
+    Attributes:
+        is_seeded: Whether each batch is seeded.
+        initial_seed: What `torch.initial_seed()` returns then; None for torch's own.
+        asked: Number of workers that was asked for, which workers are told; 0 where nobody asked.
+        arguments: Of torch's worker loop, by name.
+    """
+
+    is_seeded: bool
+    initial_seed: int | None
+    asked: int
+    arguments: dict[str, Any]
 
 
 class Flag:
@@ -37,33 +65,23 @@ class Flag:
         self._is_set = True
 
 
-def work(given: Given, end: WorkerEnd, number: int, count: int) -> None:
+def work(given: Given, setup: Setup, end: WorkerEnd, number: int, count: int) -> None:
     """The life of worker `number` of so many."""
     end.begin()
-    parts = given.taken()
-    if not parts.asked:
+    if not setup.asked:
         leave_signals()
 
     def first() -> None:
-        if parts.is_seeded:
-            initial_seed = torch.initial_seed() if parts.initial_seed is None else parts.initial_seed
-            end.seed = Seeds(initial_seed, parts.held).begin
-            _note_looks(end, parts.asked)
+        if setup.is_seeded:
+            initial_seed = torch.initial_seed() if setup.initial_seed is None else setup.initial_seed
+            end.seed = Seeds(initial_seed, given.held).begin
+            _note_looks(end, setup.asked)
         end.note = BEGUN
         end.put((None, None))
 
     end.first = first
     own = {"index_queue": end, "data_queue": end, "done_event": Flag(), "worker_id": number}
-    torchs.worker_loop(**parts.arguments, **own, num_workers=parts.asked or count)
-
-
-def leave_signals() -> dict[int, Any]:
-    """Have none of the script's handlers run in this process, which were for the training; returns them."""
-    handlers: dict[int, Any] = {each: signal.getsignal(each) for each in signal.valid_signals()}
-    handlers = {each: handler for each, handler in handlers.items() if callable(handler)}
-    for each in handlers:
-        signal.signal(each, signal.SIG_IGN if each in FOR_THE_TRAINING else signal.SIG_DFL)
-    return handlers
+    torchs.worker_loop(**given.arguments, **setup.arguments, **own, num_workers=setup.asked or count)
 
 
 def _note_looks(end: WorkerEnd, asked: int) -> None:

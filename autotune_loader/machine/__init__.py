@@ -3,6 +3,8 @@
 limits.py     cores, memory, shared memory, descriptors, each with its source
 facts.py      all of it as one value, and what a measurement depends on of it
 processes.py  what trees of processes use, and an alarm for their memory
-kernel.py     descriptors of memory and of processes, which some Pythons lack
+kernel.py     system calls that Pythons lack: clones, descriptors of memory and of processes
+parcel.py     objects on their way to another process, and whether they are the same as before
+nursery.py    where workers are born
 elsewhere.py  what a process that runs the user's code may not do to the one that started it
 """

@@ -21,9 +21,10 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import AutoLoader
+from autotune_loader.autoloader import births
 from autotune_loader.autoloader import iterator as iterator_module
 from autotune_loader.autoloader import live as live_module
-from autotune_loader.autoloader import nursery
+from autotune_loader.machine import nursery
 from autotune_loader.machine.limits import MemoryBudget
 from autotune_loader.values import LoaderConfig
 from tests.support.bursts import Made
@@ -51,17 +52,17 @@ def refused(*_: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "replacement"),
-    [("pidfd", refused), ("_clone", lambda: -1), ("CLONE", None)],
+    [("pidfd", refused), ("clone", lambda: -1), ("CLONE", None)],
 )
 @pytest.mark.parametrize("asked", [None, 2])
 def test_where_the_kernel_refuses_workers_are_forked(
     name: str, replacement: Any, asked: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nursery, name, replacement)
-    loader = FixedLoader(Slow(200), batch_size=2, num_workers=asked)
+    loader = FixedLoader(Slow(600), batch_size=2, num_workers=asked)
     iterator = iter(loader)
     loader.change_to(FOUR)
-    assert [batch[:, 0].tolist() for batch in iterator] == [[number, number + 1] for number in range(0, 200, 2)]
+    assert [batch[:, 0].tolist() for batch in iterator] == [[number, number + 1] for number in range(0, 600, 2)]
     assert loader.num_workers == 4
 
 
@@ -165,14 +166,14 @@ def test_corrupt_samples_leave_the_number_as_it_is() -> None:
 
 @pytest.mark.parametrize("asked", [None, 2])
 def test_a_start_that_fails_once_is_tried_again(asked: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, failures = nursery.Births.start, [OSError(errno.EAGAIN, "no more processes")]
+    start, failures = births.Births.start, [OSError(errno.EAGAIN, "no more processes")]
 
     def started(births: Any, number: int, count: int) -> Any:
         if failures:
             raise failures.pop()
         return start(births, number, count)
 
-    monkeypatch.setattr(nursery.Births, "start", started)
+    monkeypatch.setattr(births.Births, "start", started)
     loader = FixedLoader(Slow(200), batch_size=2, num_workers=asked)
     iterator = iter(loader)
     loader.change_to(FOUR)

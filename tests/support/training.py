@@ -161,9 +161,9 @@ class Training(Dataset[Any]):
             real.time, real.Births, real.end_process = before  # type: ignore[misc]
 
     def _births(
-        self, _context: Any, _parts: Any, _pinner: Any, *, is_asked: bool, nursery_first: bool, **_: Any
+        self, _context: Any, setup: Any, _held: Any, _pinner: Any, _home: Any, *, nursery_first: bool, **_: Any
     ) -> Workers:
-        return Workers(self, is_asked=is_asked, is_prepared=nursery_first)
+        return Workers(self, is_asked=setup.asked > 0, is_prepared=nursery_first)
 
     def _step(self) -> None:
         step_s = self._noisy(self.step_s)
@@ -246,7 +246,7 @@ class Workers:
         worker.start()
         return worker, worker
 
-    def prepare(self) -> None:
+    def prepare(self, _files: Any = ()) -> None:
         self.is_prepared = True
 
     def started(self) -> None: ...
