@@ -117,7 +117,7 @@ class Nursery:
 
     @classmethod
     def spawned(cls, root: Root, parcel: Parcel) -> Nursery:
-        """A clone of the root, to which a parcel of what is given is sent, with `seeds()`.
+        """A clone of the root, to which a parcel is sent: `_Environment()`, what is given, and `seeds()`.
 
         Raises:
             OSError: The kernel refuses what a nursery needs.
@@ -229,7 +229,7 @@ class Home:
         if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
             self._why_not = BY_NAME
             return None
-        parcel = Parcel((given, seeds()), lists=self._lists, apart=apart)
+        parcel = Parcel((_Environment(), given, seeds()), lists=self._lists, apart=apart)
         root, kept = Root.here(may_import), self.nursery
         self._why_not = NO_GUARD if root is None else None
         if root is None:
@@ -258,7 +258,7 @@ class Root:
             RuntimeError: This process is importing the script itself (as `multiprocessing` says it).
         """
         with _undecided_start_method():
-            begun_with = os.getpid(), dict(os.environ), spawn.get_executable(), spawn.get_preparation_data(ROOT)
+            begun_with = os.getpid(), spawn.get_executable(), spawn.get_preparation_data(ROOT)
             if cls._latest is None or cls._latest.begun_with != begun_with or cls._latest.has_ended:
                 cls._latest = cls(begun_with) if may_begin() else None
             return cls._latest
@@ -347,6 +347,19 @@ def _received(end: socket.socket) -> bytes:
 
 
 # --- in root and nurseries ---
+
+
+class _Environment:
+    """The environment of this process, which the one has where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _set_environment, (dict(os.environ),)
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 class _Begin:
