@@ -41,7 +41,7 @@ class Telling(Dataset[Any]):
         self.outputs = [leads_to(number) for number in (1, 2)]
 
     def __len__(self) -> int:
-        return 64
+        return 16
 
     def __getitem__(self, index: int) -> Any:
         with self.lock:
@@ -83,7 +83,7 @@ class Telling(Dataset[Any]):
             "numpy multiplies": float(square.sum()) == 600.0**3,
             "handlers of signals": [str(signal.getsignal(getattr(signal, name))) for name in SIGNALS],
             "blocked signals": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
-            "stdin": [sys.stdin.name, leads_to(0)],
+            "stdin": [leads_to(sys.stdin.fileno()), leads_to(0)],
             "stdout and stderr are the training's": self.outputs == [leads_to(number) for number in (1, 2)],
             "argv and path are the training's": [sys.argv == self.argv, sys.path == self.path],
             "cwd": str(Path.cwd()),

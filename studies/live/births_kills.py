@@ -156,6 +156,8 @@ class Training:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._reader.join(1.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         return left
 
 
