@@ -1,7 +1,7 @@
 """What does it cost until a worker is there? torch's DataLoader beside AutoLoader, one fresh process for each, in turns.
 
     python -m studies.live.births                          # all rows, about an hour on two cores
-    python -m studies.live.births --only spawn --rounds 5  # rows with that word
+    python -m studies.live.births --only spawn --rounds 5  # groups of rows with that word
     python -m studies.live.births --only kills --kills 200
     python -m studies.live.births --small                  # whether the study works; its bars are not judged
 
@@ -267,16 +267,12 @@ def fields(options: Options) -> Table:
 
 
 def kills(options: Options) -> Table:
+    """AutoLoader's trainings, disturbed."""
     from studies.live.births_kills import kill_births
 
     tally = kill_births(options.kills, options.seed, ANEW)
-    yield Row(
-        f"{tally.kills.total()} kills: hangs, wrong epochs, crashes, left behind",
-        "-",
-        tally.faults(),
-        "0",
-        not tally.is_bad,
-    )
+    figure = f"{tally.kills.total()} kills of root, nursery, worker, training"
+    yield Row(figure, "-", tally.faults(), "0 of each", not tally.is_bad)
     yield from tally.notes()
 
 

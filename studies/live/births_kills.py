@@ -209,8 +209,8 @@ def disturb(training: Training, count: int, rng: random.Random, tally: Tally) ->
     left = training.close()
     wrong, raised = (int(each) for each in training.end or (0, 0))
     is_crashed = not (is_killed or is_stuck) and (code != 0 or not training.end)
-    tally.figures.update({"hangs": is_stuck, "wrong epochs": wrong, "crashes": is_crashed, "left behind": len(left)})
-    tally.figures["raised"] += raised
+    for name, count_of in zip((*FAULTS, "raised"), (is_stuck, wrong, is_crashed, len(left), raised), strict=True):
+        tally.figures[name] += int(count_of)
     if not (is_stuck or wrong or is_crashed or left):
         return ""
     found = f"hangs {is_stuck}, wrong epochs {wrong}, exit code {code}, left {left}"
