@@ -267,6 +267,7 @@ class Root:
         self.begun_with, (self.socket, theirs) = begun_with, pair()
         with theirs:
             popen = popen_spawn_posix.Popen(_Begin(theirs))  # type: ignore[arg-type]
+        self.pid = popen.pid
         self.socket.send(pickle.dumps(popen._fds))  # type: ignore[attr-defined]
         self.close = weakref.finalize(self, _end, self.socket, [popen.pid], os.getpid())
 
@@ -427,7 +428,7 @@ def _nurse(there: socket.socket) -> int:
     gc.disable()  # nothing of a dataset is garbage, however many objects it has
     current._inheriting = True  # type: ignore[attr-defined]  # no process is started while it unpickles
     try:
-        given, known = unpack(files, size)
+        _, given, known = unpack(files, size)
         why = _why_no_clone({*files, there.fileno()})
     except BaseException as error:
         why, has_failed = traceback.format_exception_only(type(error), error)[-1].strip(), True

@@ -1,0 +1,334 @@
+"""Workers of `spawn` and `forkserver` are what torch's are, are born once, and nothing of that can go wrong for good."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from autotune_loader import AutoLoader
+from autotune_loader.machine import nursery
+from autotune_loader.machine.nursery import Root
+from autotune_loader.values import LoaderConfig
+from tests.support.schedules import FixedLoader
+
+pytestmark = pytest.mark.process
+
+SAMPLES = 64
+UNSEEDED, SEEDED = np.random.default_rng(), np.random.default_rng(0)
+METHODS = ("spawn", "forkserver")
+
+
+class Told(Dataset[Any]):
+    """Sample i is (i, the process that made it, what `tell` says there)."""
+
+    value = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, int, Any]:
+        time.sleep(0.002)
+        return index, os.getpid(), self.tell()
+
+    def tell(self) -> Any:
+        return self.value
+
+
+def loader_of(data: Any, method: str = "spawn", **arguments: Any) -> AutoLoader[Any]:
+    arguments = {"num_workers": 2, "tune": False, **arguments}
+    return AutoLoader(data, batch_size=4, collate_fn=list, multiprocessing_context=method, **arguments)
+
+
+def epoch_of(loader: Any) -> tuple[set[int], list[Any]]:
+    """The processes of one epoch and what they told, once its samples are right."""
+    rows = [row for batch in loader for row in batch]
+    assert [index for index, *_ in rows] == list(range(SAMPLES))
+    return {process for _, process, _ in rows}, [told for *_, told in rows]
+
+
+def nursery_of(loader: Any) -> Any:
+    return loader._live.home.nursery
+
+
+class Changing(Told):
+    def __init__(self) -> None:
+        self.names = [f"image_{index}" for index in range(5000)]
+        self.rng = np.random.default_rng(0)
+
+    def tell(self) -> Any:
+        return self.value, self.names[7], os.environ.get("TOLD")
+
+
+def name_changes(data: Changing, _: pytest.MonkeyPatch) -> None:
+    data.names[7] = "other"
+
+
+def value_changes(data: Changing, _: pytest.MonkeyPatch) -> None:
+    data.value = 1
+
+
+def environment_changes(_: Changing, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("TOLD", "other")
+
+
+@pytest.mark.parametrize("change", [name_changes, value_changes, environment_changes])
+def test_a_nursery_is_kept_until_something_changes(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Changing()
+    loader, processes, kept = loader_of(data), set[int](), set[int]()
+    for _ in range(3):
+        now, told = epoch_of(loader)
+        assert not now & processes  # workers are new in each epoch, as torch's
+        processes |= now
+        kept.add(nursery_of(loader).pid)
+        assert set(told) == {(0, "image_7", None)}
+    assert len(kept) == 1
+    change(data, monkeypatch)
+    _, told = epoch_of(loader)
+    assert set(told) == {(data.value, data.names[7], os.environ.get("TOLD"))}
+    assert nursery_of(loader).pid not in kept
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_root_serves_all_loaders_and_further_workers_are_clones(method: str) -> None:
+    roots = set[int]()
+    for _ in range(2):
+        loader = FixedLoader(
+            Told(), batch_size=4, collate_fn=list, num_workers=2, multiprocessing_context=method, timeout=30
+        )
+        iterator = iter(loader)
+        rows = list(next(iterator))
+        loader.change_to(LoaderConfig(num_workers=4))
+        began = time.monotonic()
+        rows += next(iterator)
+        assert len(iterator._workers) == 4
+        assert time.monotonic() - began < 5  # no imports
+        rows += [row for batch in iterator for row in batch]
+        assert [index for index, *_ in rows] == list(range(SAMPLES))
+        assert loader._live.home.why_not is None
+        roots.add(id(Root._latest))
+    assert len(roots) == 1
+
+
+class Drawing(Told):
+    def tell(self) -> Any:
+        return float(UNSEEDED.random()), float(SEEDED.random())
+
+
+def test_generators_without_a_seed_differ_between_workers_as_in_new_processes() -> None:
+    loader = loader_of(Drawing())
+    rows = [row for batch in loader for row in batch]
+    firsts = {process: told for _, process, told in reversed(rows)}
+    (one, seeded), (other, seeded_too) = firsts.values()
+    assert one != other
+    assert seeded == seeded_too == np.random.default_rng(0).random()
+
+
+class StartsThread(Told):
+    def __setstate__(self, _: Any) -> None:
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="of-the-dataset").start()
+
+
+class OpensSocket(Told):
+    def __setstate__(self, _: Any) -> None:
+        self.ends = socket.socketpair()
+
+
+class ReadsFile(Told):
+    """Reads at a position of a file that it opens where it is unpickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": __file__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.file = open(state["path"], "rb")  # noqa: SIM115
+
+    def tell(self) -> Any:
+        for position in range(1, 40):
+            self.file.seek(position)
+            time.sleep(0.0001)
+            assert self.file.tell() == position
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (StartsThread(), "start threads (of-the-dataset)"),
+        (OpensSocket(), "open a socket"),
+        (ReadsFile(), None),
+    ],
+    ids=["thread", "socket", "file"],
+)
+def test_what_clones_would_share_is_told_and_workers_start_as_torchs(data: Any, why: str | None) -> None:
+    loader = loader_of(data)
+    for _ in range(2):
+        epoch_of(loader)
+    told = loader.report()
+    if why is None:
+        assert loader._live.home.why_not is None
+        assert "anew" not in told
+    else:
+        assert why in loader._live.home.why_not
+        assert why in " ".join(told.split())
+
+
+def test_memory_that_is_shared_by_name_has_no_nursery() -> None:
+    was = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        loader = loader_of(Told())
+        epoch_of(loader)
+        assert nursery_of(loader) is None
+        assert "file_system" in loader.report()
+    finally:
+        torch.multiprocessing.set_sharing_strategy(was)
+
+
+class Refuses(Told):
+    def __getstate__(self) -> Any:
+        return {"a": 1}
+
+    def __setstate__(self, _: Any) -> None:
+        raise ValueError("cannot be made anew")
+
+
+def test_errors_are_those_of_torch() -> None:
+    local = Told()
+    local.function = lambda: 1  # type: ignore[attr-defined]
+    with pytest.raises((AttributeError, TypeError), match="local object|pickle"):
+        epoch_of(loader_of(local))
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 1"):
+        epoch_of(loader_of(Refuses()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("victim", ["root", "nursery", "worker", "all"])
+def test_whoever_is_killed_nothing_is_lost(method: str, victim: str) -> None:
+    loader = loader_of(Told(), method, num_workers=3)
+    for _ in range(2):
+        rows = []
+        for number, batch in enumerate(loader):
+            rows += batch
+            if number == 2:
+                pids = {
+                    "root": [Root._latest.pid],  # type: ignore[union-attr]
+                    "nursery": [nursery_of(loader).pid],
+                    "worker": [batch[0][1]],
+                }
+                for pid in sum(pids.values(), []) if victim == "all" else pids[victim]:
+                    os.kill(pid, signal.SIGKILL)
+        assert [index for index, *_ in rows] == list(range(SAMPLES))
+    epoch_of(loader)
+    assert loader._live.home.why_not is None
+
+
+@pytest.fixture
+def undecided() -> Iterator[None]:
+    was = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(None, force=True)
+    yield
+    multiprocessing.set_start_method(was, force=True)
+
+
+@pytest.mark.usefixtures("undecided")
+def test_imports_begin_with_the_loader_and_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[Any]()
+    monkeypatch.setattr(nursery, "spawned_root", begun.append, raising=False)
+    Root._latest = None
+    loader_of(Told(), num_workers=0)
+    loader_of(Told(), in_order=False)
+    loader_of(Told(), "fork")
+    assert Root._latest is None
+    loader = loader_of(Told())
+    assert Root._latest is not None
+    assert multiprocessing.get_start_method(allow_none=True) is None
+    root = Root._latest
+    epoch_of(loader)
+    assert Root._latest is root
+
+
+FIELDS = """
+import json, multiprocessing as mp, os, signal, sys, threading
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+from autotune_loader import AutoLoader
+
+AT_IMPORT = os.getpid()
+
+class Data:
+    def __init__(self, context):
+        self.lock, self.value = context.Lock(), context.Value("i", 0)
+        self.queue, self.event = context.Queue(), context.Event()
+        self.shared = torch.zeros(4).share_memory_()
+        self.own = [0]
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        process, info, parent = mp.current_process(), get_worker_info(), mp.parent_process()
+        with self.lock:
+            self.value.value += 1
+        self.shared[0] = 7
+        self.own[0] += 1
+        if index == 0:
+            self.queue.put("hello")
+            self.event.set()
+        product = torch.ones(400, 400) @ torch.ones(400, 400)  # with the threads that a worker has
+        return {
+            "name": process.name, "identity": process._identity, "kind": type(process).__name__,
+            "daemon": process.daemon, "main": sys.modules["__main__"].__name__, "class": Data.__module__,
+            "method": mp.get_start_method(allow_none=True), "parent": parent.name, "parent pid": parent.pid == TRAINING,
+            "parent lives": parent.is_alive(), "id": info.id, "workers": info.num_workers, "seed": info.seed is not None,
+            "threads": torch.get_num_threads(), "interrupt": str(signal.getsignal(signal.SIGINT)),
+            "stdin": os.fstat(sys.stdin.fileno()).st_rdev, "arguments": sys.argv[1:], "folder": os.getcwd(),
+            "product": float(product[0, 0]), "imported here": AT_IMPORT == os.getpid(), "path": sys.path,
+            "children": len(mp.active_children()), "standard": sys.stdout.fileno(),
+        }
+
+TRAINING = int(os.environ.setdefault("TRAINING", str(os.getpid())))
+
+def main():
+    method, kind = sys.argv[1:]
+    mp.set_start_method(method)
+    data = Data(mp.get_context(method))
+    options = {"tune": False} if kind == "AutoLoader" else {}
+    loader = globals()[kind](data, batch_size=4, num_workers=2, collate_fn=list, **options)
+    rows = [batch[0] for _ in range(2) for batch in loader]
+    print(json.dumps([rows, data.value.value, data.shared.tolist(), data.queue.get(timeout=10), data.event.is_set(), data.own]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_is_what_torchs_is(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "fields.py"
+    script.write_text(FIELDS)
+    found = {}
+    for kind in ("DataLoader", "AutoLoader"):
+        command = [sys.executable, "-W", "ignore", str(script), method, kind]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+        rows, *shared = json.loads(output.stdout)
+        found[kind] = [
+            {name: value for name, value in row.items() if (name, value) != ("arguments", [method, kind])} for row in rows
+        ], shared
+    (torchs, their_own), (ours, our_own) = found["DataLoader"], found["AutoLoader"]
+    assert our_own == their_own
+    differing = {name for one, other in zip(torchs, ours, strict=True) for name in one if one[name] != other[name]}
+    assert differing == {"imported here"}
