@@ -127,7 +127,7 @@ class Found:
             seconds=round(self.log.totals.active_s, 3),
             machine=inspect_machine().fingerprint(dataset=self.site.dataset),
         )
-        found = judged(found, has_batched_fetch=self.has_batched_fetch)
+        found = judged(found, has_batched_fetch=self.has_batched_fetch, parent=self.log.parent)
         if not tuner.none_would_be_faster:
             return found
         return replace(found, advice=(Advice.WITHOUT_WORKERS(), *found.advice))
@@ -271,6 +271,8 @@ def iterator_of(loader: Any, live: Live, torchs: Callable[[], Any]) -> Any:
     asked = live.tuner.asked.num_workers
     if live.is_torchs:
         return torchs()
+    context = loader.multiprocessing_context if asked else multiprocessing.get_context(live.method)
+    live.found.log.workers_start(context, is_elastic=True)
     if asked and loader.num_workers == asked:
         loader.check_worker_number_rationality()
     if asked or not live.how.get("persistent_workers"):  # torch keeps the iterator of workers that were asked for

@@ -6,9 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune_loader.values import FailureKind, Interval, LoaderConfig, Measurement, StageTime, Trial
+
+if TYPE_CHECKING:
+    from autotune_loader.pipeline.forking import ParentProcess
 
 FOREIGN_CPU_LIMIT = 0.25
 """A trial or round with a larger foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
@@ -63,6 +66,8 @@ class Evidence:
     """Where the time of a sample goes in a worker."""
     trials: Sequence[Trial] = ()
     """What was measured of other configurations of the same job."""
+    parent: ParentProcess | None = None
+    """What workers were forked from; None where they were not."""
 
     @classmethod
     def of(

@@ -18,6 +18,7 @@ from autotune_loader.values import BURSTS_DIFFER, OTHER_THREADS, TRANSFER, Loade
 
 if TYPE_CHECKING:
     from autotune_loader.machine.facts import Machine
+    from autotune_loader.pipeline.forking import ParentProcess
     from autotune_loader.pipeline.workload import DataSide
 
 Result = TypeVar("Result", bound=TuningRecord)
@@ -50,6 +51,9 @@ PYTHON_SAMPLE_S = 200e-6
 """A sample that is loaded faster than this is mostly Python's overhead per sample, which a batched fetch saves."""
 FROM_MEMORY_BYTES = 64
 """Fewer bytes read per sample are those of the code that the first batch imports."""
+LARGE_PARENT_BYTES = 4 << 30
+"""From this size on forks are expensive: each copies 8 MiB of page tables in 60 to 70 ms of the training's CPU, and to
+write 1 GiB again takes 2 to 3 s of it in place of 0.1 s (2 cores of an AMD EPYC, pages of 4 KiB)."""
 CHEAPER = {
     "decode": ": smaller source images, a faster decoder, or a cache of decoded images",
     "read": ": larger chunks, or a format that needs no parsing",
@@ -65,17 +69,20 @@ def diagnose(evidence: Evidence) -> tuple[Finding, tuple[Finding, ...]]:
     return _bottleneck(row, evidence), tuple(_advice(row, evidence))
 
 
-def judged(result: Result, *, epoch_batches: int | None = None, **known: bool) -> Result:
+def judged(
+    result: Result, *, epoch_batches: int | None = None, parent: ParentProcess | None = None, **known: bool
+) -> Result:
     """The result with bottleneck and advice; without a ceiling that was passed, which is a warning then.
 
     Args:
         result: figures and trials; its `machine` tells the cores.
         epoch_batches: batches of an epoch, where that is known.
+        parent: what workers were forked from, if they were.
         **known: `on_accelerator` and `has_batched_fetch` of the evidence.
     """
     measurement, machine = result.measurement_of(result.best), result.machine
     if measurement is None or result.rate is None or machine is None:
-        return replace(result, bottleneck=Bottleneck.NOTHING(), advice=())
+        return replace(result, bottleneck=Bottleneck.NOTHING(), advice=tuple(_start_method(result.best, parent)))
     evidence = Evidence.of(
         measurement,
         config=result.best,
@@ -86,6 +93,7 @@ def judged(result: Result, *, epoch_batches: int | None = None, **known: bool) -
         ceiling=result.ceiling,
         stages=result.stages,
         trials=result.trials,
+        parent=parent,
         **known,
     )
     bottleneck, advice = diagnose(evidence)
@@ -269,6 +277,21 @@ def _advice(row: Bottleneck, evidence: Evidence) -> Iterator[Finding]:
             yield Advice.MORE_SHARED_MEMORY() if is_shared else Advice.SMALLER_WORKERS()
     if evidence.starting_share > LONG_START and config.num_workers and not config.persistent_workers:
         yield Advice.KEEP_WORKERS()
+    yield from _start_method(config, evidence.parent)
+
+
+def _start_method(config: LoaderConfig, parent: ParentProcess | None) -> Iterator[Finding]:
+    """Why workers should not be forked from this process, and what to do."""
+    if parent is None or not config.num_workers:
+        return
+    if parent.accelerator is not None:
+        why = Fact.FORKED_INITIALIZED(accelerator=parent.accelerator.upper())
+    elif parent.own_bytes >= LARGE_PARENT_BYTES:
+        why = Fact.FORKED_LARGE(memory=parent.own_bytes)
+    else:
+        return
+    row = Advice.FORKSERVER if parent.is_elastic else Advice.FORKSERVER_BY_AUTOLOADER
+    yield Finding(kind=row.kind, sentence=f"{why} {row()}")
 
 
 def _cheaper_fetching(evidence: Evidence) -> Iterator[Finding]:

@@ -75,6 +75,13 @@ class Fact(Table):
     RECEIVING_ONE = "Receiving a batch takes {receive:seconds}."
     RAN_OUT = "{config} ran out of memory ({kind})."
     BUSY = "Other processes used {share:share} of the CPU."
+    FORKED_INITIALIZED = (
+        "Workers are forked from a process that has initialized {accelerator}: they may crash, hang or use much memory."
+    )
+    FORKED_LARGE = (
+        "Workers are forked from a process with {memory:bytes} of memory: each fork copies its page tables, and "
+        "later each page that is written."
+    )
 
 
 class Advice(Table):
@@ -112,6 +119,15 @@ class Advice(Table):
     WITHOUT_WORKERS = "Try num_workers=0: receiving a batch from a worker takes longer than loading it."
     KEEP_ITERATOR = "Call iter(loader) once per epoch: next(iter(loader)) starts a new epoch for every batch."
     BATCHED_FETCH = "Load a whole batch at once with __getitems__(indices): a sample takes only {sample:seconds}."
+    FORKSERVER = (
+        'Use multiprocessing_context="forkserver" or set_start_method("forkserver"): the dataset is pickled and copied '
+        'once, and workers start as fast as with fork. The script needs `if __name__ == "__main__":`.'
+    )
+    FORKSERVER_BY_AUTOLOADER = (
+        'Use AutoLoader or `run` with multiprocessing_context="forkserver": the dataset is pickled and copied once, '
+        "and workers start as fast as with fork, while DataLoader imports and unpickles for each worker. The script "
+        'needs `if __name__ == "__main__":`.'
+    )
     RUN = "`{command}` tries other settings."
     RUN_WITH_WORKERS = "`{command}` tries worker processes (safe if your dataset works with num_workers>0)."
 

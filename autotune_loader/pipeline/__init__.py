@@ -8,5 +8,6 @@ reading.py      which samples each burst reads
 tracing.py      a loader whose batches carry their history
 stage_clock.py  clocks in its workers: where a sample's time goes
 throughput.py   from the histories of a burst's batches to its rate
+forking.py      the process that workers are forked from
 loop_log.py     from those of a training loop to its times
 """

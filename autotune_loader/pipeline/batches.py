@@ -168,6 +168,15 @@ def accelerator(device: Any) -> Any:
     return module
 
 
+def initialized_accelerator() -> str | None:
+    """The name of an accelerator that this process has initialized, such as "cuda"; asking initializes none."""
+    for name in ("cuda", torch._C._get_privateuse1_backend_name()):
+        module = vars(torch).get(name)
+        if module is not None and module.is_initialized():
+            return name
+    return None
+
+
 class DevicePrefetcher:
     """Iterate over a loader with every batch on `device`.
 

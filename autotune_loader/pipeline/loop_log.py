@@ -28,6 +28,8 @@ import torch
 from torch.utils.data import RandomSampler
 
 from autotune_loader.lines import Line
+from autotune_loader.pipeline.batches import initialized_accelerator
+from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, Measurement
 
 MOST_ROWS = 20_000
@@ -92,6 +94,8 @@ class Log:
         """What the latest steps took, pauses included."""
         self._aside = list[float]()
         """Steps that were pauses when they ended: they are counted if they come back often."""
+        self.parent: ParentProcess | None = None
+        """What workers were forked from last; None where they are not forked."""
 
     @property
     def end(self) -> int:
@@ -111,6 +115,10 @@ class Log:
         """`iter()` was called: a loop over one epoch."""
         self.current = Loop(self, now)
         return self.current
+
+    def workers_start(self, context: Any, *, is_elastic: bool = False) -> None:
+        """Workers are about to start with this `multiprocessing_context`."""
+        self.parent = ParentProcess.of(context, is_elastic=is_elastic)
 
     def step(self, seconds: float, row: BatchTrace | None) -> None:
         """A step has ended, that of this row where its history is known. A long first one is judged by the second."""
@@ -337,12 +345,12 @@ def _device_in_use() -> tuple[Any, int] | None:
 
     No device is opened to see it.
     """
-    for name in ("cuda", torch._C._get_privateuse1_backend_name()):
-        module = vars(torch).get(name)
-        if module is not None and module.is_initialized():
-            indices = module.current_device(), *range(module.device_count())
-            return next(((module, index) for index in indices if module.memory_reserved(index)), None)
-    return None
+    name = initialized_accelerator()
+    if name is None:
+        return None
+    module = vars(torch)[name]
+    indices = module.current_device(), *range(module.device_count())
+    return next(((module, index) for index in indices if module.memory_reserved(index)), None)
 
 
 def longest_s(seconds: Sequence[float]) -> float:

@@ -6,13 +6,15 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from autotune_loader.diagnosis import units
+from autotune_loader.diagnosis import Advice, units
 from autotune_loader.report.text import wrapped
 from autotune_loader.results.record import Finding
 from autotune_loader.values import Interval, write_json
 
 MOST_SHOWN = 12
 """Loaders that are printed; a script that makes one for each client or fold has hundreds."""
+SAID_APART = (Advice.FORKSERVER.kind, Advice.FORKSERVER_BY_AUTOLOADER.kind)
+"""Advice that is printed whatever limits the loader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +68,9 @@ class LoaderReport:
         elif self.kept is not None:
             lines.append(f"  not changed: {self.kept}")
         lines += [f"  {each}" for each in (self.read_ahead, self.idle_workers) if each is not None]
+        lines += [f"  {each}" for each in self.advice if each.kind in SAID_APART]
         lines.append(f"  {self.bottleneck}")
-        lines += [f"  next: {step}" for step in self.advice[:1]]
+        lines += [f"  next: {step}" for step in [each for each in self.advice if each.kind not in SAID_APART][:1]]
         return "\n".join(wrapped(line, indent="    ") for line in lines)
 
 

@@ -152,6 +152,7 @@ def evidence_of(loader: ScriptLoader, script_s: float) -> Evidence:
         loader_share=totals.waited_s / max(script_s, 1e-9),
         batches=totals.batches,
         batch_bytes=loader.batch_bytes or 0,
+        parent=loader.log.parent,
         on_accelerator=torch.get_device_module() is not torch.cpu and torch.get_device_module().is_initialized(),
     )
 

@@ -175,7 +175,12 @@ class Watch:
 
     def __init__(self, known: ScriptLoader, loader: Any, begun: float, iterator: Any = None) -> None:
         size = getattr(loader, "batch_size", None)
-        self.is_noted = getattr(iterator, "_log", None) is known.log
+        own = getattr(iterator, "_log", None)
+        self.is_noted = own is known.log
+        if isinstance(own, Log):
+            known.log.parent = own.parent
+        elif getattr(loader, "num_workers", 0):
+            known.log.workers_start(getattr(loader, "multiprocessing_context", None))
         self._known, self._size = known, size if isinstance(size, int) else 0
         self.is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         self.sizes = deque[int]()

@@ -11,6 +11,7 @@ from report.example import STAGES, exactly, ran, synthetic_result
 
 from autotune_loader.diagnosis import Advice, Answer, Caution, Evidence, diagnose, judged, units
 from autotune_loader.diagnosis.tables import Table, answer
+from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
 
 FOUR, SIX, TWELVE = (LoaderConfig(num_workers=workers) for workers in (4, 6, 12))
@@ -57,6 +58,9 @@ COPIES = {"copy_s": 0.01, "fetch_s": 0.04}
 COPIES_ITSELF = {
     "copy_s": 0.014, "fetch_s": 0.04, "wait_share": 0.01, "step_s": 0.03, "cpu_share": 0.3, "on_accelerator": True,
 }  # fmt: skip
+OF_CUDA = {"parent": ParentProcess("cuda", 1 << 30, is_elastic=False)}
+OF_CUDA_ELASTIC = {"parent": ParentProcess("cuda", 12 << 30, is_elastic=True)}
+OF_LARGE = {"parent": ParentProcess(None, 12 << 30, is_elastic=False)}
 NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5}
 
 # Kind, what differs from a loader limited by the CPU, words of the bottleneck, words of some advice (None: no advice).
@@ -109,6 +113,12 @@ CASES = {
     "another loader": ("little", {"loader_share": 0.01}, "This loader takes 1% of the time", "Leave the loader as it is."),
     "too short": ("too_short", {"batches": 1}, "1 batch: too few", None),
     "no step": ("no_step", {"wait_share": None}, "ended after its first batch", "iter(loader) once"),
+    "forked from a process with CUDA": ("cpu", OF_CUDA, "",
+        "that has initialized CUDA: they may crash, hang or use much memory. Use AutoLoader or `run` with multiprocessing"),
+    "the same, by AutoLoader": ("cpu", OF_CUDA_ELASTIC, "",
+        "or use much memory. Use multiprocessing_context=\"forkserver\" or set_start_method(\"forkserver\"): the dataset is"),
+    "forked from a large process": ("cpu", OF_LARGE, "",
+        "from a process with 12 GiB of memory: each fork copies its page tables, and later each page"),
     # Two witnesses that disagree: both are named, and nothing is concluded.
     "rarely fetches": ("unclear", RARELY, "loads data 3% of its time. Other processes used 70% of the CPU.", None),
     "never waits, yet slow": ("unclear", {"wait_share": 0.01, "cpu_share": 0.2},
@@ -124,6 +134,18 @@ def test_a_bottleneck_is_named_with_its_figures_and_advice_follows(kind, changes
     assert bottleneck.kind == kind
     assert words in bottleneck.sentence
     assert advice == () if advised is None else advised in "\n".join(advice)
+
+
+@pytest.mark.parametrize(
+    ("parent", "config"),
+    [
+        ((None, (4 << 30) - 1, False), FOUR),
+        (("cuda", 12 << 30, True), LoaderConfig()),  # no workers
+    ],
+)
+def test_no_other_start_method_is_advised_where_a_fork_costs_little(parent, config):
+    _, advice = diagnose(evidence(parent=ParentProcess(*parent), config=config))
+    assert not any("forkserver" in each for each in advice)
 
 
 def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring():

@@ -9,6 +9,7 @@ from autotune_loader.autoloader.live import Found
 from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Advice, Bottleneck, Kept
 from autotune_loader.lines import Line
+from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.pipeline.loop_log import Site, Totals
 from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.values import Interval, LoaderConfig
@@ -73,6 +74,18 @@ def test_a_worker_of_a_stream_is_idle_once_each_had_its_turn(monkeypatch, delive
     known.delivered.update(dict.fromkeys(range(3), delivered))
     (found,) = seen_of(monkeypatch, known).report.loaders
     assert (found.idle_workers is not None) == is_told
+
+
+def test_what_workers_are_forked_from_is_said_beside_the_next_step(monkeypatch):
+    known = loader_of(2)
+    known.log.parent = ParentProcess("cuda", 1 << 30, is_elastic=False)
+    (found,) = seen_of(monkeypatch, known).report.loaders
+    lines = str(found).splitlines()
+    assert [each for each in lines if "forked from" in each or "next:" in each] == [
+        "  Workers are forked from a process that has initialized CUDA: they may crash,",
+        "  next: `autotune-loader run train.py` tries other settings.",
+    ]
+    assert Advice.FORKSERVER_BY_AUTOLOADER.said_by(found.advice[-1])
 
 
 def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):

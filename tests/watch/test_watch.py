@@ -89,6 +89,16 @@ AMID = """
     if __name__ == "__main__":
         list(DataLoader(Numbers(), batch_size=8))
     """
+FORKED = """
+    from autotune_loader import AutoLoader
+    if __name__ == "__main__":
+        method, kind = sys.argv[1:]
+        weight = torch.ones(1, device="sim")
+        how = {"batch_size": 8, "num_workers": 2, "multiprocessing_context": method}
+        loader = DataLoader(Numbers(), **how) if kind == "DataLoader" else AutoLoader(Numbers(), **how)
+        assert len(list(loader)) == 12
+        print(getattr(loader, "report", str)())
+    """
 SHARDS = """
     class Shards(IterableDataset):
         def __iter__(self):
@@ -139,6 +149,28 @@ def test_workers_of_a_stream_that_have_nothing_to_deliver_are_told(bench, worker
     assert loader["delivered"] == [25] * shards + [0] * (workers - shards)
     assert (loader["idle_workers"] or {}).get("sentence") == told
     assert any(each["kind"] == "spread_shards" for each in loader["advice"]) == (told is not None)
+
+
+@pytest.mark.parametrize(
+    ("verb", "method", "kind", "advised"),
+    [
+        ("watch", "fork", "DataLoader", "forkserver_by_autoloader"),
+        ("watch", "fork", "AutoLoader", "forkserver"),
+        ("run", "fork", "DataLoader", "forkserver"),
+        ("watch", "spawn", "DataLoader", None),
+        ("run", "spawn", "DataLoader", None),
+    ],
+)
+def test_workers_that_are_forked_from_a_process_with_an_accelerator_are_told(
+    verb, method, kind, advised, bench, simulated
+):
+    bench.python = simulated
+    bench.write(FORKED)
+    printed, found = bench.told(verb, "train.py", method, kind)
+    (loader,) = found["loaders"]
+    assert [each["kind"] for each in loader["advice"] if "fork" in each["kind"]] == ([advised] if advised else [])
+    assert advised is None or "initialized SIM: they may crash" in loader["advice"][-1]["sentence"]
+    assert ("initialized SIM" in " ".join(printed.split())) == (kind == "AutoLoader")
 
 
 def told_alike(bench, report):

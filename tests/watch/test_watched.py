@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from autotune_loader import enable
 from autotune_loader.autoloader.live import live_of
 from autotune_loader.lines import Line
+from autotune_loader.pipeline import forking
 from autotune_loader.pipeline.loop_log import Log, Marks, Site
 from autotune_loader.values import LoaderConfig
 from autotune_loader.watch import watched
@@ -305,6 +306,26 @@ def test_something_is_said_within_10_seconds_also_where_no_batch_has_come(capfd)
         enabled.session.first_line = FirstLine(enabled.session._say_so_far, seconds=0.2)
         list(DataLoader(NUMBERS, batch_size=24, collate_fn=one_by_one))
     assert "the training loop has waited 0 s for its first batch so far" in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "accelerator", "is_told"),
+    [
+        ({"num_workers": 2, "multiprocessing_context": "fork"}, "cuda", True),
+        ({"num_workers": 2, "multiprocessing_context": "fork"}, None, True),
+        ({"num_workers": 2, "multiprocessing_context": "forkserver"}, "cuda", False),
+        ({"num_workers": 2, "multiprocessing_context": "spawn"}, "cuda", False),
+        ({}, "cuda", False),
+    ],
+)
+def test_the_process_that_workers_are_forked_from_is_looked_at_before(arguments, accelerator, is_told, monkeypatch):
+    monkeypatch.setattr(forking, "initialized_accelerator", lambda: accelerator)
+    loader = DataLoader(NUMBERS, **arguments)
+    known = ScriptLoader(Site.of(loader, None), "train.py:15", LoaderConfig.from_loader(loader), lambda _: None)
+    Watch(known, loader, 0.0)
+    found = known.log.parent
+    assert (found is not None) == is_told
+    assert not is_told or (found.accelerator, found.is_elastic, found.own_bytes > 0) == (accelerator, False, True)
 
 
 class FakeLoop:
