@@ -158,7 +158,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if not self._asked:
             self._leave_torchs_worker_out(loader)
             self._prepare(config)
-        live.tell(self._config)
+        live.tell(self._config, self._context.method)
         self._births_s += self._context.start_s * self._active
         self._loop.started(time.monotonic())
         self._begin_with(config)
@@ -415,7 +415,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         in_flight = self._send_idx - self._rcvd_idx
         self._config, self._active, self._depth, self._turn = config, workers, config.prefetch_factor or 1, 0
         self._parked_until = time.monotonic() + PARKED_S if len(self._workers) > workers else math.inf
-        self._live.tell(config)
+        self._live.tell(config, self._context.method)
         self._decide(Switched(config, in_flight, self._context.start_s))
         self._try_put_index()
 

@@ -24,7 +24,7 @@ from autotune_loader.autoloader.iterator import ElasticIter
 from autotune_loader.autoloader.meter import measured
 from autotune_loader.autoloader.seeds import GENERATORS, objects_in
 from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner
-from autotune_loader.diagnosis import Advice, Finding, Kept, judged
+from autotune_loader.diagnosis import Advice, Caution, Finding, Kept, judged
 from autotune_loader.lines import Line
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.limits import local_world_size, memory_budget, usable_cores
@@ -83,6 +83,8 @@ class Found:
     has_batched_fetch: bool
     first: int = 0
     """Batches that were in the log before: those of loaders that the same line made."""
+    starts_anew: Finding | None = None
+    """Why workers start as their start method does it, where they could be cloned otherwise."""
 
     config = property(attrgetter("tuner.wanted"), doc="The configuration that is wanted now.")
     best = property(attrgetter("tuner.best"), doc="The best configuration that is known.")
@@ -122,7 +124,7 @@ class Found:
             rate=None if own is None else own.samples_per_s,
             speedup=tuner.gain,
             wait_share=None if own is None else own.wait_share,
-            warnings=() if self.kept is None else (self.kept,),
+            warnings=tuple(each for each in (self.kept, self.starts_anew) if each is not None),
             trials=trials,
             seconds=round(self.log.totals.active_s, 3),
             machine=inspect_machine().fingerprint(dataset=self.site.dataset),
@@ -231,8 +233,10 @@ class Live:
     def is_as_told(self, loader: Any) -> bool:
         return self.told == (loader.num_workers, loader.prefetch_factor)
 
-    def tell(self, config: LoaderConfig) -> None:
+    def tell(self, config: LoaderConfig, method: str) -> None:
         """Let the loader's own numbers say what runs, from which people compute how far its sampler is ahead."""
+        why = self.home.why_not
+        self.found.starts_anew = None if why is None else Caution.STARTS_ANEW(method=method, why=why)
         told = Told.of(config.num_workers, self.tuner.asked.num_workers), config.prefetch_factor
         if (loader := self._owner()) is not None and self.told != told:
             loader.num_workers, loader.prefetch_factor = self.told = told

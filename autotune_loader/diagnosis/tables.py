@@ -225,6 +225,7 @@ class Caution(Table):
     BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): samples/s are compared, which says nothing about convergence."
     READ_AHEAD = "Thread {thread} reads batches ahead of training: the wait is that of the thread, not of training."
     WAITS_TOO_LONG = "{name}: the training loop waits {share:share} of its time; --fail-if-wait allows {most:share}."
+    STARTS_ANEW = "With start method {method} each worker imports and unpickles everything again in each epoch: {why}."
     IDLE_WORKERS = "{idle} of {workers:# worker} delivered no batch."
     NOTE = "{text}"
 

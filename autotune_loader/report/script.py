@@ -45,6 +45,8 @@ class LoaderReport:
     """Said where workers of a stream had nothing to deliver."""
     read_ahead: Finding | None = None
     """Said where a thread takes the batches, so that waiting and steps are the thread's."""
+    starts_anew: Finding | None = None
+    """Said where workers start as their start method does it, and not as clones."""
     processes: int = 1
     """Number of processes that have this loader; the figures are of the one with most time."""
     bottleneck: Finding
@@ -67,7 +69,7 @@ class LoaderReport:
             lines.append(f"  now: {now}{'' if self.speedup is None else f': {units.ratio_text(self.speedup)} as fast'}")
         elif self.kept is not None:
             lines.append(f"  not changed: {self.kept}")
-        lines += [f"  {each}" for each in (self.read_ahead, self.idle_workers) if each is not None]
+        lines += [f"  {each}" for each in (self.read_ahead, self.idle_workers, self.starts_anew) if each is not None]
         lines += [f"  {each}" for each in self.advice if each.kind in SAID_APART]
         lines.append(f"  {self.bottleneck}")
         lines += [f"  next: {step}" for step in [each for each in self.advice if each.kind not in SAID_APART][:1]]

@@ -108,6 +108,7 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
         kept=kept,
         delivered=tuple(loader.delivered[each] for each in range(loader.own.num_workers)) if loader.delivered else None,
         idle_workers=idle,
+        starts_anew=None if found is None else found.starts_anew,
         read_ahead=Caution.READ_AHEAD(thread=loader.reader) if loader.is_read_ahead else None,
         bottleneck=bottleneck,
         advice=(*shards, *_to_try(bottleneck, evidence, kept, plan), *advice),

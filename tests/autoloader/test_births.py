@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import Dataset
 
 from autotune_loader import AutoLoader
-from autotune_loader.machine import nursery
 from autotune_loader.machine.nursery import Root
 from autotune_loader.values import LoaderConfig
 from tests.support.schedules import FixedLoader
@@ -139,11 +138,14 @@ def test_generators_without_a_seed_differ_between_workers_as_in_new_processes() 
 
 
 class StartsThread(Told):
+    def __init__(self) -> None:
+        self.value = 0  # else there is no state to set
+
     def __setstate__(self, _: Any) -> None:
         threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="of-the-dataset").start()
 
 
-class OpensSocket(Told):
+class OpensSocket(StartsThread):
     def __setstate__(self, _: Any) -> None:
         self.ends = socket.socketpair()
 
@@ -155,7 +157,7 @@ class ReadsFile(Told):
         return {"path": __file__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.file = open(state["path"], "rb")  # noqa: SIM115
+        self.file = Path(state["path"]).open("rb")
 
     def tell(self) -> Any:
         for position in range(1, 40):
@@ -210,7 +212,7 @@ class Refuses(Told):
 def test_errors_are_those_of_torch() -> None:
     local = Told()
     local.function = lambda: 1  # type: ignore[attr-defined]
-    with pytest.raises((AttributeError, TypeError), match="local object|pickle"):
+    with pytest.raises((AttributeError, TypeError), match=r"local object|pickle"):
         epoch_of(loader_of(local))
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 1"):
         epoch_of(loader_of(Refuses()))
@@ -225,12 +227,9 @@ def test_whoever_is_killed_nothing_is_lost(method: str, victim: str) -> None:
         for number, batch in enumerate(loader):
             rows += batch
             if number == 2:
-                pids = {
-                    "root": [Root._latest.pid],  # type: ignore[union-attr]
-                    "nursery": [nursery_of(loader).pid],
-                    "worker": [batch[0][1]],
-                }
-                for pid in sum(pids.values(), []) if victim == "all" else pids[victim]:
+                root: Any = Root._latest
+                pids = {"root": root.pid, "nursery": nursery_of(loader).pid, "worker": batch[0][1]}
+                for pid in pids.values() if victim == "all" else [pids[victim]]:
                     os.kill(pid, signal.SIGKILL)
         assert [index for index, *_ in rows] == list(range(SAMPLES))
     epoch_of(loader)
@@ -246,18 +245,16 @@ def undecided() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("undecided")
-def test_imports_begin_with_the_loader_and_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = list[Any]()
-    monkeypatch.setattr(nursery, "spawned_root", begun.append, raising=False)
+def test_imports_begin_with_the_loader_and_decide_nothing() -> None:
     Root._latest = None
-    loader_of(Told(), num_workers=0)
+    AutoLoader(Told(), num_workers=0)
     loader_of(Told(), in_order=False)
     loader_of(Told(), "fork")
     assert Root._latest is None
     loader = loader_of(Told())
-    assert Root._latest is not None
-    assert multiprocessing.get_start_method(allow_none=True) is None
     root = Root._latest
+    assert root is not None
+    assert multiprocessing.get_start_method(allow_none=True) is None
     epoch_of(loader)
     assert Root._latest is root
 
@@ -325,9 +322,13 @@ def test_a_worker_is_what_torchs_is(method: str, tmp_path: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
         rows, *shared = json.loads(output.stdout)
-        found[kind] = [
-            {name: value for name, value in row.items() if (name, value) != ("arguments", [method, kind])} for row in rows
-        ], shared
+        found[kind] = (
+            [
+                {name: value for name, value in row.items() if (name, value) != ("arguments", [method, kind])}
+                for row in rows
+            ],
+            shared,
+        )
     (torchs, their_own), (ours, our_own) = found["DataLoader"], found["AutoLoader"]
     assert our_own == their_own
     differing = {name for one, other in zip(torchs, ours, strict=True) for name in one if one[name] != other[name]}
