@@ -128,9 +128,16 @@ class Nursery:
         with suppress(OSError):  # it is gone, which is seen when the nursery is waited for
             socket.send_fds(root.socket, [b"n"], [one._theirs.fileno()])
         one._theirs.close()
-        with suppress(ConnectionError):
-            parcel.send(one._ours)  # while the root imports
+        # While the root imports, and the loop goes on where nobody waits for workers.
+        threading.Thread(target=one._send, args=(parcel,), name="autotune-loader-parcel", daemon=True).start()
         return one
+
+    def _send(self, parcel: Parcel) -> None:
+        try:
+            parcel.send(self._ours)
+        except Exception:  # such as no memory: nobody is to wait for it
+            with suppress(OSError):
+                self._ours.shutdown(socket.SHUT_RDWR)
 
     @property
     def has_ended(self) -> bool:
