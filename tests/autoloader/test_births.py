@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -212,7 +213,7 @@ class Refuses(Told):
 def test_errors_are_those_of_torch() -> None:
     local = Told()
     local.function = lambda: 1  # type: ignore[attr-defined]
-    with pytest.raises((AttributeError, TypeError), match=r"local object|pickle"):
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError), match=r"local object|pickle"):
         epoch_of(loader_of(local))
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 1"):
         epoch_of(loader_of(Refuses()))
@@ -332,4 +333,4 @@ def test_a_worker_is_what_torchs_is(method: str, tmp_path: Path) -> None:
     (torchs, their_own), (ours, our_own) = found["DataLoader"], found["AutoLoader"]
     assert our_own == their_own
     differing = {name for one, other in zip(torchs, ours, strict=True) for name in one if one[name] != other[name]}
-    assert differing == {"imported here"}
+    assert differing <= {"imported here"}  # Python 3.14's fork server has imported the script, too
