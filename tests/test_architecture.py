@@ -26,7 +26,8 @@ UNPICKLING = {
     "autoloader/channel.py": {"loads"},  # between the loop and its workers
     "autoloader/segments.py": {"loads"},
     "machine/nursery.py": {"loads"},
-    "machine/parcel.py": {"load", "loads"},
+    "machine/clones.py": {"loads"},
+    "machine/parcel.py": {"Unpickler", "loads"},
     "watch/launch.py": {"compile", "exec"},  # the script that the user asked to be run
 }
 NEVER = {"eval", "exec", "compile", "__import__"}

@@ -26,9 +26,10 @@ from autotune_loader.autoloader.channel import Channel, NoQueue, Results, close_
 from autotune_loader.autoloader.guard import unguarded_line
 from autotune_loader.autoloader.pinning import Pinner
 from autotune_loader.autoloader.worker import OF_A_WORKER, OF_AN_EPOCH, Flag, Given, Setup, work
+from autotune_loader.machine.clones import leave_signals
 from autotune_loader.machine.elsewhere import descriptors, lead_nowhere
 from autotune_loader.machine.facts import start_method
-from autotune_loader.machine.nursery import Home, Nursery, Root, leave_signals
+from autotune_loader.machine.nursery import Home, Nursery, Root
 
 REFUSED = (errno.ENOSYS, errno.EPERM)
 """What a kernel, or a sandbox, says that has no such call, or does not allow it."""
@@ -209,8 +210,8 @@ class Births:
             self.start_s = time.monotonic() - self._starting_at
 
     def close_nursery(self) -> None:
-        """Later workers start as they do without; a nursery of a new process is kept for the next epoch."""
-        if self._nursery is not None and self.method == "fork":
+        """Later workers start as they do without. What may serve the next epoch is kept: no fork, and nothing with pipes."""
+        if self._nursery is not None and self._nursery.key is None:
             self._nursery.close()
         self._nursery = None
 

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Subset
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import WorkerEnd
 from autotune_loader.autoloader.seeds import Seeds
-from autotune_loader.machine.nursery import leave_signals
+from autotune_loader.machine.clones import leave_signals
 
 BEGUN, LOOKED = "begun", "looked"
 """What a worker notes: it is ready for its first job; its dataset asked for its number, or for how many workers there are."""

@@ -202,6 +202,30 @@ def test_memory_that_is_shared_by_name_has_no_nursery() -> None:
         torch.multiprocessing.set_sharing_strategy(was)
 
 
+class Writes(Told):
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+
+    def tell(self) -> Any:
+        self.pipe.send(1)
+        return self.value
+
+
+def test_a_pipe_of_the_dataset_ends_with_the_workers() -> None:
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    loader = loader_of(Writes(writer))
+    for _ in range(2):
+        epoch_of(loader)
+    loader.dataset.pipe = None  # type: ignore[attr-defined]
+    writer.close()
+    for _ in range(2 * SAMPLES):
+        assert reader.poll(10)
+        reader.recv()
+    assert reader.poll(10)
+    with pytest.raises(EOFError):
+        reader.recv()
+
+
 class Refuses(Told):
     def __getstate__(self) -> Any:
         return {"a": 1}

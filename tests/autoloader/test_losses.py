@@ -24,7 +24,7 @@ from autotune_loader import AutoLoader
 from autotune_loader.autoloader import births
 from autotune_loader.autoloader import iterator as iterator_module
 from autotune_loader.autoloader import live as live_module
-from autotune_loader.machine import nursery
+from autotune_loader.machine import clones, nursery
 from autotune_loader.machine.limits import MemoryBudget
 from autotune_loader.values import LoaderConfig
 from tests.support.bursts import Made
@@ -58,11 +58,11 @@ def refused(*_: Any) -> Any:
 def test_where_the_kernel_refuses_workers_are_forked(
     name: str, replacement: Any, asked: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nursery, name, replacement)
-    loader = FixedLoader(Slow(600), batch_size=2, num_workers=asked)
+    monkeypatch.setattr(clones if name == "clone" else nursery, name, replacement)
+    loader = FixedLoader(Slow(200), batch_size=2, num_workers=asked)
     iterator = iter(loader)
     loader.change_to(FOUR)
-    assert [batch[:, 0].tolist() for batch in iterator] == [[number, number + 1] for number in range(0, 600, 2)]
+    assert [batch[:, 0].tolist() for batch in iterator] == [[number, number + 1] for number in range(0, 200, 2)]
     assert loader.num_workers == 4
 
 
