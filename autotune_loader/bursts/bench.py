@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import multiprocessing
 import os
 import stat
 import time
@@ -29,8 +31,16 @@ from autotune_loader.bursts.files import STEP_WRITES, refused_path
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
-from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, die_with_owner, own_files
+from autotune_loader.machine.elsewhere import (
+    FIRST_OWN_FD,
+    descriptors,
+    die_with_owner,
+    own_files,
+    own_memory,
+    require_own_memory,
+)
 from autotune_loader.machine.facts import start_method
+from autotune_loader.machine.nursery import Home, Root
 from autotune_loader.pipeline.batches import BatchShape, accelerator, fresh, move, samples_in, tensors_in
 from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.reading import Reading, seed_everything
@@ -88,7 +98,7 @@ class Bench:
         sharing, inner = torch.multiprocessing.get_sharing_strategy(), workload.data.worker_init_fn
         self._data = replace(workload.data, worker_init_fn=functools.partial(begin_worker, inner, sharing))
         self._training, self._read_private = workload.training, read_private
-        self._seed, self._reading = seed, Reading(self._data, seed)
+        self._seed, self._reading, self._home = seed, Reading(self._data, seed), Home()
         self._pinned, self._copy_s = 0, dict[bool, float | None]()
         """Of the first batch, by whether it is pinned, where the step is the user's own; empty off a device."""
 
@@ -129,14 +139,21 @@ class Bench:
             data = self._data  # in which no burst without workers may fill a cache
             if not has_workers and not draws_nothing(data.dataset, data.collate):
                 data = self._read_private()
-            return make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
+            loader = make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
+            if request.plan.anew:
+                self._home.close()
+                Root.end()
+            elif has_workers and start_method(config.multiprocessing_context) != "fork":
+                clone_workers(loader, self._home)
+            return loader
 
         def on_error(error: Exception, phase: FailurePhase) -> None:
             if not isinstance(error, Raised):
                 self._answer_to(error, phase, config)
 
         try:
-            outcome = LoopRun(request, self._step, self._timeline, self._announce, on_error).measured(make_loader)
+            run = LoopRun(request, self._step, self._timeline, self._announce, on_error, self._home)
+            outcome = run.measured(make_loader)
         except (Raised, StepError) as error:
             if isinstance(error, Raised) and has_workers and error.is_of_workers(self._read_private):
                 alone = f"{error.failure.message}, in a worker, and not when it is read again alone"
@@ -278,6 +295,36 @@ def accelerator_facts(device: torch.device) -> dict[str, Any]:
     free, _ = of_device.mem_get_info(device)
     name = of_device.get_device_properties(device).name
     return {"device_name": name, "device_bytes": free + of_device.memory_reserved(device)}
+
+
+def clone_workers(loader: Any, home: Home) -> None:
+    """Have the workers of a loader cloned from a nursery, which takes milliseconds; where there is none they start as before.
+
+    The nursery fetches nothing: the caches of its clones are as empty as those of new processes.
+    """
+    given, nursery = [loader.dataset, loader.collate_fn], None  # what begins a worker differs from burst to burst
+    with suppress(OSError):
+        require_own_memory()
+        nursery = home.nursery_for(given)
+    if nursery is None:
+        return
+    real: Any = loader.multiprocessing_context or multiprocessing.get_context(start_method())
+
+    def process(**arguments: Any) -> Any:
+        one = real.Process(**arguments)
+        one._Popen = functools.partial(nursery.popen, given)
+        return one
+
+    context = copy.copy(real)
+    context.Process = process
+    loader.multiprocessing_context = context
+    loader.worker_init_fn = functools.partial(begin_clone, loader.worker_init_fn)
+
+
+def begin_clone(inner: Callable[[int], None], worker: int) -> None:
+    """Begin a worker that is cloned: it has memory of its own, as one that has started by itself, and copies none later."""
+    own_memory()
+    inner(worker)
 
 
 def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, worker: int) -> None:

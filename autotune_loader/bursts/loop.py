@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -26,7 +26,8 @@ from autotune_loader.bursts.failures import Raised, checked, deaths_of, failure_
 from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.machine.limits import affinity, shared_memory
-from autotune_loader.machine.processes import TreeUse, host_busy_s, tree, tree_pss, tree_use
+from autotune_loader.machine.nursery import Home
+from autotune_loader.machine.processes import TreeUse, host_busy_s, tree, tree_pss, tree_use, without_nursery
 from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
@@ -70,7 +71,7 @@ class LoopRun:
     """One running burst: the batches so far and when to stop.
 
     `announce` is told which phase begins, so that the parent can name it when the process hangs or dies; `on_error` is told
-    what was raised, and in which phase, before anything is dropped or ended.
+    what was raised, and in which phase, before anything is dropped or ended. In `home` is the nursery of workers, if any.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class LoopRun:
         timeline: Timeline | None,
         announce: Callable[[FailurePhase], None],
         on_error: Callable[[Exception, FailurePhase], None] = lambda error, phase: None,
+        home: Home | None = None,
     ) -> None:
         self.request, self.step, self.timeline, self._announce = request, step, timeline, announce
-        self._on_error = on_error
+        self._on_error, self._home = on_error, home
         self.phase: FailurePhase = "start"
         self._workers = request.config.num_workers
         self._passages = None if timeline is None else Passages(timeline)
@@ -135,7 +137,8 @@ class LoopRun:
         self.enter("batches")
         while not self.knows_enough() and self.deliver(batches):
             pass
-        found = replace(self.measurement(), **window.close())
+        workers, nursery = [each.pid for each in open_loader.workers], [] if self._home is None else self._home.pids
+        found = replace(self.measurement(), **window.close(workers, nursery))
         self.enter("shutdown")
         return found
 
@@ -291,8 +294,11 @@ class Window:
         self._use, self._busy_s = tree_use(self._members), host_busy_s(self._cpus)
         self._opened = time.monotonic()
 
-    def close(self) -> dict[str, Any]:
-        """What the machine gave meanwhile, by fields of `Measurement`; called while the workers live."""
+    def close(self, workers: Sequence[int] = (), nursery: Sequence[int] = ()) -> dict[str, Any]:
+        """What the machine gave meanwhile, by fields of `Measurement`; called while the workers live.
+
+        Memory is as if workers had not been cloned from a `nursery` (it and its root), and that were not there.
+        """
         elapsed_s, busy_s = max(1e-9, time.monotonic() - self._opened), host_busy_s(self._cpus)
         use, begun, members = tree_use(self._members), self._use, tree(os.getpid())
         newer = tree_use(set(members) - set(self._members)) or TreeUse(cpu_s=0.0, rss_bytes=0)
@@ -309,5 +315,12 @@ class Window:
         if self._reads_pss and (taken := tree_use(members)) is not None:
             shm, before = shared_memory(), self._shm
             shm_bytes = None if shm is None or before is None else max(0, before.free_bytes - shm.free_bytes)
-            memory = MemoryUse(rss_bytes=taken.rss_bytes, pss_bytes=tree_pss(members), shm_bytes=shm_bytes)
+            more = without_nursery(workers, nursery) if nursery else (0, 0)
+            if more is not None:
+                pss_bytes = tree_pss(members)
+                memory = MemoryUse(
+                    rss_bytes=taken.rss_bytes + more[0],
+                    pss_bytes=None if pss_bytes is None else pss_bytes + more[1],
+                    shm_bytes=shm_bytes,
+                )
         return {"memory": memory, "read_bytes": read_bytes, "cpu_share": cpu_share, "foreign_cpu_share": foreign_share}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import torch
@@ -36,7 +36,7 @@ from autotune_loader.bursts.packing import NotSentError, packed, part_at_fault
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
-from autotune_loader.machine.facts import Machine
+from autotune_loader.machine.facts import Machine, start_method
 from autotune_loader.machine.kernel import pidfd
 from autotune_loader.machine.processes import memory_guarded
 from autotune_loader.pipeline.batches import accelerator
@@ -164,6 +164,8 @@ class ProcessProbe:
         self._child: _Child | None = None
         self._memory: dict[LoaderConfig, MemoryUse | None] = {}
         """As it was read at the first burst of a configuration."""
+        self._first_batch_s: dict[Any, float | None] = {}
+        """Of bursts whose workers started as in training, by what their start depends on."""
 
     def start(self) -> WarmupReport:
         """Start the process and wait until the workload is warm; raises WorkloadError where the first batch fails."""
@@ -175,10 +177,16 @@ class ProcessProbe:
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train with `config`; raises WorkloadError where a sample or the step raised, or wrote to a file of the user's."""
+        is_forked = start_method(config.multiprocessing_context) == "fork"
+        is_cloned = config.num_workers > 0 and not is_forked and not plan.anew
         outcome = self._run(Request(what="burst", plan=plan, config=config, reads_pss=config not in self._memory))
-        if isinstance(outcome, Failure):
-            return outcome
-        return replace(outcome, memory=self._memory.setdefault(config, outcome.memory))
+        if isinstance(outcome, Failure):  # of clones it may be one that training would not have
+            return self.burst(config, replace(plan, anew=True)) if is_cloned else outcome
+        start = config.num_workers, config.batch_size
+        if not is_cloned:
+            self._first_batch_s[start] = outcome.first_batch_s
+        memory = self._memory.setdefault(config, outcome.memory)
+        return replace(outcome, memory=memory, first_batch_s=self._first_batch_s.get(start))
 
     def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
         return self._run(Request(what="step_ceiling", plan=plan))

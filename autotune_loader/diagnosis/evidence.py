@@ -87,8 +87,9 @@ class Evidence:
             "cpu_share": measured.cpu_share,
             "foreign_cpu_share": measured.foreign_cpu_share,
         }
-        if epoch_batches and config.num_workers and not config.persistent_workers:
-            starting_s = max(0.0, measured.first_batch_s - measured.service_s)
+        first_batch_s = measured.first_batch_s
+        if epoch_batches and config.num_workers and not config.persistent_workers and first_batch_s is not None:
+            starting_s = max(0.0, first_batch_s - measured.service_s)
             epoch_s = epoch_batches * measured.batch_size / measured.samples_per_s.value
             known["starting_share"] = starting_s / (starting_s + epoch_s)
         return cls(config=config, cores=cores, **{**known, **more})

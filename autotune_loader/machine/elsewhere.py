@@ -36,6 +36,10 @@ MEMORY = ("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")  # noqa: S108 - names of
 """How the names of what lies in memory begin."""
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 """prctl(2)."""
+PRESENT, PAGE_FLAGS = 1 << 63, 1 << 63 | 1 << 61 | 1 << 56
+"""Of a page: it is in memory; it is a file's, or only one process maps it."""
+MADV_POPULATE_WRITE = 23
+"""madvise(2); Python's mmap has no name for it."""
 MAP_FIXED = 0x10
 """mmap(2); Python's mmap has no name for it."""
 LANDLOCK_CREATE, LANDLOCK_ALLOW, LANDLOCK_RESTRICT, LANDLOCK_VERSION, BENEATH = 444, 445, 446, 1, 1
@@ -255,6 +259,32 @@ def _replace(mapping: _Mapping, memory_fd: int) -> None:
     os.close(fd)
     if place != mapping.begin:
         raise OSError(ctypes.get_errno(), f"mmap of {mapping.path}")
+
+
+def require_own_memory() -> None:
+    """Raises OSError where `own_memory` does nothing: before Linux 5.14, and in some sandboxes."""
+    mmap.mmap(-1, mmap.PAGESIZE).madvise(MADV_POPULATE_WRITE)
+    os.close(os.open("/proc/self/pagemap", os.O_RDONLY))
+
+
+def own_memory() -> None:
+    """Copy all that this process shares with the one it was cloned from, as if it had written to each page: 0.5 s for 1 GB.
+
+    A page of memory is 8 bytes of /proc/self/pagemap (proc_pid_pagemap(5)).
+    """
+    import numpy as np
+
+    page, madvise = mmap.PAGESIZE, ctypes.CDLL(None).madvise
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        for address, permissions, *_ in map(str.split, maps):
+            begin, end = (int(each, 16) for each in address.split("-"))
+            if permissions[1] == "w" and permissions[3] == "p":
+                flags = np.frombuffer(os.pread(file.fileno(), (end - begin) // page * 8, begin // page * 8), np.uint64)
+                is_shared = np.concatenate(([False], flags & PAGE_FLAGS == PRESENT, [False]))
+                for first, after in np.flatnonzero(np.diff(is_shared)).reshape(-1, 2).tolist():
+                    size = ctypes.c_size_t((after - first) * page)
+                    madvise(ctypes.c_void_p(begin + first * page), size, MADV_POPULATE_WRITE)
 
 
 def descriptors(first: int = 0) -> list[int]:

@@ -105,9 +105,12 @@ def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.e
     )
 
 
-def start_method() -> str:
-    """How `multiprocessing` starts processes here, without settling it: asking plainly would fix the default."""
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+def start_method(asked: str | None = None) -> str:
+    """How `multiprocessing` starts processes here, unless it is asked for another method.
+
+    The default stays unsettled: asking plainly would fix it.
+    """
+    return asked or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def cpu_model() -> str:

@@ -195,6 +195,13 @@ class Home:
     def why_not(self) -> str | None:
         return self._why_not if self.nursery is None else self.nursery.why_not
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the nursery and its root, where workers are cloned."""
+        if self.nursery is None or self.nursery.why_not is not None:
+            return []
+        return [each.pid for each in (self.nursery, Root._latest) if each is not None and each.pid is not None]
+
     def nursery_for(
         self, given: Sequence[Any], apart: Sequence[Any] = (), may_import: Callable[[], bool] = lambda: True
     ) -> Nursery | None:
@@ -248,6 +255,13 @@ class Root(_Cloner):
             if cls._latest is None or cls._latest._begun_with != begins_with or cls._latest.has_ended:
                 cls._latest = cls(begins_with) if may_begin() else None
             return cls._latest
+
+    @classmethod
+    def end(cls) -> None:
+        """End the one of this process, if there is any."""
+        if cls._latest is not None:
+            cls._latest.close()
+            cls._latest = None
 
     def __init__(self, begins_with: Any) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,6 +124,27 @@ def private_bytes(pid: int, root: Path = PROC) -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     return 1024 * sum(found) if found else None
+
+
+def without_nursery(workers: Sequence[int], nursery: Sequence[int], root: Path = PROC) -> tuple[int, int] | None:
+    """What RSS and PSS of a tree would be more had its workers not been cloned; None where that cannot be read.
+
+    Workers that have memory of their own lack pages of libraries alone, which the nursery, the first of some processes, has
+    in their place.
+    """
+    try:
+        rows = {pid: _rollup(root / str(pid)) for pid in (*workers, *nursery)}
+    except (OSError, ValueError):
+        return None
+    libraries = {pid: each["Rss"] - each["Anonymous"] for pid, each in rows.items()}
+    rss = sum(libraries[nursery[0]] - libraries[pid] for pid in workers) - sum(rows[pid]["Rss"] for pid in nursery)
+    return rss, -sum(rows[pid]["Pss_Anon"] for pid in nursery)
+
+
+def _rollup(process: Path) -> dict[str, int]:
+    """Rows of `smaps_rollup` in bytes."""
+    rows = (row.split() for row in (process / "smaps_rollup").read_text().splitlines()[1:])
+    return {name[:-1]: 1024 * int(size) for name, size, _ in rows}
 
 
 def host_busy_s(cpus: Collection[int] | None = None) -> list[float]:

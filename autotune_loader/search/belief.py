@@ -93,14 +93,15 @@ class Belief:
     @cached_property
     def draws(self) -> Draws:
         """The same of whole epochs: workers that do not live on start anew in each."""
-        begun = [(t.config.num_workers, m) for t in self._seen if t.config.num_workers and (m := t.measurement)]
+        with_workers = [(t.config.num_workers, m) for t in self._seen if t.config.num_workers and (m := t.measurement)]
+        begun = [(workers, m, m.first_batch_s) for workers, m in with_workers if m.first_batch_s is not None]
         if not begun or not self.context.epoch_batches:
             return self.sustained
         start_s, paths = np.zeros(len(self.configs)), self.sustained.paths
         for index, config in enumerate(self.configs):
             if config.num_workers and not self.space.as_kept(config).persistent_workers:
-                _, nearest = min(begun, key=lambda each: abs(each[0] - config.num_workers))
-                start_s[index] = max(nearest.first_batch_s - nearest.service_s, 0.0)
+                _, nearest, first_batch_s = min(begun, key=lambda each: abs(each[0] - config.num_workers))
+                start_s[index] = max(first_batch_s - nearest.service_s, 0.0)
         samples = self.context.epoch_batches * begun[0][1].batch_size
         return replace(self.sustained, paths=paths - np.log1p(start_s * np.exp(paths) / samples))
 

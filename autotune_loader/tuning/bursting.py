@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autotune_loader.bursts.protocol import Probe
+from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.search.space import Context
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, Trial
@@ -35,6 +36,10 @@ UNKNOWN_DEADLINE_S = 30.0
 """... or than these, before a burst with workers has shown how long they take to start ..."""
 LEAST_DEADLINE_S = 20.0
 """... and sooner where that is more than half of the budget that is left, though not before these."""
+STARTING_COUNTS = 0.005
+"""Of an epoch: where workers may take more than this to start, they start as in training, so that it is known."""
+CLONED_S = 0.1
+"""A worker that is cloned begins with its first batch in this time."""
 FETCHES_TO_WAIT_FOR = 4
 """No burst hangs before so many times the seconds have passed that the first batch took."""
 
@@ -109,6 +114,7 @@ class Bursts:
             min_s=max(plan.min_s, least_s),
             max_s=max(plan.max_s, least_s),
             seed=len(trials),
+            anew=self._starts_anew(config, trials),
             deadline_s=self._deadline_s(trials),
         )
 
@@ -127,7 +133,21 @@ class Bursts:
         if computing + self.context.step_cores <= CROWDED_SHARE * self.context.usable_cores:
             return 0.0
         others_s = ((config.prefetch_factor or 1) - 1) * measured.service_s
-        return min(measured.first_batch_s + others_s, LONGEST_PREFILL_S)
+        is_forked = start_method(config.multiprocessing_context) == "fork"
+        first_s = measured.first_batch_s if is_forked else CLONED_S + measured.service_s
+        return min((first_s or 0.0) + others_s, LONGEST_PREFILL_S)
+
+    def _starts_anew(self, config: LoaderConfig, trials: Sequence[Trial]) -> bool:
+        """Whether workers start as in training, which takes spawned ones seconds: once, and where that counts in an epoch."""
+        measured = [(each.config, m) for each in trials if each.config.num_workers and (m := each.measurement)]
+        begun = [(each, m, m.first_batch_s) for each, m in measured if m.first_batch_s is not None]
+        if any((each.num_workers, each.batch_size) == (config.num_workers, config.batch_size) for each, *_ in begun):
+            return False
+        if not begun or config.persistent_workers or not self.context.epoch_batches:
+            return not begun
+        nearest, of, first_batch_s = min(begun, key=lambda each: abs(each[0].num_workers - config.num_workers))
+        starting_s = first_batch_s * config.num_workers / nearest.num_workers
+        return starting_s * of.samples_per_s.value > STARTING_COUNTS * self.context.epoch_batches * of.batch_size
 
     def _least_window_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
         """Seconds for some turns of the workers, as in the burst with the most similar number of them."""

@@ -43,6 +43,9 @@ class BurstPlan:
     deadline_s: float = 60.0  # the burst fails when it has not answered after this many seconds, start-up included
     stages: bool = False  # watch in the workers where the time of a sample goes
     prefill_s: float = 0.0  # sleep before the first batch, so that queues are as full as in the midst of training
+    anew: bool = (
+        True  # workers start as in training; otherwise spawned ones are cloned from a process that has the dataset
+    )
     again: bool = False  # read the samples of the burst before this one once more; otherwise reading goes on
 
 
@@ -63,7 +66,9 @@ class Measurement:
     samples: int = 0  # samples in the window
     window_s: float = 0.0  # length of the timed window
     batch_size: float  # mean samples of a batch
-    first_batch_s: float  # from creating the iterator to the first batch: worker start-up included
+    first_batch_s: (
+        float | None
+    )  # from creating the iterator to the first batch: worker start-up, as in training, included
     wait_share: float  # share of the window in which the training loop waited for data
     service_s: float  # mean wall seconds a worker spent on one batch (S)
     service_cpu_s: float  # mean CPU seconds a worker spent on one batch
@@ -86,7 +91,13 @@ class Measurement:
 
     @classmethod
     def of(
-        cls, traces: Sequence[BatchTrace], rate: Interval, *, window_s: float, first_batch_s: float, wait_share: float
+        cls,
+        traces: Sequence[BatchTrace],
+        rate: Interval,
+        *,
+        window_s: float,
+        first_batch_s: float | None,
+        wait_share: float,
     ) -> Measurement:
         """What the batches of a window say, beside what is known; the share of waiting is limited to 0 to 1."""
         return cls(
@@ -166,6 +177,7 @@ class Trial:
 def averaged(bursts: Sequence[Measurement]) -> Measurement:
     """What several bursts of one configuration say together; traces, and what is not averaged, are those of the last."""
     last, rates = bursts[-1], [each.samples_per_s.value for each in bursts]
+    begun = [each.first_batch_s for each in bursts if each.first_batch_s is not None]
     names = (
         *("wait_share", "cpu_share", "foreign_cpu_share"),
         *("service_s", "service_cpu_s", "receive_s", "step_s", "copy_s"),
@@ -176,7 +188,7 @@ def averaged(bursts: Sequence[Measurement]) -> Measurement:
     return replace(
         last,
         samples_per_s=last.samples_per_s if len(bursts) == 1 else replace(rate, low=max(0.0, rate.low)),
-        first_batch_s=median(each.first_batch_s for each in bursts),
+        first_batch_s=median(begun) if begun else None,
         memory=max(bursts, key=lambda each: each.taken_bytes or 0).memory,
         **means,
     )
