@@ -139,6 +139,8 @@ class LoopRun:
             pass
         workers, nursery = [each.pid for each in open_loader.workers], [] if self._home is None else self._home.pids
         found = replace(self.measurement(), **window.close(workers, nursery))
+        if workers and nursery:
+            found = replace(found, first_batch_s=None)
         self.enter("shutdown")
         return found
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 import torch
@@ -164,8 +164,8 @@ class ProcessProbe:
         self._child: _Child | None = None
         self._memory: dict[LoaderConfig, MemoryUse | None] = {}
         """As it was read at the first burst of a configuration."""
-        self._first_batch_s: dict[Any, float | None] = {}
-        """Of bursts whose workers started as in training, by what their start depends on."""
+        self._first_batch_s: dict[tuple[int, int | None], float] = {}
+        """Of bursts whose workers started as in training, by their number and the batch size."""
 
     def start(self) -> WarmupReport:
         """Start the process and wait until the workload is warm; raises WorkloadError where the first batch fails."""
@@ -177,13 +177,13 @@ class ProcessProbe:
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train with `config`; raises WorkloadError where a sample or the step raised, or wrote to a file of the user's."""
-        is_forked = start_method(config.multiprocessing_context) == "fork"
-        is_cloned = config.num_workers > 0 and not is_forked and not plan.anew
         outcome = self._run(Request(what="burst", plan=plan, config=config, reads_pss=config not in self._memory))
         if isinstance(outcome, Failure):  # of clones it may be one that training would not have
+            is_forked = start_method(config.multiprocessing_context) == "fork"
+            is_cloned = config.num_workers > 0 and not is_forked and not plan.anew
             return self.burst(config, replace(plan, anew=True)) if is_cloned else outcome
         start = config.num_workers, config.batch_size
-        if not is_cloned:
+        if outcome.first_batch_s is not None:
             self._first_batch_s[start] = outcome.first_batch_s
         memory = self._memory.setdefault(config, outcome.memory)
         return replace(outcome, memory=memory, first_batch_s=self._first_batch_s.get(start))

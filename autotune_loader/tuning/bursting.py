@@ -38,8 +38,8 @@ LEAST_DEADLINE_S = 20.0
 """... and sooner where that is more than half of the budget that is left, though not before these."""
 STARTING_COUNTS = 0.005
 """Of an epoch: where workers may take more than this to start, they start as in training, so that it is known."""
-CLONED_S = 0.1
-"""A worker that is cloned begins with its first batch in this time."""
+CLONED_S = 0.2
+"""A worker that is cloned begins with its first batch in this time, in which it copies 200 MB."""
 FETCHES_TO_WAIT_FOR = 4
 """No burst hangs before so many times the seconds have passed that the first batch took."""
 

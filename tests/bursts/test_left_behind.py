@@ -16,6 +16,7 @@ ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
 # A run in the midst of a burst with workers, and a program that its dataset has started. It says which processes these are.
 RUNNING = """
 import subprocess, sys, threading, time, psutil, torch
+from dataclasses import replace
 from autotune_loader.values import BurstPlan
 from tests.support.bursts import ONE_WORKER, opened, workload
 
@@ -28,19 +29,27 @@ class Rows:
         return torch.zeros(4)
 
 def tell():
-    time.sleep(1.0)
-    print(*[each.pid for each in psutil.Process().children(recursive=True)], flush=True)
+    children = []
+    while "sleep" not in [each.name() for each in children]:
+        time.sleep(1.0)
+        children = psutil.Process().children(recursive=True)
+    print(*[each.pid for each in children], flush=True)
 
 if __name__ == "__main__":
     rows = Rows()
     rows.lock = threading.Lock() if sys.argv[1] == "forked" else None
     with opened(workload(rows)) as probe:
         threading.Thread(target=tell).start()
-        probe.probe.burst(ONE_WORKER, BurstPlan(max_s=60.0, min_s=60.0, relative_error=1e-9, deadline_s=90.0))
+        config = replace(ONE_WORKER, multiprocessing_context="spawn" if sys.argv[1] == "cloned" else None)
+        plan = BurstPlan(max_s=20.0, min_s=20.0, relative_error=1e-9, deadline_s=90.0, anew=False)
+        probe.probe.burst(config, plan)
 """
 
 
-@pytest.mark.parametrize(("kind", "victim"), [("fresh", "parent"), ("forked", "parent"), ("fresh", "child")])
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [("fresh", "parent"), ("forked", "parent"), ("cloned", "parent"), ("fresh", "child"), ("cloned", "child")],
+)
 def test_after_kill_9_no_process_and_no_folder_stays(kind, victim, tmp_path):
     (tmp_path / "job.py").write_text(RUNNING)
     (tmp_path / "tmp").mkdir()

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from autotune_loader.machine import elsewhere
+from autotune_loader.machine.processes import private_bytes
 
 pytestmark = pytest.mark.process
 
@@ -103,3 +104,16 @@ def test_a_forked_process_that_has_cut_its_channels_is_joined_when_it_ends_and_n
     assert process.is_alive()
     process.kill()
     process.join()
+
+
+def test_a_process_that_takes_memory_of_its_own_shares_nothing_with_its_parent():
+    held = bytearray(b"x") * (64 << 20)
+
+    def taken(_):
+        begun = private_bytes(os.getpid())
+        elsewhere.require_own_memory()
+        elsewhere.own_memory()
+        return private_bytes(os.getpid()) - begun
+
+    assert in_fork(taken) > 0.95 * len(held)
+    assert held[:1] == held[-1:] == b"x"

@@ -16,6 +16,7 @@ from autotune_loader.machine.processes import (
     tree,
     tree_pss,
     tree_use,
+    without_nursery,
 )
 
 ROLLUP = """55ab7c6b4000-7ffd4c9f2000 ---p 00000000 00:00 0                          [rollup]
@@ -69,6 +70,16 @@ def test_what_is_private_to_a_process_is_what_its_end_would_free(rollup, found, 
         (tmp_path / "7").mkdir()
         (tmp_path / "7" / "smaps_rollup").write_text(rollup)
     assert private_bytes(7, tmp_path) == found
+
+
+def test_without_a_nursery_workers_have_its_pages_of_libraries_and_nobody_has_its_own(tmp_path):
+    for pid, rss, anonymous, own in ((1, 310, 200, 100), (2, 20, 10, 8), (3, 217, 196, 196), (4, 230, 206, 206)):
+        (tmp_path / str(pid)).mkdir()
+        rows = f"Rss: {rss} kB\nPss_Anon: {own} kB\nAnonymous: {anonymous} kB\n"
+        (tmp_path / str(pid) / "smaps_rollup").write_text(f"5581-7ffc ---p 0 00:00 0 [rollup]\n{rows}")
+    libraries = (110 - 21) + (110 - 24)
+    assert without_nursery([3, 4], [1, 2], tmp_path) == (1024 * (libraries - 330), -1024 * 108)
+    assert without_nursery([3, 5], [1, 2], tmp_path) is None
 
 
 @pytest.mark.process

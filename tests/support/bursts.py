@@ -52,7 +52,8 @@ def measured(probe: Any, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK) 
     rate = found.samples_per_s
     assert 0 <= rate.low <= rate.value <= rate.high
     assert 0 <= found.wait_share <= 1
-    assert min(found.first_batch_s, found.batch_bytes) > 0
+    assert found.batch_bytes > 0
+    assert found.first_batch_s is None or found.first_batch_s > 0
     assert found.memory is not None  # read at the first burst of a configuration, and told of each
     assert {each.worker for each in found.traces} <= (set(range(config.num_workers)) or {-1})
     assert all(t.fetch_start <= t.fetch_end <= t.collate_end <= t.received <= t.step_end for t in found.traces)

@@ -17,6 +17,7 @@ from autotune_loader.search.belief import Belief
 from autotune_loader.search.sampler import ROUND, TwinSampler
 from autotune_loader.search.space import Context, Space
 from autotune_loader.tuning.assemble import assembled, choice_of
+from autotune_loader.tuning.bursting import CLONED_S, Budget, Bursts
 from autotune_loader.tuning.study import MOST_REPEATS, open_study
 from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
@@ -288,6 +289,43 @@ def test_what_is_told_of_the_best_is_of_its_rounds_alone():
 def test_a_choice_by_whole_epochs_says_so(epoch_batches, told):
     found = simulated_result(SimulatedMachine(worker_start_s=0.2), epoch_batches=epoch_batches)
     assert any(Caution.EPOCH_STARTS.said_by(each) for each in found.warnings) == told
+
+
+class Spawned(SimulatedProbe):
+    """Tells the start of workers where it was one of training."""
+
+    def burst(self, config, plan):
+        found = super().burst(config, plan)
+        self.anew = [*getattr(self, "anew", []), *([config.num_workers] if plan.anew and config.num_workers else [])]
+        return found if plan.anew else replace(found, first_batch_s=None)
+
+
+@pytest.mark.parametrize(
+    ("epoch_batches", "persistent", "is_once"),
+    [(100_000, False, True), (20, True, True), (20, False, False), (None, False, True)],
+)
+def test_workers_start_as_in_training_once_and_where_that_counts(epoch_batches, persistent, is_once):
+    clock, machine = FakeClock(), SimulatedMachine(worker_start_s=0.2)
+    run = simulated_run(machine, own=TWO, epoch_batches=epoch_batches)
+    probe = Spawned(machine, clock, epoch_batches=epoch_batches)
+    found = simulated_search(probe, replace(run, space=replace(run.space, persistent_workers=persistent)), clock)
+    numbers = list(dict.fromkeys(trial.config.num_workers for trial in found.trials if trial.config.num_workers))
+    assert probe.anew == numbers[: 1 if is_once else None]
+    assert is_once or len(numbers) > 1
+
+
+@pytest.mark.parametrize(("method", "most_s"), [("fork", 0.75), ("spawn", 0.4)])
+def test_queues_are_filled_before_a_round_without_waiting_for_a_start_that_is_not(method, most_s):
+    # GIVEN workers that were enough, whose start took 3 s
+    machine, clock, plans = SimulatedMachine(cores=2, cpu_s=0.01, step_s=0.03), FakeClock(), []
+    config = with_workers(3, 8, multiprocessing_context=method)
+    [trial] = simulated_trials(machine, config)
+    trial = replace(trial, measurement=replace(trial.measurement, first_batch_s=3.0))
+    probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or trial.measurement)
+    bursts = Bursts(probe, Context(usable_cores=2, step_cores=1.0), Budget(60.0, clock), lambda: [trial], 0.02)
+    bursts.run(config, 1, 0)
+    least_s = min(CLONED_S + 8 * trial.measurement.service_s, most_s)
+    assert least_s <= plans[0].prefill_s <= most_s
 
 
 class PerBatch(SimulatedProbe):
