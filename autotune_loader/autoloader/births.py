@@ -30,6 +30,7 @@ from autotune_loader.machine.clones import leave_signals
 from autotune_loader.machine.elsewhere import descriptors, lead_nowhere
 from autotune_loader.machine.facts import start_method
 from autotune_loader.machine.nursery import Home, Nursery, Root
+from autotune_loader.machine.parcel import Posted
 
 REFUSED = (errno.ENOSYS, errno.EPERM)
 """What a kernel, or a sandbox, says that has no such call, or does not allow it."""
@@ -85,6 +86,8 @@ class Births:
         self._is_first = True
         self._nursery: Nursery | None = None
         self._given: Given | None = None
+        self._passed: Any = None
+        """What stands for it among the arguments of a worker."""
         self._made: Channel | None = None
         self._starting_at = 0.0
         self.start_s = 0.0
@@ -120,6 +123,7 @@ class Births:
             self._setup = self._setup._replace(arguments=of_an_epoch)
             known = {*OF_A_WORKER, *OF_AN_EPOCH}
             self._given = Given({name: arguments[name] for name in arguments if name not in known}, self._held)
+            self._passed = self._given if self.method == "fork" else Posted(self._given)
             if self._nursery_first or (self._is_asked and self.method != "fork"):
                 self.prepare()
         if not self._is_asked:
@@ -190,12 +194,12 @@ class Births:
         channel = self._made
         assert channel is not None
         channel.number = number
-        one = self._real.Process(target=work, args=(self._given, self._setup, channel.end, number, count), daemon=True)
+        one = self._real.Process(target=work, args=(self._passed, self._setup, channel.end, number, count), daemon=True)
         if self._nursery is not None and (is_later or self.method != "fork"):
             # What the training has opened since, a fork of it would have, too, where nobody asked for workers.
             may_fork = self._is_asked or self.method != "fork"
             popen = self._nursery.popen if may_fork else self._nursery.cloned
-            one._Popen = functools.partial(popen, [self._given])
+            one._Popen = functools.partial(popen, [self._passed])
         return one
 
     def started(self) -> None:

@@ -708,7 +708,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         )
         channel.close()
         try:
-            self._index_queues[number], self._workers[number] = self._context.start(number, len(self._workers))
+            self._index_queues[number], self._workers[number] = self._born_again(number, process)
         except Exception:  # the nursery is gone, too; or no process can be started
             if not self._asked:
                 self._leave_to_the_loop(Kept.WORKERS_LOST(error=_words(process)))
@@ -719,6 +719,16 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if len(self._workers) > self._asked > 0:
             self._decide(Failed())
             self._cut(max(self._asked, self._wanted.num_workers))
+
+    def _born_again(self, number: int, lost: Any) -> tuple[Channel, Any]:
+        """In the place of a lost worker; the one that is being started may be lost, too."""
+        while True:
+            try:
+                return self._context.start(number, len(self._workers))
+            except ConnectionError as error:
+                self._losses += 1
+                if self._losses >= MOST_LOSSES:
+                    raise RuntimeError(_words(lost)) from error
 
     def _leave_to_the_loop(self, why: Any) -> None:
         """Workers that nobody asked for are gone for now, or for good where they never made a batch."""

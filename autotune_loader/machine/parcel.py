@@ -20,7 +20,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 from autotune_loader.machine.kernel import memfd
@@ -159,8 +159,8 @@ class Parcel:
             left = left[os.write(self._file, left) :]
         return size
 
-    def send(self, to: socket.socket) -> None:
-        """Send it to whoever calls `receive` at the other end; once."""
+    def close(self) -> tuple[list[int], int]:
+        """Its files, and the size of its pickle: all that `unpack` needs. Nothing is added afterwards; to be called once."""
         with open(self._file, "wb", buffering=1 << 20, closefd=False) as file:
             pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
             pickler.dump(self._apart)
@@ -168,9 +168,37 @@ class Parcel:
                 for at in range(0, len(items), CHUNK):
                     pickler.dump((number, items[at : at + CHUNK]))
             pickler.dump(None)
-        data = pickle.dumps((len(self._files), self._size))
-        for at in range(0, len(self._files), MOST_FILES):
-            socket.send_fds(to, [data], self._files[at : at + MOST_FILES])
+        return self._files, self._size
+
+    def send(self, to: socket.socket) -> None:
+        """Close it, and send it to whoever calls `receive` at the other end."""
+        files, size = self.close()
+        data = pickle.dumps((len(files), size))
+        for at in range(0, len(files), MOST_FILES):
+            socket.send_fds(to, [data], files[at : at + MOST_FILES])
+
+
+class Posted:
+    """A value for processes that `multiprocessing` starts: pickled once for all, and sent to each as files.
+
+    A start that writes more than 64 KiB waits for the new process, and for ever if that is killed before it has read them.
+    """
+
+    _closed: tuple[list[int], int] | None = None
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> Any:
+        if self._closed is None:
+            self._parcel = Parcel(self._value)
+            self._closed = self._parcel.close()
+        files, size = self._closed
+        return _unpacked, ([DupFd(each) for each in files], size)
+
+
+def _unpacked(files: list[Any], size: int) -> Any:
+    return unpack([each.detach() for each in files], size)
 
 
 class _ParcelPickler(ForkingPickler):

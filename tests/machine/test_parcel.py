@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import random
 from collections.abc import Callable
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,7 @@ import torch
 
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.machine.nursery import pair
-from autotune_loader.machine.parcel import LARGE, Lists, Parcel, receive, unpack
+from autotune_loader.machine.parcel import LARGE, Lists, Parcel, Posted, receive, unpack
 
 
 def arrived(parcel: Parcel, given: Any = ()) -> Any:
@@ -22,6 +26,16 @@ def arrived(parcel: Parcel, given: Any = ()) -> Any:
     with ours, theirs:
         parcel.send(ours)
         return unpack(*receive(theirs), given)
+
+
+class Kept:
+    """Stands for a descriptor in a pickle."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def detach(self) -> int:
+        return self._file
 
 
 class Paths:
@@ -135,6 +149,25 @@ def test_a_parcel_with_a_pipe_is_never_the_same() -> None:
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     assert Parcel(queue).key is None
     queue.close()
+
+
+def test_what_is_posted_is_pickled_once_and_small() -> None:
+    class Counted:
+        pickled = 0
+
+        def __reduce__(self) -> Any:
+            Counted.pickled += 1
+            return list, (range(100_000),)
+
+    posted, popen = Posted(Counted()), SimpleNamespace(duplicate_for_child=os.dup, DupFd=Kept)
+    set_spawning_popen(popen)  # type: ignore[arg-type]
+    try:
+        sent = [bytes(ForkingPickler.dumps(posted)) for _ in range(2)]
+    finally:
+        set_spawning_popen(None)  # type: ignore[arg-type]
+    assert Counted.pickled == 1
+    assert max(map(len, sent)) < 1000
+    assert [pickle.loads(each) for each in sent] == [list(range(100_000))] * 2
 
 
 def test_lists_that_are_gone_are_forgotten() -> None:
