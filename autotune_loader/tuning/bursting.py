@@ -143,8 +143,10 @@ class Bursts:
         begun = [(each, m, m.first_batch_s) for each, m in measured if m.first_batch_s is not None]
         if any((each.num_workers, each.batch_size) == (config.num_workers, config.batch_size) for each, *_ in begun):
             return False
-        if not begun or config.persistent_workers or not self.context.epoch_batches:
-            return not begun
+        if not begun:  # more workers than cores start one after the other: 64 of them may take minutes
+            return config.num_workers <= self.context.usable_cores
+        if config.persistent_workers or not self.context.epoch_batches:
+            return False
         nearest, of, first_batch_s = min(begun, key=lambda each: abs(each[0].num_workers - config.num_workers))
         starting_s = first_batch_s * config.num_workers / nearest.num_workers
         return starting_s * of.samples_per_s.value > STARTING_COUNTS * self.context.epoch_batches * of.batch_size

@@ -43,9 +43,8 @@ class BurstPlan:
     deadline_s: float = 60.0  # the burst fails when it has not answered after this many seconds, start-up included
     stages: bool = False  # watch in the workers where the time of a sample goes
     prefill_s: float = 0.0  # sleep before the first batch, so that queues are as full as in the midst of training
-    anew: bool = (
-        True  # workers start as in training; otherwise spawned ones are cloned from a process that has the dataset
-    )
+    anew: bool = True
+    """Workers start as in training; otherwise spawned ones are cloned from a process that has the dataset."""
     again: bool = False  # read the samples of the burst before this one once more; otherwise reading goes on
 
 
@@ -66,9 +65,8 @@ class Measurement:
     samples: int = 0  # samples in the window
     window_s: float = 0.0  # length of the timed window
     batch_size: float  # mean samples of a batch
-    first_batch_s: (
-        float | None
-    )  # from creating the iterator to the first batch: worker start-up, as in training, included
+    first_batch_s: float | None
+    """From creating the iterator to the first batch; None where workers did not start as in training."""
     wait_share: float  # share of the window in which the training loop waited for data
     service_s: float  # mean wall seconds a worker spent on one batch (S)
     service_cpu_s: float  # mean CPU seconds a worker spent on one batch
