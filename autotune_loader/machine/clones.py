@@ -145,7 +145,7 @@ def _nurse(there: socket.socket) -> int:
     with suppress(ConnectionError):
         there.send(pickle.dumps((why, has_failed)))
     if why is None:
-        unseeded = [bits for place, bits in _generators().items() if _is_unseeded(bits, known.get(place))]
+        unseeded = [bits for place, entropy in known.items() if (bits := _unseeded(*place, entropy)) is not None]
 
         def live(end: socket.socket) -> int:
             own_files(writable=True)  # each has positions of its own
@@ -204,30 +204,32 @@ def try_fork() -> bool:
     return False
 
 
-def _generators() -> dict[tuple[str, str], Any]:
-    """Bit generators of numpy at the top level of modules, by module and name."""
+def seeds() -> dict[tuple[str, str], Any]:
+    """What numpy's generators at the top level of modules were seeded with here, by module and name."""
     if (numpy := sys.modules.get("numpy")) is None:
         return {}
     kinds, found = (numpy.random.Generator, numpy.random.RandomState), dict[tuple[str, str], Any]()
     for module, content in list(sys.modules.items()):
-        if module == "__mp_main__":  # the script, which is `__main__` too
-            continue
         for name, value in list(getattr(content, "__dict__", {}).items()):
             if type(value) in kinds:
-                found[module, name] = getattr(value, "bit_generator", None) or value._bit_generator
+                found[module, name] = _entropy(_bits_of(value))
     return found
+
+
+def _unseeded(module: str, name: str, in_training: Any) -> Any:
+    """The bits of a generator that nobody has seeded: it has 128 bits of the system's entropy, others in each process.
+
+    Only what the training has found is looked at: a look at everything would write to the memory that clones share.
+    """
+    value = getattr(sys.modules.get(module), name, None)
+    bits = None if value is None else _bits_of(value)
+    own = _entropy(bits)
+    return bits if type(own) is int and own >> 64 > 0 and own != in_training else None
+
+
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", None)
 
 
 def _entropy(bits: Any) -> Any:
     return getattr(getattr(bits, "_seed_seq", None), "entropy", None)
-
-
-def _is_unseeded(bits: Any, in_training: Any) -> bool:
-    """Whether nobody has seeded it: it has 128 bits of the system's entropy, which are others in each process."""
-    own = _entropy(bits)
-    return type(own) is int and own >> 64 > 0 and own != in_training
-
-
-def seeds() -> dict[tuple[str, str], Any]:
-    """What generators at the top level of modules were seeded with here."""
-    return {place: _entropy(bits) for place, bits in _generators().items()}
