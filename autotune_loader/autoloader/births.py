@@ -97,9 +97,14 @@ class Births:
         return getattr(self._real, name)
 
     @property
+    def is_begun(self) -> bool:
+        """Whether the nursery is there, though it may be importing; or there is to be none."""
+        return not self._has_nursery or self._nursery is not None
+
+    @property
     def is_prepared(self) -> bool:
-        """Whether another worker may start now: the nursery is ready, or there is to be none."""
-        return not self._has_nursery or (self._nursery is not None and self._nursery.wait(0))
+        """Whether another worker may start now."""
+        return self.is_begun and (self._nursery is None or self._nursery.wait(0))
 
     def Event(self) -> Flag:  # noqa: N802 - as in multiprocessing
         return Flag()

@@ -373,7 +373,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         """Have so many workers, as soon as there is a nursery."""
         context, method = self._context, self._context.method
         is_new = not self._asked and method != "fork"
-        if is_new and not context.is_prepared and unguarded_line() is not None:
+        if is_new and not context.is_begun and unguarded_line() is not None:
             self._decide(Refused(Kept.NO_GUARD(method=method)))
             return
         begun = time.monotonic()
