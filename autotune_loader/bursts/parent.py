@@ -111,7 +111,7 @@ def open_probe(
         known = replace(warmup, most_workers=0) if unsent else warmup
         return OpenProbe(probe=probe, warmup=known, notes=[*notes, *warmup.notes, *unsent])
 
-    method = workload.data.multiprocessing_context or start_method()
+    method = start_method(workload.data.multiprocessing_context)
     fault = why_not_sent(workload.data, method)
     unsent = [] if fault is None else [UNSENT.format(method=method, fault=fault)]
 

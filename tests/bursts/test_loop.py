@@ -251,11 +251,13 @@ MIB = 1 << 20
 @pytest.mark.process
 def test_workers_of_50_mib_each_are_reported_to_10_percent_and_their_start_apart():
     plan, held = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=60.0), []
-    # Both are opened before either is measured: what is in both, such as torch's libraries, counts by halves in each.
-    with (
-        opened(workload(rows(), 8, worker_init_fn=lambda worker: held.append(b"x" * (50 * MIB)))) as holding,
-        opened(workload(rows(), 8, worker_init_fn=lambda worker: time.sleep(0.5))) as plain,
-    ):
+    # Both are opened before either is measured: what is in both, such as torch's libraries, counts by halves in each, and
+    # workers that are forks have none of their own.
+    hold, wait = lambda worker: held.append(b"x" * (50 * MIB)), lambda worker: time.sleep(0.5)
+    of_holding, of_plain = (
+        workload(rows(), 8, worker_init_fn=begin, multiprocessing_context="fork") for begin in (hold, wait)
+    )
+    with opened(of_holding) as holding, opened(of_plain) as plain:
         for config in (ONE_WORKER, TWO_WORKERS):
             large, small = (measured(each.probe, config, plan) for each in (holding, plain))
             # THEN memory is that of the workers, which live while it is read, with shared pages counted once each too
