@@ -143,7 +143,7 @@ class Bench:
             if request.plan.anew:
                 self._home.close()
                 Root.end()
-            elif has_workers and start_method(config.multiprocessing_context) != "fork":
+            elif has_workers and start_method(data.multiprocessing_context or config.multiprocessing_context) != "fork":
                 clone_workers(loader, self._home)
             return loader
 
@@ -365,7 +365,7 @@ def positions() -> dict[int, tuple[int, int, int]]:
 
 def why_no_workers(data: DataSide, batch: Any, before: dict[int, tuple[int, int, int]]) -> list[str]:
     """Why workers would get other samples, or none, by the first batch and the positions of files before it was read."""
-    if start_method() == "fork":
+    if start_method(data.multiprocessing_context) == "fork":
         after = positions()
         for fd, (device, inode, at) in before.items():
             if after.get(fd, ())[:2] == (device, inode) and after[fd][2] != at:
@@ -398,7 +398,8 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
     try:
         with OpenLoader() as open_loader:
             loader = make_traced_loader(alike, TWO_WORKERS, Reading(alike))
-            shortest_s = SHORTEST_TIMEOUT_S if start_method() == "fork" else SPAWNED_TIMEOUT_S
+            is_forked = start_method(data.multiprocessing_context) == "fork"
+            shortest_s = SHORTEST_TIMEOUT_S if is_forked else SPAWNED_TIMEOUT_S
             loader.timeout = max(shortest_s, TIMEOUT_FACTOR * first_fetch_s)
             for batch, fetch in islice(open_loader.open(loader), 2 * TWO_WORKERS.num_workers):
                 first.setdefault(fetch[0], batch)

@@ -35,7 +35,13 @@ from autotune_loader.bursts.files import confine, environment, refused_path
 from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, receive, send
 from autotune_loader.bursts.settings import Settings
-from autotune_loader.machine.elsewhere import cut_channels, die_with_parent, own_files, own_shared_memory
+from autotune_loader.machine.elsewhere import (
+    cut_channels,
+    die_with_parent,
+    leave_fork_server,
+    own_files,
+    own_shared_memory,
+)
 from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import Failure
@@ -100,6 +106,7 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
 def _forked(run: Callable[[], None]) -> int:
     pid = os.fork()
     if not pid:
+        leave_fork_server()
         _live(run)
     return pid
 

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import mmap
 import os
 import pickle
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from multiprocessing import context
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.shared_memory import SharedMemory
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import cloudpickle
 import numpy as np
@@ -25,16 +29,28 @@ import torch
 
 from autotune_loader.machine.kernel import memfd
 from autotune_loader.pipeline.by_value import put_classes_into_modules
-from autotune_loader.pipeline.workload import Workload
+from autotune_loader.pipeline.workload import DataSide, Workload
 
 SMALLEST_BUFFER, ALIGNMENT = 256, 64
 """A smaller buffer stays in the pickle: its place in the table would cost as much. Torch aligns its own memory so."""
 SEARCH_DEPTH, SEARCHED_BYTES = 6, 1 << 26
 """How deep an attribute that cannot be pickled is looked for, and in how large a part."""
+TENSORS = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)
+MOST_TENSORS = 245
+"""The kernel passes at most 253 descriptors at once, of which a fork server needs four, and a worker's two queues four."""
+TOO_MANY_TENSORS = (
+    f"more than {MOST_TENSORS} tensors, each with a descriptor of its own; "
+    "torch.multiprocessing.set_sharing_strategy('file_system') would work"
+)
+NOT_IMPORTED = "{name} is of a notebook or an interactive session, and not of a module that a worker could import"
 
 
 class NotSentError(Exception):
     """A part of the workload cannot travel to another process, or is too large to."""
+
+    @property
+    def is_too_large(self) -> bool:
+        return isinstance(self.__cause__, TooLargeError)
 
 
 class TooLargeError(Exception):
@@ -100,6 +116,62 @@ def part_at_fault(workload: Workload) -> str:
     sides = (workload.data, workload.training)
     parts = [(each.name, getattr(side, each.name)) for side in sides for each in fields(side)]
     return next((path for name, part in parts if (path := _fault_in(name, part))), "the workload")
+
+
+def why_not_sent(data: DataSide, method: str) -> str | None:
+    """Which part of the data no worker could be sent, and why; None where each could, or gets it as a fork.
+
+    No tensor is copied. A part that is too large to be looked through is taken to be one that can be sent.
+    """
+    if method == "fork":
+        return None
+    pickler, popen, name = _WorkersPickler(_Limited(SEARCHED_BYTES), method), cast(Any, _Descriptors()), ""
+    try:
+        context.set_spawning_popen(
+            popen
+        )  # only for a process that starts do locks and queues let themselves be pickled
+        for name in ("dataset", "collate_fn", "worker_init_fn"):
+            pickler.dump(getattr(data, name))
+    except TooLargeError:
+        return None
+    except Exception as error:
+        return f"{name} ({error})"
+    finally:
+        context.set_spawning_popen(None)
+    return None
+
+
+class _Descriptors:
+    """Takes the descriptors that a process is sent, in the place of what starts it."""
+
+    def duplicate_for_child(self, fd: int) -> int:
+        return fd
+
+    def DupFd(self, fd: int) -> int:  # noqa: N802 - as multiprocessing calls it
+        return fd
+
+
+class _WorkersPickler(ForkingPickler):
+    """Pickles what a worker is sent as `multiprocessing` does, but for the memory of tensors and arrays."""
+
+    def __init__(self, file: _Limited, method: str) -> None:
+        super().__init__(file, 5, True, lambda buffer: None)
+        kinds = {*TENSORS, *(kind for kind in self.dispatch_table if issubclass(kind, TENSORS))}
+        self.dispatch_table.update(dict.fromkeys(kinds, self._counted))
+        is_limited = method == "forkserver" and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+        self._tensors, self._most_tensors = 0, MOST_TENSORS if is_limited else math.inf
+
+    def reducer_override(self, value: Any) -> Any:
+        is_global = isinstance(value, (type, types.FunctionType))
+        if is_global and value.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+            raise pickle.PicklingError(NOT_IMPORTED.format(name=value.__qualname__))
+        return NotImplemented
+
+    def _counted(self, _tensor: Any) -> tuple[Any, ...]:
+        self._tensors += 1
+        if self._tensors > self._most_tensors:
+            raise ValueError(TOO_MANY_TENSORS)
+        return int, ()
 
 
 def _fault_in(path: str, value: Any, depth: int = SEARCH_DEPTH) -> str | None:

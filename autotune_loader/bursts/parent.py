@@ -32,7 +32,7 @@ import torch
 from autotune_loader.bursts import child
 from autotune_loader.bursts.failures import ENDS_TRAINING, MEMORY_ADVICE, failure_of_death, needs_new_process
 from autotune_loader.bursts.files import environment
-from autotune_loader.bursts.packing import NotSentError, packed, part_at_fault
+from autotune_loader.bursts.packing import NotSentError, packed, part_at_fault, why_not_sent
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
@@ -61,6 +61,10 @@ RUN = (
 """The path is set before anything is imported: a `dataclasses.py` beside the script may be first on it. Torch, and all that is
 the user's, is imported once the process is confined."""
 FORKED = "The trials run in forks of this process, where a step on the CPU uses one thread: {reason}."
+UNSENT = (
+    "No worker that {method} starts can be sent the {fault}, in training neither, so none are tried (num_workers=0). Make on "
+    "first use in each process what cannot be pickled; multiprocessing_context='fork' would work."
+)
 NEITHER = (
     "{part} cannot be sent to another process ({reason}), and a fork of this process cannot read it ({fork}): make it on "
     "first use in each process"
@@ -104,7 +108,12 @@ def open_probe(
         probe = ProcessProbe(source, memory_budget_bytes, start_s, machine.usable_cores)
         exits.callback(probe.close)
         warmup = probe.start()
-        return OpenProbe(probe=probe, warmup=warmup, notes=[*notes, *warmup.notes])
+        known = replace(warmup, most_workers=0) if unsent else warmup
+        return OpenProbe(probe=probe, warmup=known, notes=[*notes, *warmup.notes, *unsent])
+
+    method = start_method(workload.data.multiprocessing_context)
+    fault = why_not_sent(workload.data, method)
+    unsent = [] if fault is None else [UNSENT.format(method=method, fault=fault)]
 
     with contextlib.ExitStack() as exits:
         # Where the caller was started without standard input (`<&-`) no descriptor of ours may get its number.
@@ -118,14 +127,21 @@ def open_probe(
             opened = started(fds, max(START_DEADLINE_S, budget_s))
         except (NotSentError, WorkloadError) as fresh:
             reason = str(fresh).splitlines()[0].removesuffix(ENDS_TRAINING)
+            is_copied = isinstance(fresh, NotSentError) and not fresh.is_too_large
+            source = _with_forked_workers(workload) if is_copied else workload
             try:
-                opened = started(workload, FORK_DEADLINE_S, FORKED.format(reason=reason))
+                opened = started(source, FORK_DEADLINE_S, FORKED.format(reason=reason))
             except WorkloadError as fork:
                 if isinstance(fresh, WorkloadError):  # with how the arguments were read
                     raise WorkloadError("; ".join((fresh.message, *workload.notes)), fresh.user_traceback) from None
                 told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
                 raise WorkloadError(told, fork.user_traceback) from None
         yield opened
+
+
+def _with_forked_workers(workload: Workload) -> Workload:
+    """A fork has copies of what processes share, such as a `multiprocessing.Value`; only forks of it have these, too."""
+    return replace(workload, data=replace(workload.data, multiprocessing_context="fork"))
 
 
 def _uses_device(workload: Workload) -> bool:

@@ -151,6 +151,12 @@ def cut_channels(keep: Collection[int]) -> None:
                 lead_nowhere(fd)
 
 
+def leave_fork_server() -> None:
+    """Let a fork start a fork server of its own where it needs one: the caller's is none of its children."""
+    if (module := sys.modules.get("multiprocessing.forkserver")) is not None:
+        module._forkserver._forkserver_pid = None
+
+
 def write_only_in(places: Iterable[str | os.PathLike[str]]) -> bool:
     """From now on this thread, and all that it starts, changes no file but in these folders and files, if they exist.
 

@@ -207,6 +207,8 @@ def make_traced_loader(
         # Torch draws a seed for the workers with it, on the default device.
         "generator": data.generator or torch.Generator(torch.get_default_device()).manual_seed(seed),
     }
+    if data.multiprocessing_context is not None:
+        parts["multiprocessing_context"] = data.multiprocessing_context
     if data.is_iterable:
         dataset: Any = EndlessIterable(data.dataset, on_error)
         parts |= {"batch_size": size, "drop_last": data.drop_last}

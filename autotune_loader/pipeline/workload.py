@@ -50,6 +50,8 @@ class DataSide:
     collate_fn: Callable[[Any], Any] | None = None
     worker_init_fn: Callable[[int], None] | None = None
     generator: torch.Generator | None = None
+    multiprocessing_context: str | None = None
+    """How workers start; None is as `multiprocessing` starts processes here."""
 
     @classmethod
     def from_dataset(cls, dataset: Any, **parts: Any) -> DataSide:
@@ -64,6 +66,7 @@ class DataSide:
         """The data side of an existing loader, which is only read, never iterated."""
         iterable = isinstance(loader.dataset, IterableDataset)
         own_batches = not iterable and loader.batch_size is None and loader.batch_sampler is not None
+        context: Any = loader.multiprocessing_context
         return cls(
             dataset=loader.dataset,
             batch_size=loader.batch_size,
@@ -73,6 +76,7 @@ class DataSide:
             collate_fn=loader.collate_fn,
             worker_init_fn=loader.worker_init_fn,
             generator=loader.generator,
+            multiprocessing_context=None if context is None else context.get_start_method(),
         )
 
     @property

@@ -166,7 +166,7 @@ def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, opti
         device_prefetch=(0, 1, 2) if accelerated and "device_prefetch" in allow else (0,),
         persistent_workers=keeps,
         in_order=(True, False) if "in_order" in allow else (True,),
-        multiprocessing_context=own.multiprocessing_context if own else None,
+        multiprocessing_context=data.multiprocessing_context,
         batch_sizes=_batch_sizes(data, allow),
         limits=Limits(
             shm_bytes=machine.shm_budget_bytes,

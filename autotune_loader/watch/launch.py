@@ -116,5 +116,7 @@ def _module(name: str) -> tuple[ModuleType, Callable[[], Any]]:
 
 def _new_main(**known: Any) -> ModuleType:
     main = ModuleType("__main__")
-    vars(main).update(__annotations__={}, __builtins__=builtins, **known)
+    if sys.version_info < (3, 14):  # from then on a module has none until it annotates
+        main.__annotations__ = {}
+    vars(main).update(__builtins__=builtins, **known)
     return main

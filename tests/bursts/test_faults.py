@@ -29,6 +29,7 @@ from autotune_loader.values import BurstPlan, WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, Made, failed, measured, opened, run, workload
 
 PLAN = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)
+ENDED_BY_TROUBLE = replace(PLAN, max_s=20.0, min_s=20.0)  # however much later the second worker begins
 FORKED = replace(TWO_WORKERS, multiprocessing_context="fork")  # the others start slowly
 SHM = "raise /dev/shm"
 
@@ -179,7 +180,7 @@ def probe(shared, trouble):
 def test_trouble_is_classified_at_once(probe, trouble, what, kind, says):
     trouble.write_text(what)
     begun = time.monotonic()
-    failure = failed(probe, kind, ALONE if what.startswith("main") else TWO_WORKERS, PLAN)
+    failure = failed(probe, kind, ALONE if what.startswith("main") else TWO_WORKERS, ENDED_BY_TROUBLE)
     assert says in failure.message
     assert failure.retryable is (kind in ("crashed", "descriptors"))
     assert time.monotonic() - begun < PLAN.deadline_s / 2
@@ -296,6 +297,11 @@ class Shuffled(IterableDataset):
             yield torch.tensor(number + np.random.rand()) + torch.rand(())  # noqa: NPY002
 
 
+def slow(key):
+    time.sleep(0.6)
+    return 0
+
+
 class Local(list):
     def __reduce__(self):
         raise TypeError("cannot pickle Local")
@@ -307,10 +313,11 @@ class Local(list):
     [
         (Shuffled(False), {"worker_init_fn": torch.manual_seed}, "delivers the same samples", 1),
         (Shuffled(True), {"worker_init_fn": torch.manual_seed}, "", None),
-        (Made(lambda key: time.sleep(0.6) or 0), {}, "raise the budget, or tune with a smaller batch_size", None),
+        (Made(slow), {}, "raise the budget, or tune with a smaller batch_size", None),
         (Made(float), {"collate_fn": Local}, r"cannot be pickled .*Local.* none are tried", 0),
+        (Made(float), {"collate_fn": lambda samples: 0, "multiprocessing_context": "spawn"}, "sent the collate_fn", 0),
     ],
-    ids=("repeated", "sharded", "slow", "not picklable"),
+    ids=("repeated", "sharded", "slow", "not picklable", "not sent"),
 )
 def test_what_is_known_after_the_first_batch_is_noted(dataset, parts, says, most_workers):
     probe, _ = run(workload(dataset, **parts))

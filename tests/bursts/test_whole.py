@@ -6,18 +6,21 @@ import os
 import re
 import socket
 import sqlite3
+import sys
 import threading
 import time
 from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from autotune_loader.bursts.packing import TooLargeError, read_archive, write_archive
+from autotune_loader.bursts.packing import TooLargeError, read_archive, why_not_sent, write_archive
+from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, QUICK, TWO_WORKERS, Made, measured, opened, run, workload
 
@@ -54,10 +57,14 @@ def lines(folder):
     return (folder / "lines").open("rb", buffering=0)
 
 
+def its_index(held, index):
+    return index
+
+
 def counts(folder):
-    """A value that processes share and that cannot be pickled, a mapped file, and a cache."""
+    """A value that processes share, which is pickled for a process that starts alone; a mapped file, and a cache."""
     mapped = np.memmap(folder / "counts", dtype=np.int64, mode="w+", shape=(LENGTH,))
-    return multiprocessing.Value("l", 0), mapped, {}
+    return multiprocessing.get_context("forkserver").Value("l", 0), mapped, {}
 
 
 def counted(held, index):
@@ -87,7 +94,7 @@ KINDS = {
     ),
     # each process attaches to it by its name
     "shared memory": (
-        lambda folder: SharedMemory(create=True, size=LENGTH), lambda held, index: index,
+        lambda folder: SharedMemory(create=True, size=LENGTH), its_index,
         lambda held: Path("/dev/shm", held.name).exists(), True, "",
     ),
     "counts": (counts, counted, lambda held: not (held[0].value or held[1].any() or held[2]), True, "in forks of"),
@@ -95,21 +102,27 @@ KINDS = {
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_dataset_holds_is_as_it_was(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "method"), [*((kind, "fork") for kind in KINDS), ("shared memory", "forkserver"), ("counts", "forkserver")]
+)
+def test_what_a_dataset_holds_is_as_it_was(kind, method, tmp_path):
     make, read, is_as_before, may_have_workers, says = KINDS[kind]
     for number in range(LENGTH):
         (tmp_path / f"{number}").write_text(str(number))
     held = make(tmp_path)
     # WHEN bursts read from it, with workers where these are right
     configs = (ALONE, ONE_WORKER, ALONE) if may_have_workers else (ALONE, ALONE)
-    probe, _ = run(workload(Numbers(held, read)), *configs)
+    probe, _ = run(workload(Numbers(held, read), multiprocessing_context=method), *configs)
     gc.collect()
     assert is_as_before(held)
     assert (probe.warmup.most_workers is None) is may_have_workers, probe.notes
     assert re.search(says, " ".join(probe.notes))
     for name in ("close", "unlink"):
         getattr(held, name, lambda: None)()
+
+
+LONG = replace(QUICK, max_s=5.0, min_s=0.5)
+"""However much later than the first the second worker begins."""
 
 
 @pytest.mark.process
@@ -120,9 +133,9 @@ def test_two_configurations_may_read_the_same_samples(lock):
         return torch.zeros(index + (1 if lock is None else 1 + lock.locked()))
 
     def first(config, **plan):
-        return [each.samples for each in measured(found.probe, config, replace(QUICK, **plan)).traces[:8]]
+        return [each.samples for each in measured(found.probe, config, replace(LONG, **plan)).traces[:8]]
 
-    with opened(workload(Made(sample, 20_000), batch_size=None)) as found:
+    with opened(workload(Made(sample, 20_000), None, multiprocessing_context=lock and "fork")) as found:
         read = first(ALONE)
         assert first(TWO_WORKERS, again=True) == first(ALONE, again=True) == read != first(ALONE)
 
@@ -143,6 +156,47 @@ def at(path, index):
 def test_a_file_that_a_module_opens_on_first_use_is_each_workers_own(tmp_path):
     (tmp_path / "lines").write_text("".join(f"{index % 10}\n" for index in range(LENGTH)))
     run(workload(Numbers(tmp_path / "lines", at)), TWO_WORKERS, ALONE, TWO_WORKERS)
+
+
+NOT_SENT = {
+    "a lock of threads": ({"dataset": threading.Lock()}, "dataset .*lock"),
+    "a function without a name": ({"dataset": 0, "collate_fn": lambda samples: samples}, "collate_fn .*lambda"),
+    "a lock of forks": ({"dataset": multiprocessing.get_context("fork").Lock()}, "dataset .*fork context"),
+    "many tensors": ({"dataset": [torch.zeros(1) for _ in range(246)]}, "dataset .*more than 245 tensors"),
+}
+SENT = {
+    "fewer tensors": {"dataset": [torch.zeros(1) for _ in range(245)]},
+    "large data": {"dataset": ["word" * 1000, np.zeros(1 << 30), torch.zeros(1 << 20)] * 100},
+    "functions of a module": {"dataset": Path("lines"), "collate_fn": its_index, "worker_init_fn": at},
+}
+
+
+@pytest.mark.parametrize(("parts", "says"), NOT_SENT.values(), ids=NOT_SENT)
+def test_what_no_worker_could_be_sent_is_named(parts, says):
+    data = DataSide(batch_size=1, **parts)
+    assert re.match(says, why_not_sent(data, "forkserver"))
+    assert why_not_sent(data, "fork") is None
+
+
+@pytest.mark.parametrize("parts", SENT.values(), ids=SENT)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_what_each_worker_can_be_sent_is_not_copied(parts, method):
+    assert why_not_sent(DataSide(batch_size=1, **parts), method) is None
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_what_processes_share_can_be_sent(method):
+    start = multiprocessing.get_context(method)
+    held = start.Lock(), start.Value("l"), start.Queue(), start.Pipe()
+    assert why_not_sent(DataSide(dataset=held, batch_size=1), method) is None
+
+
+def test_classes_of_a_notebook_cannot_be_sent(monkeypatch):
+    cell = ModuleType("__main__")  # which has no file
+    exec("class Rows: pass", vars(cell))
+    monkeypatch.setitem(sys.modules, "__main__", cell)
+    assert "Rows is of a notebook" in why_not_sent(DataSide(dataset=cell.Rows(), batch_size=1), "spawn")
 
 
 @pytest.mark.process

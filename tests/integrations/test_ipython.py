@@ -34,12 +34,14 @@ def test_a_cell_is_told_of_by_the_lines_that_the_notebook_shows_and_the_next_one
     assert "autotune-loader" not in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("head", "after", "step"),
     [
         ("%%watch\n", "", "%%watch run --allow-workers"),
         ("%%watch run\n", "", "%%watch run --allow-workers"),
-        ("with enable(): ", "num_workers=1", "%%watch run"),
+        # a worker that takes longer to start than the cell would be the first thing to say
+        ("with enable(): ", "num_workers=1, multiprocessing_context='fork'", "%%watch run"),
     ],
 )
 def test_the_next_step_of_a_cell_is_a_cell(shell, capsys, head, after, step):

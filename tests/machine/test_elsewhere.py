@@ -117,3 +117,20 @@ def test_a_process_that_takes_memory_of_its_own_shares_nothing_with_its_parent()
 
     assert in_fork(taken) > 0.95 * len(held)
     assert held[:1] == held[-1:] == b"x"
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_fork_starts_a_fork_server_of_its_own():
+    def started(_=None):
+        process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+        process.start()
+        process.join()
+        return process.exitcode
+
+    def in_the_fork(_):
+        elsewhere.leave_fork_server()
+        return started()
+
+    assert started() == 0
+    assert in_fork(in_the_fork) == 0
+    assert started() == 0

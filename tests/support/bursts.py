@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 from torch.utils.data import Dataset
 
@@ -22,16 +23,23 @@ ALONE, ONE_WORKER, TWO_WORKERS = (LoaderConfig(num_workers=workers) for workers 
 
 
 class Made(Dataset[Any]):
-    """Samples that a function makes of their index."""
+    """Samples that a function makes of their index; a worker that starts anew has a test's own function, too."""
 
     def __init__(self, make: Callable[[int], Any], length: int = 64) -> None:
         self.make, self.length = make, length
+
+    def __reduce__(self) -> Any:
+        return _made, (cloudpickle.dumps((self.make, self.length)),)
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
         return self.make(index)
+
+
+def _made(data: bytes) -> Made:
+    return Made(*cloudpickle.loads(data))
 
 
 def workload(dataset: Any, batch_size: int | None = 4, training: TrainingSide | None = None, **parts: Any) -> Workload:

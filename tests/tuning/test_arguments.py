@@ -252,7 +252,7 @@ def test_no_more_workers_are_tried_than_are_right(side, given, most):
     assert run_of(side, own=own, **given).space.veto(own) is None
 
 
-SPAWNS = {"own": with_workers(1, multiprocessing_context="spawn")}
+SPAWNS = {"side": data(multiprocessing_context="spawn"), "own": with_workers(1, multiprocessing_context="spawn")}
 CUDA, WAIT = ({"training": TrainingSide(**part)} for part in ({"device": "cuda:1"}, {"train_step": StepTime(0.05)}))
 
 

@@ -15,9 +15,10 @@ from preloaded import ROOT, PreloadedPython
 from tests.support.accelerator import built
 
 CALL = """
-import atexit, os, pickle, sys
+import atexit, multiprocessing, os, pickle, sys
 from pathlib import Path
 
+multiprocessing.set_start_method("fork")  # the test's file is here by value, and no other worker could import it
 function, arguments, options = pickle.loads(Path(sys.argv[1]).read_bytes())
 Path(sys.argv[2]).write_bytes(pickle.dumps(function(*arguments, **options)))
 atexit._run_exitfuncs()
