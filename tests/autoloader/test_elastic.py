@@ -277,7 +277,7 @@ def test_the_loaders_own_numbers_tell_how_far_its_sampler_is_ahead() -> None:
     given: list[int] = []
 
     drawn = (given.append(index) or index for index in range(120))  # type: ignore[func-returns-value]
-    loader = FixedLoader(Slow(120), batch_size=None, sampler=drawn, num_workers=2)
+    loader = FixedLoader(Slow(120, 0.01), batch_size=None, sampler=drawn, num_workers=2)  # workers begin meanwhile
     for number, _ in enumerate(loader):
         if number in (10, 50):
             loader.change_to(FOUR if number == 10 else TWO)
