@@ -677,7 +677,9 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         """What a worker has made of a job that the loop has made."""
         own, why = self._looks.pop(number), None
         if isinstance(theirs, torchs.ExceptionWrapper):
-            why = Kept.WORKER_ERROR(error=str(theirs.exc_msg).strip().splitlines()[-1])
+            # Notes of the exception come after its line (Python 3.14 adds where something cannot be pickled).
+            lines, name = str(theirs.exc_msg).strip().splitlines(), theirs.exc_type.__name__
+            why = Kept.WORKER_ERROR(error=next((each for each in reversed(lines) if name in each), lines[-1]))
         else:
             try:
                 why = None if is_same(own, theirs) else Kept.SAMPLES_DIFFER(batch=number)

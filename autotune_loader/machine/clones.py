@@ -136,7 +136,7 @@ def _nurse(there: socket.socket) -> int:
         _, given, known = unpack(files, size)
         why = _why_no_clone({*files, there.fileno()})
     except BaseException as error:
-        why, has_failed = traceback.format_exception_only(type(error), error)[-1].strip(), True
+        why, has_failed = f"{type(error).__name__}: {error}", True
     finally:
         del current._inheriting  # type: ignore[attr-defined]
     gc.freeze()  # a collection in a worker touches, and so copies, nothing that all share
