@@ -31,6 +31,8 @@ from autotune_loader.machine.kernel import memfd
 
 SMALL_BYTES = 1 << 16
 """Up to this size tensors are part of the pickle, as copying is cheaper than a segment; sizes of segments are multiples."""
+KEEPS_READ_ONLY = pickle.DEFAULT_PROTOCOL >= 5
+"""Whether an array that cannot be written to arrives so from torch's workers: from Python 3.14 on."""
 SLACK = 1.25
 """A segment may be larger than what lies in it by this and `SMALL_BYTES`."""
 FREE_BYTES = 1 << 26
@@ -212,8 +214,8 @@ class _Pickler(ForkingPickler):
                 order: Any = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
                 flat = self._pool.flat(value.nbytes)
                 np.copyto(array(flat, value.dtype, value.shape, order), value)
-                return array, (flat, value.dtype, value.shape, order)
-            if not value.flags.writeable:  # pickle keeps that; torch's arrive writable
+                return array, (flat, value.dtype, value.shape, order, value.flags.writeable or not KEEPS_READ_ONLY)
+            if not (value.flags.writeable or KEEPS_READ_ONLY):
                 return value.copy().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
@@ -374,8 +376,10 @@ def copy_of(data: bytes, dtype: torch.dtype, shape: Any) -> torch.Tensor:
     return (_flat((bytearray(data), len(data)), dtype) if data else torch.empty(0, dtype=dtype)).view(shape)
 
 
-def array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> Any:
-    return np.ndarray(shape, dtype, flat.numpy(), order=order)
+def array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any, is_writeable: bool = True) -> Any:
+    made: Any = np.ndarray(shape, dtype, flat.numpy(), order=order)
+    made.flags.writeable = is_writeable
+    return made
 
 
 def _flat(run: tuple[Any, int], dtype: torch.dtype) -> torch.Tensor:

@@ -248,7 +248,8 @@ def test_workers_of_another_loader_inherit_no_segment() -> None:
     are_waiting = [each.is_lent for channel in beside._index_queues for each in channel.mapped.all.values()]
     waiting = sum(are_waiting)
     assert waiting < len(are_waiting) == count_mapped()
-    loader = AutoLoader(Made(lambda index: count_mapped(), 8), None, num_workers=2, tune=False)
+    forked = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = AutoLoader(Made(lambda index: count_mapped(), 8), None, tune=False, **forked)
     assert list(loader) == [waiting] * 8
 
 
