@@ -37,6 +37,8 @@ FREE_BYTES = 1 << 26
 """Free segments beyond this, and beyond what is in use, are unmapped."""
 MOST_GAPS, ALIGNED_BYTES = 4, 16
 """Parts of one storage are sent as it lies if that is at most so many times what they have; the largest element of a tensor."""
+ALL_ARE_WRITABLE = pickle.DEFAULT_PROTOCOL < 5
+"""Torch's queues pickle by the default protocol; that of Python 3.14 keeps arrays read-only that are."""
 MOST_BEHIND = 4
 """Batches of a worker that devices are behind with: the loop, which is so far ahead, waits, so that memory has a bound."""
 Body = tuple[bytes | int, int]
@@ -212,8 +214,8 @@ class _Pickler(ForkingPickler):
                 order: Any = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
                 flat = self._pool.flat(value.nbytes)
                 np.copyto(array(flat, value.dtype, value.shape, order), value)
-                return array, (flat, value.dtype, value.shape, order)
-            if not value.flags.writeable:  # pickle keeps that; torch's arrive writable
+                return array, (flat, value.dtype, value.shape, order, value.flags.writeable or ALL_ARE_WRITABLE)
+            if not value.flags.writeable and ALL_ARE_WRITABLE:
                 return value.copy().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
@@ -374,8 +376,10 @@ def copy_of(data: bytes, dtype: torch.dtype, shape: Any) -> torch.Tensor:
     return (_flat((bytearray(data), len(data)), dtype) if data else torch.empty(0, dtype=dtype)).view(shape)
 
 
-def array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> Any:
-    return np.ndarray(shape, dtype, flat.numpy(), order=order)
+def array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any, is_writable: bool = True) -> Any:
+    made: Any = np.ndarray(shape, dtype, flat.numpy(), order=order)
+    made.flags.writeable = is_writable
+    return made
 
 
 def _flat(run: tuple[Any, int], dtype: torch.dtype) -> torch.Tensor:

@@ -240,6 +240,7 @@ def count_mapped() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:batch")
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_workers_of_another_loader_inherit_no_segment() -> None:
     beside: Any = iter(AutoLoader(Made(lambda index: torch.zeros(40_000), 40), 2, num_workers=2, tune=False))
     for _ in range(6):
@@ -248,7 +249,8 @@ def test_workers_of_another_loader_inherit_no_segment() -> None:
     are_waiting = [each.is_lent for channel in beside._index_queues for each in channel.mapped.all.values()]
     waiting = sum(are_waiting)
     assert waiting < len(are_waiting) == count_mapped()
-    loader = AutoLoader(Made(lambda index: count_mapped(), 8), None, num_workers=2, tune=False)
+    forked = {"num_workers": 2, "multiprocessing_context": "fork"}  # no others inherit anything
+    loader = AutoLoader(Made(lambda index: count_mapped(), 8), None, tune=False, **forked)
     assert list(loader) == [waiting] * 8
 
 
