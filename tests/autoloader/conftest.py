@@ -40,6 +40,7 @@ def forked() -> list[psutil.Process]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)  # no loader.json lies about
+    multiprocessing.set_start_method(None, force=True)  # not decided, as where a script begins
     failures, threads = request.session.testsfailed, threading.enumerate()
     yield
     if request.node.get_closest_marker("unit") is not None:

@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from autotune_loader import AutoLoader, enable
 from tests.support.schedules import Numbers, Stream
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 
 class Timed(Dataset[Any]):
@@ -127,6 +127,10 @@ class NotDecodedError(Exception):
         super().__init__(f"{path}: {code}")
 
 
+def not_decoded() -> NotDecodedError:
+    return NotDecodedError("sample", 7)
+
+
 class Failing(Timed):
     def __init__(self, make: Callable[[], BaseException]) -> None:
         super().__init__(40, 0.0)
@@ -161,11 +165,12 @@ def failing(make: Callable[[], BaseException]) -> Callable[[Any, int], Any]:
     return scenario
 
 
-def init_fails(base: Any, workers: int) -> Any:
-    def init(worker: int) -> None:
-        raise KeyError(f"sample of {worker}")
+def fail(worker: int) -> None:
+    raise KeyError(f"sample of {worker}")
 
-    loader = base(Timed(8), batch_size=4, num_workers=workers, worker_init_fn=init)
+
+def init_fails(base: Any, workers: int) -> Any:
+    loader = base(Timed(8), batch_size=4, num_workers=workers, worker_init_fn=fail)
     return events(iter(loader))[:1]
 
 
@@ -242,11 +247,15 @@ def daemonic(base: Any, workers: int) -> Any:
         except Exception as error:
             theirs.send(type(error).__name__)
 
-    child = multiprocessing.Process(target=read, daemon=True)
+    child = multiprocessing.get_context("fork").Process(target=read, daemon=True)
     child.start()
     told = ours.recv() if ours.poll(60) else None
     child.join(10)
     return told
+
+
+def stacked_and_one_more(samples: Any) -> Any:
+    return torch.stack(samples) + 1
 
 
 def attributes_set_later(base: Any, workers: int) -> Any:
@@ -256,7 +265,7 @@ def attributes_set_later(base: Any, workers: int) -> Any:
     seen = rows(loader)
     loader.num_workers, loader.prefetch_factor = (0, None) if workers else (2, 2)
     seen += rows(loader)
-    loader.collate_fn = lambda samples: torch.stack(samples) + 1
+    loader.collate_fn = stacked_and_one_more
     loader._DataLoader__initialized = False
     loader.dataset = Everything()
     loader.batch_sampler = BatchSampler(SequentialSampler(range(8)), 2, False)
@@ -272,7 +281,7 @@ def timeout(base: Any, workers: int) -> Any:
         return type(error), str(error)
 
 
-FAILING = [failing(make) for make in (lambda: NotDecodedError("sample", 7), StopIteration)]
+FAILING = [failing(make) for make in (not_decoded, StopIteration)]
 SCENARIOS = [
     changes_between_epochs, inside_its_own_loop, in_a_thread, infinite, *FAILING, attributes, copies,
     workers_get_what_is_sent, daemonic, attributes_set_later, timeout,

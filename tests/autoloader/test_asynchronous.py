@@ -40,7 +40,8 @@ def trained(loader, step_s, sync_every):
 WATCHED = """
 if __name__ == "__main__":
     workers, fetch_s, step_s, sync_every, batches = json.loads(sys.argv[1])
-    loader = DataLoader(Slow(batches, fetch_s), batch_size=BATCH, num_workers=workers)
+    forked = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    loader = DataLoader(Slow(batches, fetch_s), batch_size=BATCH, **forked)
     print(trained(loader, step_s, sync_every)[1])
 """
 

@@ -10,7 +10,8 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,7 +203,8 @@ def test_a_slow_sampler_is_no_part_of_a_workers_start() -> None:
         time.sleep(1.0)
         yield from range(8)
 
-    loader = AutoLoader(Numbers(8), sampler=slow(), batch_size=2, num_workers=2)
+    forked = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = AutoLoader(Numbers(8), sampler=slow(), batch_size=2, **forked)
     assert len(list(loader)) == 4
     assert loader.found.tuner._start_s < 0.5
 
@@ -324,13 +326,21 @@ class Held(Numbers):
         return torch.tensor([index, self.draw(self.transform.steps[0].source)], dtype=torch.float64)
 
 
+def of_torch(rng: torch.Generator) -> torch.Tensor:
+    return torch.rand((), generator=rng)
+
+
+def called(draw: Callable[[], float]) -> float:
+    return draw()
+
+
 SOURCES: dict[str, tuple[Any, Any]] = {
-    "numpy": (lambda: np.random.default_rng(5), lambda rng: rng.random()),
-    "RandomState": (lambda: np.random.RandomState(5), lambda rng: rng.rand()),
-    "Python": (lambda: random.Random(5), lambda rng: rng.random()),
-    "torch": (lambda: torch.Generator().manual_seed(5), lambda rng: torch.rand((), generator=rng)),
-    "global torch": (lambda: torch.default_generator, lambda rng: torch.rand((), generator=rng)),
-    "global Python": (lambda: random.random, lambda draw: draw()),
+    "numpy": (lambda: np.random.default_rng(5), methodcaller("random")),
+    "RandomState": (lambda: np.random.RandomState(5), methodcaller("rand")),
+    "Python": (lambda: random.Random(5), methodcaller("random")),
+    "torch": (lambda: torch.Generator().manual_seed(5), of_torch),
+    "global torch": (lambda: torch.default_generator, of_torch),
+    "global Python": (lambda: random.random, called),
 }
 
 
@@ -355,7 +365,7 @@ def test_one_seed_is_one_run_whatever_holds_the_generator(kind: str) -> None:
 
 
 def test_system_entropy_that_a_dataset_holds_is_left_alone() -> None:
-    data = Held(random.SystemRandom(), lambda rng: rng.random())
+    data = Held(random.SystemRandom(), methodcaller("random"))
     assert len(list(AutoLoader(data, batch_size=4))) == 12
 
 
