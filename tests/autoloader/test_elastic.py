@@ -42,14 +42,15 @@ def test_a_random_schedule_changes_nothing_that_the_training_sees(seed: int, kin
     assert differences(draw_case(seed, kind)) == []
 
 
+def one_twice(rows: list[Any]) -> Any:
+    x, y = torch.utils.data.default_collate(rows)
+    return x, y, y.detach()
+
+
 @pytest.mark.parametrize("pins", [False, True])
 def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(
     pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_twice(rows: list[Any]) -> Any:
-        x, y = torch.utils.data.default_collate(rows)
-        return x, y, y.detach()
-
     if pins:
         imitate_pinning(monkeypatch)
     data = Made(lambda index: (torch.full((40_000,), float(index)), torch.full((9_000,), index)), 240)
@@ -334,15 +335,21 @@ def slowly(index: int) -> torch.Tensor:
     return torch.tensor(index)
 
 
-def test_items_are_fetched_by_threads_where_that_was_asked_for() -> None:
-    def told(worker: int) -> None:
-        info: Any = get_worker_info()
-        assert type(info.dataset) is Made
+def sees_the_dataset(_: int) -> None:
+    info: Any = get_worker_info()
+    assert type(info.dataset) is Made
 
+
+def test_items_are_fetched_by_threads_where_that_was_asked_for() -> None:
     rates = []
     for threads in (None, 8):
         loader = AutoLoader(
-            Made(slowly, 96), batch_size=8, num_workers=2, fetch_threads=threads, worker_init_fn=told, tune=False
+            Made(slowly, 96),
+            batch_size=8,
+            num_workers=2,
+            fetch_threads=threads,
+            worker_init_fn=sees_the_dataset,
+            tune=False,
         )
         batches, begun = iter(loader), time.monotonic()
         assert torch.cat(list(batches)).tolist() == list(range(96))
@@ -494,7 +501,8 @@ def test_an_epoch_too_short_for_trials_forks_workers_at_its_beginning_alone(
     may_start: bool, kept: bool, begins: int
 ) -> None:
     data = Sized(40)
-    loader = FixedLoader(data, batch_size=2, num_workers=2, persistent_workers=kept)
+    how = {"persistent_workers": kept, "multiprocessing_context": "fork"}
+    loader = FixedLoader(data, batch_size=2, num_workers=2, **how)
     loader.found.tuner.may_start = lambda: may_start  # type: ignore[method-assign]
     for workers in (begins, 4):
         iterator = iter(loader)
