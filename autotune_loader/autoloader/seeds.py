@@ -16,11 +16,13 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+
+from autotune_loader.machine.parcel import global_generators
 
 MASK, MOST_DRAWN = (1 << 64) - 1, 1 << 62
 STATE_BYTES = 4 * 625
@@ -63,7 +65,7 @@ def objects_in(loader: Any) -> list[Any]:
     """What dataset and collate_fn consist of, without generators that are global, or that the loader's order comes from."""
     sampler = loader._index_sampler
     order = [getattr(each, "generator", None) for each in (loader, sampler, getattr(sampler, "sampler", None))]
-    order += [torch.default_generator, random._inst, np.random.mtrand._rand]
+    order += global_generators().values()
     of_sampler = _walk([sampler], {id(loader.dataset)})
     seen = {id(each) for each in (*order, *of_sampler) if isinstance(each, GENERATORS)}
     return _walk([loader.dataset, loader.collate_fn], seen)
@@ -91,7 +93,7 @@ def _walk(roots: list[Any], seen: set[int]) -> list[Any]:
 def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, CONTAINERS):
         return itertools.islice(value.values() if isinstance(value, Mapping) else value, MOST_ITEMS)
-    if isinstance(value, MethodType):
+    if isinstance(value, (MethodType, BuiltinMethodType)):
         return [value.__self__]
     if isinstance(value, FunctionType):
         return [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())]

@@ -9,6 +9,7 @@ Locks, queues and shared tensors can be sent, and errors are those of `spawn`, a
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import mmap
 import operator
@@ -16,6 +17,7 @@ import os
 import pickle
 import socket
 import stat
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,8 +35,11 @@ CHUNK = 10_000
 """Items that are pickled at once, in 3 ms: whoever else needs the interpreter meanwhile need not wait for a whole list."""
 ATOMS = {type(None), bool, int, float, complex, str, bytes}
 """Kinds of items that cannot change."""
-GIVEN, LIST, APART = "given", "list", "apart"
-"""What a pickle refers to: something that the other process has, a large list, or something that does not count."""
+GLOBAL_GENERATORS = ("random", "_inst"), ("numpy.random.mtrand", "_rand"), ("torch", "default_generator")
+"""Module and name of what each process has one of."""
+GIVEN, LIST, APART, GLOBAL = "given", "list", "apart", "global"
+"""What a pickle refers to: something that the other process has, a large list, something that does not count, or a global
+generator, which is the other process's own there."""
 
 
 class Lists:
@@ -112,7 +117,8 @@ class Parcel:
     def __init__(
         self, value: Any, given: Sequence[Any] = (), lists: Lists | None = None, apart: Sequence[Any] = ()
     ) -> None:
-        self._places = {id(each): (GIVEN, place) for place, each in enumerate(given)}
+        self._places = {id(each): (GLOBAL, place) for place, each in global_generators().items()}
+        self._places |= {id(each): (GIVEN, place) for place, each in enumerate(given)}
         self._places |= {id(each): (APART, place) for place, each in enumerate(apart)}
         self._lists, self._apart, self._items = lists, apart, dict[int, Any]()
         self._digest, self._size = hashlib.sha256(), 0
@@ -217,7 +223,16 @@ class _ParcelUnpickler(pickle.Unpickler):
 
     def persistent_load(self, place: tuple[str, int]) -> Any:
         kind, number = place
+        if kind == GLOBAL:
+            module, name = GLOBAL_GENERATORS[number]
+            return getattr(importlib.import_module(module), name)
         return self._known[kind][number]
+
+
+def global_generators() -> dict[int, Any]:
+    """Those of Python, and of numpy and torch where these are imported, by their places in `GLOBAL_GENERATORS`."""
+    imported = {place: sys.modules.get(module) for place, (module, _) in enumerate(GLOBAL_GENERATORS)}
+    return {place: getattr(module, GLOBAL_GENERATORS[place][1]) for place, module in imported.items() if module}
 
 
 def receive(by: socket.socket) -> tuple[list[int], int]:

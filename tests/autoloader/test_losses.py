@@ -340,7 +340,9 @@ SOURCES: dict[str, tuple[Any, Any]] = {
     "Python": (lambda: random.Random(5), methodcaller("random")),
     "torch": (lambda: torch.Generator().manual_seed(5), of_torch),
     "global torch": (lambda: torch.default_generator, of_torch),
+    "Python's method": (lambda: random.Random(5).random, called),
     "global Python": (lambda: random.random, called),
+    "global numpy": (lambda: np.random.rand, called),
 }
 
 
@@ -348,10 +350,12 @@ SOURCES: dict[str, tuple[Any, Any]] = {
 def test_one_seed_is_one_run_whatever_holds_the_generator(kind: str) -> None:
     make, draw = SOURCES[kind]
 
-    def run(asked: int | None) -> tuple[list[Any], Any]:
+    def run(asked: int | None, method: str | None = None) -> tuple[list[Any], Any]:
         torch.manual_seed(3)
         random.seed(3)
-        loader = AutoLoader(Held(make(), draw), batch_size=4, shuffle=True, num_workers=asked)
+        np.random.seed(3)
+        data = Held(make(), draw)
+        loader = AutoLoader(data, batch_size=4, shuffle=True, num_workers=asked, multiprocessing_context=method)
         first = [sample for batch in loader for sample in batch.tolist()]
         loader.dataset.transform.steps[0].source = make()  # as in set_epoch
         return first + [sample for batch in loader for sample in batch.tolist()], (
@@ -359,7 +363,7 @@ def test_one_seed_is_one_run_whatever_holds_the_generator(kind: str) -> None:
             torch.rand(()).item(),
         )
 
-    runs = [run(asked) for asked in (None, 2, 3)]
+    runs = [run(None), run(2), run(3, "spawn")]
     assert runs[0] == runs[1] == runs[2]
     assert len({drawn for _, drawn in runs[0][0][:48]}) == 48
 

@@ -190,3 +190,13 @@ def test_the_other_end_that_is_gone_is_told() -> None:
     ours.close()
     with theirs, pytest.raises(EOFError):
         receive(theirs)
+
+
+def test_global_generators_are_those_of_the_process_that_receives_them() -> None:
+    kinds = torch.default_generator, random._inst, np.random.mtrand._rand
+    first = Parcel([*kinds, random.random])
+    random.random()  # whose state does not count
+    assert Parcel([*kinds, random.random]).key == first.key
+    *others, draw = arrived(first)
+    assert [id(each) for each in others] == [id(each) for each in kinds]
+    assert draw.__self__ is random._inst
