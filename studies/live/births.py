@@ -30,7 +30,7 @@ ANEW = ("spawn", "forkserver")
 """Start methods whose workers begin in a process of their own."""
 TIMEOUT_S = 900.0
 MOST_FIELDS = 3
-MOST_RATIO, FURTHER_MS = 1.3, 30.0
+MOST_RATIO, FURTHER_MS, STEP_MS = 1.3, 30.0, 100.0
 
 
 class Sizes(NamedTuple):
@@ -178,6 +178,19 @@ def further_workers(options: Options) -> Table:
             yield compared(options, figure, [1e3 * seconds for seconds in values(torch, its)], each, bar)
 
 
+def unasked(options: Options) -> Table:
+    """Workers that nobody asked for begin beside the loop."""
+    cases = {}
+    for method in (*ANEW, "fork"):
+        for entries in (options.sizes.entries // 6, options.sizes.entries):
+            cases[f"{method}, {entries:,} entries"] = {"job": "unasked", "method": method, "entries": entries}
+    found = answers(options.rounds, both(cases))
+    for case in cases:
+        torch, ours = ([1e3 * s for s in values(found[which, case], "longest_s")] for which in ("torch", "ours"))
+        bar = None if case.startswith("fork,") else STEP_MS
+        yield compared(options, f"longest step where nobody asked, {case}: ms", torch, ours, bar)
+
+
 def boundaries(options: Options) -> Table:
     """An epoch after another, with workers that are not kept."""
     sizes, cases = options.sizes, {}
@@ -281,6 +294,7 @@ ROWS: dict[str, Callable[[Options], Table]] = {
     "entries, spawn": lambda options: starts(options, "spawn"),
     "entries, forkserver": lambda options: starts(options, "forkserver"),
     "further workers": further_workers,
+    "nobody asked": unasked,
     "epoch boundary": boundaries,
     "heavy imports": imports,
     "worker_start_benchmark": first_batches,

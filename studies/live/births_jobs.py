@@ -31,8 +31,8 @@ EPOCH_BATCHES = 40
 FEWEST_BOUNDARIES = 3
 LATE_S = 120.0
 """A further worker that has delivered nothing after this has failed."""
-STEP_S = 0.001
-"""Of the training while further workers are waited for, so that it leaves them the cores."""
+STEP_S, WARM_STEPS = 0.001, 50
+"""Of the training while workers are waited for, so that it leaves them the cores; steps before they are."""
 PICTURES, PICTURE_FILES, PICTURE_PIXELS = 27_000, 1000, 64
 """Of EuroSAT: its pictures, and their width. The files are listed again and again."""
 RESIZED, CROP, PICTURE_BATCH = 256, 224, 64
@@ -199,6 +199,31 @@ def further(which: str, method: str, workers: int, entries: int) -> dict[str, An
     return {"there_s": there, "sample_s": sample}
 
 
+def unasked(which: str, method: str, entries: int) -> dict[str, Any]:
+    """The longest step of a loop for which nobody asked for workers, until two have delivered; of torch's without any."""
+    from autotune_loader.values import LoaderConfig
+    from tests.support.schedules import FixedLoader
+
+    multiprocessing.set_start_method(method)
+    is_ours, seen, longest_s, begun = which == "ours", set[int](), 0.0, time.monotonic()
+    kind = FixedLoader if is_ours else DataLoader
+    loader: Any = kind(Entries(entries), batch_size=SIZE, sampler=Endless(entries))
+    for number, _ in enumerate(iterator := iter(loader)):
+        if number == WARM_STEPS:
+            break
+    if is_ours:
+        loader.change_to(LoaderConfig(num_workers=2, prefetch_factor=2))
+    while len(seen) < (3 if is_ours else 1) or number < 2 * WARM_STEPS:
+        time.sleep(STEP_S)
+        before = time.monotonic()
+        batch = next(iterator)
+        longest_s, number = max(longest_s, time.monotonic() - before), number + 1
+        seen |= set(batch[0].tolist())
+        if before > begun + LATE_S:
+            raise TimeoutError("workers have delivered nothing")
+    return {"longest_s": longest_s}
+
+
 def boundary(
     which: str, method: str, entries: int, boundaries: int, limit_s: float, is_changed: bool
 ) -> dict[str, Any]:
@@ -282,4 +307,4 @@ def first_batch(
     return {"iter_s": iter_s, "first_s": first_s, "memory_mb": (peak - before) / 1e6, "rate": rate, "digest": digest}
 
 
-JOBS = {each.__name__: each for each in (start, further, boundary, first_batch)}
+JOBS = {each.__name__: each for each in (start, further, unasked, boundary, first_batch)}

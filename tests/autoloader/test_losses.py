@@ -152,7 +152,8 @@ class Corrupt(Slow):
 
 def test_corrupt_samples_leave_the_number_as_it_is() -> None:
     loader = FixedLoader(Corrupt(300), batch_size=1, num_workers=2)
-    iterator, seen, errors = begun(loader, FOUR), 20, 0
+    iterator, seen, errors = iter(loader), 0, 0
+    loader.change_to(FOUR)
     while True:
         try:
             next(iterator)

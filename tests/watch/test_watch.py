@@ -35,7 +35,9 @@ TRAIN = """
         print(weights, random.random(), np.random.rand(), torch.rand(1).item())
     """
 WAITS = """
+    import multiprocessing
     if __name__ == "__main__":
+        multiprocessing.set_start_method("fork")  # by which workers take no part of so short a script to start
         os.chdir("/")
         for x in DataLoader(Waiting(800), batch_size=8, num_workers=int(sys.argv[1])):  # MAIN
             time.sleep(0.004)
