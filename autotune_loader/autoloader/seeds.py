@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune_loader.machine.clones import entropy_of, is_unseeded, seed_anew
 from autotune_loader.machine.parcel import global_generators
 
 MASK, MOST_DRAWN = (1 << 64) - 1, 1 << 62
@@ -88,6 +89,32 @@ def _walk(roots: list[Any], seen: set[int]) -> list[Any]:
         left.extendleft(each for each in inner if not isinstance(each, CONTAINERS))
         left.extend(each for each in inner if isinstance(each, CONTAINERS))
     return found
+
+
+def generators_here(held: list[Any], dataset: Any, collate_fn: Any) -> list[Any]:
+    """The generators that a worker holds, those of the training first.
+
+    A dataset may make one anew where it is unpickled: it takes the place of the one that came along. If of numpy and without a
+    seed, it is seeded again, as it may have been made in the process that this one was cloned from.
+
+    Args:
+        held: Those of the training, which came along.
+        dataset: The worker's.
+        collate_fn: The worker's.
+    """
+    roots = [dataset, collate_fn]
+    here = [each for each in _walk(roots, set(map(id, global_generators().values()))) if isinstance(each, GENERATORS)]
+    came, used, seeded = set(map(id, held)), set(map(id, here)), list(map(entropy_of, held))
+    new = [each for each in here if id(each) not in came]
+    for each in new:
+        if is_unseeded(each, seeded):
+            seed_anew(each)
+    found = list[Any]()
+    for each in held:
+        one = each if id(each) in used else next((other for other in new if type(other) is type(each)), each)
+        new = [other for other in new if other is not one]
+        found.append(one)
+    return found + new
 
 
 def _inside(value: Any) -> Iterable[Any]:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import WorkerEnd
-from autotune_loader.autoloader.seeds import Seeds
+from autotune_loader.autoloader.seeds import Seeds, generators_here
 from autotune_loader.machine.clones import leave_signals
 
 BEGUN, LOOKED = "begun", "looked"
@@ -71,10 +71,13 @@ def work(given: Given, setup: Setup, end: WorkerEnd, number: int, count: int) ->
     if not setup.asked:
         leave_signals()
 
+    dataset, collate_fn = given.arguments["dataset"], given.arguments["collate_fn"]
+    held = generators_here(given.held, dataset._dataset if isinstance(dataset, Threaded) else dataset, collate_fn)
+
     def first() -> None:
         if setup.is_seeded:
             initial_seed = torch.initial_seed() if setup.initial_seed is None else setup.initial_seed
-            end.seed = Seeds(initial_seed, given.held).begin
+            end.seed = Seeds(initial_seed, held).begin
             _note_looks(end, setup.asked)
         end.note = BEGUN
         end.put((None, None))

@@ -9,9 +9,11 @@ clones would share.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import pickle
+import resource
 import signal
 import socket
 import stat
@@ -23,8 +25,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from multiprocessing import process, resource_tracker, util
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from autotune_loader.lines import is_library
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, descriptors, own_files
 from autotune_loader.machine.kernel import clone, pidfd
 from autotune_loader.machine.parcel import receive, unpack
@@ -37,6 +41,9 @@ IDLE_THREADS = {"jemalloc_bg_thd", "polars-ooc-clea"}
 """Threads that imports of pyarrow and polars start: they wait for work of their own process, and hold nothing meanwhile."""
 FOR_THE_TRAINING = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Signals such as Ctrl-C and those of schedulers, which a process that nobody asked for ignores."""
+THIS_PROCESS = os.PRIO_PROCESS, 0
+LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
+"""Kinds of setrlimit(2)."""
 USES_CUDA = (
     "imports or the dataset use CUDA, or ask for its devices; with PYTORCH_NVML_BASED_CUDA_CHECK=1 in the environment asking "
     "is allowed"
@@ -44,17 +51,28 @@ USES_CUDA = (
 STARTS_THREADS, OPENS = "imports or the dataset start threads ({names})", "imports or the dataset open {name}"
 
 
-class Environment:
-    """The environment of this process, which the one has where it is unpickled."""
+class Inherited:
+    """What a process has from the one that starts it: who unpickles this has it from the one that has pickled it."""
 
     def __reduce__(self) -> Any:
-        return _set_environment, (dict(os.environ),)
+        mask = Path("/proc/self/status").read_text().partition("\nUmask:")[2].split()[0]  # proc_pid_status(5)
+        cores, niceness = sorted(os.sched_getaffinity(0)), os.getpriority(*THIS_PROCESS)
+        limits = [(kind, resource.getrlimit(kind)) for kind in LIMITS]
+        return _inherit, (dict(os.environ), int(mask, 8), cores, niceness, limits)
 
 
-def _set_environment(environment: dict[str, str]) -> None:
+def _inherit(environment: dict[str, str], mask: int, cores: list[int], niceness: int, limits: list[Any]) -> None:
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
+    os.umask(mask)
+    with suppress(OSError):
+        os.sched_setaffinity(0, cores)
+    with suppress(OSError):  # nobody gets back what he has given up
+        os.setpriority(*THIS_PROCESS, niceness)
+    for kind, limit in limits:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(kind, limit)
 
 
 class Begin:
@@ -127,7 +145,7 @@ def _refuse(there: socket.socket, why: str | None) -> socket.socket:
 def _nurse(there: socket.socket) -> int:
     """The life of a spawned nursery: it opens its parcel, tells whether it can be cloned, and serves."""
     files, size = receive(there)
-    given, known = list[Any](), dict[tuple[str, str], Any]()
+    given, known = list[Any](), dict[tuple[str, ...], Any]()
     why: str | None = None
     was_enabled, has_failed, current = gc.isenabled(), False, process.current_process()
     gc.disable()  # nothing of a dataset is garbage, however many objects it has
@@ -145,12 +163,13 @@ def _nurse(there: socket.socket) -> int:
     with suppress(ConnectionError):
         there.send(pickle.dumps((why, has_failed)))
     if why is None:
-        unseeded = [bits for place, entropy in known.items() if (bits := _unseeded(*place, entropy)) is not None]
+        # Only what the training has found is looked at: a look at everything would write to the memory that clones share.
+        unseeded = [each for place, seed in known.items() if is_unseeded(each := _at(place), [seed])]
 
         def live(end: socket.socket) -> int:
             own_files(writable=True)  # each has positions of its own
-            for bits in unseeded:
-                bits.state = type(bits)().state
+            for each in unseeded:
+                seed_anew(each)
             return be_worker(end, given)
 
         serve(there, leave_signals(), live)
@@ -204,32 +223,55 @@ def try_fork() -> bool:
     return False
 
 
-def seeds() -> dict[tuple[str, str], Any]:
-    """What numpy's generators at the top level of modules were seeded with here, by module and name."""
+def seeds() -> dict[tuple[str, ...], Any]:
+    """What numpy's generators of modules, and of classes and dicts of the script's own modules, were seeded with here."""
     if (numpy := sys.modules.get("numpy")) is None:
         return {}
-    kinds, found = (numpy.random.Generator, numpy.random.RandomState), dict[tuple[str, str], Any]()
-    for module, content in list(sys.modules.items()):
-        for name, value in list(getattr(content, "__dict__", {}).items()):
+    kinds, found = (numpy.random.Generator, numpy.random.RandomState), dict[tuple[str, ...], Any]()
+
+    def look(place: tuple[str, ...], content: Any, *, is_deep: bool) -> None:
+        for name, value in list(content.items()):
+            here = (*place, name)
             if type(value) in kinds:
-                found[module, name] = _entropy(_bits_of(value))
+                found[here] = entropy_of(value)
+            elif is_deep and not isinstance(value, ModuleType):
+                look(here, _content(value), is_deep=False)
+
+    for name, module in list(sys.modules.items()):
+        content = getattr(module, "__dict__", {})
+        look((name,), content, is_deep=not is_library(content.get("__file__") or ""))
     return found
 
 
-def _unseeded(module: str, name: str, in_training: Any) -> Any:
-    """The bits of a generator that nobody has seeded: it has 128 bits of the system's entropy, others in each process.
+def _content(value: Any) -> Any:
+    return value if type(value) is dict else vars(value) if isinstance(value, (type, ModuleType)) else {}
 
-    Only what the training has found is looked at: a look at everything would write to the memory that clones share.
+
+def _at(place: tuple[str, ...]) -> Any:
+    return functools.reduce(lambda value, name: _content(value).get(name), place, sys.modules)
+
+
+def is_unseeded(generator: Any, elsewhere: Collection[Any]) -> bool:
+    """Whether nobody has seeded a numpy generator: it has 128 bits of the system's entropy, others in each process.
+
+    Args:
+        generator: Any object.
+        elsewhere: Entropy of generators that another process has found.
     """
-    value = getattr(sys.modules.get(module), name, None)
-    bits = None if value is None else _bits_of(value)
-    own = _entropy(bits)
-    return bits if type(own) is int and own >> 64 > 0 and own != in_training else None
+    own = entropy_of(generator)
+    return type(own) is int and own >> 64 > 0 and own not in elsewhere
+
+
+def seed_anew(generator: Any) -> None:
+    """Seed a numpy generator by the system's entropy."""
+    bits = _bits_of(generator)
+    bits.state = type(bits)().state
+
+
+def entropy_of(generator: Any) -> Any:
+    """What a numpy generator was seeded with; None of anything else."""
+    return getattr(getattr(_bits_of(generator), "_seed_seq", None), "entropy", None)
 
 
 def _bits_of(generator: Any) -> Any:
     return getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", None)
-
-
-def _entropy(bits: Any) -> Any:
-    return getattr(getattr(bits, "_seed_seq", None), "entropy", None)

@@ -35,7 +35,7 @@ from multiprocessing import (
 )
 from typing import Any
 
-from autotune_loader.machine.clones import ROOT, Begin, Environment, be_worker, seeds, serve, try_fork
+from autotune_loader.machine.clones import ROOT, Begin, Inherited, be_worker, seeds, serve, try_fork
 from autotune_loader.machine.kernel import CLONE, pidfd
 from autotune_loader.machine.parcel import Lists, Parcel
 
@@ -77,7 +77,7 @@ class Nursery(_Cloner):
     """A process that clones workers, for whoever gives them the same.
 
     Attributes:
-        key: Of the parcel that it was sent; None where that cannot be compared, as in a fork.
+        key: Of the parcel that it was sent, and of what its root began with; None where that cannot be compared, as in a fork.
         why_not: Why no worker can be cloned here; None where one can, or where that is not known yet.
         has_failed: Whether what workers are given cannot be unpickled.
     """
@@ -112,15 +112,15 @@ class Nursery(_Cloner):
         return one
 
     @classmethod
-    def spawned(cls, root: Root, parcel: Parcel) -> Nursery:
-        """A clone of the root, to which a parcel is sent: an `Environment`, what is given, and `seeds()`.
+    def spawned(cls, root: Root, parcel: Parcel, key: Any) -> Nursery:
+        """A clone of the root, to which a parcel is sent: what it has `Inherited`, what is given, and `seeds()`.
 
         Raises:
             OSError: The kernel refuses what a nursery needs.
         """
         require_clones()
         one = cls()
-        one.key, one._root = parcel.key, root
+        one.key, one._root = key, root
         with one._theirs, suppress(OSError):  # the root is gone, which is seen when the nursery is waited for
             root.clone(one._theirs)
         # While the root imports, and the loop goes on where nobody waits for workers.
@@ -222,14 +222,15 @@ class Home:
         if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
             self._why_not = BY_NAME
             return None
-        parcel = Parcel((Environment(), given, seeds()), lists=self._lists, apart=apart)
+        parcel = Parcel((Inherited(), given, seeds()), lists=self._lists, apart=apart)
         root, kept = Root.here(may_import), self.nursery
         self._why_not = NO_GUARD if root is None else None
         if root is None:
             return None
-        if kept is None or kept.key is None or kept.key != parcel.key or kept.has_ended:
+        key = None if parcel.key is None else (parcel.key, root.begun_with)
+        if kept is None or key is None or kept.key != key or kept.has_ended:
             self.close()
-            self.nursery = Nursery.spawned(root, parcel)
+            self.nursery = Nursery.spawned(root, parcel, key)
         return self.nursery
 
     def close(self) -> None:
@@ -239,7 +240,11 @@ class Home:
 
 
 class Root(_Cloner):
-    """A new process that has imported what the script imports, as a spawned one does; it clones nurseries."""
+    """A new process that has imported what the script imports, as a spawned one does; it clones nurseries.
+
+    Attributes:
+        begun_with: The process that has begun it, and what `multiprocessing` prepares a new one with, such as sys.path.
+    """
 
     _latest: Root | None = None
 
@@ -252,7 +257,7 @@ class Root(_Cloner):
         """
         with _undecided_start_method():
             begins_with = os.getpid(), spawn.get_executable(), spawn.get_preparation_data(ROOT)
-            if cls._latest is None or cls._latest._begun_with != begins_with or cls._latest.has_ended:
+            if cls._latest is None or cls._latest.begun_with != begins_with or cls._latest.has_ended:
                 cls._latest = cls(begins_with) if may_begin() else None
             return cls._latest
 
@@ -265,7 +270,7 @@ class Root(_Cloner):
 
     def __init__(self, begins_with: Any) -> None:
         super().__init__()
-        self._begun_with = begins_with
+        self.begun_with = begins_with
         with self._theirs:
             popen = popen_spawn_posix.Popen(Begin(self._theirs))  # type: ignore[arg-type]
         self._pids.append(popen.pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -31,10 +32,14 @@ def leads_to(descriptor: int) -> str:
 class Telling(Dataset[Any]):
     """Its samples tell what their process is, and use what the training shares with it."""
 
+    unseeded = np.random.default_rng()
+    is_registered = False
+
     def __init__(self, context: Any) -> None:
         self.queue, self.value, self.lock, self.event = (
             context.Queue(), context.Value("i", 0), context.Lock(), context.Event(),
         )  # fmt: skip
+        self.ended = context.Value("b", False)
         self.shared, self.array = torch.zeros(4).share_memory_(), np.arange(5)
         self.training, self.group, self.session = os.getpid(), os.getpgid(0), os.getsid(0)
         self.environ, self.argv, self.path = dict(os.environ), sys.argv, sys.path
@@ -47,10 +52,16 @@ class Telling(Dataset[Any]):
         with self.lock:
             self.value.value += 1
         self.shared[0], self.array[0] = 7, 3
+        if not self.is_registered:
+            self.is_registered = True
+            atexit.register(self.at_exit)
         if index == 0:
             self.queue.put("from a worker")
             self.event.set()
         return {"fields": self.fields(), "draws": self.draws()}
+
+    def at_exit(self) -> None:
+        self.ended.value = True
 
     def fields(self) -> dict[str, Any]:
         """What must be as in torch's own worker."""
@@ -101,6 +112,7 @@ class Telling(Dataset[Any]):
             "random": random.random(),
             "numpy": float(np.random.random()),  # noqa: NPY002 - the global generator is meant
             "a module's generator without a seed": float(UNSEEDED.random()),
+            "a class's generator without a seed": float(self.unseeded.random()),
         }
 
 
@@ -118,6 +130,7 @@ def fields(which: str, method: str) -> dict[str, Any]:
     with contextlib.suppress(Exception):  # nothing has come
         heard = data.queue.get(timeout=5)
     training = {
+        "functions of atexit are called": bool(data.ended.value),
         "shared value": data.value.value,
         "shared tensor": data.shared.tolist(),
         "queue": heard,

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from autotune_loader import AutoLoader
 from autotune_loader.machine.nursery import Root
@@ -29,7 +30,7 @@ from tests.support.schedules import FixedLoader
 pytestmark = pytest.mark.process
 
 SAMPLES = 64
-UNSEEDED, SEEDED = np.random.default_rng(), np.random.default_rng(0)
+UNSEEDED, SEEDED, HELD = np.random.default_rng(), np.random.default_rng(0), {"rng": np.random.default_rng()}
 METHODS = ("spawn", "forkserver")
 
 
@@ -65,13 +66,20 @@ def nursery_of(loader: Any) -> Any:
     return loader._live.home.nursery
 
 
+def inherited() -> Any:
+    """What a new process has from the one that starts it."""
+    mask = Path("/proc/self/status").read_text().partition("\nUmask:")[2].split()[0]
+    cores, limit = tuple(sorted(os.sched_getaffinity(0))), resource.getrlimit(resource.RLIMIT_CORE)
+    return os.environ.get("TOLD"), mask, cores, limit, str(Path.cwd()), tuple(sys.argv)
+
+
 class Changing(Told):
     def __init__(self) -> None:
         self.names = [f"image_{index}" for index in range(5000)]
         self.rng = np.random.default_rng(0)
 
     def tell(self) -> Any:
-        return self.value, self.names[7], os.environ.get("TOLD")
+        return self.value, self.names[7], inherited()
 
 
 def name_changes(data: Changing, _: pytest.MonkeyPatch) -> None:
@@ -82,11 +90,30 @@ def value_changes(data: Changing, _: pytest.MonkeyPatch) -> None:
     data.value = 1
 
 
-def environment_changes(_: Changing, patch: pytest.MonkeyPatch) -> None:
+def process_changes(_: Changing, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("TOLD", "other")
+    os.umask(0o77)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-@pytest.mark.parametrize("change", [name_changes, value_changes, environment_changes])
+def preparation_changes(_: Changing, patch: pytest.MonkeyPatch) -> None:
+    patch.chdir("/")
+    patch.setattr(sys, "argv", ["other"])
+
+
+@pytest.fixture
+def process_is_put_back() -> Iterator[None]:
+    cores, limit, mask = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_CORE), os.umask(0)
+    os.umask(mask)
+    yield
+    os.umask(mask)
+    os.sched_setaffinity(0, cores)
+    resource.setrlimit(resource.RLIMIT_CORE, limit)
+
+
+@pytest.mark.usefixtures("process_is_put_back")
+@pytest.mark.parametrize("change", [name_changes, value_changes, process_changes, preparation_changes])
 def test_a_nursery_is_kept_until_something_changes(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Changing()
     loader, processes, kept = loader_of(data), set[int](), set[int]()
@@ -95,11 +122,11 @@ def test_a_nursery_is_kept_until_something_changes(change: Any, monkeypatch: pyt
         assert not now & processes  # workers are new in each epoch, as torch's
         processes |= now
         kept.add(nursery_of(loader).pid)
-        assert set(told) == {(0, "image_7", None)}
+        assert set(told) == {(0, "image_7", inherited())}
     assert len(kept) == 1
     change(data, monkeypatch)
     _, told = epoch_of(loader)
-    assert set(told) == {(data.value, data.names[7], os.environ.get("TOLD"))}
+    assert set(told) == {(data.value, data.names[7], inherited())}
     assert nursery_of(loader).pid not in kept
 
 
@@ -125,17 +152,61 @@ def test_root_serves_all_loaders_and_further_workers_are_clones(method: str) -> 
 
 
 class Drawing(Told):
+    rng = np.random.default_rng()
+
     def tell(self) -> Any:
-        return float(UNSEEDED.random()), float(SEEDED.random())
+        return tuple(float(each.random()) for each in (UNSEEDED, self.rng, HELD["rng"], SEEDED))
 
 
 def test_generators_without_a_seed_differ_between_workers_as_in_new_processes() -> None:
     loader = loader_of(Drawing())
     rows = [row for batch in loader for row in batch]
     firsts = {process: told for _, process, told in reversed(rows)}
-    (one, seeded), (other, seeded_too) = firsts.values()
-    assert one != other
+    (*one, seeded), (*other, seeded_too) = firsts.values()
+    assert not set(one) & set(other)
     assert seeded == seeded_too == np.random.default_rng(0).random()
+
+
+class Remade:
+    """Makes its generator anew where it is unpickled, as people do who do not want workers to have the same."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng()
+
+    def __getstate__(self) -> Any:
+        return {"rng": None}
+
+    def __setstate__(self, _: Any) -> None:
+        self.rng = np.random.default_rng()
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.source = Remade()
+
+    def __iter__(self) -> Iterator[float]:
+        return (self.source.rng.random() for _ in range(4))
+
+
+def test_generators_that_a_dataset_makes_where_it_is_unpickled_differ_too() -> None:
+    loader = AutoLoader(Stream(), batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    drawn = [float(each) for _ in range(2) for each in loader]
+    assert len(set(drawn)) == len(drawn) == 16
+
+
+def test_a_fork_of_the_training_has_a_nursery_of_its_own() -> None:
+    loader = loader_of(Changing())
+    epoch_of(loader)
+    if not (pid := os.fork()):
+        try:
+            epoch_of(loader)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    kept = nursery_of(loader).pid
+    epoch_of(loader)
+    assert nursery_of(loader).pid == kept
 
 
 class StartsThread(Told):

@@ -335,11 +335,28 @@ def called(draw: Callable[[], float]) -> float:
     return draw()
 
 
+class Remade:
+    """Makes its generator anew where it is unpickled."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __getstate__(self) -> Any:
+        return {"rng": None}
+
+    def __setstate__(self, _: Any) -> None:
+        self.rng = np.random.default_rng()
+
+    def __call__(self) -> float:
+        return self.rng.random()
+
+
 SOURCES: dict[str, tuple[Any, Any]] = {
     "numpy": (lambda: np.random.default_rng(5), methodcaller("random")),
     "RandomState": (lambda: np.random.RandomState(5), methodcaller("rand")),
     "Python": (lambda: random.Random(5), methodcaller("random")),
     "torch": (lambda: torch.Generator().manual_seed(5), of_torch),
+    "remade": (lambda: Remade(5), called),
     "global torch": (lambda: torch.default_generator, of_torch),
     "Python's method": (lambda: random.Random(5).random, called),
     "global Python": (lambda: random.random, called),
