@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import pickle
 import resource
@@ -91,7 +92,7 @@ class Begin:
         if (why := _why_no_clone({self._socket.fileno()})) is None:
             serve(self._socket, leave_signals(), _nurse)
         unread = list[socket.socket]()
-        while (request := socket.recv_fds(self._socket, 1, 1))[0]:
+        while (request := socket.recv_fds(self._socket, 1 << 16, 1))[0]:
             unread.append(_refuse(socket.socket(fileno=request[1][0]), why))
         return 0
 
@@ -106,17 +107,22 @@ def leave_signals() -> dict[int, Any]:
 
 
 def serve(theirs: socket.socket, handlers: dict[int, Any], live: Callable[[socket.socket], int]) -> None:
-    """Clone this process for each socket that is sent, and have the clone live by it, until the training hangs up."""
+    """Clone this process for each socket that is sent, and have the clone live by it, until the training hangs up.
+
+    With a socket come names of modules, which are imported first.
+    """
     util._flush_std_streams()  # type: ignore[attr-defined]  # what is in buffers each clone would write
     unread = list[socket.socket]()
     while True:
         try:
-            data, files, _, _ = socket.recv_fds(theirs, 1, 1)
+            data, files, _, _ = socket.recv_fds(theirs, 1 << 16, 1)
         except ConnectionError:
             return
         if not data:
             return
         there = socket.socket(fileno=files[0])
+        if names := pickle.loads(data):  # noqa: S301 - the training's own
+            _import(names)
         if (pid := clone()) == 0:
             code = 1
             try:
@@ -135,23 +141,32 @@ def serve(theirs: socket.socket, handlers: dict[int, Any], live: Callable[[socke
             unread.append(_refuse(there, "no worker can be cloned"))
 
 
+def _import(names: Sequence[str]) -> None:
+    """Import what a clone of this process has imported, which was found fit to be cloned after that."""
+    for name in names:
+        with suppress(Exception):  # it may not be imported by its name
+            importlib.import_module(name)
+    try_fork()
+
+
 def _refuse(there: socket.socket, why: str | None) -> socket.socket:
     """A socket that is to be kept: who closes it before the parcel is read takes the answer back, too (unix(7))."""
     with suppress(OSError):
-        there.send(pickle.dumps((why, False)))
+        there.send(pickle.dumps((why, False, [])))
     return there
 
 
 def _nurse(there: socket.socket) -> int:
     """The life of a spawned nursery: it opens its parcel, tells whether it can be cloned, and serves."""
     files, size = receive(there)
+    imported, used = set(sys.modules), set[str]()
     given, known = list[Any](), dict[tuple[str, ...], Any]()
     why: str | None = None
     was_enabled, has_failed, current = gc.isenabled(), False, process.current_process()
     gc.disable()  # nothing of a dataset is garbage, however many objects it has
     current._inheriting = True  # type: ignore[attr-defined]  # no process is started while it unpickles
     try:
-        _, given, known = unpack(files, size)
+        _, given, known = unpack(files, size, modules=used)
         why = _why_no_clone({*files, there.fileno()})
     except BaseException as error:
         why, has_failed = f"{type(error).__name__}: {error}", True
@@ -161,7 +176,7 @@ def _nurse(there: socket.socket) -> int:
     if was_enabled:
         gc.enable()
     with suppress(ConnectionError):
-        there.send(pickle.dumps((why, has_failed)))
+        there.send(pickle.dumps((why, has_failed, sorted(used - imported))))
     if why is None:
         # Only what the training has found is looked at: a look at everything would write to the memory that clones share.
         unseeded = [each for place, seed in known.items() if is_unseeded(each := _at(place), [seed])]

@@ -64,13 +64,13 @@ class _Cloner:
         """Whether it was killed; to be asked where it has nothing to say."""
         return _can_read(self._ours, 0)
 
-    def clone(self, theirs: socket.socket) -> None:
-        """Have another child, whose process ID the other end of this socket gets.
+    def clone(self, theirs: socket.socket, imports: Sequence[str] = ()) -> None:
+        """Have another child, whose process ID the other end of this socket gets, after these imports.
 
         Raises:
             OSError: It is gone.
         """
-        socket.send_fds(self._ours, [b"c"], [theirs.fileno()])
+        socket.send_fds(self._ours, [pickle.dumps(imports)], [theirs.fileno()])
 
 
 class Nursery(_Cloner):
@@ -122,7 +122,7 @@ class Nursery(_Cloner):
         one = cls()
         one.key, one._root = key, root
         with one._theirs, suppress(OSError):  # the root is gone, which is seen when the nursery is waited for
-            root.clone(one._theirs)
+            root.clone(one._theirs, root.imports)
         # While the root imports, and the loop goes on where nobody waits for workers.
         threading.Thread(target=one._send, args=(parcel,), name="autotune-loader-parcel", daemon=True).start()
         return one
@@ -142,8 +142,10 @@ class Nursery(_Cloner):
             if isinstance(answer := _answer(self._ours), int):
                 self._pids.append(answer)
             else:
+                self.why_not, self.has_failed, imports = answer
+                if self._root is not None and self.why_not is None:
+                    self._root.imports = imports
                 self.is_known, self._root = True, None
-                self.why_not, self.has_failed = answer
         return True
 
     def popen(self, given: Sequence[Any], one: Any) -> Any:
@@ -244,7 +246,10 @@ class Root(_Cloner):
 
     Attributes:
         begun_with: The process that has begun it, and what `multiprocessing` prepares a new one with, such as sys.path.
+        imports: Modules that its latest nursery had to import.
     """
+
+    imports: Sequence[str] = ()
 
     _latest: Root | None = None
 
@@ -342,9 +347,9 @@ def _can_read(end: socket.socket, seconds: float | None) -> bool:
 
 
 def _answer(end: socket.socket) -> Any:
-    """The process ID of a clone, or why there is none, and whether something could not be unpickled."""
+    """The process ID of a clone; or why there is none, whether something could not be unpickled, and what was imported."""
     try:
         data = end.recv(1 << 16)
     except ConnectionError:
         data = b""
-    return pickle.loads(data) if data else (GONE, False)  # noqa: S301 - our own process has sent it
+    return pickle.loads(data) if data else (GONE, False, ())  # noqa: S301 - our own process has sent it

@@ -217,9 +217,13 @@ class _ParcelPickler(ForkingPickler):
 
 
 class _ParcelUnpickler(pickle.Unpickler):
-    def __init__(self, file: Any, known: dict[str, Any]) -> None:
+    def __init__(self, file: Any, known: dict[str, Any], modules: set[str]) -> None:
         super().__init__(file)
-        self._known = known
+        self._known, self._modules = known, modules
+
+    def find_class(self, module: str, name: str) -> Any:
+        self._modules.add(module)
+        return super().find_class(module, name)
 
     def persistent_load(self, place: tuple[str, int]) -> Any:
         kind, number = place
@@ -255,8 +259,8 @@ def receive(by: socket.socket) -> tuple[list[int], int]:
             return files, size
 
 
-def unpack(files: list[int], size: int, given: Sequence[Any] = ()) -> Any:
-    """The value of a parcel that was received."""
+def unpack(files: list[int], size: int, given: Sequence[Any] = (), modules: set[str] | None = None) -> Any:
+    """The value of a parcel that was received; `modules` gets the names of those that its pickle refers to."""
     _File.opening = files
     with mmap.mmap(files[0], 0, prot=mmap.PROT_READ) as data:
         data.seek(size)
@@ -267,7 +271,8 @@ def unpack(files: list[int], size: int, given: Sequence[Any] = ()) -> Any:
             parts[number].append(items)
         lists = {number: type(each[0])(itertools.chain.from_iterable(each)) for number, each in parts.items()}
         data.seek(0)
-        value = _ParcelUnpickler(data, {GIVEN: given, LIST: lists, APART: apart}).load()
+        known = {GIVEN: given, LIST: lists, APART: apart}
+        value = _ParcelUnpickler(data, known, set() if modules is None else modules).load()
     os.close(files[0])
     return value
 

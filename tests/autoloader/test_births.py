@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -128,6 +129,33 @@ def test_a_nursery_is_kept_until_something_changes(change: Any, monkeypatch: pyt
     _, told = epoch_of(loader)
     assert set(told) == {(data.value, data.names[7], inherited())}
     assert nursery_of(loader).pid not in kept
+
+
+ROWS = """
+import os
+from tests.autoloader.test_births import Told
+
+IMPORTED_BY = os.getpid()
+
+class Rows(Told):
+    def tell(self):
+        return IMPORTED_BY
+"""
+
+
+def test_what_a_nursery_had_to_import_its_root_imports_for_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows_of_births.py").write_text(ROWS)
+    monkeypatch.syspath_prepend(tmp_path)  # where the main module does not import it
+    data, importers = importlib.import_module("rows_of_births").Rows(), list[Any]()
+    loader = loader_of(data)
+    for data.value in range(3):
+        _, told = epoch_of(loader)
+        importers.append((set(told), nursery_of(loader).pid))
+    (first, nursery), (second, _), (third, _) = importers
+    assert first == {nursery}
+    assert second == third == {Root._latest.pid}
 
 
 @pytest.mark.parametrize("method", METHODS)
