@@ -85,6 +85,7 @@ class Births:
         self.results = Results(pins=pins)
         self._is_first = True
         self._nursery: Nursery | None = None
+        self._root_at: int | None = None
         self._given: Given | None = None
         self._passed: Any = None
         """What stands for it among the arguments of a worker."""
@@ -135,11 +136,12 @@ class Births:
             return _Nobody()
         return self._process(arguments["worker_id"], arguments["num_workers"], is_later=False)
 
-    def prepare(self, files: Collection[int] = ()) -> None:
+    def prepare(self, files: Collection[int] = (), batch: int = 0) -> None:
         """Have a nursery from now on, where there may be one; a new process is not waited for.
 
         Args:
             files: Descriptors that the dataset holds.
+            batch: Where the loop is: where nobody asked, root and nursery begin at different ones.
 
         Raises:
             Exception: As `multiprocessing` raises where what workers get cannot be pickled.
@@ -149,12 +151,19 @@ class Births:
             try:
                 if self.method == "fork":
                     self._nursery = Nursery.forked([self._given], lambda: self._begin_fork(files))
-                else:
+                elif self._is_asked or self._has_root(batch):
                     self._nursery = self._home.nursery_for([self._given], self._held, _may_import)
                     self._has_nursery = self._nursery is not None
             except OSError as error:
                 # Else workers start as the method does.
                 self._has_nursery = error.errno not in REFUSED and self.method == "fork"
+
+    def _has_root(self, batch: int) -> bool:
+        """Whether it was begun at another batch, or there is to be none."""
+        if self._root_at is None:
+            is_here = Root.is_here()
+            self._root_at = -1 if Root.here(_may_import) is None or is_here else batch
+        return self._root_at != batch
 
     def _begin_fork(self, files: Collection[int]) -> dict[int, Any]:
         close_channels()

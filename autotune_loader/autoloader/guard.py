@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import multiprocessing.process
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,27 @@ def unguarded_line() -> int | None:
             line = frame.f_lineno
         frame = frame.f_back
     try:
-        nodes = ast.walk(ast.parse(Path(path or "").read_bytes()))
+        guarded = _guarded(path or "", Path(path or "").stat().st_mtime_ns)
     except (OSError, SyntaxError, ValueError):
         return 0
-    guarded = [each.body for each in nodes if isinstance(each, ast.If) and _is_guard(each.test)]
-    return None if any(body[0].lineno <= line <= (body[-1].end_lineno or 0) for body in guarded) else line
+    return None if any(line in each for each in guarded) else line
+
+
+@functools.lru_cache(maxsize=1)
+def _guarded(path: str, _changed_at: int) -> list[range]:
+    """Lines of a script in bodies of its guards."""
+    tree = ast.parse(Path(path).read_bytes())
+    bodies = [each.body for each in _statements(tree) if isinstance(each, ast.If) and _is_guard(each.test)]
+    return [range(body[0].lineno, (body[-1].end_lineno or 0) + 1) for body in bodies]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Those that run as a module is imported."""
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, (ast.stmt, ast.ExceptHandler)):
+            yield each
+            if not isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield from _statements(each)
 
 
 def _is_guard(test: ast.expr) -> bool:

@@ -379,7 +379,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         begun = time.monotonic()
         try:
             if is_new:
-                context.prepare()
+                context.prepare(batch=self._rcvd_idx)
             if not context.is_prepared:
                 return
             for number in range(len(self._workers), workers):

@@ -267,6 +267,11 @@ class Root(_Cloner):
             return cls._latest
 
     @classmethod
+    def is_here(cls) -> bool:
+        """Whether this process has begun one."""
+        return cls._latest is not None and cls._latest.begun_with[0] == os.getpid()
+
+    @classmethod
     def end(cls) -> None:
         """End the one of this process, if there is any."""
         if cls._latest is not None:
