@@ -86,6 +86,7 @@ class Births:
         self._is_first = True
         self._nursery: Nursery | None = None
         self._root_at: int | None = None
+        """The batch at which the root was begun; -1 where it was there, or there is to be none."""
         self._given: Given | None = None
         self._passed: Any = None
         """What stands for it among the arguments of a worker."""

@@ -48,7 +48,7 @@ def _guarded(path: str, _changed_at: int) -> list[range]:
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
     """Those that run as a module is imported."""
     for each in ast.iter_child_nodes(node):
-        if isinstance(each, (ast.stmt, ast.ExceptHandler)):
+        if isinstance(each, (ast.stmt, ast.ExceptHandler, ast.match_case)):
             yield each
             if not isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield from _statements(each)

@@ -49,6 +49,7 @@ class Spec:
         'def main():\n    ask()\n\nif __name__ == "__main__":\n    main()\n',
         'import os\nif os.name and __name__ == "__main__":\n    for _ in range(1):\n        ask()\n    print()\n',
         'try:\n    if __name__ == "__main__":\n        ask()\nfinally:\n    pass\n',
+        'match 1:\n    case _:\n        if __name__ == "__main__":\n            ask()\n',
         'if __name__ == "__main__":\n    exec("\\n" * 50 + "ask()")\n',  # its line is not one of the script
         'def main():\n    pass\n\nif __name__ == "__main__":\n    (\n        ask(\n        )\n    )\n',
     ],
