@@ -162,8 +162,8 @@ class Births:
     def _has_root(self, batch: int) -> bool:
         """Whether it was begun at another batch, or there is to be none."""
         if self._root_at is None:
-            is_here = Root.is_here()
-            self._root_at = -1 if Root.here(_may_import) is None or is_here else batch
+            before = Root.latest
+            self._root_at = -1 if Root.here(_may_import) is before else batch
         return self._root_at != batch
 
     def _begin_fork(self, files: Collection[int]) -> dict[int, Any]:

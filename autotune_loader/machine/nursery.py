@@ -202,7 +202,7 @@ class Home:
         """Of the nursery and its root, where workers are cloned."""
         if self.nursery is None or self.nursery.why_not is not None:
             return []
-        return [each.pid for each in (self.nursery, Root._latest) if each is not None and each.pid is not None]
+        return [each.pid for each in (self.nursery, Root.latest) if each is not None and each.pid is not None]
 
     def nursery_for(
         self, given: Sequence[Any], apart: Sequence[Any] = (), may_import: Callable[[], bool] = lambda: True
@@ -247,11 +247,11 @@ class Root(_Cloner):
     Attributes:
         begun_with: The process that has begun it, and what `multiprocessing` prepares a new one with, such as sys.path.
         imports: Modules that its latest nursery had to import.
+        latest: The one that was begun last.
     """
 
     imports: Sequence[str] = ()
-
-    _latest: Root | None = None
+    latest: Root | None = None
 
     @classmethod
     def here(cls, may_begin: Callable[[], bool]) -> Root | None:
@@ -262,21 +262,16 @@ class Root(_Cloner):
         """
         with _undecided_start_method():
             begins_with = os.getpid(), spawn.get_executable(), spawn.get_preparation_data(ROOT)
-            if cls._latest is None or cls._latest.begun_with != begins_with or cls._latest.has_ended:
-                cls._latest = cls(begins_with) if may_begin() else None
-            return cls._latest
-
-    @classmethod
-    def is_here(cls) -> bool:
-        """Whether this process has begun one."""
-        return cls._latest is not None and cls._latest.begun_with[0] == os.getpid()
+            if cls.latest is None or cls.latest.begun_with != begins_with or cls.latest.has_ended:
+                cls.latest = cls(begins_with) if may_begin() else None
+            return cls.latest
 
     @classmethod
     def end(cls) -> None:
         """End the one of this process, if there is any."""
-        if cls._latest is not None:
-            cls._latest.close()
-            cls._latest = None
+        if cls.latest is not None:
+            cls.latest.close()
+            cls.latest = None
 
     def __init__(self, begins_with: Any) -> None:
         super().__init__()

@@ -117,6 +117,7 @@ class Parcel:
     def __init__(
         self, value: Any, given: Sequence[Any] = (), lists: Lists | None = None, apart: Sequence[Any] = ()
     ) -> None:
+        self._places: dict[int, tuple[str, Any]]
         self._places = {id(each): (GLOBAL, place) for place, each in global_generators().items()}
         self._places |= {id(each): (GIVEN, place) for place, each in enumerate(given)}
         self._places |= {id(each): (APART, place) for place, each in enumerate(apart)}
@@ -144,7 +145,7 @@ class Parcel:
         self._files.append(os.dup(file))
         return len(self._files) - 1
 
-    def place_of(self, value: Any) -> tuple[str, int] | None:
+    def place_of(self, value: Any) -> tuple[str, Any] | None:
         """What the pickle has in the place of a value; None for the value itself."""
         if (place := self._places.get(id(value))) is not None:
             return place
@@ -212,7 +213,7 @@ class _ParcelPickler(ForkingPickler):
         super().__init__(parcel, pickle.HIGHEST_PROTOCOL)
         self._parcel = parcel
 
-    def persistent_id(self, value: Any) -> tuple[str, int] | None:
+    def persistent_id(self, value: Any) -> tuple[str, Any] | None:
         return self._parcel.place_of(value)
 
 
@@ -225,18 +226,18 @@ class _ParcelUnpickler(pickle.Unpickler):
         self._modules.add(module)
         return super().find_class(module, name)
 
-    def persistent_load(self, place: tuple[str, int]) -> Any:
-        kind, number = place
+    def persistent_load(self, place: tuple[str, Any]) -> Any:
+        kind, where = place
         if kind == GLOBAL:
-            module, name = GLOBAL_GENERATORS[number]
+            module, name = where
             return getattr(importlib.import_module(module), name)
-        return self._known[kind][number]
+        return self._known[kind][where]
 
 
-def global_generators() -> dict[int, Any]:
-    """Those of Python, and of numpy and torch where these are imported, by their places in `GLOBAL_GENERATORS`."""
-    imported = {place: sys.modules.get(module) for place, (module, _) in enumerate(GLOBAL_GENERATORS)}
-    return {place: getattr(module, GLOBAL_GENERATORS[place][1]) for place, module in imported.items() if module}
+def global_generators() -> dict[tuple[str, str], Any]:
+    """Those of Python, and of numpy and torch where these are imported, by module and name."""
+    imported = [place for place in GLOBAL_GENERATORS if place[0] in sys.modules]
+    return {(module, name): getattr(sys.modules[module], name) for module, name in imported}
 
 
 def receive(by: socket.socket) -> tuple[list[int], int]:

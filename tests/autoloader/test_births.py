@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, IterableDataset
 from autotune_loader import AutoLoader
 from autotune_loader.machine.nursery import Root
 from autotune_loader.values import LoaderConfig
-from tests.support.schedules import FixedLoader
+from tests.support.schedules import FixedLoader, Remade
 
 pytestmark = pytest.mark.process
 
@@ -155,7 +155,7 @@ def test_what_a_nursery_had_to_import_its_root_imports_for_the_next_ones(
         importers.append((set(told), nursery_of(loader).pid))
     (first, nursery), (second, _), (third, _) = importers
     assert first == {nursery}
-    assert second == third == {Root._latest.pid}
+    assert second == third == {Root.latest.pid}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -175,7 +175,7 @@ def test_root_serves_all_loaders_and_further_workers_are_clones(method: str) -> 
         rows += [row for batch in iterator for row in batch]
         assert [index for index, *_ in rows] == list(range(SAMPLES))
         assert loader._live.home.why_not is None
-        roots.add(id(Root._latest))
+        roots.add(id(Root.latest))
     assert len(roots) == 1
 
 
@@ -195,25 +195,12 @@ def test_generators_without_a_seed_differ_between_workers_as_in_new_processes() 
     assert seeded == seeded_too == np.random.default_rng(0).random()
 
 
-class Remade:
-    """Makes its generator anew where it is unpickled, as people do who do not want workers to have the same."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng()
-
-    def __getstate__(self) -> Any:
-        return {"rng": None}
-
-    def __setstate__(self, _: Any) -> None:
-        self.rng = np.random.default_rng()
-
-
 class Stream(IterableDataset[Any]):
     def __init__(self) -> None:
         self.source = Remade()
 
     def __iter__(self) -> Iterator[float]:
-        return (self.source.rng.random() for _ in range(4))
+        return (self.source() for _ in range(4))
 
 
 def test_generators_that_a_dataset_makes_where_it_is_unpickled_differ_too() -> None:
@@ -352,7 +339,7 @@ def test_whoever_is_killed_nothing_is_lost(method: str, victim: str) -> None:
         for number, batch in enumerate(loader):
             rows += batch
             if number == 2:
-                root: Any = Root._latest
+                root: Any = Root.latest
                 pids = {"root": root.pid, "nursery": nursery_of(loader).pid, "worker": batch[0][1]}
                 for pid in pids.values() if victim == "all" else [pids[victim]]:
                     os.kill(pid, signal.SIGKILL)
@@ -371,17 +358,17 @@ def undecided() -> Iterator[None]:
 
 @pytest.mark.usefixtures("undecided")
 def test_imports_begin_with_the_loader_and_decide_nothing() -> None:
-    Root._latest = None
+    Root.latest = None
     AutoLoader(Told(), num_workers=0)
     loader_of(Told(), in_order=False)
     loader_of(Told(), "fork")
-    assert Root._latest is None
+    assert Root.latest is None
     loader = loader_of(Told())
-    root = Root._latest
+    root = Root.latest
     assert root is not None
     assert multiprocessing.get_start_method(allow_none=True) is None
     epoch_of(loader)
-    assert Root._latest is root
+    assert Root.latest is root
 
 
 FIELDS = """

@@ -29,7 +29,7 @@ from autotune_loader.machine import clones, nursery
 from autotune_loader.machine.limits import MemoryBudget
 from autotune_loader.values import LoaderConfig
 from tests.support.bursts import Made
-from tests.support.schedules import FixedLoader, Numbers, Slow
+from tests.support.schedules import FixedLoader, Numbers, Remade, Slow
 
 pytestmark = pytest.mark.process
 
@@ -333,22 +333,6 @@ def of_torch(rng: torch.Generator) -> torch.Tensor:
 
 def called(draw: Callable[[], float]) -> float:
     return draw()
-
-
-class Remade:
-    """Makes its generator anew where it is unpickled."""
-
-    def __init__(self, seed: int | None = None) -> None:
-        self.rng = np.random.default_rng(seed)
-
-    def __getstate__(self) -> Any:
-        return {"rng": None}
-
-    def __setstate__(self, _: Any) -> None:
-        self.rng = np.random.default_rng()
-
-    def __call__(self) -> float:
-        return self.rng.random()
 
 
 SOURCES: dict[str, tuple[Any, Any]] = {

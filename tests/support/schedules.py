@@ -70,6 +70,22 @@ class Slow(Numbers):
         return super().__getitem__(index)
 
 
+class Remade:
+    """Makes its generator anew where it is unpickled, as people do who do not want workers to have the same."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __getstate__(self) -> Any:
+        return {"rng": None}
+
+    def __setstate__(self, _: Any) -> None:
+        self.rng = np.random.default_rng()
+
+    def __call__(self) -> float:
+        return self.rng.random()
+
+
 class Where(Slow):
     """Sample i is (i, who makes it, of how many): (i, -1, 0) in the training process."""
 
