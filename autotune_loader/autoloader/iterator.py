@@ -336,7 +336,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         """Whatever goes wrong here, the epoch goes on; what it takes is tuning's own time."""
         tuner, best, self._look_batch = self._tuner, self._tuner.best, self._log.end
         try:
-            self._decide(Look(self._fit))
+            self._decide(Look(self._room))
         except Exception as error:
             log.warning("AutoLoader no longer tunes this loader", exc_info=True)
             self._decide(Refused(Kept.NOT_TUNED(error=f"{type(error).__name__}: {error}")))
@@ -347,8 +347,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
                 log.warning("on_change=%r raised", self._live.on_change, exc_info=True)
         tuner.own_s += time.monotonic() - now
 
-    def _fit(self) -> int:
-        return int(self._live.fit([each.pid for each in self._workers]))
+    def _room(self) -> Any:
+        return self._live.room([each.pid for each in self._workers])
 
     def _decide(self, event: Event) -> None:
         """Tell the tuner what has happened, and have run what it wants."""

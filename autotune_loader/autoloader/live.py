@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDat
 from autotune_loader.autoloader.iterator import ElasticIter
 from autotune_loader.autoloader.meter import measured
 from autotune_loader.autoloader.seeds import GENERATORS, objects_in
-from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner
+from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Room, Tuner
 from autotune_loader.diagnosis import Advice, Caution, Finding, Kept, judged
 from autotune_loader.lines import Line
 from autotune_loader.machine.facts import inspect_machine
@@ -33,7 +33,7 @@ from autotune_loader.machine.processes import private_bytes
 from autotune_loader.pipeline.loop_log import Log, Site
 from autotune_loader.pipeline.workload import draws_nothing, length_of
 from autotune_loader.report.result import TuningResult
-from autotune_loader.values import LoaderConfig, Trial, averaged
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, LoaderConfig, Trial, averaged
 
 LIVE, KEPT = "_autotune_loader_live", "_autotune_loader_kept"
 """Attributes of a loader."""
@@ -42,8 +42,9 @@ MOST_WORKERS = 32
 """Unless more were asked for, or `max_workers` says so, or there are more cores."""
 WORKER_BYTES = 1 << 27
 """Memory that a worker is counted with before one has run."""
-MEMORY_SHARE, LOW_SHARE = 0.5, 0.05
-"""Of the memory that is left, the share that further workers may take; of all memory, what is too little for those that run."""
+MEMORY_SHARE, QUEUE_SHARE, LOW_SHARE = 0.5, 0.05, 0.05
+"""Of the memory that is left, what further workers may take, and batches in their queues; of all memory, what is too little
+for those that run."""
 SEEDS_ONLY = {
     "torch", "numpy", "np", "random", "initial_seed", "seed", "manual_seed", "manual_seed_all", "cuda", "get_state",
     "int", "worker_id",
@@ -241,17 +242,18 @@ class Live:
         if (loader := self._owner()) is not None and self.told != told:
             loader.num_workers, loader.prefetch_factor = self.told = told
 
-    def fit(self, workers: Sequence[int]) -> int:
-        """How many workers fit into memory beside these: further ones may take half of what is left to this rank."""
+    def room(self, workers: Sequence[int]) -> Room:
+        """How many workers fit into memory beside these, and batches into queues: shares of what is left to this rank."""
         budget = memory_budget()
         free, total = budget.available_bytes, budget.total_bytes
         if free is None:
-            return self.tuner.most
+            return Room(self.tuner.most, 0, self.batch_bytes)
         if total is not None and free < LOW_SHARE * total:
-            return max(1, len(workers) // 2)
+            return Room(max(1, len(workers) // 2), 0, self.batch_bytes)
         own = private_bytes(workers[-1]) if workers else None  # of one: it takes milliseconds
-        ahead = (self.tuner.wanted.prefetch_factor or 2) * self.batch_bytes
-        return len(workers) + int(MEMORY_SHARE * free / local_world_size() / ((own or WORKER_BYTES) + ahead))
+        left = free / local_world_size()
+        further = MEMORY_SHARE * left / ((own or WORKER_BYTES) + TORCH_PREFETCH_FACTOR * self.batch_bytes)
+        return Room(len(workers) + int(further), int(QUEUE_SHARE * left / max(self.batch_bytes, 1)), self.batch_bytes)
 
 
 def live_of(loader: Any, line: Line | None, **options: Any) -> Live:

@@ -12,12 +12,17 @@ from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple
 
-from autotune_loader.pipeline.loop_log import Log, longest_s, measurement
+import numpy as np
+
+from autotune_loader.pipeline.loop_log import Log, longest_s, measurement, own_rows
+from autotune_loader.search.observation import Observation
+from autotune_loader.search.queue import Floats
+from autotune_loader.search.twin import LIGHT_VARIATION
 from autotune_loader.values import BatchTrace, LoaderConfig, Measurement
 
 BLOCK_S, BLOCK_BATCHES, MOST_BLOCKS = 0.25, 6, 10
 """The least that is measured of a configuration; so many times as long, pauses included, is enough of a few batches."""
-SLOW_S, SLOW_BATCHES = 5.0, 3
+SLOW_S, SLOW_BATCHES = 5.0, 2
 """So many batches are enough if they take so long."""
 LATEST = 400
 """A measurement is of so many batches at most."""
@@ -25,8 +30,12 @@ HICCUP = 20.0
 """A wait of so many usual ones is nobody's cost, unless a worker has begun with it."""
 LEAST_FALL, TOLERANCE = 0.01, 0.015
 """More workers are worth it if they are faster by the first share; fewer, if they are not slower by the second."""
+MOST_STEPS, LONG_STEPS, LEAST_LONG_S = 0.9, 2.0, 0.25
+"""A step of more than so many times what this share of all steps takes at most, and of more seconds, is not measured."""
 LATEST_STEPS = 16
 """Measurements among which steps that waited for nobody are looked for."""
+
+NO_TIMES: Floats = np.zeros(0)
 
 
 class Measure(NamedTuple):
@@ -49,6 +58,28 @@ class Reached(NamedTuple):
     """Since it ran, its first batches included."""
     starts_s: float = 0.0
     """What the start of an epoch's workers takes, for each of its batches."""
+    service_s: Floats = NO_TIMES
+    """Of each batch."""
+    at_s: float = 0.0
+    """Seconds of training until then."""
+
+    @property
+    def observation(self) -> Observation:
+        """What it tells the twin. What varies more than lightly, and steps at all, batches that are made ahead make up for."""
+        of, service_s = self.of, self.service_s
+        spread = float(service_s.std()) / max(of.service_s, 1e-12)
+        service_s = of.service_s + (service_s - of.service_s) * min(1.0, LIGHT_VARIATION / max(spread, 1e-12))
+        batches_per_s = of.samples_per_s.value / of.batch_size
+        return Observation(
+            num_workers=self.config.num_workers,
+            service_s=np.maximum(service_s, 1e-9),
+            cpu_s=np.array([of.service_cpu_s]),
+            receive_s=np.array([max(of.receive_s, 0.0)]),
+            step_s=np.array([of.step_s]),
+            batch_size=of.batch_size,
+            batches_per_s=batches_per_s,
+            at_work=min(float(self.config.num_workers), batches_per_s * of.service_s),
+        )
 
     @property
     def rate(self) -> float:
@@ -60,10 +91,9 @@ class Reached(NamedTuple):
         """Seconds a batch, with the starts of epochs."""
         return self.of.window_s / self.of.samples_per_s.count + self.starts_s
 
-    def is_better(self, other: Reached) -> bool:
-        """Whether it is faster; or not slower, and the loop waits less."""
-        ratio, waits_less = self.rate / other.rate, self.speed > (1 + LEAST_FALL) * other.speed
-        return ratio > 1 + LEAST_FALL or (waits_less and ratio > 1 - 2 * TOLERANCE)
+    def is_near(self, other: Reached) -> bool:
+        """Whether it may be as fast."""
+        return self.rate > (1 - 2 * TOLERANCE) * other.rate
 
 
 class Meter:
@@ -116,7 +146,8 @@ class Meter:
         # The first batch of an epoch waits for its workers to start, which is added for all batches alike.
         rows = [row for before, row in pairwise(rows) if row.requested == before.step_end]
         rows = rows[len(rows) % workers :]  # workers deliver in turns, and often at the same time
-        of = measurement(rows, longest_s(log.steps), config.num_workers)
+        rows = own_rows(rows, _longest_s(log.steps), config.num_workers)
+        of = measurement(rows, config.num_workers)
         if of is None or of.samples_per_s.count < max(min(workers, count // 2), SLOW_BATCHES):
             return None
         is_long = now - self._since_at > MOST_BLOCKS * request.seconds or count >= LATEST
@@ -124,16 +155,18 @@ class Meter:
             return None
         own = self._own(log.since(max(self._first, log.end - 2 * LATEST)), of)
         seconds = sum(row.wait_s + min(row.step_s, of.step_s) for row in own)
-        return self._measured(of, seconds, len(own))
+        return self._measured(of, seconds, len(own), rows)
 
-    def _measured(self, of: Measurement, seconds: float, batches: int) -> Reached:
+    def _measured(self, of: Measurement, seconds: float, batches: int, rows: list[BatchTrace]) -> Reached:
         self._steps.append(of.step_s)
         self._has_measured = True
         step_s, workers = self.step_s + of.receive_s, self.request.config.num_workers
         fetch_s = of.service_s / workers if workers else of.service_s + step_s
         starts_s = self._starts_s(self.request.config)
         speed = of.batch_size / max(fetch_s + starts_s, step_s + starts_s, 1e-9)
-        return Reached(self.request.config, of, speed, seconds, batches, starts_s)
+        service_s = np.array([row.service_s for row in rows])
+        at_s = self._log.totals.active_s
+        return Reached(self.request.config, of, speed, seconds, batches, starts_s, service_s, at_s)
 
     def _own(self, rows: list[BatchTrace], of: Measurement) -> list[BatchTrace]:
         """Those since the configuration runs that cost what it costs; learns what the first fetch of a worker takes."""
@@ -152,4 +185,10 @@ class Meter:
 
 def measured(rows: Sequence[BatchTrace]) -> Measurement | None:
     """What these batches of a configuration say, pauses and what lay ready after them apart; None of none."""
-    return measurement(rows, longest_s([row.step_s for row in rows])) if rows else None
+    return measurement(own_rows(rows, longest_s([row.step_s for row in rows]))) if rows else None
+
+
+def _longest_s(steps: Sequence[float]) -> float:
+    """Steps that take longer say nothing of a few batches: a checkpoint among them is none of a configuration's."""
+    ordered = sorted(steps)
+    return min(longest_s(ordered), max(LEAST_LONG_S, LONG_STEPS * ordered[int(MOST_STEPS * (len(ordered) - 1))]))

@@ -361,8 +361,8 @@ def longest_s(seconds: Sequence[float]) -> float:
     return max(PAUSE_S, PAUSE_STEPS * ordered[(count - 1) // 2], PAUSE_USUAL * often)
 
 
-def measurement(rows: Sequence[BatchTrace], longest_step_s: float, workers: int | None = None) -> Measurement | None:
-    """What batches of one configuration say; None of none. With `workers`, batches that others made are not its own.
+def own_rows(rows: Sequence[BatchTrace], longest_step_s: float, workers: int | None = None) -> list[BatchTrace]:
+    """Batches that say what a configuration does. With `workers`, batches that others made are not its own.
 
     Left out are what others made, pauses, waits that are as long and rare, and what lay ready when one of these was over.
     """
@@ -374,7 +374,12 @@ def measurement(rows: Sequence[BatchTrace], longest_step_s: float, workers: int 
             ready = row.step_end
         else:
             (own if row.collate_end > ready else late).append(row)
-    if not (own := own or late):
+    return own or late
+
+
+def measurement(own: Sequence[BatchTrace], workers: int | None = None) -> Measurement | None:
+    """What such batches say; None of none."""
+    if not own:
         return None
     window_s, waited_s = sum(row.step_end - row.requested for row in own), sum(row.wait_s for row in own)
     if workers:  # a queue that drains is no speed

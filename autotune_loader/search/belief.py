@@ -52,6 +52,7 @@ class Belief:
         context: cores and step.
         trials: all that was measured.
         tolerance: relative difference that counts as equally fast.
+        observations: what these trials tell the twin; None for what their traces do.
         is_open: whether configurations that never ran are considered.
         barred: keys of what cannot run.
     """
@@ -63,11 +64,12 @@ class Belief:
         trials: Sequence[Trial],
         *,
         tolerance: float = 0.02,
+        observations: Sequence[Observation] | None = None,
         is_open: bool = True,
         barred: Collection[LoaderConfig] = (),
     ) -> None:
         self.space, self.context, self.tolerance = space, context, tolerance
-        self._is_open, self._barred, self.trials = is_open, barred, tuple(trials)
+        self._is_open, self._barred, self.trials, self._observations = is_open, barred, tuple(trials), observations
         self._seen = [trial for trial in trials if trial.log_rate is not None]
         self._failed = [(trial.config, trial.failure.kind) for trial in trials if trial.failure is not None]
         self._most_that_succeeded = max((trial.config.num_workers for trial in self._seen), default=0)
@@ -75,6 +77,8 @@ class Belief:
     @cached_property
     def twin(self) -> Twin | None:
         """The queueing model of all bursts whose stages were measured; None before there is any."""
+        if self._observations is not None:
+            return Twin(self._observations, self.context)
         measured = [(t.config, m) for t in self._seen if (m := t.measurement) and m.step_s + m.service_s > 0]
         known = [Observation.of(config, m) for config, m in measured if self.space.is_modelled(config)]
         return Twin(known, self.context) if known else None

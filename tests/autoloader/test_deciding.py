@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune_loader.autoloader.meter import measured
-from autotune_loader.autoloader.tuner import EpochEnded, Failed, Frozen, Look, Refused, Switched, Tuner
+from autotune_loader.autoloader.tuner import EpochEnded, Failed, Frozen, Look, Refused, Room, Switched, Tuner
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import LoaderConfig
@@ -17,7 +17,7 @@ from tests.support.training import Training, together
 NONE = LoaderConfig()
 
 
-MANY = Look(lambda: 1_000)
+MANY = Look(lambda: Room(1_000, 1_000))
 
 
 def of(workers: int) -> LoaderConfig:
@@ -146,7 +146,7 @@ def test_trials_may_cost_half_a_second_and_a_hundredth_and_half_of_the_gain() ->
         ({"drift": 3.0}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.02}, {6, 7, 8, 9, 10, 11, 12}),
         ({"neighbour": 1.5, "noise": 0.1}, {"fetch_s": 0.02, "cpu": 1.0, "step_s": 0.001}, {4, 5}),
         # slow batches
-        ({}, {"fetch_s": 8.0, "cpu": 0.1, "step_s": 1.0}, {9, 10, 11}),
+        ({}, {"fetch_s": 8.0, "cpu": 0.1, "step_s": 1.0}, {8, 9, 10, 11}),
     ],
 )
 def test_at_most_3_percent_below_the_best_whatever_disturbs(
@@ -189,13 +189,13 @@ def test_fewer_workers_are_not_tried_again_and_again(job: dict[str, float]) -> N
 
 def test_what_a_switch_leaves_behind_is_not_measured() -> None:
     log, now = Log(), 100.0
-    tuner = Tuner(log, NONE, cores=2, max_workers=32)
+    tuner = Tuner(log, NONE, cores=2, max_workers=2, depth=4)
     loop = log.begin(now)
     loop.started(now)
     for _ in range(60):
         loop.ask(now)
         tuner.decide(MANY, now)
-        if tuner.wanted == of(2).with_workers(2, 4):
+        if tuner.wanted.num_workers == 2:
             break
         loop.receive(now + 0.1, 8, (-1, now, now + 0.1, now + 0.1, 0.01))
         now += 0.101
@@ -207,7 +207,7 @@ def test_what_a_switch_leaves_behind_is_not_measured() -> None:
         loop.ask(now)
         if now >= tuner.wake:
             tuner.decide(MANY, now)
-    seen = tuner.measured[tuner.asked.with_workers(2, 4)][0]
+    (seen,) = tuner.measured[of(2).with_workers(2, 4)]
     assert seen.samples_per_s.value == pytest.approx(8 / 0.051, rel=0.05)
     # AND what the first fetches took is in the price of more workers
     assert tuner._meter.open_s == pytest.approx(9.8, abs=0.3)
@@ -279,7 +279,7 @@ def test_slow_batches_are_decided_on_after_a_few() -> None:
         training.batch(tuner)
     assert training.log.totals.batches <= 100
     assert tuner.is_trying  # the next look tells whether still more may help
-    assert tuner.best.num_workers == pytest.approx(1.15 * 8.0 / 0.5 + 1, abs=1)
+    assert 8.0 / 0.5 <= tuner.best.num_workers <= 1.25 * 8.0 / 0.5
 
 
 @pytest.mark.parametrize(

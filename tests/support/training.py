@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from autotune_loader.autoloader import iterator as real
 from autotune_loader.autoloader.channel import Come, WorkerGone
 from autotune_loader.autoloader.loader import AutoLoader
-from autotune_loader.autoloader.tuner import Tuner
+from autotune_loader.autoloader.tuner import Room, Tuner
 from autotune_loader.autoloader.worker import BEGUN, Flag
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import LoaderConfig
@@ -30,6 +30,7 @@ BIRTH_S = 0.005
 NEIGHBOUR_S, NEIGHBOUR_EVERY_S = 20.0, 70.0
 """How long a neighbour takes cores, and how often."""
 DRIFT_S = 600.0
+TAIL_ONE_IN = 32
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Training(Dataset[Any]):
     launch_s: float = 0.001
     drift: float = 1.0  # Fetches take so many times as long after ten minutes
     neighbour: float = 1.0  # Fetches take so many times as long while there is one
+    tail: float = 1.0  # One fetch in 32 takes so many times as long
     fit: Callable[[], int] = lambda: 1_000  # Workers that fit into memory
     now: float = BEGUN_S
     samples: int = 0
@@ -107,7 +109,7 @@ class Training(Dataset[Any]):
         live = self.loader._live
         live.tuner = live.found.tuner = Tuner(self.log, asked, **options)
         live.found.log, live.is_seeded, live.is_torchs = self.log, False, False
-        live.fit = lambda workers: self.fit()  # type: ignore[method-assign]
+        live.room = lambda workers: Room(self.fit(), 1_000)  # type: ignore[method-assign]
         self._batches = iter(())
         return live.tuner
 
@@ -184,6 +186,8 @@ class Training(Dataset[Any]):
             seconds *= self.drift ** ((now - BEGUN_S) / DRIFT_S)
         if self.neighbour != 1.0 and (now + 7 * self.seed) % NEIGHBOUR_EVERY_S < NEIGHBOUR_S:
             seconds *= self.neighbour
+        if self.tail != 1.0 and self._random.random() < 1 / TAIL_ONE_IN:
+            seconds *= self.tail
         if self.open_s and worker not in self._opened:
             self._opened.add(worker)
             seconds += self.open_s
