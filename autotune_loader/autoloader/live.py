@@ -6,6 +6,7 @@ Found (without the loader and its data, which it outlives) ── Live (kept on 
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import random
 import threading
@@ -21,8 +22,10 @@ import numpy as np
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
 from autotune_loader.autoloader.iterator import ElasticIter
+from autotune_loader.autoloader.late import Pace
 from autotune_loader.autoloader.meter import measured
 from autotune_loader.autoloader.seeds import GENERATORS, objects_in
+from autotune_loader.autoloader.segments import SMALL_BYTES
 from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Tuner
 from autotune_loader.diagnosis import Advice, Caution, Finding, Kept, judged
 from autotune_loader.lines import Line
@@ -44,6 +47,9 @@ WORKER_BYTES = 1 << 27
 """Memory that a worker is counted with before one has run."""
 MEMORY_SHARE, LOW_SHARE = 0.5, 0.05
 """Of the memory that is left, the share that further workers may take; of all memory, what is too little for those that run."""
+AHEAD_SHARE, AHEAD_BYTES, MOST_AHEAD, AHEAD_EVERY_S = 0.05, 1 << 28, 1000, 5.0
+"""The share that batches may take which wait behind a late one, and that where the system does not tell; the most of them; how
+often memory is looked at."""
 SEEDS_ONLY = {
     "torch", "numpy", "np", "random", "initial_seed", "seed", "manual_seed", "manual_seed_all", "cuda", "get_state",
     "int", "worker_id",
@@ -175,6 +181,7 @@ class Live:
         objects, held, files: What the dataset consists of; generators of random numbers and descriptors among it.
         equal: Batches of workers that were the loop's own.
         batch_bytes, slowest_s: Of the largest batch so far, and of the one that took longest to make.
+        pace: How long batches take workers.
         draws: Whether a batch may need random numbers.
     """
 
@@ -206,10 +213,12 @@ class Live:
         )
         self.is_seeded = not (_is_stream(loader) or self.has_init_fn)
         self.objects, self.held, self.files = list[Any](), list[Any](), set[int]()
-        sampler = getattr(loader._index_sampler, "sampler", loader._index_sampler)
-        self.is_torchs_sampler = type(sampler).__module__.startswith("torch.")
+        batches = loader._index_sampler
+        samplers = batches, getattr(batches, "sampler", batches)
+        self.is_torchs_sampler = all(type(each).__module__.startswith("torch.") for each in samplers)
         self.draws = self.is_seeded and not draws_nothing(loader.dataset, loader.collate_fn)
-        self.equal, self.batch_bytes, self.slowest_s = 0, 0, 0.0
+        self.equal, self.batch_bytes, self.slowest_s, self.pace = 0, 0, 0.0, Pace()
+        self._room_bytes, self._room_until = 0.0, -math.inf
         self.home = Home()
 
     def __reduce__(self) -> Any:
@@ -252,6 +261,14 @@ class Live:
         own = private_bytes(workers[-1]) if workers else None  # of one: it takes milliseconds
         ahead = (self.tuner.wanted.prefetch_factor or 2) * self.batch_bytes
         return len(workers) + int(MEMORY_SHARE * free / local_world_size() / ((own or WORKER_BYTES) + ahead))
+
+    def most_ahead(self, now: float) -> int:
+        """How many batches may wait behind a late one beyond those that always may."""
+        if now >= self._room_until:
+            free = memory_budget().available_bytes
+            self._room_bytes = AHEAD_BYTES if free is None else AHEAD_SHARE * free / local_world_size()
+            self._room_until = now + AHEAD_EVERY_S
+        return min(MOST_AHEAD, int(self._room_bytes / max(self.batch_bytes, SMALL_BYTES)))
 
 
 def live_of(loader: Any, line: Line | None, **options: Any) -> Live:
