@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "elastic: batches of another lost worker are given out again", "autoloader",
-        "self._give_again(number, number + 1)", "self._give_again(number + 1, None)",
+        "self._give_again([channel])\n        if len(", "self._give_again([])\n        if len(",
         "autoloader/test_elastic.py -k killed_workers",
     ),
     Mutation(

@@ -137,6 +137,7 @@ class Channel(NoQueue):
     def __init__(self, pinner: Pinner | None) -> None:
         self.socket, theirs = pair()
         self.end, self.number, self.mapped = WorkerEnd(theirs), -1, Mapped(pinner)
+        self.jobs = deque[int]()  # numbers of those that were sent and not answered, for whoever sends them
         self._waiting, self._buffer = deque[Any](), bytearray(2 * SMALL_BYTES)
         self._lock = threading.RLock()  # a pinning thread receives while the loop puts
         _living.add(self)

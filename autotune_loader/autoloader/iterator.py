@@ -4,9 +4,12 @@
                                           └─ _switch: starts what is missing ── all have begun ── they are given jobs
 
 A job is the indices and the seed of one batch, so that it does not matter who makes it. With no worker at work the loop makes
-job k itself; else as many batches are outstanding as workers x depth, handed to them in turns. Whoever is not needed is
-parked, and ends after a while. A lost worker's jobs are given out again; the third loss in a row without a batch in between
-is DataLoader's error, or, where nobody asked for workers, the loop goes on alone.
+job k itself; else as many batches are outstanding as workers x depth. Whoever is not needed is parked, and ends after a
+while. A lost worker's jobs are given out again; the third loss in a row without a batch in between is DataLoader's error, or,
+where nobody asked for workers, the loop goes on alone.
+
+While a batch is late the others work ahead of it. Where the number of workers may change a job goes to whoever has the fewest,
+and a worker that is much too late loses its jobs to the others, and then its place; elsewhere batch k is worker k % workers's.
 
 Where nobody asked for workers the first two make two batches that the loop has made before: only if they are equal do workers
 take over. The loop does not wait for them until then.
@@ -24,14 +27,17 @@ import signal
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from autotune_loader.autoloader import torchs
-from autotune_loader.autoloader.births import Births, end_process, kill
+from autotune_loader.autoloader.births import END_S, Births, end_process, kill
 from autotune_loader.autoloader.channel import Channel, Come, WorkerGone
 from autotune_loader.autoloader.guard import unguarded_line
+from autotune_loader.autoloader.late import AHEAD_FADES, MOST_COPIES
 from autotune_loader.autoloader.look import is_same, notes
 from autotune_loader.autoloader.pinning import pinner_for
 from autotune_loader.autoloader.seeds import QUIET, Seed, Seeds, base_of, mixed, states
@@ -61,6 +67,12 @@ EPOCH = 1 << 40
 """A job's number is that of its batch, and so many more for each epoch: a late batch of an earlier one is not taken for it."""
 LOOP = -1
 """The worker of a job that the loop makes in place of workers that were lost."""
+FEWEST_JOBS = 2
+"""That a worker has, so that it need not wait for the loop; more may wait with it while no batch is late."""
+STUCK_S = 0.1
+"""How long whoever may be stuck is waited for at the end, before it is killed."""
+CHECK_S, LEAST_WAIT_S = 0.5, 0.001
+"""How often workers are looked at whose channels may have no end; an epoll waits no less than the second."""
 TOO_MANY_FILES = (
     "Too many open files. Communication with the workers is no longer possible. Please increase the limit using `ulimit -n` "
     "in the shell"
@@ -117,6 +129,12 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     """Workers that have delivered a batch."""
     _ending: list[Any]
     """Processes that were let go."""
+    _stuck: list[Any]
+    """Those among them that may not end by themselves."""
+    _suspects: dict[Channel, float]
+    """Workers that are much too late, and since when: they get no jobs until they answer."""
+    _queued: deque[int]
+    """Batches that are drawn, and wait for a worker, in order."""
     _given: dict[int, Any]
     """Indices by number of the batch, until it is delivered."""
     _come: dict[int, Come]
@@ -140,14 +158,15 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._config = self._wanted = self._tuner.asked
         live.walk(loader)
         self._active, self._depth = self._config.num_workers, self._config.prefetch_factor or 1
-        self._turn, self._losses, self._epochs, self._seed = 0, 0, -1, 0
+        self._losses, self._epochs, self._seed = 0, -1, 0
         self._ready, self._answered, self._ending = set(), set(), []
+        self._stuck, self._suspects, self._queued, self._copies = [], {}, deque(), 1
         self._switched_at = self._awaited_at = self._looks_sent_at = self._births_s = 0.0
         self._look_batch, self._is_known = 0, False
         self._parked_until = math.inf
         self._given, self._come, self._looks, self._retried = {}, {}, {}, set()
         self._error = None
-        self._copy_s, self._draws = 0.0, 0
+        self._copy_s, self._draws, self._check_at = 0.0, 0, 0.0
         self._latest = deque(maxlen=LOOKS)
         with torchs.without_handler():
             super().__init__(self._view_of(loader, config))
@@ -225,14 +244,15 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if not first_iter:
             self._loop = self._log.begin(begun)
         self._epochs += 1
-        for each in (self._given, self._come, self._looks, self._retried, self._latest):
+        for each in (self._given, self._come, self._looks, self._retried, self._latest, self._queued):
             each.clear()
+        self._ahead, self._draws = 0.0, self._draws if self._draws >= QUIET else 0
         if self._dataset_kind == torchs.ITERABLE:
             super()._reset(loader, first_iter)
             if not first_iter:
                 self._loop.started(time.monotonic())
             return
-        self._turn, self._error = 0, None
+        self._error = None
         sampler, workers = self._index_sampler, self._num_workers
         if not self._asked:  # torch asks a sampler twice where there are workers
             self._index_sampler = _Drawn(self._sampler_iter if first_iter else iter(sampler))
@@ -412,8 +432,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             ):
                 self._leave_to_the_loop(Kept.WORKERS_LOST(error="they make no batch"))
             return
-        in_flight = self._send_idx - self._rcvd_idx
-        self._config, self._active, self._depth, self._turn = config, workers, config.prefetch_factor or 1, 0
+        in_flight = self._send_idx - self._rcvd_idx - len(self._queued)
+        self._config, self._active, self._depth, self._ahead = config, workers, config.prefetch_factor or 1, 0.0
         self._parked_until = time.monotonic() + PARKED_S if len(self._workers) > workers else math.inf
         self._live.tell(config, self._context.method)
         self._decide(Switched(config, in_flight, self._context.start_s))
@@ -433,14 +453,16 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     def _cut(self, workers: int) -> None:
         """Keep so many: the others end by themselves, and their jobs are given out again."""
         self._active = min(self._active, workers)
-        for channel in self._index_queues[workers:]:
+        self._ending = [each for each in self._ending if each.is_alive()]
+        gone = self._index_queues[workers:]
+        for channel, process in zip(gone, self._workers[workers:], strict=True):
             self._ready.discard(channel)
+            (self._ending if self._suspects.pop(channel, None) is None else self._stuck).append(process)
             channel.hang_up()
-        self._ending = [each for each in self._ending if each.is_alive()] + self._workers[workers:]
         for each in (self._index_queues, self._workers, self._workers_status):
             del each[workers:]
         self._num_workers = workers
-        self._give_again(workers)
+        self._give_again(gone)
 
     def _end_parked(self) -> None:
         self._parked_until = math.inf
@@ -455,53 +477,197 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if self._dataset_kind == torchs.ITERABLE:
             super()._try_put_index()
             return
-        while self._error is None and self._send_idx - self._rcvd_idx < self._active * self._depth:
-            try:
-                indices = self._next_index()
-            except StopIteration:
-                return
-            except Exception as error:  # of the sampler: it is raised at the batch that it belongs to
-                self._error = error
-                return
-            number, self._send_idx = self._send_idx, self._send_idx + 1
-            self._tasks_outstanding += 1
-            self._given[number] = indices
-            self._hand_out(number, self._turn % self._active if number or self._asked else LOOP)
-            self._turn += 1
+        while self._active and self._send_idx - self._rcvd_idx < self._active * self._depth + int(self._ahead):
+            if not self._draw():
+                break
+        self._hand_out()
 
-    def _hand_out(self, number: int, worker: int) -> None:
+    def _draw(self) -> bool:
+        """Queue the next batch, if there is one."""
+        if self._error is not None:
+            return False
+        try:
+            indices = self._drawn()
+        except StopIteration:
+            return False
+        except Exception as error:  # of the sampler: it is raised at the batch that it belongs to
+            self._error = error
+            return False
+        number, self._send_idx = self._send_idx, self._send_idx + 1
+        self._tasks_outstanding += 1
+        self._given[number], self._task_info[number] = indices, (LOOP,)
+        if number or self._asked:
+            self._queue(number)
+        return True
+
+    def _queue(self, *numbers: int) -> None:
+        for number in numbers:
+            self._task_info[number] = (0,)  # which torch takes for a worker that is alive
+        in_order = not self._queued or not numbers or self._queued[-1] < numbers[0]
+        self._queued.extend(numbers)
+        if not in_order:
+            self._queued = deque(sorted(set(self._queued)))
+
+    @property
+    def _shares(self) -> bool:
+        """Whether any worker may make any batch: their number may change, and the data have not asked for it."""
+        tuner, may = self._tuner, self._live.is_seeded and not self._is_fixed
+        return bool(may and self._answered and tuner.refused is None and tuner.may_change)
+
+    def _hand_out(self) -> None:
+        """Give what is queued to whoever has the fewest jobs, or in turns; to the loop if no worker is at work."""
+        queued = self._queued
+        if not queued:
+            return
+        workers, shares = self._active or (len(self._workers) if self._asked else 0), self._shares
+        most = FEWEST_JOBS if self._ahead >= 1 else max(FEWEST_JOBS, self._depth)
+        while queued:
+            number = queued[0]
+            if number not in self._come and number in self._task_info:
+                worker = number % workers if workers else LOOP
+                if shares and workers:
+                    channel = self._freest(workers)
+                    if channel is None or (len(channel.jobs) >= most and number != self._rcvd_idx):
+                        return
+                    worker = channel.number
+                self._give(number, worker)
+            queued.popleft()
+
+    def _freest(self, workers: int) -> Channel | None:
+        """Who of so many has the fewest jobs; one that has begun, if there is one."""
+        found, fewest = None, math.inf
+        for channel in self._index_queues[:workers]:
+            jobs = len(channel.jobs) + (0 if channel in self._ready else EPOCH)
+            if jobs < fewest and channel not in self._suspects:
+                found, fewest = channel, jobs
+        return found
+
+    def _give(self, number: int, worker: int) -> None:
         self._task_info[number] = (worker,)
         if worker != LOOP:
             self._send(number, self._given[number], worker)
 
     def _send(self, number: int, indices: Any, worker: int) -> None:
         seed = [self._seed_of(number)] if self._live.is_seeded else []
-        self._index_queues[worker].put((number + self._epochs * EPOCH, indices, *seed))
+        channel, job = self._index_queues[worker], number + self._epochs * EPOCH
+        channel.put((job, indices, *seed))
+        channel.jobs.append(job)
 
-    def _give_again(self, first: int, end: int | None = None) -> None:
-        """Jobs of these workers that are not done: in turns to those that are at work, to the loop if there are none."""
-        for number, info in sorted(self._task_info.items()):
-            if len(info) == 1 and number in self._given and first <= info[0] and (end is None or info[0] < end):
-                workers = self._active or (0 if not self._asked else len(self._workers))
-                self._turn += 1
-                self._hand_out(number, self._turn % workers if workers else LOOP)
+    def _is_awaited(self, job: int) -> bool:
+        """Whether a job that was sent is one of this epoch that nobody has done."""
+        epoch, number = divmod(job, EPOCH)
+        return (
+            epoch == self._epochs and number in self._task_info and number in self._given and number not in self._come
+        )
+
+    def _give_again(self, channels: Sequence[Channel]) -> None:
+        """Jobs of these workers that are not done, and that nobody else is at."""
+        others = [each for each in self._index_queues if each not in channels and each not in self._suspects]
+        held = {job for each in others for job in each.jobs}
+        jobs = {job for each in channels for job in each.jobs if self._is_awaited(job)}
+        self._queue(*sorted(job % EPOCH for job in jobs - held))
+        self._hand_out()
+
+    # --- late batches ---
+
+    def _tend(self, now: float) -> float:
+        """While the next batch is waited for: draw further ones if it is late, give it to another worker if it is too late.
+
+        Returns:
+            Seconds until it is to be looked at again.
+        """
+        waited_s, until_s = now - self._awaited_at, math.inf
+        if self._tasks_outstanding <= self._active and self._live.pace.usual_s and self._may_draw_ahead:
+            until_s = self._live.pace.usual_s / 2 - waited_s
+            if until_s <= 0:
+                self._draw_ahead(now)
+                until_s = math.inf
+        if self._shares:
+            limit_s = self._live.pace.limit_s(self._copies)
+            info = self._task_info.get(self._rcvd_idx, ())
+            is_queued = bool(self._queued) and self._queued[0] <= self._rcvd_idx
+            if self._copies < MOST_COPIES and len(info) == 1 and not is_queued:
+                if waited_s >= limit_s:
+                    self._suspect(self._index_queues[info[0]], now)
+                    return LEAST_WAIT_S
+                until_s = min(until_s, limit_s - waited_s)
+        if self._suspects:
+            self._replace_suspects(now)
+            until_s = min(until_s, CHECK_S / 2)
+        return max(until_s, LEAST_WAIT_S)
+
+    @property
+    def _may_draw_ahead(self) -> bool:
+        return self._dataset_kind != torchs.ITERABLE and (self._live.is_torchs_sampler or self._draws >= QUIET)
+
+    def _draw_ahead(self, now: float) -> None:
+        """As many batches are with workers again as usual."""
+        usual = self._active * self._depth
+        most = usual + self._live.most_ahead(now)
+        while self._tasks_outstanding < usual and self._send_idx - self._rcvd_idx < most and self._draw():
+            pass
+        self._ahead = max(self._ahead, float(self._send_idx - self._rcvd_idx - usual))
+        self._hand_out()
+
+    def _suspect(self, channel: Channel, now: float) -> None:
+        """Its jobs are given to others, too; whoever answers first is believed."""
+        log.debug(
+            "batch %d takes longer than %.1f s: another worker makes it, too", self._rcvd_idx, now - self._awaited_at
+        )
+        self._suspects.setdefault(channel, now)
+        self._awaited_at, self._copies = now, self._copies + 1
+        self._give_again([channel])
+
+    def _replace_suspects(self, now: float) -> None:
+        """Those that are still at what nobody needs, and the first one where no other worker is left."""
+        limit_s, active = 2 * self._live.pace.limit_s(), self._index_queues[: self._active]
+        is_last = all(each in self._suspects for each in active)
+        for channel, since in list(self._suspects.items()):
+            is_needed = bool(channel.jobs) and self._is_awaited(channel.jobs[0])
+            if now - since < limit_s or channel not in self._ready or (is_needed and not is_last):
+                continue
+            self._replace(channel, now)
+            is_last = False
+
+    def _replace(self, channel: Channel, now: float) -> None:
+        """It is hung up on, and ends when it is done; another one begins in its place."""
+        number, pace = channel.number, self._live.pace
+        if channel not in self._answered:  # whoever follows may take as long for its first batch
+            pace.slowest_s = max(pace.slowest_s, now - self._suspects[channel])
+        log.debug("worker %d is replaced: it has not answered for too long", number)
+        try:
+            born = self._context.start(number, len(self._workers))
+        except Exception as error:  # later there may be memory, or a nursery
+            log.debug("no worker can take its place: %s", error)
+            self._suspects[channel] = now
+            return
+        del self._suspects[channel]
+        self._ready.discard(channel)
+        channel.hang_up()
+        self._stuck = [each for each in self._stuck if each.is_alive()] + [self._workers[number]]
+        self._index_queues[number], self._workers[number] = born
+        self._give_again([channel])
+
+    # --- the next batch ---
 
     def _next_data(self) -> Any:
-        if self._wanted is not self._config and not self._asked:
+        if self._queued or self._ahead >= 1 or self._suspects or (self._wanted is not self._config and not self._asked):
             self._receive()
+            if self._suspects:
+                self._replace_suspects(time.monotonic())
         number = self._rcvd_idx
         if number < self._send_idx and self._task_info[number] == (LOOP,):
             del self._task_info[number]
             self._rcvd_idx, self._tasks_outstanding = number + 1, self._tasks_outstanding - 1
             self._try_put_index()
             return self._made(number, self._given.pop(number))
-        if number == self._send_idx and not self._is_fixed:
+        if number == self._send_idx and self._dataset_kind != torchs.ITERABLE:
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
             self._try_put_index()
         if number < self._send_idx or self._active or self._is_fixed:
-            self._awaited_at = time.monotonic()
+            self._awaited_at, self._copies = time.monotonic(), 1
             try:
                 return super()._next_data()
             except _HeadIsOurs:
@@ -517,9 +683,13 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         """The next indices. A sampler that draws them from a global generator is not drawn ahead of the loop."""
         if self._draws >= QUIET or self._live.is_torchs_sampler:
             return self._next_index()
-        before, self._draws = states(), self._draws + 1
+        before, draws = states(), self._draws
         indices = self._next_index()
-        if self._draws > 1 and states() != before and self._tuner.refused is None:
+        if states() == before:
+            self._draws += 1
+            return indices
+        self._draws = 1
+        if draws and not self._asked and self._tuner.refused is None:  # the first one may shuffle
             self._decide(Refused(Kept.SAMPLER_DRAWS()))
         return indices
 
@@ -584,24 +754,31 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _receive(self) -> None:
         """What has come; the loop waits for nothing."""
-        while self._context.results.is_ready():
+        results, own = self._context.results, self._data_queue
+        while results.is_ready() if own is results else not own.empty():
             found, message = self._try_get_data(0.0)
             if not found:
                 break
             self._tasks_outstanding -= 1
             self._task_info[message[0]] += (message[1],)
-        self._switch(self._wanted)
+        if self._wanted is not self._config and not self._asked:
+            self._switch(self._wanted)
 
     def _try_get_data(self, timeout: float = torchs.CHECK_EVERY_S) -> tuple[bool, Any]:
         until = time.monotonic() + timeout
         while True:
             if timeout and self._task_info.get(self._rcvd_idx) == (LOOP,):
                 raise _HeadIsOurs
-            left_s = max(0.0, until - time.monotonic())
+            left_s = max(0.0, until - (now := time.monotonic()))
+            if timeout:
+                left_s = min(left_s, self._tend(now))
             found, message = self._taken(left_s if self._asked else min(left_s, FIRST_S / 2))
-            if found and self._is_for_torch(message[1]):
-                return True, (message[0] % EPOCH if type(message[0]) is int else message[0], message[1].data)
-            if not found and not self._asked and timeout:
+            if found:
+                is_for_torch = self._is_for_torch(message[1])
+                self._hand_out()
+                if is_for_torch:
+                    return True, (message[0] % EPOCH if type(message[0]) is int else message[0], message[1].data)
+            elif not self._asked and timeout:
                 self._lose_patience()
             if not found and (time.monotonic() >= until):
                 return found, message
@@ -619,7 +796,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             if error.errno != errno.EMFILE:
                 raise
             raise RuntimeError(TOO_MANY_FILES) from error
-        if timeout:
+        if timeout and (now := time.monotonic()) >= self._check_at:
+            self._check_at = now + CHECK_S
             workers = zip(self._index_queues, self._workers, strict=True)
             for channel in [channel for channel, process in workers if not process.is_alive()]:
                 self._context.results.remove(channel)
@@ -631,12 +809,17 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if isinstance(come.data, WorkerGone):
             self._lost(come.channel)
             return False
+        self._suspects.pop(come.channel, None)
+        if type(come.number) is int:
+            with suppress(ValueError):  # of a stream
+                come.channel.jobs.remove(come.number)
         if come.note == LOOKED:
             self._decide(Refused(Kept.WORKER_INFO()))
         if come.note == BEGUN:
             self._ready.add(come.channel)
             self._advance()
             return False
+        self._live.batch_bytes = max(self._live.batch_bytes, come.bytes)
         if self._dataset_kind == torchs.ITERABLE:
             self._come[come.number] = come
             return True
@@ -644,30 +827,41 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if epoch != self._epochs:  # left early
             return False
         if come.fetch is not None:
-            self._live.slowest_s = max(self._live.slowest_s, come.fetch[2] - come.fetch[1])
+            fetch_s = come.fetch[2] - come.fetch[1]
+            self._live.slowest_s = max(self._live.slowest_s, fetch_s)
+            self._live.pace.note(fetch_s)
         if number in self._looks:
             self._compare(number, come.data)
             return False
         info, is_failed = self._task_info.get(number, ()), isinstance(come.data, torchs.ExceptionWrapper)
-        if len(info) != 1 or (is_failed and come.channel not in self._index_queues):  # given out again
+        if len(info) != 1 or (is_failed and not self._is_last_copy(come, info[0])):  # given out again
             return False
-        self._losses = 0
         self._answered.add(come.channel)
         if is_failed and 0 < self._asked <= come.channel.number and number not in self._retried:
             self._retried.add(number)  # it may fail because more workers run than were asked for
-            self._hand_out(number, number % self._asked)
+            self._give(number, number % self._asked)
             return False
         if number in self._retried and not is_failed:
             self._decide(Failed())
         self._come[number] = come
         return True
 
+    def _is_last_copy(self, come: Come, latest: int) -> bool:
+        """Whether nobody else makes the batch that has failed here, or was given it before."""
+        if come.channel not in self._index_queues or come.number % EPOCH in self._queued:
+            return False
+        others = [each for each in self._index_queues if each is not come.channel]
+        return come.channel.number == latest or not any(come.number in each.jobs for each in others)
+
     def _process_data(self, data: Any, *worker: Any) -> Any:
         """Deliver the batch before the next one that is awaited."""
         number = self._rcvd_idx - 1
         self.indices, come = self._given.pop(number, None), self._come.pop(number, None)
         if come is not None:
-            self.fetch, self._live.batch_bytes = come.fetch, max(self._live.batch_bytes, come.bytes)
+            self.fetch, self._losses = come.fetch, 0
+        if self._ahead:
+            most = self._live.most_ahead(time.monotonic())
+            self._ahead = max(0.0, min(self._ahead - AHEAD_FADES, most))
         if isinstance(data, torchs.ExceptionWrapper) and not self._asked:
             self._try_put_index()
             return self._made(number, self.indices)  # raises what is the data's own
@@ -698,6 +892,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         process = self._workers[number]
         end_process(process)
         self._ready.discard(channel)
+        self._suspects.pop(channel, None)
         self._losses += 1
         if self._is_fixed or (self._losses >= MOST_LOSSES and self._asked):
             self._mark_worker_as_unavailable(number)
@@ -717,7 +912,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
                 return
             raise
         self._looks.clear()
-        self._give_again(number, number + 1)
+        self._give_again([channel])
         if len(self._workers) > self._asked > 0:
             self._decide(Failed())
             self._cut(max(self._asked, self._wanted.num_workers))
@@ -742,7 +937,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     def _lose_patience(self) -> None:
         """The worker of the next batch takes too long, as one does that was forked while another thread held a lock."""
         info = self._task_info.get(self._rcvd_idx, (LOOP,))
-        if len(info) == 2 or info[0] == LOOP:
+        if len(info) == 2 or info[0] == LOOP or (self._queued and self._queued[0] == self._rcvd_idx):
             return
         has_answered = self._index_queues[info[0]] in self._answered
         least_s, fetches = (PATIENCE_S, PATIENCE_FETCHES) if has_answered else (FIRST_S, FIRST_FETCHES)
@@ -761,7 +956,20 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             for channel, process in zip(self._index_queues, self._workers, strict=True):
                 if channel not in self._ready or self._looks:  # nobody waits for it
                     kill(process)
+        for channel in self._suspects:
+            at = self._index_queues.index(channel)
+            self._stuck.append(self._workers[at])
+            for each in (self._index_queues, self._workers, self._workers_status):
+                del each[at]
+        self._suspects.clear()
         super()._shutdown_workers()
+        for process in self._stuck:
+            process.join(STUCK_S)
+            if process.exitcode is None:
+                kill(process)
+        for process in self._stuck:
+            process.join(END_S)  # and no longer: what waits for a disk cannot be killed
+        self._stuck.clear()
         for process in self._ending:
             end_process(process)
         self._ending.clear()

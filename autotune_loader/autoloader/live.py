@@ -6,6 +6,7 @@ Found (without the loader and its data, which it outlives) ── Live (kept on 
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import random
 import threading
@@ -21,8 +22,10 @@ import numpy as np
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
 from autotune_loader.autoloader.iterator import ElasticIter
+from autotune_loader.autoloader.late import Pace
 from autotune_loader.autoloader.meter import measured
 from autotune_loader.autoloader.seeds import GENERATORS, objects_in
+from autotune_loader.autoloader.segments import SMALL_BYTES
 from autotune_loader.autoloader.tuner import GATE_BATCHES, WAITING, Room, Tuner
 from autotune_loader.diagnosis import Advice, Caution, Finding, Kept, judged
 from autotune_loader.lines import Line
@@ -42,9 +45,11 @@ MOST_WORKERS = 32
 """Unless more were asked for, or `max_workers` says so, or there are more cores."""
 WORKER_BYTES = 1 << 27
 """Memory that a worker is counted with before one has run."""
-MEMORY_SHARE, QUEUE_SHARE, LOW_SHARE = 0.5, 0.05, 0.05
-"""Of the memory that is left, what further workers may take, and batches in their queues; of all memory, what is too little
-for those that run."""
+MEMORY_SHARE, AHEAD_SHARE, LOW_SHARE = 0.5, 0.05, 0.05
+"""Of the memory that is left, what further workers may take, and batches that wait for the loop; of all memory, what is too
+little for those that run."""
+AHEAD_BYTES, MOST_AHEAD, AHEAD_EVERY_S = 1 << 28, 1000, 5.0
+"""What such batches may take where the system does not tell; the most of them; how often memory is looked at."""
 SEEDS_ONLY = {
     "torch", "numpy", "np", "random", "initial_seed", "seed", "manual_seed", "manual_seed_all", "cuda", "get_state",
     "int", "worker_id",
@@ -176,6 +181,7 @@ class Live:
         objects, held, files: What the dataset consists of; generators of random numbers and descriptors among it.
         equal: Batches of workers that were the loop's own.
         batch_bytes, slowest_s: Of the largest batch so far, and of the one that took longest to make.
+        pace: How long batches take workers.
         draws: Whether a batch may need random numbers.
     """
 
@@ -207,10 +213,12 @@ class Live:
         )
         self.is_seeded = not (_is_stream(loader) or self.has_init_fn)
         self.objects, self.held, self.files = list[Any](), list[Any](), set[int]()
-        sampler = getattr(loader._index_sampler, "sampler", loader._index_sampler)
-        self.is_torchs_sampler = type(sampler).__module__.startswith("torch.")
+        batches = loader._index_sampler
+        samplers = batches, getattr(batches, "sampler", batches)
+        self.is_torchs_sampler = all(type(each).__module__.startswith("torch.") for each in samplers)
         self.draws = self.is_seeded and not draws_nothing(loader.dataset, loader.collate_fn)
-        self.equal, self.batch_bytes, self.slowest_s = 0, 0, 0.0
+        self.equal, self.batch_bytes, self.slowest_s, self.pace = 0, 0, 0.0, Pace()
+        self._most_ahead, self._ahead_until = 0, -math.inf
         self.home = Home()
 
     def __reduce__(self) -> Any:
@@ -246,14 +254,25 @@ class Live:
         """How many workers fit into memory beside these, and batches into queues: shares of what is left to this rank."""
         budget = memory_budget()
         free, total = budget.available_bytes, budget.total_bytes
+        batches = self._ahead(free)
         if free is None:
-            return Room(self.tuner.most, 0, self.batch_bytes)
+            return Room(self.tuner.most, batches, self.batch_bytes)
         if total is not None and free < LOW_SHARE * total:
             return Room(max(1, len(workers) // 2), 0, self.batch_bytes)
         own = private_bytes(workers[-1]) if workers else None  # of one: it takes milliseconds
-        left = free / local_world_size()
-        further = MEMORY_SHARE * left / ((own or WORKER_BYTES) + TORCH_PREFETCH_FACTOR * self.batch_bytes)
-        return Room(len(workers) + int(further), int(QUEUE_SHARE * left / max(self.batch_bytes, 1)), self.batch_bytes)
+        each = (own or WORKER_BYTES) + TORCH_PREFETCH_FACTOR * self.batch_bytes
+        further = MEMORY_SHARE * free / local_world_size() / each
+        return Room(len(workers) + int(further), batches, self.batch_bytes)
+
+    def most_ahead(self, now: float) -> int:
+        """How many batches may wait behind a late one beyond those that always may."""
+        if now >= self._ahead_until:
+            self._most_ahead, self._ahead_until = self._ahead(memory_budget().available_bytes), now + AHEAD_EVERY_S
+        return self._most_ahead
+
+    def _ahead(self, free: int | None) -> int:
+        most_bytes = AHEAD_BYTES if free is None else AHEAD_SHARE * free / local_world_size()
+        return min(MOST_AHEAD, int(most_bytes / max(self.batch_bytes, SMALL_BYTES)))
 
 
 def live_of(loader: Any, line: Line | None, **options: Any) -> Live:

@@ -222,6 +222,11 @@ class Tuner:
                 self.wanted = self.best
         return self.wanted
 
+    @property
+    def may_change(self) -> bool:
+        """Whether something else may run later."""
+        return not self._is_frozen
+
     def may_start(self) -> bool:
         """Whether further workers may be tried in the epoch that begins."""
         is_short = self._epoch_s is not None and self._epoch_s < LONG_EPOCH_S

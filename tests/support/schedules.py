@@ -19,10 +19,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from autotune_loader.autoloader.iterator import LOOKS
 from autotune_loader.autoloader.loader import AutoLoader
-from autotune_loader.autoloader.tuner import Frozen
+from autotune_loader.autoloader.tuner import Frozen, Tuner
 from autotune_loader.values import LoaderConfig
 
 KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
+
+
+class Movable(Tuner):
+    """A tuner that is frozen, but not for good."""
+
+    @property
+    def may_change(self) -> bool:
+        return True
 
 
 class FixedLoader(AutoLoader[Any]):
@@ -35,6 +43,7 @@ class FixedLoader(AutoLoader[Any]):
             live.is_fixed, live.equal = True, LOOKS
             live.tuner.decide(Frozen(), 0.0)
             live.tuner.may_start = lambda: True
+            live.tuner.__class__ = Movable
         return live
 
     def change_to(self, config: LoaderConfig) -> None:

@@ -7,6 +7,7 @@ import heapq
 import itertools
 import queue
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -288,7 +289,7 @@ class Worker:
 
     def __init__(self, workers: Workers) -> None:
         self._workers, self.number, self._is_alive, self._free = workers, 0, True, 0.0
-        self.mapped = SimpleNamespace(all={})
+        self.mapped, self.jobs = SimpleNamespace(all={}), deque[int]()
 
     def start(self) -> None:
         training = self._workers.training
