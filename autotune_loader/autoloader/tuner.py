@@ -36,8 +36,9 @@ from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement,
 
 GATE_S, GATE_BATCHES = 2.0, 20
 """The first look: earlier, caches are cold and nothing is known. Half of it is enough for a loop that mostly waits."""
-MOSTLY, WAITING, IDLE = 0.5, 0.05, 0.01
-"""Shares of waiting: above the second one there is something to gain, below the last one something to give back."""
+MOSTLY, WAITING, LITTLE, IDLE = 0.5, 0.05, 0.02, 0.01
+"""Shares of waiting: above the second one much is to be gained, above the third one perhaps something, below the last one there
+is something to give back."""
 LOOK_S, KEEP_S, PAIR_EVERY_S, LONGEST_S = 5.0, 30.0, 300.0, 3600.0
 """How often waiting is looked at; the first pause before fewer workers; that before what was asked for; the longest one."""
 RECENT_S = 60.0
@@ -302,10 +303,10 @@ class Tuner:
             is_idle = before != self.asked and waits < IDLE and active_s >= self._fewer_at
             if before != self.asked and active_s >= self._proof_at:
                 yield from self._prove(seen)
-            elif is_idle or (waits > WAITING and (active_s >= self._up_at or waits > self._known_wait + WAITING)):
+            elif is_idle or (waits > LITTLE and (active_s >= self._up_at or waits > self._known_wait + WAITING)):
                 yield from self._improve(seen, is_idle=is_idle)
             if not self.best.num_workers:
-                self._is_hopeless |= waits < WAITING or self._up_at == math.inf
+                self._is_hopeless |= waits < LITTLE or self._up_at == math.inf
             active_s = self._log.totals.active_s
             if self.best != before:
                 logger.debug("settled on %s after %.0f s of training", self.best, active_s)
@@ -340,7 +341,7 @@ class Tuner:
             elif reached.is_near(seen):
                 yield from self._paired(config, is_fewer=config.num_workers < self.best.num_workers)
             seen = self._latest.get(self.best, seen)
-            if is_idle or seen.of.wait_share < WAITING:
+            if is_idle or seen.of.wait_share < LITTLE:
                 break
         active_s = self._log.totals.active_s
         if is_idle:

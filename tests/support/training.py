@@ -109,7 +109,7 @@ class Training(Dataset[Any]):
         options = {"cores": self.cores, "epoch_batches": self.epoch_batches, "max_workers": 32, **arguments}
         live = self.loader._live
         live.tuner = live.found.tuner = Tuner(self.log, asked, **options)
-        live.found.log, live.is_seeded, live.is_torchs = self.log, False, False
+        live.found.log, live.is_torchs = self.log, False
         live.room = lambda workers: Room(self.fit(), 1_000)  # type: ignore[method-assign]
         self._batches = iter(())
         return live.tuner
@@ -228,7 +228,7 @@ class Workers:
         self.training, self._is_asked, self.results = training, is_asked, self
         self.is_prepared, self.start_s = is_prepared, 0.0
         self._messages: list[tuple[float, int, Any, Come]] = []
-        self._numbers, self._is_first = itertools.count(), True
+        self._numbers, self._is_first, self._count = itertools.count(), True, 0
 
     # --- births ---
 
@@ -239,7 +239,7 @@ class Workers:
         if self._is_first:
             self._is_first = False
             return self
-        self._made = Worker(self)
+        self._made, self._count = Worker(self, self._count), self._count + 1
         return self._made
 
     def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802
@@ -287,8 +287,8 @@ class Worker:
 
     pid, exitcode, daemon = 0, None, True
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers, self.number, self._is_alive, self._free = workers, 0, True, 0.0
+    def __init__(self, workers: Workers, number: int) -> None:
+        self._workers, self.number, self._is_alive, self._free = workers, number, True, 0.0
         self.mapped, self.jobs = SimpleNamespace(all={}), deque[int]()
 
     def start(self) -> None:
