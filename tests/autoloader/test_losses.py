@@ -224,7 +224,7 @@ def test_workers_are_counted_by_their_own_memory(
     budget = MemoryBudget(available_bytes=free, total_bytes=64 * GIB, inputs=())
     monkeypatch.setattr(live_module, "memory_budget", lambda: budget)
     monkeypatch.setattr(live_module, "private_bytes", lambda pid: held)
-    assert AutoLoader(Numbers(8))._live.fit(running) == fit
+    assert AutoLoader(Numbers(8))._live.room(running).workers == fit
 
 
 def test_freezing_keeps_the_best_not_the_one_tried() -> None:
