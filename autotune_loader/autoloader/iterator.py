@@ -28,7 +28,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ FEWEST_JOBS = 2
 STUCK_S = 0.1
 """How long whoever may be stuck is waited for at the end, before it is killed."""
 CHECK_S, LEAST_WAIT_S = 0.5, 0.001
-"""How often workers are looked at whose channels may have no end; an epoll waits no less than the second."""
+"""How often workers are looked at whose channels may have no end; no batch is late sooner than the second, epoll's step."""
 TOO_MANY_FILES = (
     "Too many open files. Communication with the workers is no longer possible. Please increase the limit using `ulimit -n` "
     "in the shell"
@@ -578,7 +577,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         """
         waited_s, until_s = now - self._awaited_at, math.inf
         if self._tasks_outstanding <= self._active and self._live.pace.usual_s and self._may_draw_ahead:
-            until_s = self._live.pace.usual_s / 2 - waited_s
+            until_s = max(self._live.pace.usual_s / 2, LEAST_WAIT_S) - waited_s
             if until_s <= 0:
                 self._draw_ahead(now)
                 until_s = math.inf
@@ -784,7 +783,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             found, message = self._taken(left_s if self._asked else min(left_s, FIRST_S / 2))
             if found:
                 is_for_torch = self._is_for_torch(message[1])
-                self._hand_out()
+                if self._queued:
+                    self._hand_out()
                 if is_for_torch:
                     return True, (message[0] % EPOCH if type(message[0]) is int else message[0], message[1].data)
             elif not self._asked and timeout:
@@ -819,9 +819,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._lost(come.channel)
             return False
         self._suspects.pop(come.channel, None)
-        if type(come.number) is int:
-            with suppress(ValueError):  # of a stream
-                come.channel.jobs.remove(come.number)
+        jobs = come.channel.jobs
+        if jobs and jobs[0] == come.number:
+            jobs.popleft()
+        elif come.number in jobs:
+            jobs.remove(come.number)
         if come.note == LOOKED:
             self._decide(Refused(Kept.WORKER_INFO()))
         if come.note == BEGUN:
