@@ -3,6 +3,7 @@
 loader.py    `AutoLoader`, its arguments and what people read
 live.py      what is known of a loader, and which iterator it gets
 iterator.py  a pass over an epoch with 0 to N workers: note, tune, next batch
+late.py      when a batch is late, and when it is given to another worker, too
 look.py      whether workers that nobody asked for may make what the loop makes
 seeds.py     the random numbers of a batch
 channel.py   what torch takes for its queues

@@ -28,7 +28,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ FEWEST_JOBS = 2
 STUCK_S = 0.1
 """How long whoever may be stuck is waited for at the end, before it is killed."""
 CHECK_S, LEAST_WAIT_S = 0.5, 0.001
-"""How often workers are looked at whose channels may have no end; an epoll waits no less than the second."""
+"""How often workers are looked at whose channels may have no end; no batch is late sooner than the second, epoll's step."""
 TOO_MANY_FILES = (
     "Too many open files. Communication with the workers is no longer possible. Please increase the limit using `ulimit -n` "
     "in the shell"
@@ -578,23 +577,31 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         """
         waited_s, until_s = now - self._awaited_at, math.inf
         if self._tasks_outstanding <= self._active and self._live.pace.usual_s and self._may_draw_ahead:
-            until_s = self._live.pace.usual_s / 2 - waited_s
+            until_s = max(self._live.pace.usual_s / 2, LEAST_WAIT_S) - waited_s
             if until_s <= 0:
                 self._draw_ahead(now)
                 until_s = math.inf
-        if self._shares:
-            limit_s = self._live.pace.limit_s(self._copies)
-            info = self._task_info.get(self._rcvd_idx, ())
-            is_queued = bool(self._queued) and self._queued[0] <= self._rcvd_idx
-            if self._copies < MOST_COPIES and len(info) == 1 and not is_queued:
-                if waited_s >= limit_s:
-                    self._suspect(self._index_queues[info[0]], now)
-                    return LEAST_WAIT_S
-                until_s = min(until_s, limit_s - waited_s)
+        if self._shares and (channel := self._at_head()) is not None:
+            # Whoever has not begun with it is late with another one.
+            is_copy = channel.jobs[0] % EPOCH == self._rcvd_idx
+            limit_s = self._live.pace.limit_s(self._copies if is_copy else 1)
+            if waited_s >= limit_s and (self._copies < MOST_COPIES or not is_copy):
+                self._copies += is_copy
+                self._suspect(channel, now)
+                return LEAST_WAIT_S
+            until_s = min(until_s, limit_s - waited_s) if waited_s < limit_s else until_s
         if self._suspects:
             self._replace_suspects(now)
             until_s = min(until_s, CHECK_S / 2)
         return max(until_s, LEAST_WAIT_S)
+
+    def _at_head(self) -> Channel | None:
+        """Whose next batch is, of all that have it the latest; None where it has come, or waits for a worker."""
+        info = self._task_info.get(self._rcvd_idx, ())
+        if len(info) != 1 or info[0] == LOOP or (self._queued and self._queued[0] == self._rcvd_idx):
+            return None
+        channel = self._index_queues[info[0]]
+        return channel if channel.jobs else None
 
     @property
     def _may_draw_ahead(self) -> bool:
@@ -615,19 +622,20 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             "batch %d takes longer than %.1f s: another worker makes it, too", self._rcvd_idx, now - self._awaited_at
         )
         self._suspects.setdefault(channel, now)
-        self._awaited_at, self._copies = now, self._copies + 1
+        self._awaited_at = now
         self._give_again([channel])
 
     def _replace_suspects(self, now: float) -> None:
         """Those that are still at what nobody needs, and the first one where no other worker is left."""
         limit_s, active = 2 * self._live.pace.limit_s(), self._index_queues[: self._active]
-        is_last = all(each in self._suspects for each in active)
+        may_be_needed = self._copies < MOST_COPIES and all(each in self._suspects for each in active)
         for channel, since in list(self._suspects.items()):
             is_needed = bool(channel.jobs) and self._is_awaited(channel.jobs[0])
-            if now - since < limit_s or channel not in self._ready or (is_needed and not is_last):
+            if now - since < limit_s or channel not in self._ready or (is_needed and not may_be_needed):
                 continue
             self._replace(channel, now)
-            is_last = False
+            if is_needed:
+                self._awaited_at, may_be_needed = now, False
 
     def _replace(self, channel: Channel, now: float) -> None:
         """It is hung up on, and ends when it is done; another one begins in its place."""
@@ -775,7 +783,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             found, message = self._taken(left_s if self._asked else min(left_s, FIRST_S / 2))
             if found:
                 is_for_torch = self._is_for_torch(message[1])
-                self._hand_out()
+                if self._queued:
+                    self._hand_out()
                 if is_for_torch:
                     return True, (message[0] % EPOCH if type(message[0]) is int else message[0], message[1].data)
             elif not self._asked and timeout:
@@ -810,9 +819,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._lost(come.channel)
             return False
         self._suspects.pop(come.channel, None)
-        if type(come.number) is int:
-            with suppress(ValueError):  # of a stream
-                come.channel.jobs.remove(come.number)
+        jobs = come.channel.jobs
+        if jobs and jobs[0] == come.number:
+            jobs.popleft()
+        elif come.number in jobs:
+            jobs.remove(come.number)
         if come.note == LOOKED:
             self._decide(Refused(Kept.WORKER_INFO()))
         if come.note == BEGUN:
@@ -936,15 +947,14 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _lose_patience(self) -> None:
         """The worker of the next batch takes too long, as one does that was forked while another thread held a lock."""
-        info = self._task_info.get(self._rcvd_idx, (LOOP,))
-        if len(info) == 2 or info[0] == LOOP or (self._queued and self._queued[0] == self._rcvd_idx):
+        if (channel := self._at_head()) is None:
             return
-        has_answered = self._index_queues[info[0]] in self._answered
+        has_answered = channel in self._answered or self._copies > 1
         least_s, fetches = (PATIENCE_S, PATIENCE_FETCHES) if has_answered else (FIRST_S, FIRST_FETCHES)
         patience_s = float(self._live.how.get("timeout") or max(least_s, fetches * self._live.slowest_s))
         if time.monotonic() > self._awaited_at + patience_s:
             self._awaited_at = time.monotonic()
-            kill(self._workers[info[0]])
+            kill(self._workers[channel.number])
 
     def _shutdown_workers(self, is_exiting: Any = torchs.is_exiting) -> None:  # our own module may be gone by then
         if is_exiting() or self._shutdown or os.getpid() != self._process:  # or a fork of the user's
@@ -956,11 +966,13 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             for channel, process in zip(self._index_queues, self._workers, strict=True):
                 if channel not in self._ready or self._looks:  # nobody waits for it
                     kill(process)
-        for channel in self._suspects:
-            at = self._index_queues.index(channel)
-            self._stuck.append(self._workers[at])
-            for each in (self._index_queues, self._workers, self._workers_status):
-                del each[at]
+        for number, channel in reversed(list(enumerate(self._index_queues))):
+            job = channel.jobs[0] if channel.jobs else -1
+            # Another one has made what it is at; or it may be stuck.
+            if channel in self._suspects or (job >= self._epochs * EPOCH and not self._is_awaited(job)):
+                self._stuck.append(self._workers[number])
+                for each in (self._index_queues, self._workers, self._workers_status):
+                    del each[number]
         self._suspects.clear()
         super()._shutdown_workers()
         for process in self._stuck:

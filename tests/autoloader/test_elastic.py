@@ -48,7 +48,7 @@ def one_twice(rows: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(
+def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again_while_no_batch_is_late(
     pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if pins:
@@ -61,6 +61,7 @@ def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again(
         x += 1000  # the loop's own
         if number % 10 == 0:
             kept.append((number, y))
+        time.sleep(0.005)  # GIVEN steps that take longer than batches
         maps = Path("/proc/self/maps").read_text()
         files.add(maps.count("/memfd:batch"))
     assert all(y[:, 7].tolist() == [4 * number + each for each in range(4)] for number, y in kept)
@@ -274,12 +275,13 @@ def test_more_workers_than_were_asked_for_go_where_one_fails_and_its_batch_is_fe
     assert loader.num_workers == loader.config.num_workers == 2
 
 
-def test_the_loaders_own_numbers_tell_how_far_its_sampler_is_ahead() -> None:
+def test_the_loaders_own_numbers_tell_how_far_its_sampler_is_ahead_while_no_batch_is_late() -> None:
     given: list[int] = []
 
     drawn = (given.append(index) or index for index in range(120))  # type: ignore[func-returns-value]
-    loader = FixedLoader(Slow(120, 0.01), batch_size=None, sampler=drawn, num_workers=2)  # workers begin meanwhile
+    loader = FixedLoader(Slow(120, 0.001), batch_size=None, sampler=drawn, num_workers=2)
     for number, _ in enumerate(loader):
+        time.sleep(0.02)  # GIVEN steps that take longer than batches; workers begin meanwhile
         if number in (10, 50):
             loader.change_to(FOUR if number == 10 else TWO)
         if number in (8, 30, 80):  # the smaller number's queues have drained

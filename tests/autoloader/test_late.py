@@ -1,0 +1,153 @@
+"""A batch that is late holds up nobody: all come in order, each once, whoever makes them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from autotune_loader import AutoLoader
+from autotune_loader.autoloader import live as live_module
+from autotune_loader.values import LoaderConfig
+from tests.support.bursts import Made
+from tests.support.schedules import FixedLoader
+
+pytestmark = pytest.mark.process
+
+SLOW = 40
+
+
+def late(index: int) -> torch.Tensor:
+    """One sample takes as long as two hundred others."""
+    time.sleep(0.4 if index == SLOW else 0.002)
+    return torch.tensor([index, os.getpid()])
+
+
+class Order:
+    """A sampler that notes how far it was drawn."""
+
+    def __init__(self, samples: int, *, draws: bool = False) -> None:
+        self.samples, self.draws, self.given = samples, draws, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.given < self.samples:
+            self.given += 1
+            if self.draws:
+                random.random()
+            yield self.given - 1
+
+
+@pytest.mark.parametrize("asked", [None, 4])
+def test_while_a_batch_is_late_the_others_are_made_and_all_come_in_order(
+    asked: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a sampler of the script's own, of which 16 draws have shown that it draws from no global generator
+    monkeypatch.setattr(live_module, "MOST_AHEAD", 50)
+    order = Order(400)
+    loader = FixedLoader(Made(late, 400), batch_size=1, sampler=order, num_workers=asked)
+    loader.change_to(LoaderConfig(num_workers=4))
+    seen, ahead, ready = list[int](), 0, 0
+    for number, batch in enumerate(loader):
+        seen.append(int(batch[0, 0]))
+        if number == SLOW - 1:
+            begun = time.monotonic()
+        if number == SLOW:  # WHEN the loop has waited for the late one, what is behind it has been made
+            waited, ahead = time.monotonic() - begun, order.given - number - 1
+        if SLOW < number <= SLOW + 30:
+            ready += loader.log.rows[-1].received - loader.log.rows[-1].requested < 0.1 * waited
+    assert seen == list(range(400))
+    assert 30 < ahead <= 4 * 2 + 50
+    assert ready >= 29
+
+
+@pytest.mark.parametrize("arguments", [{}, {"shuffle": True}, {"batch_size": None}])
+def test_a_heavy_tail_of_batches_changes_nothing_of_them(arguments: dict[str, Any]) -> None:
+    def tailed(index: int) -> torch.Tensor:
+        time.sleep(random.Random(index).paretovariate(1.2) / 2000)
+        return torch.tensor(index)
+
+    def epochs(make: Any) -> list[Any]:
+        torch.manual_seed(3)
+        loader = make(Made(tailed, 600), **{"batch_size": 2, "num_workers": 4, "persistent_workers": True, **arguments})
+        return [[batch.tolist() for batch in loader] for _ in range(2)]
+
+    assert epochs(AutoLoader) == epochs(DataLoader)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"tune": False}, {"worker_init_fn": lambda worker: os.environ.__setitem__("WORKER", str(worker))}]
+)
+def test_where_the_number_stays_batch_n_is_made_by_worker_n_modulo_their_number(arguments: dict[str, Any]) -> None:
+    pids = [int(batch[0, 1]) for batch in AutoLoader(Made(late, 200), batch_size=2, num_workers=4, **arguments)]
+    assert len(set(pids[:4])) == 4
+    assert pids == [pids[number % 4] for number in range(100)]
+
+
+def test_a_sampler_that_draws_from_a_global_generator_is_no_further_ahead_than_in_dataloader() -> None:
+    order, furthest = Order(120, draws=True), 0
+    for number, _ in enumerate(FixedLoader(Made(late, 120), batch_size=1, sampler=order, num_workers=4)):
+        furthest = max(furthest, order.given - number - 1)
+    assert furthest == 8
+
+
+class Stuck(Made):
+    """The first read of one sample takes 15 s."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(torch.tensor, 300)
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.mark,)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 100 and not self.mark.exists():
+            self.mark.touch()
+            time.sleep(15.0)
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "kept"), [(None, 3, False), (None, 3, True), (3, 3, False), (3, 3, True), (3, 1, False)]
+)
+def test_a_read_that_is_stuck_is_done_by_another_worker(
+    asked: int | None, workers: int, kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = FixedLoader(Stuck(tmp_path / "mark"), batch_size=4, num_workers=asked, persistent_workers=kept)
+    loader.change_to(LoaderConfig(num_workers=workers))
+    begun = time.monotonic()
+    for _ in range(2):
+        assert torch.cat(list(loader)).tolist() == list(range(300))
+    assert (tmp_path / "mark").exists()
+    assert time.monotonic() - begun < 10
+    assert [each for each in caplog.records if each.levelname == "WARNING"] == []
+    assert (loader.found.tuner.refused, loader.num_workers) == (None, workers)
+
+
+def test_workers_are_killed_and_resized_while_others_are_ahead_of_a_late_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def tailed(index: int) -> int:
+        time.sleep(0.2 if index % 32 == 7 else 0.002)
+        return index
+
+    rng, seen = random.Random(0), list[int]()
+    loader = FixedLoader(Made(tailed, 640), batch_size=1, num_workers=4)
+    iterator = iter(loader)
+    for number, batch in enumerate(iterator):
+        seen += batch.tolist()
+        if number % 64 == 5:
+            os.kill(rng.choice(iterator._workers).pid, signal.SIGKILL)
+        if number % 70 == 30:
+            loader.change_to(LoaderConfig(num_workers=rng.randint(4, 6), prefetch_factor=rng.randint(1, 3)))
+    assert seen == list(range(640))
+    assert caplog.text.count("Its batches are fetched again") >= 5
