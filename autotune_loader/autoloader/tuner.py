@@ -375,7 +375,7 @@ class Tuner:
             is_shallower = (config.prefetch_factor or 0) <= (best.prefetch_factor or 0)
             if is_shallower and config.num_workers == best.num_workers:
                 continue
-            if config.num_workers <= FEWER * best.num_workers if is_idle else gain > 1 + TOLERANCE:
+            if config.num_workers <= FEWER * best.num_workers if is_idle else gain > 1 + LEAST_FALL:
                 return Proposal(config, float(rates[index]), may[index])
         return None
 
