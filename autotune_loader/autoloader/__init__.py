@@ -12,7 +12,8 @@ pinning.py   the same, registered with CUDA
 births.py    how workers are born
 worker.py    what runs in one
 guard.py     whether a fresh process would run the training again
-tuner.py     how many workers
-meter.py     what a number of workers reaches
+tuner.py     how many workers, and how deep their queues
+outlook.py   what is expected of each number and depth
+meter.py     what one of them reaches
 torchs.py    private names of torch
 """

@@ -36,13 +36,12 @@ from autotune_loader.machine.processes import private_bytes
 from autotune_loader.pipeline.loop_log import Log, Site
 from autotune_loader.pipeline.workload import draws_nothing, length_of
 from autotune_loader.report.result import TuningResult
+from autotune_loader.search.space import MOST_WORKERS
 from autotune_loader.values import TORCH_PREFETCH_FACTOR, LoaderConfig, Trial, averaged
 
 LIVE, KEPT = "_autotune_loader_live", "_autotune_loader_kept"
 """Attributes of a loader."""
 _making = threading.RLock()
-MOST_WORKERS = 32
-"""Unless more were asked for, or `max_workers` says so, or there are more cores."""
 WORKER_BYTES = 1 << 27
 """Memory that a worker is counted with before one has run."""
 MEMORY_SHARE, AHEAD_SHARE, LOW_SHARE = 0.5, 0.05, 0.05

@@ -50,10 +50,11 @@ class AutoLoader(LoaderOf[T_co]):
     PyTorch's: they see the dataset as it was at `iter()`, live as long as DataLoader's do, and whatever they do besides
     samples they do as there. Use it wherever `num_workers=2` would work. `num_workers=0`, written out, means none.
 
-    If the training loop waits for data, other numbers of workers are tried for parts of a second; only what is
-    significantly faster is kept. Where `num_workers` is left out, workers take over only after two of their batches
-    were equal to those of the training process. Batches are written to memory that worker and training process share;
-    neither /dev/shm nor TMPDIR is used.
+    If the training loop waits for data, the rate of other numbers of workers is predicted from what was measured, and the
+    best of them runs; it is kept if it is as fast as predicted, or significantly faster in A/B rounds. Where `num_workers` is
+    left out, workers take over only after two of their batches were equal to those of the training process. Where the number
+    may change, a batch goes to the worker that is free, and one that is much too late to a second worker, too. Batches are
+    written to memory that worker and training process share; neither /dev/shm nor TMPDIR is used.
 
     Args:
         dataset: As in `DataLoader`, or a DataLoader, which does not change: what is not given is taken from it.
@@ -68,7 +69,7 @@ class AutoLoader(LoaderOf[T_co]):
             `persistent_workers` and start method.
         tune: `False` keeps the number of workers.
         on_change: Called with `loader.found` whenever another setting is best, such as for a logger.
-        max_workers: Most worker processes at any time. Default: 32, the number of cores, or `num_workers`, whichever is
+        max_workers: Most worker processes at any time. Default: 64, the number of cores, or `num_workers`, whichever is
             largest.
         fetch_threads: Load the samples of a batch by this many threads in each worker. The dataset must be thread-safe,
             and draw no random numbers.

@@ -224,7 +224,7 @@ def stuck(options: argparse.Namespace) -> Iterator[Row]:
     runs = {name: (run._replace(impl=impl), ROOT) for name, impl in impls.items()}
     found = in_turns(runs, options.rounds or 3)
     for name, its in found.items():
-        left, is_same = max(each["left"] for each in its), are_same(sum(found.values(), []), "values")
+        left, is_same = max(each["left"] for each in its), are_same([*itertools.chain(*found.values())], "values")
         is_met = max(each["longest_s"] for each in its) <= LONGEST_S and not left
         seconds = " | ".join(told([each[key] for each in its]) for key in ("longest_s", "whole_s", "end_s"))
         is_ours = name == "AutoLoader"

@@ -87,7 +87,9 @@ def settling(machines: int, seed: int) -> None:
     with multiprocessing.Pool(2) as pool:
         for step_s, (bar_s, _) in SETTLING.items():
             job = partial(settled, step_s)
-            found = sorted(each for both in pool.map(job, range(seed, seed + machines // 2), chunksize=1) for each in both)
+            found = sorted(
+                each for both in pool.map(job, range(seed, seed + machines // 2), chunksize=1) for each in both
+            )
             median, tenth = statistics.median(found), found[len(found) * 9 // 10]
             print(f"| {step_s:g} s | {median:.1f} ({bar_s:g}) | {tenth:.1f} | {found[-1]:.1f} |", flush=True)
 

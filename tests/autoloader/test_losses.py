@@ -139,8 +139,8 @@ def test_handlers_of_the_script_run_in_the_training_alone(tmp_path: Path) -> Non
 
 
 def test_nothing_that_was_asked_for_is_cut() -> None:
-    loader = AutoLoader(Numbers(8), num_workers=48)
-    assert loader.found.tuner.most == 48
+    loader = AutoLoader(Numbers(8), num_workers=72)
+    assert loader.found.tuner.most == 72
 
 
 class Corrupt(Slow):
