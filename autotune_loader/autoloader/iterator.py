@@ -421,7 +421,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._config = config
             return
         self._have_made_again()
-        late = [each for each in self._index_queues[:workers] if each not in self._ready]
+        is_more = workers > self._active
+        late = [each for each in self._index_queues[:workers] if is_more and each not in self._ready]
         if late or len(self._workers) < workers or (workers and not self._is_proven):
             if late and time.monotonic() > self._switched_at + BIRTH_S:
                 self._cut(min(each.number for each in late))
@@ -966,6 +967,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             for channel, process in zip(self._index_queues, self._workers, strict=True):
                 if channel not in self._ready or self._looks:  # nobody waits for it
                     kill(process)
+        workers = list(self._workers)
         for number, channel in reversed(list(enumerate(self._index_queues))):
             job = channel.jobs[0] if channel.jobs else -1
             # Another one has made what it is at; or it may be stuck.
@@ -975,6 +977,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
                     del each[number]
         self._suspects.clear()
         super()._shutdown_workers()
+        self._workers = workers
         for process in self._stuck:
             process.join(STUCK_S)
             if process.exitcode is None:

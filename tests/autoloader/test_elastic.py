@@ -526,7 +526,7 @@ def test_a_worker_that_is_killed_while_there_are_more_than_were_asked_for(
         imitate_pinning(monkeypatch)
     rng = random.Random(1)
     for _ in range(3):
-        loader, seen = FixedLoader(Slow(240, 0.0005), batch_size=4, num_workers=2, pin_memory=pins), list[int]()
+        loader, seen = FixedLoader(Slow(960, 0.0005), batch_size=4, num_workers=2, pin_memory=pins), list[int]()
         iterator = iter(loader)
         for number, batch in enumerate(iterator):
             seen += batch[:, 0].tolist()
@@ -534,7 +534,7 @@ def test_a_worker_that_is_killed_while_there_are_more_than_were_asked_for(
                 loader.change_to(FOUR)
             if number == 25:
                 os.kill(rng.choice(iterator._workers).pid, signal.SIGKILL)
-        assert seen == list(range(240))
+        assert seen == list(range(960))
         assert len(iterator._workers) == loader.num_workers == 2
 
 
