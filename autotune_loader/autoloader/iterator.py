@@ -8,8 +8,8 @@ job k itself; else as many batches are outstanding as workers x depth. Whoever i
 while. A lost worker's jobs are given out again; the third loss in a row without a batch in between is DataLoader's error, or,
 where nobody asked for workers, the loop goes on alone.
 
-While a batch is late the others work ahead of it. Where the number of workers may change a job goes to whoever has the fewest,
-and a worker that is much too late loses its jobs to the others, and then its place; elsewhere batch k is worker k % workers's.
+Where the number of workers may change a job goes to whoever has the fewest. While a batch is late the others work ahead of it,
+and a worker that is much too late loses its jobs to the others, and then its place. Elsewhere batch k is worker k % workers's.
 
 Where nobody asked for workers the first two make two batches that the loop has made before: only if they are equal do workers
 take over. The loop does not wait for them until then.
@@ -576,13 +576,13 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         Returns:
             Seconds until it is to be looked at again.
         """
-        waited_s, until_s = now - self._awaited_at, math.inf
-        if self._tasks_outstanding <= self._active and self._live.pace.usual_s and self._may_draw_ahead:
+        waited_s, until_s, shares = now - self._awaited_at, math.inf, self._shares
+        if shares and self._tasks_outstanding <= self._active and self._live.pace.usual_s and self._may_draw_ahead:
             until_s = max(self._live.pace.usual_s / 2, LEAST_WAIT_S) - waited_s
             if until_s <= 0:
                 self._draw_ahead(now)
                 until_s = math.inf
-        if self._shares and (channel := self._at_head()) is not None:
+        if shares and (channel := self._at_head()) is not None:
             # Whoever has not begun with it is late with another one.
             is_copy = channel.jobs[0] % EPOCH == self._rcvd_idx
             limit_s = self._live.pace.limit_s(self._copies if is_copy else 1)
@@ -606,7 +606,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     @property
     def _may_draw_ahead(self) -> bool:
-        return self._dataset_kind != torchs.ITERABLE and (self._live.is_torchs_sampler or self._draws >= QUIET)
+        return self._live.is_torchs_sampler or self._draws >= QUIET
 
     def _draw_ahead(self, now: float) -> None:
         """As many batches are with workers again as usual."""

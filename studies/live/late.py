@@ -1,35 +1,31 @@
 """Are batches in order as fast as batches out of order, where some samples are late? Each run is a process of its own.
 
-    python -m studies.live.late --only tails                # about six minutes a round
-    python -m studies.live.late --only tails --step         # with steps, too
-    python -m studies.live.late --only stuck
-    python -m studies.live.late --only uniform --before ../earlier   # against another worktree
+    python -m studies.live.late --only tails                # about six minutes a round; --step: with steps, too
+    python -m studies.live.late --only stuck                # one read of 20 s
+    python -m studies.live.late --only uniform --before ../earlier   # no sample is late: beside another worktree
     python -m studies.live.late --small                     # under a minute; shows that the study works, and ends with 0
 
-AutoLoader keeps its workers here, as its tuner is never due, but their number might change. What is compared takes turns;
-ratios are those of a round. Cells: the median of the rounds (the least..the most). Where a bar is missed, the row says
-**no**, and the exit status is 1. The bars: >= 0.95 of in_order=False, with batches of one sample 0.77; one read of 20 s
-keeps the loop for at most 1 s and leaves no process; where no sample is late, >= 0.99 of the other worktree, in CPU and wall.
+AutoLoader keeps its workers, as its tuner is never due, but their number might change. What is compared takes turns; ratios
+are of one round. Cells: the median of the rounds (least..most). Where a bar is missed a row ends with **no**, the study with 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import gc
 import hashlib
 import itertools
 import json
 import math
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean, median
+from typing import Any
 
 import psutil
 import torch
@@ -38,44 +34,32 @@ from torch.utils.data import DataLoader
 from studies.processes import ROOT, last_line
 
 USUAL_S, WORKERS = 0.002, 8
-SLOW_EVERY, SLOW_AT, SLOW_S = 32, 20, 0.2
-TAILS = {"slow": "1 of 32 waits 200 ms", "tenth": "1 in 10 waits ten times", "pareto": "Pareto 1.5"}
+JOBS: dict[str, Callable[[int, random.Random], float]] = {
+    "1 of 32 waits 200 ms": lambda index, rng: 0.2 if index % 32 == 20 else USUAL_S,
+    "1 in 10 waits ten times": lambda index, rng: USUAL_S * (10 if rng.random() < 0.1 else 1),
+    "Pareto 1.5": lambda index, rng: min(1.0, USUAL_S * 0.5 ** (1 / 1.5) * rng.paretovariate(1.5)),  # a median of 2 ms
+    "uniform": lambda index, rng: USUAL_S,
+}
 BARS = {1: 0.77, 8: 0.95, 32: 0.95}
-"""Of in_order=False, by the samples of a batch."""
+"""Of the rate of in_order=False, by the samples of a batch."""
 LONGEST_S, AS_BEFORE = 1.0, 0.99
-Row = tuple[str, bool]
-"""And whether its bars are met."""
+"""What one stuck read may keep the loop; CPU and wall of the other worktree over these."""
+Found = list[dict[str, Any]]
+"""What the processes of one kind of run find, by round."""
 
 
-class Run(NamedTuple):
-    """What a process measures: `impl` is in_order, any_order or auto; `stuck_s` is what one read takes."""
-
-    impl: str
-    job: str
-    size: int
-    batches: int
-    workers: int = WORKERS
-    scale: float = 1.0
-    step_s: float = 0.0
-    stuck_s: float = 0.0
-
-
-def waits_of(job: str, samples: int) -> list[float]:
-    rng = random.Random(0)
-    if job == "slow":
-        return [SLOW_S if index % SLOW_EVERY == SLOW_AT else USUAL_S for index in range(samples)]
-    if job == "tenth":
-        return [10 * USUAL_S if rng.random() < 0.1 else USUAL_S for _ in range(samples)]
-    if job == "pareto":  # a median of 2 ms, and 1 s at most
-        return [min(1.0, USUAL_S * 0.5 ** (1 / 1.5) * rng.paretovariate(1.5)) for _ in range(samples)]
-    return [USUAL_S] * samples
+def run_of(job: str, size: int, batches: int, **other: Any) -> Namespace:
+    """What a process measures: `impl` is in_order, any_order or auto; one read takes `stuck_s`."""
+    usual = {"impl": "auto", "workers": WORKERS, "scale": 1.0, "step_s": 0.0, "stuck_s": 0.0, "tree": str(ROOT)}
+    return Namespace(**{**usual, **other}, job=job, size=size, batches=batches)
 
 
 class Waits:
-    """Samples that are waited for, with random numbers; the first read of one of them is stuck if there is a flag."""
+    """Samples that are waited for, with random numbers; where there is no flag yet, the first read of one is stuck."""
 
-    def __init__(self, waits_s: list[float], stuck_s: float, flag: Path) -> None:
-        self.waits_s, self.stuck_s, self.flag = waits_s, stuck_s, flag
+    def __init__(self, run: Namespace, flag: str = "") -> None:
+        self.stuck_s, self.flag, rng = run.stuck_s, flag, random.Random(0)
+        self.waits_s = [run.scale * JOBS[run.job](index, rng) for index in range(run.size * run.batches)]
 
     def __len__(self) -> int:
         return len(self.waits_s)
@@ -90,192 +74,151 @@ class Waits:
 
 
 class Ready(list[int]):
-    """Indices that cost nothing."""
-
     def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
+        return indices  # they cost nothing
 
 
-def first_of(samples: list[int]) -> int:
-    return samples[0]
-
-
-def loader_of(run: Run, flag: Path) -> Any:
-    count = run.size * run.batches
+def loader_of(run: Namespace, flag: str) -> Any:
     how: dict[str, Any] = {"batch_size": run.size, "num_workers": run.workers, "prefetch_factor": 2}
-    if run.job == "tiny":
-        data, how["collate_fn"] = Ready(range(count)), first_of
-    else:
-        data = Waits([run.scale * each for each in waits_of(run.job, count)], run.stuck_s, flag)  # type: ignore[assignment]
+    data: Any = Ready(range(run.size * run.batches)) if run.job == "tiny" else Waits(run, flag)
+    how |= {"collate_fn": min} if run.job == "tiny" else {}
     if run.impl != "auto":
-        return DataLoader(data, in_order=run.impl == "in_order", **how)  # type: ignore[arg-type]
+        return DataLoader(data, in_order=run.impl == "in_order", **how)
     import autotune_loader
 
-    tree = os.environ["PYTHONPATH"].split(os.pathsep)[0]
-    if not Path(autotune_loader.__file__).is_relative_to(tree):
-        raise RuntimeError(f"{autotune_loader.__file__} is not of {tree}")
-    loader = autotune_loader.AutoLoader(data, max_workers=run.workers, **how)  # type: ignore[arg-type]
+    if not Path(autotune_loader.__file__).is_relative_to(run.tree):
+        raise RuntimeError(f"{autotune_loader.__file__} is not of {run.tree}")
+    loader: Any = autotune_loader.AutoLoader(data, max_workers=run.workers, **how)
     loader._known().tuner.wake = math.inf
     return loader
 
 
-def measured(run: Run) -> dict[str, Any]:
-    """What the process of one run finds."""
+def measured(run: Namespace, folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    values, draws, ends, longest_s, most = hashlib.sha256(), hashlib.sha256(), list[float](), 0.0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        loader, begun, cpu_s = loader_of(run, Path(folder, "read")), time.monotonic(), sum(os.times()[:4])
-        batches = iter(loader)
-        while True:
-            asked = time.monotonic()
-            batch = next(batches, None)
-            if batch is None:
-                break
-            ends.append(time.monotonic())
-            longest_s = max(longest_s, ends[-1] - asked) if len(ends) > 1 else 0.0
-            most = max(most, getattr(batches, "_send_idx", 0) - getattr(batches, "_rcvd_idx", 0))
-            if run.job != "tiny":
-                for digest, each in zip((values, draws), batch, strict=True):
-                    digest.update(each.numpy().tobytes())
-            if run.step_s:
-                time.sleep(run.step_s)
-        last = asked  # with the last step
-        if loader.num_workers != run.workers or len(ends) != run.batches:
-            raise RuntimeError(f"{loader.num_workers} workers and {len(ends)} batches at the end")
-        del batches, loader
-        gc.collect()
-        end_s, cpu_s = time.monotonic() - last, sum(os.times()[:4]) - cpu_s
-        time.sleep(0.2)
-        run_s, count = ends[-1] - ends[0], len(ends)
-        return {
-            "rate": (count - 1) / run_s, "wall_us": run_s / (count - 1) * 1e6, "cpu_us": cpu_s / count * 1e6, "most": most,
-            "longest_s": longest_s, "whole_s": last - begun, "end_s": end_s, "left": others_of_session(),
-            "values": values.hexdigest(), "draws": draws.hexdigest(),
-        }  # fmt: skip
+    digests, ends, longest_s, most = (hashlib.sha256(), hashlib.sha256()), list[float](), 0.0, 0
+    loader, begun, used_s = loader_of(run, f"{folder}/read"), time.monotonic(), sum(os.times()[:4])
+    batches, asked = iter(loader), math.inf  # the first batch is not counted
+    for batch in batches:
+        ends.append(time.monotonic())
+        longest_s = max(longest_s, ends[-1] - asked)
+        most = max(most, getattr(batches, "_send_idx", 0) - getattr(batches, "_rcvd_idx", 0))
+        for digest, each in zip(digests, (() if run.job == "tiny" else batch), strict=False):
+            digest.update(each.numpy().tobytes())
+        if run.step_s:
+            time.sleep(run.step_s)
+        asked = time.monotonic()
+    if loader.num_workers != run.workers or len(ends) != run.batches:
+        raise RuntimeError(f"{loader.num_workers} workers and {len(ends)} batches at the end")
+    del batches, loader, batch
+    end_s, batch_s = time.monotonic() - asked, (ends[-1] - ends[0]) / (len(ends) - 1)
+    cpu_us = (sum(os.times()[:4]) - used_s) / len(ends) * 1e6
+    time.sleep(0.2)
+    return {
+        "rate": 1 / batch_s, "wall_us": batch_s * 1e6, "cpu_us": cpu_us, "most": most, "left": left(),
+        "longest_s": longest_s, "whole_s": asked - begun, "end_s": end_s,
+        "values": digests[0].hexdigest(), "draws": digests[1].hexdigest(),
+    }  # fmt: skip
 
 
-def others_of_session() -> int:
-    """Processes that this one has started, directly or not, and that still run."""
-    found = 0
+def left() -> int:
+    """Processes of this one's session that still run: what it has started, directly or not."""
+    found = -1
     for each in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            is_other = each.pid != os.getpid() and os.getsid(each.pid) == os.getsid(0)
-            found += is_other and each.status() != psutil.STATUS_ZOMBIE
+            found += os.getsid(each.pid) == os.getsid(0) and each.status() != psutil.STATUS_ZOMBIE
     return found
 
 
-def in_turns(runs: dict[str, tuple[Run, Path]], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """What each finds in each round with the package of its tree, in an order of each round's own."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+def in_turns(run: Namespace, rounds: int, field: str, *values: str) -> list[Found]:
+    """What each value of a field finds in each round, in an order of each round's own."""
+    runs, found = [{**vars(run), field: value} for value in values], [Found() for _ in values]
     for number in range(rounds):
-        for name in random.Random(number).sample(list(runs), len(runs)):
-            run, tree = runs[name]
-            path = f"{tree}{os.pathsep}{ROOT}"
-            found[name].append(json.loads(last_line(__file__, "--job", json.dumps(run), PYTHONPATH=path)))
+        for its, each in random.Random(number).sample(list(zip(found, runs, strict=True)), len(runs)):
+            path = f"{each['tree']}{os.pathsep}{ROOT}"
+            its.append(json.loads(last_line(__file__, "--job", json.dumps(each), PYTHONPATH=path)))
     return found
 
 
-def told(values: list[float], form: str = ".2f") -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}}..{max(values):{form}})"
+def column(found: Found, key: str, over: Found | None = None) -> list[Any]:
+    """A figure, or its ratios."""
+    return [each[key] / its[key] if over else each[key] for each, its in zip(found, over or found, strict=True)]
 
 
-def ratios(over: list[dict[str, Any]], under: list[dict[str, Any]], key: str) -> list[float]:
-    return [each[key] / its[key] for each, its in zip(over, under, strict=True)]
+def told(values: list[float], form: str = ".3f") -> str:
+    return f"{median(values):{form}} ({min(values):{form}}..{max(values):{form}})"
 
 
-def are_same(found: list[dict[str, Any]], *keys: str) -> bool:
-    return all(len({each[key] for each in found}) == 1 for key in keys)
-
-
-def verdict(is_met: bool) -> str:
-    return "yes" if is_met else "**no**"
-
-
-def tails(options: argparse.Namespace) -> Iterator[Row]:
-    names = "in order, /s | in_order=False, /s | AutoLoader, /s | of in_order=False | bar | of in order"
-    yield f"| job | samples | batches | step, ms | {names} | most ahead | same batches | within the bar |", True
-    yield f"|{'---|' * 13}", True
-    steps, jobs = ((False, True) if options.step else (False,)), list(TAILS)[: 2 if options.small else None]
+def tails(options: Namespace) -> Iterator[list[Any]]:
+    names = ["in order, /s", "in_order=False, /s", "AutoLoader, /s", "of in order", "of in_order=False", "bar"]
+    yield ["job", "samples", "batches", "step, ms", *names, "most ahead", "same batches", "within the bar"]
+    steps, jobs = ((False, True) if options.step else (False,)), list(JOBS)[: 2 if options.small else 3]
     for is_stepped, job, size in itertools.product(steps, jobs, [8] if options.small else BARS):
-        batch_s = statistics.fmean(waits_of(job, 1 << 15)) * size / WORKERS
-        batches, step_s = max(WORKERS, round(options.seconds / batch_s)), options.scale * batch_s * is_stepped
-        impls = ("in_order", "any_order", "auto")
-        runs = {impl: (Run(impl, job, size, batches, WORKERS, options.scale, step_s), ROOT) for impl in impls}
-        plain, free, ours = (found := in_turns(runs, options.rounds or 3)).values()
-        is_same = are_same(plain + ours, "values") and are_same(ours, "draws")
-        of_free, of_plain = ratios(ours, free, "rate"), ratios(ours, plain, "rate")
-        is_met = statistics.median(of_free) >= BARS[size]
-        rates = " | ".join(told([each["rate"] for each in its], ".0f") for its in found.values())
-        told_of = f"{rates} | {told(of_free)} | {BARS[size]} | {told(of_plain)} | {max(each['most'] for each in ours)}"
-        head = f"{TAILS[job]} | {size} | {batches} | {1000 * step_s:.2f}"
-        yield f"| {head} | {told_of} | {verdict(is_same)} | {verdict(is_met)} |", is_met and is_same
+        batch_s = fmean(Waits(run_of(job, 1, 1 << 15)).waits_s) * size / WORKERS
+        batches, step_s = round(options.seconds / batch_s), options.scale * batch_s * is_stepped
+        run = run_of(job, size, batches, scale=options.scale, step_s=step_s)
+        found = plain, free, ours = in_turns(run, options.rounds or 3, "impl", "in_order", "any_order", "auto")
+        is_same = len({*column(plain + ours, "values")}) == len({*column(ours, "draws")}) == 1
+        of_free, rates = column(ours, "rate", free), [told(column(each, "rate"), ".0f") for each in found]
+        cells = [*rates, told(column(ours, "rate", plain)), told(of_free), BARS[size], max(column(ours, "most"))]
+        is_met = is_same and median(of_free) >= BARS[size]
+        yield [job, size, batches, f"{1000 * step_s:.2f}", *cells, is_same, is_met]
 
 
-def stuck(options: argparse.Namespace) -> Iterator[Row]:
+def stuck(options: Namespace) -> Iterator[list[Any]]:
     stuck_s, batches = (3.0, 400) if options.small else (20.0, 2000)
-    yield (
-        f"| a read of {stuck_s:.0f} s | longest wait, s | whole, s | its end, s | left | same | within the bar |",
-        True,
-    )
-    yield f"|{'---|' * 7}", True
-    impls = {"DataLoader, in order": "in_order", "AutoLoader": "auto"}
-    run = Run("", "uniform", 8, batches, scale=options.scale, stuck_s=stuck_s)
-    runs = {name: (run._replace(impl=impl), ROOT) for name, impl in impls.items()}
-    found = in_turns(runs, options.rounds or 3)
-    for name, its in found.items():
-        left, is_same = max(each["left"] for each in its), are_same([*itertools.chain(*found.values())], "values")
-        is_met = max(each["longest_s"] for each in its) <= LONGEST_S and not left
-        seconds = " | ".join(told([each[key] for each in its]) for key in ("longest_s", "whole_s", "end_s"))
-        is_ours = name == "AutoLoader"
-        verdicts = f"{verdict(is_same)} | {verdict(is_met) if is_ours else ''}"
-        yield f"| {name} | {seconds} | {left} | {verdicts} |", is_same and (is_met or not is_ours)
+    names = ["longest wait, s", "whole, s", "its end, s", "processes left", "same batches"]
+    yield [f"one read of {stuck_s:.0f} s", *names, "within the bar"]
+    run = run_of("uniform", 8, batches, scale=options.scale, stuck_s=stuck_s)
+    plain, ours = in_turns(run, options.rounds or 3, "impl", "in_order", "auto")
+    is_same = len({*column(plain + ours, "values")}) == 1
+    is_met = is_same and max(column(ours, "longest_s")) <= LONGEST_S and not any(column(ours, "left"))
+    for name, found, verdict in (("DataLoader", plain, ""), ("AutoLoader", ours, is_met)):
+        seconds = [told(column(found, key), ".2f") for key in ("longest_s", "whole_s", "end_s")]
+        yield [name, *seconds, max(column(found, "left")), is_same, verdict]
 
 
-def uniform(options: argparse.Namespace) -> Iterator[Row]:
-    us = " | ".join(f"{which}: before, us | now, us | before / now" for which in ("CPU", "wall"))
-    yield f"| batches | workers | {us} | bar | within the bar |", True
-    yield f"|{'---|' * 10}", True
+def uniform(options: Namespace) -> Iterator[list[Any]]:
+    names = [f"{which}: {what}" for which in ("CPU", "wall") for what in ("before, us", "now, us", "before / now")]
+    yield ["batches", "workers", *names, "within the bar"]
     for job, workers in itertools.product(("uniform", "tiny"), (2, WORKERS)):
-        batches = (10_000 if job == "tiny" else 500 * workers) // (20 if options.small else 1)
-        run = Run("auto", job, 8, batches, workers, 1.0 if job == "tiny" else options.scale)
-        trees = {"before": (run, options.before), "now": (run, ROOT)}
-        before, now = in_turns(trees, options.rounds or (12 if job == "tiny" else 5)).values()
+        batches, rounds = (50_000, 12) if job == "tiny" else (500 * workers, 5)
+        run = run_of(job, 8, batches // (20 if options.small else 1), workers=workers, scale=options.scale)
+        before, now = in_turns(run, options.rounds or rounds, "tree", str(options.before), str(ROOT))
         cells, is_met = list[str](), True
         for key in ("cpu_us", "wall_us"):
-            cells += (told([each[key] for each in its], ".0f") for its in (before, now))
-            cells.append(told(of_before := ratios(before, now, key), ".3f"))
-            is_met &= statistics.median(of_before) >= AS_BEFORE
-        yield f"| {job} | {workers} | {' | '.join(cells)} | {AS_BEFORE} | {verdict(is_met)} |", is_met
+            cells += [told(column(each, key), ".0f") for each in (before, now)] + [told(column(before, key, now))]
+            is_met &= median(column(before, key, now)) >= AS_BEFORE
+        yield [job, workers, *cells, is_met]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("tails", "stuck", "uniform"))
-    parser.add_argument("--rounds", type=int, help="3; of uniform 5, with tiny batches 12")
+    parser.add_argument("--rounds", type=int, help="3; of uniform 5, of tiny batches 12")
     parser.add_argument("--scale", type=float, default=1.0, help="of all waits, so that neighbours matter less")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a run of tails where nobody waits in vain")
-    parser.add_argument(
-        "--step", action="store_true", help="tails also with a step of what the workers need for a batch"
-    )
+    parser.add_argument("--seconds", type=float, default=4.5, help="of a run of tails at the best rate, before --scale")
+    parser.add_argument("--step", action="store_true", help="tails also with a step of what 8 workers need for a batch")
     parser.add_argument("--before", type=lambda path: Path(path).resolve(), help="a worktree, for uniform")
     parser.add_argument("--small", action="store_true", help="one round of a few short runs")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        print(json.dumps(measured(Run(*json.loads(options.job)))))
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(measured(Namespace(**json.loads(options.job)), folder)))
         return 0
     if options.only == "uniform" and options.before is None:
         parser.error("--only uniform needs --before")
-    if options.small:
-        options.rounds, options.seconds = 1, 0.5
+    options.rounds, options.seconds = (1, 0.5) if options.small else (options.rounds, options.seconds)
     is_met = True
     for table in (tails, stuck, uniform):
-        if table.__name__ == options.only or (options.only is None and (table is not uniform or options.before)):
-            for row, is_kept in table(options):
-                print(row, flush=True)
-                is_met &= is_kept
-            print()
+        if options.only not in (None, table.__name__) or (table is uniform and not options.before):
+            continue
+        for number, row in enumerate(table(options)):
+            cells = [("yes" if each else "**no**") if isinstance(each, bool) else str(each) for each in row]
+            print("|", " | ".join(cells), "|" if number else f"|\n|{'---|' * len(cells)}", flush=True)
+            is_met &= row[-1] is not False
+        print()
     return 0 if is_met or options.small else 1
 
 
