@@ -118,6 +118,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     _send_idx: int
     _rcvd_idx: int
     _tasks_outstanding: int
+    _workers: list[Any]
     _index_queues: list[Channel]
     _workers_status: list[bool]
     _index_sampler: Any
