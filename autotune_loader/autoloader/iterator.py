@@ -119,6 +119,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     _rcvd_idx: int
     _tasks_outstanding: int
     _index_queues: list[Channel]
+    _workers: list[Any]
     _workers_status: list[bool]
     _index_sampler: Any
     _dataset: Any
