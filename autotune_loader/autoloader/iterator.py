@@ -120,6 +120,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     _tasks_outstanding: int
     _workers: list[Any]
     _index_queues: list[Channel]
+    _workers: list[Any]
     _workers_status: list[bool]
     _index_sampler: Any
     _dataset: Any
