@@ -64,6 +64,8 @@ PARKED_S = 30.0
 """Workers that are not needed for so long end."""
 EPOCH = 1 << 40
 """A job's number is that of its batch, and so many more for each epoch: a late batch of an earlier one is not taken for it."""
+QUEUED = (0,)
+"""Of a job that waits for a worker: torch takes this for one that is alive."""
 LOOP = -1
 """The worker of a job that the loop makes in place of workers that were lost."""
 FEWEST_JOBS = 2
@@ -120,7 +122,6 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     _tasks_outstanding: int
     _workers: list[Any]
     _index_queues: list[Channel]
-    _workers: list[Any]
     _workers_status: list[bool]
     _index_sampler: Any
     _dataset: Any
@@ -161,7 +162,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self._active, self._depth = self._config.num_workers, self._config.prefetch_factor or 1
         self._losses, self._epochs, self._seed = 0, -1, 0
         self._ready, self._answered, self._ending = set(), set(), []
-        self._stuck, self._suspects, self._queued, self._copies = [], {}, deque(), 1
+        self._stuck, self._suspects, self._queued, self._copies, self._tended = [], {}, deque(), 1, -1
+        self._may_share = live.is_seeded and not self._is_fixed
         self._switched_at = self._awaited_at = self._looks_sent_at = self._births_s = 0.0
         self._look_batch, self._is_known = 0, False
         self._parked_until = math.inf
@@ -497,24 +499,18 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             return False
         number, self._send_idx = self._send_idx, self._send_idx + 1
         self._tasks_outstanding += 1
-        self._given[number], self._task_info[number] = indices, (LOOP,)
+        self._given[number] = indices
         if number or self._asked:
-            self._queue(number)
+            self._task_info[number] = QUEUED
+            self._queued.append(number)
+        else:
+            self._task_info[number] = (LOOP,)
         return True
-
-    def _queue(self, *numbers: int) -> None:
-        for number in numbers:
-            self._task_info[number] = (0,)  # which torch takes for a worker that is alive
-        in_order = not self._queued or not numbers or self._queued[-1] < numbers[0]
-        self._queued.extend(numbers)
-        if not in_order:
-            self._queued = deque(sorted(set(self._queued)))
 
     @property
     def _shares(self) -> bool:
         """Whether any worker may make any batch: their number may change, and the data have not asked for it."""
-        tuner, may = self._tuner, self._live.is_seeded and not self._is_fixed
-        return bool(may and self._answered and tuner.refused is None and tuner.may_change)
+        return bool(self._answered) and self._may_share and self._tuner.may_change
 
     def _hand_out(self) -> None:
         """Give what is queued to whoever has the fewest jobs, or in turns; to the loop if no worker is at work."""
@@ -537,11 +533,13 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     def _freest(self, workers: int) -> Channel | None:
         """Who of so many has the fewest jobs; one that has begun, if there is one."""
-        found, fewest = None, math.inf
+        found, fewest, suspects = None, EPOCH, self._suspects
         for channel in self._index_queues[:workers]:
-            jobs = len(channel.jobs) + (0 if channel in self._ready else EPOCH)
-            if jobs < fewest and channel not in self._suspects:
+            jobs = len(channel.jobs)
+            if jobs < fewest and channel not in suspects and channel in self._ready:
                 found, fewest = channel, jobs
+        if found is None:
+            return next((each for each in self._index_queues[:workers] if each not in suspects), None)
         return found
 
     def _give(self, number: int, worker: int) -> None:
@@ -567,7 +565,10 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         others = [each for each in self._index_queues if each not in channels and each not in self._suspects]
         held = {job for each in others for job in each.jobs}
         jobs = {job for each in channels for job in each.jobs if self._is_awaited(job)}
-        self._queue(*sorted(job % EPOCH for job in jobs - held))
+        numbers = {job % EPOCH for job in jobs - held}
+        for number in numbers:
+            self._task_info[number] = QUEUED
+        self._queued = deque(sorted(numbers.union(self._queued)))
         self._hand_out()
 
     # --- late batches ---
@@ -781,8 +782,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             if timeout and self._task_info.get(self._rcvd_idx) == (LOOP,):
                 raise _HeadIsOurs
             left_s = max(0.0, until - (now := time.monotonic()))
-            if timeout:
+            if timeout and (self._suspects or self._tended == self._rcvd_idx):
                 left_s = min(left_s, self._tend(now))
+            elif timeout:  # it has just been asked for
+                self._tended = self._rcvd_idx
+                left_s = min(left_s, max(self._live.pace.usual_s / 2, LEAST_WAIT_S))
             found, message = self._taken(left_s if self._asked else min(left_s, FIRST_S / 2))
             if found:
                 is_for_torch = self._is_for_torch(message[1])
@@ -821,7 +825,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if isinstance(come.data, WorkerGone):
             self._lost(come.channel)
             return False
-        self._suspects.pop(come.channel, None)
+        if self._suspects:
+            self._suspects.pop(come.channel, None)
         jobs = come.channel.jobs
         if jobs and jobs[0] == come.number:
             jobs.popleft()
