@@ -36,7 +36,7 @@ from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.births import END_S, Births, end_process, kill
 from autotune_loader.autoloader.channel import Channel, Come, WorkerGone
 from autotune_loader.autoloader.guard import unguarded_line
-from autotune_loader.autoloader.late import AHEAD_FADES, MOST_COPIES
+from autotune_loader.autoloader.late import AHEAD_FADES, MOST_COPIES, NOTED
 from autotune_loader.autoloader.look import is_same, notes
 from autotune_loader.autoloader.pinning import pinner_for
 from autotune_loader.autoloader.seeds import QUIET, Seed, Seeds, base_of, mixed, states
@@ -491,7 +491,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if self._error is not None:
             return False
         try:
-            indices = self._drawn()
+            indices = self._next_index() if self._may_draw_ahead else self._drawn()
         except StopIteration:
             return False
         except Exception as error:  # of the sampler: it is raised at the batch that it belongs to
@@ -663,7 +663,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     # --- the next batch ---
 
     def _next_data(self) -> Any:
-        if self._queued or self._ahead >= 1 or self._suspects or (self._wanted is not self._config and not self._asked):
+        is_more = self._ahead >= 1 and self._tasks_outstanding > self._active * self._depth
+        if self._queued or is_more or self._suspects or (self._wanted is not self._config and not self._asked):
             self._receive()
             if self._suspects:
                 self._replace_suspects(time.monotonic())
@@ -838,22 +839,26 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._ready.add(come.channel)
             self._advance()
             return False
-        self._live.batch_bytes = max(self._live.batch_bytes, come.bytes)
+        if come.bytes > self._live.batch_bytes:
+            self._live.batch_bytes = come.bytes
         if self._dataset_kind == torchs.ITERABLE:
             self._come[come.number] = come
             return True
         epoch, number = divmod(come.number, EPOCH)
         if epoch != self._epochs:  # left early
             return False
-        if come.fetch is not None:
-            fetch_s = come.fetch[2] - come.fetch[1]
-            self._live.slowest_s = max(self._live.slowest_s, fetch_s)
-            self._live.pace.note(fetch_s)
-        if number in self._looks:
-            self._compare(number, come.data)
-            return False
         info, is_failed = self._task_info.get(number, ()), isinstance(come.data, torchs.ExceptionWrapper)
-        if len(info) != 1 or (is_failed and not self._is_last_copy(come, info[0])):  # given out again
+        is_look = number in self._looks
+        if not is_look and (len(info) != 1 or (is_failed and not self._is_last_copy(come, info[0]))):  # given out again
+            return False
+        if come.fetch is not None:
+            live, fetch_s = self._live, come.fetch[2] - come.fetch[1]
+            if fetch_s > live.slowest_s:
+                live.slowest_s = fetch_s
+            if fetch_s > live.pace.slowest_s or not number % NOTED:
+                live.pace.note(fetch_s)
+        if is_look:
+            self._compare(number, come.data)
             return False
         self._answered.add(come.channel)
         if is_failed and 0 < self._asked <= come.channel.number and number not in self._retried:
