@@ -93,7 +93,7 @@ class Found:
 
     config = property(attrgetter("tuner.wanted"), doc="The configuration that is wanted now.")
     best = property(attrgetter("tuner.best"), doc="The best configuration that is known.")
-    gain = property(attrgetter("tuner.gain"), doc="How many times as fast as asked, where pairs show that.")
+    gain = property(attrgetter("tuner.gain"), doc="How many times as fast as asked; without limits where no pairs were needed.")
 
     @property
     def has_tried(self) -> bool:

@@ -145,7 +145,7 @@ class Meter:
         rows = log.since(max(self._since, log.end - LATEST) - 1)
         # The first batch of an epoch waits for its workers to start, which is added for all batches alike.
         rows = [row for before, row in pairwise(rows) if row.requested == before.step_end]
-        rows = rows[len(rows) % workers :]  # workers deliver in turns, and often at the same time
+        rows = rows[len(rows) % workers :]  # workers often deliver at the same time
         rows = own_rows(rows, _longest_s(log.steps), config.num_workers)
         of = measurement(rows, config.num_workers)
         if of is None or of.samples_per_s.count < max(min(workers, count // 2), SLOW_BATCHES):

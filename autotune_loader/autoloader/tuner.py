@@ -4,7 +4,7 @@
     belief  `search`'s twin predicts the rate of every number of workers and depth from service, CPU, receipt and step
     go      the cheapest of those that count as equally fast runs at once, if the ledger can pay for it
     kept    if it is above 1.15 x and within 10% of what was predicted; else pairs decide: W, best, best, W
-    look    every 5 s: waiting above 5%, the belief is asked again; below 1%, it may do with fewer; what failed ever later
+    look    every 5 s: waiting above 2%, the belief is asked again; below 1%, it may do with fewer; what failed ever later
     ledger  own seconds and the price of the next trial stay below 0.5 s + 1% of the time trained + half of the proven gain
 
 An event goes in, the configuration that is wanted comes out: `decide` is the only way to tell it anything. It reads one log
@@ -144,7 +144,8 @@ class Tuner:
 
     Attributes:
         wanted, best: What is to run, and what is known to be best.
-        gain: Of `best` over `asked`: from pairs of both, or the product of those on the way; None where it was not measured.
+        gain: Of `best` over `asked`: from pairs of both, from one block of each where that is clear (it has no limits then), or the
+            product of those on the way; None where it was not measured.
         most: The largest number of workers.
         own_s, gained_s: What tuning has cost, and what it has gained.
         none_would_be_faster: Whether receiving a batch from the workers that were asked for costs more than fetching it.
