@@ -144,7 +144,7 @@ class Tuner:
 
     Attributes:
         wanted, best: What is to run, and what is known to be best.
-        gain: Of `best` over `asked`: from pairs of both, from one block of each where that is clear (it has no limits then), or the
+        gain: Of `best` over `asked`: from pairs of both, from one block of each, without limits, where that is clear, or the
             product of those on the way; None where it was not measured.
         most: The largest number of workers.
         own_s, gained_s: What tuning has cost, and what it has gained.
