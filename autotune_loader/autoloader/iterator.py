@@ -481,8 +481,10 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if self._dataset_kind == torchs.ITERABLE:
             super()._try_put_index()
             return
-        while self._active and self._send_idx - self._rcvd_idx < self._active * self._depth + int(self._ahead):
-            if not self._draw():
+        usual = self._active * self._depth
+        most = usual + (int(self._ahead) if self._ahead and self._shares else 0)
+        while self._active and (outstanding := self._send_idx - self._rcvd_idx) < most:
+            if (outstanding >= usual and not self._may_draw_ahead) or not self._draw():
                 break
         self._hand_out()
 
@@ -563,9 +565,11 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
     def _give_again(self, channels: Sequence[Channel]) -> None:
         """Jobs of these workers that are not done, and that nobody else is at."""
         others = [each for each in self._index_queues if each not in channels and each not in self._suspects]
-        held = {job for each in others for job in each.jobs}
+        held = {job: each.number for each in others for job in each.jobs}
         jobs = {job for each in channels for job in each.jobs if self._is_awaited(job)}
-        numbers = {job % EPOCH for job in jobs - held}
+        for job in jobs.intersection(held):
+            self._task_info[job % EPOCH] = (held[job],)
+        numbers = {job % EPOCH for job in jobs.difference(held)}
         for number in numbers:
             self._task_info[number] = QUEUED
         self._queued = deque(sorted(numbers.union(self._queued)))
@@ -609,14 +613,15 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
 
     @property
     def _may_draw_ahead(self) -> bool:
-        return self._live.is_torchs_sampler or self._draws >= QUIET
+        return self._send_idx < self._live.drawn_until or self._draws >= QUIET
 
     def _draw_ahead(self, now: float) -> None:
         """As many batches are with workers again as usual."""
         usual = self._active * self._depth
         most = usual + self._live.most_ahead(now)
-        while self._tasks_outstanding < usual and self._send_idx - self._rcvd_idx < most and self._draw():
-            pass
+        while self._tasks_outstanding < usual and self._send_idx - self._rcvd_idx < most and self._may_draw_ahead:
+            if not self._draw():
+                break
         self._ahead = max(self._ahead, float(self._send_idx - self._rcvd_idx - usual))
         self._hand_out()
 

@@ -93,7 +93,9 @@ class Found:
 
     config = property(attrgetter("tuner.wanted"), doc="The configuration that is wanted now.")
     best = property(attrgetter("tuner.best"), doc="The best configuration that is known.")
-    gain = property(attrgetter("tuner.gain"), doc="How many times as fast as asked; without limits where no pairs were needed.")
+    gain = property(
+        attrgetter("tuner.gain"), doc="How many times as fast as asked; without limits where no pairs were needed."
+    )
 
     @property
     def has_tried(self) -> bool:
@@ -181,6 +183,7 @@ class Live:
         equal: Batches of workers that were the loop's own.
         batch_bytes, slowest_s: Of the largest batch so far, and of the one that took longest to make.
         pace: How long batches take workers.
+        drawn_until: The batch that the sampler may be drawn ahead to without drawing random numbers that a `break` leaves.
         draws: Whether a batch may need random numbers.
     """
 
@@ -215,6 +218,7 @@ class Live:
         batches = loader._index_sampler
         samplers = batches, getattr(batches, "sampler", batches)
         self.is_torchs_sampler = all(type(each).__module__.startswith("torch.") for each in samplers)
+        self.drawn_until = _drawn_until(loader, samplers[1]) if self.is_torchs_sampler else 0
         self.draws = self.is_seeded and not draws_nothing(loader.dataset, loader.collate_fn)
         self.equal, self.batch_bytes, self.slowest_s, self.pace = 0, 0, 0.0, Pace()
         self._most_ahead, self._ahead_until = 0, -math.inf
@@ -332,6 +336,14 @@ def _epoch_batches(loader: Any) -> int | None:
     sampler = loader._index_sampler
     inner = sampler.sampler if type(sampler) is BatchSampler else sampler
     return length_of(sampler) if type(inner) in (RandomSampler, SequentialSampler) else None
+
+
+def _drawn_until(loader: Any, sampler: Any) -> float:
+    """The batch that a sampler of torch's may be drawn ahead to: beyond, it may draw from a generator that the script has."""
+    if getattr(sampler, "generator", None) is None:
+        return math.inf
+    is_once = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    return (_epoch_batches(loader) or 1) - 1 if is_once else 0
 
 
 def _method(context: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -28,6 +29,11 @@ SLOW = 40
 def late(index: int) -> torch.Tensor:
     """One sample takes as long as two hundred others."""
     time.sleep(0.4 if index == SLOW else 0.002)
+    return torch.tensor([index, os.getpid()])
+
+
+def quick(index: int) -> torch.Tensor:
+    time.sleep(0.002)
     return torch.tensor([index, os.getpid()])
 
 
@@ -148,3 +154,47 @@ def test_workers_are_killed_and_resized_while_others_are_ahead_of_a_late_batch(
             loader.change_to(LoaderConfig(num_workers=rng.randint(4, 6), prefetch_factor=rng.randint(1, 3)))
     assert seen == list(range(640))
     assert caplog.text.count("Its batches are fetched again") >= 5
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_generator_of_the_script_draws_the_same_whether_a_batch_is_late_or_not(is_late: bool) -> None:
+    orders = []
+    for kind in (DataLoader, FixedLoader):
+        generator = torch.Generator().manual_seed(0)
+        loader = kind(Made(late if is_late else quick, 120), shuffle=True, generator=generator, num_workers=2)
+        for number, _ in enumerate(loader):
+            if number == 100:
+                break
+        orders.append([int(batch[0, 0]) for batch in loader])
+    assert orders[0] == orders[1]
+
+
+def test_who_is_frozen_draws_no_further_ahead() -> None:
+    order = Order(400)
+    loader = AutoLoader(Made(late, 400), sampler=order, num_workers=2)
+    loader.found.tuner.wake = math.inf
+    iterator = iter(loader)
+    for _ in range(SLOW + 1):
+        next(iterator)
+    assert order.given > SLOW + 1 + 4
+    loader.freeze()
+    seen = SLOW + 1
+    while order.given > seen + 4:
+        next(iterator)
+        seen += 1
+    assert order.given < 400
+
+
+def test_a_job_whose_other_copy_is_lost_is_waited_for_where_it_is() -> None:
+    loader = FixedLoader(Made(quick, 40), num_workers=4)
+    iterator = iter(loader)
+    for _ in range(8):
+        next(iterator)
+    first, last = iterator._index_queues[0], iterator._index_queues[3]
+    job = next(each for each in first.jobs if iterator._is_awaited(each))
+    last.jobs.append(job)
+    iterator._task_info[job] = (3,)
+    iterator._give_again([last])
+    assert iterator._task_info[job][0] == 0
+    last.jobs.remove(job)
+    assert len(list(iterator)) == 32
