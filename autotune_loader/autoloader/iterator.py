@@ -28,6 +28,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from autotune_loader.autoloader.seeds import QUIET, Seed, Seeds, base_of, mixed,
 from autotune_loader.autoloader.tuner import EpochEnded, Event, Failed, Look, Refused, Switched
 from autotune_loader.autoloader.worker import BEGUN, LOOKED, Setup, Threaded
 from autotune_loader.diagnosis import Kept
-from autotune_loader.pipeline.batches import samples_in
+from autotune_loader.pipeline.batches import samples_in, tensors_in
 from autotune_loader.pipeline.loop_log import Fetch
 from autotune_loader.values import MAIN_PROCESS, LoaderConfig
 
@@ -727,6 +728,9 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         end = time.monotonic()
         self.fetch = MAIN_PROCESS, begun, end, end, time.thread_time() - cpu
         self._live.slowest_s = max(self._live.slowest_s, end - begun)
+        if not self._live.batch_bytes:  # before workers tell: how deep their queues may be
+            with suppress(Exception):  # of somebody's own class
+                self._live.batch_bytes = sum(each.nbytes for each in tensors_in(batch)) or 1
         if before is not None and (after := notes(self._live.objects)) != before:
             what = next(name for name in after if after[name] != before.get(name))
             self._decide(Refused(Kept.DATASET_CHANGES(what=what)))
