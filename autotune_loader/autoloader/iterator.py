@@ -41,10 +41,10 @@ from autotune_loader.autoloader.late import AHEAD_FADES, MOST_COPIES, NOTED
 from autotune_loader.autoloader.look import is_same, notes
 from autotune_loader.autoloader.pinning import pinner_for
 from autotune_loader.autoloader.seeds import QUIET, Seed, Seeds, base_of, mixed, states
-from autotune_loader.autoloader.tuner import EpochEnded, Event, Failed, Look, Refused, Switched
+from autotune_loader.autoloader.tuner import EpochEnded, Event, Failed, Look, Refused, Room, Switched
 from autotune_loader.autoloader.worker import BEGUN, LOOKED, Setup, Threaded
 from autotune_loader.diagnosis import Kept
-from autotune_loader.pipeline.batches import samples_in, tensors_in
+from autotune_loader.pipeline.batches import BatchShape, samples_in
 from autotune_loader.pipeline.loop_log import Fetch
 from autotune_loader.values import MAIN_PROCESS, LoaderConfig
 
@@ -371,8 +371,9 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
                 log.warning("on_change=%r raised", self._live.on_change, exc_info=True)
         tuner.own_s += time.monotonic() - now
 
-    def _room(self) -> Any:
-        return self._live.room([each.pid for each in self._workers])
+    def _room(self) -> Room:
+        room: Room = self._live.room([each.pid for each in self._workers])
+        return room
 
     def _decide(self, event: Event) -> None:
         """Tell the tuner what has happened, and have run what it wants."""
@@ -462,7 +463,8 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         gone = self._index_queues[workers:]
         for channel, process in zip(gone, self._workers[workers:], strict=True):
             self._ready.discard(channel)
-            (self._ending if self._suspects.pop(channel, None) is None else self._stuck).append(process)
+            is_stuck = self._suspects.pop(channel, None) is not None
+            (self._stuck if is_stuck else self._ending).append(process)
             channel.hang_up()
         for each in (self._index_queues, self._workers, self._workers_status):
             del each[workers:]
@@ -494,7 +496,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         if self._error is not None:
             return False
         try:
-            indices = self._next_index() if self._may_draw_ahead else self._drawn()
+            indices = self._drawn()
         except StopIteration:
             return False
         except Exception as error:  # of the sampler: it is raised at the batch that it belongs to
@@ -729,8 +731,9 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
         self.fetch = MAIN_PROCESS, begun, end, end, time.thread_time() - cpu
         self._live.slowest_s = max(self._live.slowest_s, end - begun)
         if not self._live.batch_bytes:  # before workers tell: how deep their queues may be
+            self._live.batch_bytes = 1
             with suppress(Exception):  # of somebody's own class
-                self._live.batch_bytes = sum(each.nbytes for each in tensors_in(batch)) or 1
+                self._live.batch_bytes = max(1, BatchShape.of(batch).bytes)
         if before is not None and (after := notes(self._live.objects)) != before:
             what = next(name for name in after if after[name] != before.get(name))
             self._decide(Refused(Kept.DATASET_CHANGES(what=what)))

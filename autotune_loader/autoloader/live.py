@@ -259,13 +259,14 @@ class Live:
         free, total = budget.available_bytes, budget.total_bytes
         batches = self._ahead(free)
         if free is None:
-            return Room(self.tuner.most, batches, self.batch_bytes)
-        if total is not None and free < LOW_SHARE * total:
-            return Room(max(1, len(workers) // 2), 0, self.batch_bytes)
-        own = private_bytes(workers[-1]) if workers else None  # of one: it takes milliseconds
-        each = (own or WORKER_BYTES) + TORCH_PREFETCH_FACTOR * self.batch_bytes
-        further = MEMORY_SHARE * free / local_world_size() / each
-        return Room(len(workers) + int(further), batches, self.batch_bytes)
+            most = self.tuner.most
+        elif total is not None and free < LOW_SHARE * total:
+            most, batches = max(1, len(workers) // 2), 0
+        else:
+            own = private_bytes(workers[-1]) if workers else None  # of one: it takes milliseconds
+            each = (own or WORKER_BYTES) + TORCH_PREFETCH_FACTOR * self.batch_bytes
+            most = len(workers) + int(MEMORY_SHARE * free / local_world_size() / each)
+        return Room(most, batches, self.batch_bytes)
 
     def most_ahead(self, now: float) -> int:
         """How many batches may wait behind a late one beyond those that always may."""

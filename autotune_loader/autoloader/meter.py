@@ -35,8 +35,6 @@ MOST_STEPS, LONG_STEPS, LEAST_LONG_S = 0.9, 2.0, 0.25
 LATEST_STEPS = 16
 """Measurements among which steps that waited for nobody are looked for."""
 
-NO_TIMES: Floats = np.zeros(0)
-
 
 class Measure(NamedTuple):
     """Measure a configuration for so long."""
@@ -56,11 +54,11 @@ class Reached(NamedTuple):
     seconds: float
     batches: int
     """Since it ran, its first batches included."""
-    starts_s: float = 0.0
+    starts_s: float
     """What the start of an epoch's workers takes, for each of its batches."""
-    service_s: Floats = NO_TIMES
+    service_s: Floats
     """Of each batch."""
-    at_s: float = 0.0
+    at_s: float
     """Seconds of training until then."""
 
     @property

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from autotune_loader.autoloader.meter import Reached
-from autotune_loader.search.belief import Belief
+from autotune_loader.search.belief import Belief, plain
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values import LoaderConfig, Trial
 
@@ -49,21 +50,21 @@ class Outlook:
     ) -> None:
         of, self._batch_bytes = latest[-1].of, batch_bytes
         context = Context(usable_cores=cores, step_s=step_s or None, fetch_s=of.service_s, fetch_cpu_s=of.service_cpu_s)
-        trials = [Trial(number=n, config=_plain(each.config), measurement=each.of) for n, each in enumerate(latest)]
-        space = Space(max_workers=0, also=tuple(map(_plain, configs)))
+        trials = [Trial(number=n, config=plain(each.config), measurement=each.of) for n, each in enumerate(latest)]
+        space = Space(max_workers=0, also=tuple(map(plain, configs)))
         belief = Belief(space, context, trials, observations=[each.observation for each in latest])
         useful = belief.twin.useful_workers if belief.twin is not None else math.inf
-        known = {config: index for index, config in enumerate(belief.configs)}
+        known = set(belief.configs)
         self.configs = [
             config
             for config in configs
-            if _plain(config) in known and (config is configs[0] or config.num_workers <= useful)
+            if plain(config) in known and (config is configs[0] or config.num_workers <= useful)
         ]
-        paths = belief.sustained.paths[:, [known[_plain(config)] for config in self.configs]]
+        draws = belief.sustained.of([plain(config) for config in self.configs])
         extra = np.array([extra_s(config) for config in self.configs]) / of.batch_size
-        paths = paths - np.log1p(extra * np.exp(paths))
-        self.rates = np.exp(paths.mean(axis=0))
-        self._losses = (1 - np.exp(paths - paths.max(axis=1, keepdims=True))).mean(axis=0)
+        draws = replace(draws, paths=draws.paths - np.log1p(extra * np.exp(draws.paths)))
+        self.rates = np.exp(draws.paths.mean(axis=0))
+        self._losses = draws.losses.mean(axis=0)
 
     def cheapest(self, of: Sequence[int]) -> int:
         """Which of these is the cheapest that is expected to be as fast as the best of them."""
@@ -84,8 +85,3 @@ def counts(least: int, most: int) -> Iterator[int]:
     yield from sorted(
         {least, most, *(n for each in range(4 * octaves) if least <= (n := round(2 ** (each / 4))) <= most)}
     )
-
-
-def _plain(config: LoaderConfig) -> LoaderConfig:
-    """Workers and depth alone, which is what the belief is about."""
-    return LoaderConfig().with_workers(config.num_workers, config.prefetch_factor)

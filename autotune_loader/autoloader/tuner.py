@@ -32,7 +32,8 @@ from autotune_loader.autoloader.meter import (
 from autotune_loader.autoloader.outlook import Outlook, counts
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.results.record import Finding
-from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, Round
+from autotune_loader.search.space import PREFETCH_FACTORS
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, Effects, Interval, LoaderConfig, Measurement, Round
 
 GATE_S, GATE_BATCHES = 2.0, 20
 """The first look: earlier, caches are cold and nothing is known. Half of it is enough for a loop that mostly waits."""
@@ -64,8 +65,8 @@ CHEAP_FETCH_S, ONCE_FETCH_S = 0.0003, 0.001
 """A batch that takes less CPU than the first is loaded sooner than it is transferred; up to the second it is tried once."""
 CREDIT_S, SHARE, RISK = 0.5, 0.01, 0.2
 """What may be spent: at once, and of the time trained. The share of a trial's time that it may cost."""
-USUAL, DEPTHS = 2, (2, 4, 8)
-"""Torch's depth of the queue of a worker, and those that are proposed."""
+DEPTHS = tuple(each for each in PREFETCH_FACTORS if each >= TORCH_PREFETCH_FACTOR)
+"""Of the queue of a worker, that are proposed."""
 
 logger = logging.getLogger("autotune_loader.autoloader")
 
@@ -168,7 +169,7 @@ class Tuner:
         self._cores, self._epoch_batches, self._is_kept = cores, epoch_batches, is_kept
         self.most = self._most_allowed = max(max_workers, asked.num_workers)
         self._most_sound = self.most
-        self._depth = depth or (asked.prefetch_factor if asked.prefetch_factor != USUAL else None)
+        self._depth = depth or (asked.prefetch_factor if asked.prefetch_factor != TORCH_PREFETCH_FACTOR else None)
         self.wanted = self.best = asked
         self.gain: Interval | None = None
         self.measured = dict[LoaderConfig, list[Measurement]]()
@@ -391,9 +392,8 @@ class Tuner:
         least, most = min(self.asked.num_workers, 1), min(self.most, self._most_sound, self._epoch_batches or self.most)
         found = [self.best]
         for workers in counts(least, max(least, most)):
-            for depth in ((self._depth,) if self._depth else DEPTHS) if workers else (None,):
-                if depth in (None, USUAL, self._depth) or workers * (depth - USUAL) <= room.batches:
-                    found.append(self._with(workers, depth))
+            fit = [each for each in DEPTHS if workers * (each - TORCH_PREFETCH_FACTOR) <= room.batches]
+            found += [self._with(workers, depth) for depth in ([self._depth] if self._depth else fit)]
         return list(dict.fromkeys(found))
 
     def _prove(self, seen: Reached) -> Plan:
@@ -463,7 +463,7 @@ class Tuner:
         return self._start_s * config.num_workers / self._epoch_batches
 
     def _with(self, workers: int, depth: int | None) -> LoaderConfig:
-        depth = depth or USUAL if workers else None
+        depth = depth or TORCH_PREFETCH_FACTOR if workers else None
         return self._configs.setdefault((workers, depth), self.asked.with_workers(workers, depth))
 
 

@@ -321,9 +321,9 @@ def predict(
     known = [t for t in trials if t.measurement is not None and t.config.batch_size is None]
     if not known:
         raise ValueError("predict() needs at least one successful trial; a result of tune() with one would work")
-    asked = [_plain(config) for config in configs]
+    asked = [plain(config) for config in configs]
     context = Context(usable_cores=usable_cores, step_cores=step_cores, step_s=step_s)
-    seen = [replace(each, config=_plain(each.config)) for each in known]
+    seen = [replace(each, config=plain(each.config)) for each in known]
     belief = Belief(Space(max_workers=0, also=tuple(asked)), context, seen)
     logs, more = belief.sustained.of(asked).paths, np.zeros(len(asked))
     if cores is not None and belief.twin is not None:
@@ -341,7 +341,7 @@ def predict(
     ]
 
 
-def _plain(config: LoaderConfig) -> LoaderConfig:
+def plain(config: LoaderConfig) -> LoaderConfig:
     """Workers and prefetch alone, which is what the twin models."""
     return LoaderConfig().with_workers(config.num_workers, config.prefetch_factor)
 
