@@ -27,7 +27,15 @@ from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.machine.limits import affinity, shared_memory
 from autotune_loader.machine.nursery import Home
-from autotune_loader.machine.processes import TreeUse, host_busy_s, tree, tree_pss, tree_use, without_nursery
+from autotune_loader.machine.processes import (
+    TreeUse,
+    host_busy_s,
+    private_bytes,
+    tree,
+    tree_pss,
+    tree_use,
+    without_nursery,
+)
 from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
@@ -82,9 +90,10 @@ class LoopRun:
         announce: Callable[[FailurePhase], None],
         on_error: Callable[[Exception, FailurePhase], None] = lambda error, phase: None,
         home: Home | None = None,
+        apart: Sequence[int] = (),
     ) -> None:
         self.request, self.step, self.timeline, self._announce = request, step, timeline, announce
-        self._on_error, self._home = on_error, home
+        self._on_error, self._home, self._apart = on_error, home, apart
         self.phase: FailurePhase = "start"
         self._workers = request.config.num_workers
         self._passages = None if timeline is None else Passages(timeline)
@@ -122,7 +131,8 @@ class LoopRun:
 
     def _window(self, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
         self.enter("start")
-        loader, window = make_loader(), Window(self.request.usable_cores, reads_pss=self.request.reads_pss)
+        loader = make_loader()
+        window = Window(self.request.usable_cores, self._apart, reads_pss=self.request.reads_pss)
         if self.timeline is not None and isinstance(loader, Cached):
             # On the device beforehand: a loader that copies ahead of the step can hide the copy.
             loader = replace(loader, batch=self.step.ready(loader.batch))
@@ -282,15 +292,20 @@ class Window:
 
     The tree of processes is looked for while workers start, and again when the window has closed. At its edges only the
     counters of known processes are read. Memory is read where `reads_pss`, which stalls each process for some milliseconds.
+    Processes `apart` are left out, and so is that they share pages with the others.
     """
 
-    def __init__(self, usable_cores: int, *, reads_pss: bool) -> None:
+    def __init__(self, usable_cores: int, apart: Sequence[int] = (), *, reads_pss: bool) -> None:
         self._reads_pss, self._cpus, self._cores = reads_pss, affinity(), usable_cores
+        self._apart = [pid for pid in apart if pid != os.getpid()]
         self._shm = shared_memory()
+
+    def _tree(self) -> list[int]:
+        return [pid for pid in tree(os.getpid()) if pid not in self._apart]
 
     def watch(self) -> None:
         """Find the processes, once all workers have been started and before anything is timed."""
-        self._members = tree(os.getpid())
+        self._members = self._tree()
 
     def open(self) -> None:
         self._use, self._busy_s = tree_use(self._members), host_busy_s(self._cpus)
@@ -302,7 +317,7 @@ class Window:
         Memory is as if workers had not been cloned from a `nursery` (it and its root), and that were not there.
         """
         elapsed_s, busy_s = max(1e-9, time.monotonic() - self._opened), host_busy_s(self._cpus)
-        use, begun, members = tree_use(self._members), self._use, tree(os.getpid())
+        use, begun, members = tree_use(self._members), self._use, self._tree()
         newer = tree_use(set(members) - set(self._members)) or TreeUse(cpu_s=0.0, rss_bytes=0)
         cpu_share = foreign_share = read_bytes = memory = None
         if use is not None and begun is not None:
@@ -319,7 +334,9 @@ class Window:
             shm_bytes = None if shm is None or before is None else max(0, before.free_bytes - shm.free_bytes)
             more = without_nursery(workers, nursery) if nursery else (0, 0)
             if more is not None:
-                pss_bytes = tree_pss(members)
+                pss_bytes = tree_pss([*members, *self._apart])
+                if pss_bytes is not None:
+                    pss_bytes -= sum(private_bytes(pid) or 0 for pid in self._apart)
                 memory = MemoryUse(
                     rss_bytes=taken.rss_bytes + more[0],
                     pss_bytes=None if pss_bytes is None else pss_bytes + more[1],
