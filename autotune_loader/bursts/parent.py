@@ -200,6 +200,7 @@ class ProcessProbe:
         if isinstance(outcome, Failure):  # of clones it may be one that training would not have
             is_forked = start_method(config.multiprocessing_context) == "fork"
             is_cloned = config.num_workers > 0 and not is_forked and not plan.anew
+            is_cloned = is_cloned and outcome.kind != "deadline"  # no clone has a thread that it could wait for
             return self.burst(config, replace(plan, anew=True)) if is_cloned else outcome
         start = config.num_workers, config.batch_size
         if outcome.first_batch_s is not None:

@@ -6,6 +6,7 @@ round      a little longer, and from full queues where workers would compute mor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -171,9 +172,16 @@ class Bursts:
         return max(min(max(DEADLINE_FACTOR * usual_s, SHORTEST_DEADLINE_S), most_s), LEAST_FACTOR * usual_s)
 
     def _starting_s(self, config: LoaderConfig, plan: BurstPlan) -> float:
-        """Seconds in which the workers of a burst start: anew, each imports torch, as many at once as there are cores."""
+        """Seconds in which the workers of a burst start, as many at once as there are cores: anew, each imports torch."""
+        crowding = max(1.0, config.num_workers / self.context.usable_cores)
         if start_method(config.multiprocessing_context) == "fork":
             return FORKED_S * config.num_workers
         if plan.anew:
-            return self._warmup.start_s * max(1.0, config.num_workers / self.context.usable_cores)
-        return self._warmup.start_s + CLONED_S * config.num_workers
+            return self._warmup.start_s * crowding
+        return self._warmup.start_s + CLONED_S * crowding
+
+
+def startable(method: str, start_s: float, cores: int, budget_s: float) -> float:
+    """Workers that start before a burst is taken for a hang; `start_s` are those of one that starts anew."""
+    room_s = DEADLINES_SHARE * budget_s / LEAST_FACTOR - start_s
+    return math.inf if method == "fork" else max(1.0, room_s / CLONED_S) * cores

@@ -12,16 +12,21 @@ import torch
 
 from autotune_loader.bursts.parent import OpenProbe
 from autotune_loader.bursts.protocol import WarmupReport
-from autotune_loader.machine.facts import Fingerprint, Machine, cpu_model
+from autotune_loader.machine.facts import Fingerprint, Machine, cpu_model, start_method
 from autotune_loader.pipeline.workload import DataSide, Workload
 from autotune_loader.search.space import MOST_WORKERS, BatchCost, Context, Limits, Space
 from autotune_loader.tuning.arguments import refuse
+from autotune_loader.tuning.bursting import startable
 from autotune_loader.values import ALLOWABLE, LoaderConfig, require_bool, require_choice, require_int
 
 BATCH_FACTORS = (2, 4, 0.5)
 """Batch sizes around the user's own, in the order in which they are tried: larger ones gain more often."""
 SHORTEST_BUDGET_S = 1.0
 """In less no two bursts fit."""
+SLOW_STARTS = (
+    "At most {workers} workers are tried, as each that {method} starts takes {seconds:.1f} s; a budget above {budget:.0f} s "
+    "would try more."
+)
 _UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}  # as people write them
 
 
@@ -121,8 +126,9 @@ class Run:
 def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: TuneOptions) -> Run:
     """The run of a workload whose probe is warm."""
     data, warmup = workload.data, opened.warmup
-    space = _make_space(workload, warmup, machine, options)
-    notes = [*workload.notes, *opened.notes, *filter(None, [machine.why_no_workers])]
+    max_workers, why = _max_workers(data, warmup, machine, options)
+    space = _make_space(workload, warmup, machine, options, max_workers)
+    notes = [*workload.notes, *opened.notes, *why]
     if "batch_size" in options.allow and len(space.batch_sizes) == 1:
         samples, size = data.samples_per_epoch(), data.batch_size
         why_not = f"an epoch of {samples} samples has room for no other batch size than {size}"
@@ -151,7 +157,9 @@ def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> 
     )
 
 
-def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, options: TuneOptions) -> Space:
+def _make_space(
+    workload: Workload, warmup: WarmupReport, machine: Machine, options: TuneOptions, max_workers: int
+) -> Space:
     data, device = workload.data, torch.device(workload.training.device)
     device_bytes = warmup.device_bytes
     if device_bytes is not None:  # and what this process has of it, whose model will be trained
@@ -160,7 +168,6 @@ def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, opti
     own, allow = workload.own_config, options.allow
     # Persistent workers of a dataset that is told its epoch would never hear of the next.
     keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in allow)
-    max_workers = _max_workers(data, warmup, machine, options.max_workers)
     return Space(
         max_workers=max_workers,
         min_workers=min(warmup.least_workers, max_workers),
@@ -191,11 +198,18 @@ def _batch_sizes(data: DataSide, allow: Collection[str]) -> tuple[int | None, ..
     return (None, *(size for size in sizes if size >= 1 and size != own and (most is None or size <= most)))
 
 
-def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, asked: int | None) -> int:
+def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, options: TuneOptions) -> tuple[int, list[str]]:
+    """The most workers to try, and a note where that is for the time that they take to start."""
     if machine.why_no_workers is not None:
-        return 0
-    caps = (MOST_WORKERS, asked, data.shards, data.batches_per_epoch(), warmup.most_workers)
-    return min(each for each in caps if each is not None)
+        return 0, [machine.why_no_workers]
+    caps = (MOST_WORKERS, options.max_workers, data.shards, data.batches_per_epoch(), warmup.most_workers)
+    most, method = min(each for each in caps if each is not None), start_method(data.multiprocessing_context)
+    started = startable(method, warmup.start_s, machine.usable_cores, options.budget_s)
+    if started >= most:
+        return most, []
+    return int(started), [
+        SLOW_STARTS.format(workers=int(started), method=method, seconds=warmup.start_s, budget=options.budget_s)
+    ]
 
 
 def common_space(spaces: Sequence[Space]) -> Space:

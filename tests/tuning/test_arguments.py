@@ -253,6 +253,18 @@ def test_no_more_workers_are_tried_than_are_right(side, given, most):
 
 
 SPAWNS = {"side": data(multiprocessing_context="spawn"), "own": with_workers(1, multiprocessing_context="spawn")}
+
+
+@pytest.mark.parametrize(
+    ("side", "start_s", "each_core"), [(LONG, 9.0, 64), (SPAWNS["side"], 9.0, 5), (SPAWNS["side"], 90.0, 1)]
+)
+def test_no_more_workers_are_tried_than_start_in_the_budget(side, start_s, each_core):
+    run = run_of(side, start_s=start_s)
+    most = min(64, each_core * inspect_machine().usable_cores)
+    assert run.space.max_workers == most
+    assert ["a budget above 60 s would try more" in note for note in run.notes] == [True] * (most < 64)
+
+
 CUDA, WAIT = ({"training": TrainingSide(**part)} for part in ({"device": "cuda:1"}, {"train_step": StepTime(0.05)}))
 
 
