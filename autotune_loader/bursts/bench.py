@@ -209,16 +209,12 @@ class Bench:
             )
         )
 
-    def run(self, request: Request, seen: WarmupReport, place: Any) -> tuple[Message, Any]:
-        """A burst with workers or without, or the step on the first batch again and again; and where reading goes on.
+    def run(self, request: Request, place: Any) -> tuple[Message, Any]:
+        """A burst, or the step on the first batch again and again, after `prepare`; and where reading goes on.
 
-        `seen` is the first batch, for a process that has yet to prepare its step; `place` is that of the latest burst, in
-        whatever process it ran.
+        `place` is where the latest burst has stopped, in whatever process it ran.
         """
-        if self._step is None and (failed := self.prepare(seen)).ready is None:
-            return failed, place
-        if place is not None:
-            self._reading.go_on(place)
+        self._reading.go_on(place)
         return self._run(request), self._reading.place
 
     def _run(self, request: Request) -> Message:

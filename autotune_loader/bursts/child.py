@@ -199,12 +199,20 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
     trainer = bench if seen.most_workers != 0 else alone
     message = trainer.prepare(seen)
     send(connection, message)
-    if message.ready is not None and trainer is not alone and not _fits_twice(bench, alone):
+    if message.ready is None:
+        return
+    warm = [trainer]
+    if trainer is not alone and not _fits_twice(bench, alone):
         alone = bench
-    while message.ready is not None:
+    while True:
         request = receive(connection, Request)
-        is_alone = request.what == "burst" and not request.config.num_workers
-        answer, place = (alone if is_alone else trainer).run(request, seen, place)
+        runner = alone if request.what == "burst" and not request.config.num_workers else trainer
+        if runner not in warm:
+            warm.append(runner)
+            if (failed := runner.prepare(seen)).ready is None:
+                send(connection, failed)
+                return
+        answer, place = runner.run(request, place)
         send(connection, answer)
 
 
@@ -230,7 +238,7 @@ class Fetcher:
 
     look: Callable[[], tuple[Message, Any]]
     prepare: Callable[[WarmupReport], Message]
-    run: Callable[[Request, WarmupReport, Any], tuple[Message, Any]]
+    run: Callable[[Request, Any], tuple[Message, Any]]
     may_use: Callable[[torch.device], bool]
 
     def __init__(self, bench: Bench, threads: int, *, in_forks: bool) -> None:
