@@ -98,6 +98,7 @@ class Run:
     warmup: WarmupReport
     machine: Machine
     tolerance: float = 0.02
+    may_keep_workers: bool = False  # between epochs, where that saves much of them
     notes: tuple[str, ...] = ()  # what the user should know of how the arguments were read and the bursts run
 
     @property
@@ -136,6 +137,7 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
         warmup=warmup,
         machine=machine,
         tolerance=options.tolerance,
+        may_keep_workers=data.batches_per_epoch() is not None and not data.has_epochs and not space.persistent_workers,
         notes=tuple(notes),
     )
 
@@ -158,8 +160,9 @@ def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, opti
         device_bytes += torch.get_device_module(device).memory_reserved(device)
     accelerated = device.type != "cpu" and not warmup.on_accelerator
     own, allow = workload.own_config, options.allow
-    # Persistent workers of a dataset that is told its epoch would never hear of the next.
-    keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in allow)
+    # Workers that outlive an epoch keep the dataset as it was: one that is told its epoch would never hear of the next.
+    keeps = "persistent_workers" in allow or (own is not None and own.persistent_workers and not data.has_epochs)
+    keeps = keeps and data.batches_per_epoch() is not None
     return Space(
         max_workers=_max_workers(data, warmup, machine, options.max_workers),
         pin_memory=(True, False) if accelerated else (False,),
