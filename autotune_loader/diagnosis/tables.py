@@ -213,8 +213,8 @@ class Caution(Table):
     OUT_OF_ORDER = "in_order=False: the order of batches differs between runs, even with a seed."
     EPOCH_NOT_SEEN = "persistent_workers=True: workers do not see set_epoch() of the dataset."
     WORKERS_KEPT = (
-        "persistent_workers=True saves the start of workers in each epoch, but persistent workers do not see what is set on the "
-        "dataset between epochs (such as dataset.size = 16). persistent_workers=False in DataLoader would bring it back."
+        "persistent_workers=True saves the start of workers in each epoch, but persistent workers do not see what is set on "
+        "the dataset between epochs (such as dataset.size = 16). persistent_workers=False in DataLoader would bring it back."
     )
     STORAGE_LOST = "The storage of study={name!r} failed ({why}): the search went on in memory, in result.study."
     EPOCH_STARTS = (

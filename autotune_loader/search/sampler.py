@@ -49,7 +49,7 @@ from autotune_loader.values import (
 RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
 """Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""
 DECIDED = ("SAFE", "CEILING", "NOT_WORTH_IT")
-"""Ends of a search that are known from its trials: where these are of an earlier run, one round looks whether they still hold."""
+"""Ends of a search that follow from its trials: where these are of an earlier run, a round looks whether they still hold."""
 LOST_S = 60.0  # a trial of another process that runs this long is taken for lost: not every storage knows heartbeats
 LOCK = threading.RLock()  # of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled
 WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
@@ -135,7 +135,11 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             state = TrialState.PRUNED if known.failure else TrialState.COMPLETE
             study.add_trial(
                 optuna.trial.create_trial(
-                    state=state, value=known.samples_per_s, params=params, distributions=distributions, user_attrs=attributes
+                    state=state,
+                    value=known.samples_per_s,
+                    params=params,
+                    distributions=distributions,
+                    user_attrs=attributes,
                 )
             )
         self._study = _name(study)
@@ -247,7 +251,9 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
                 least_rounds=0 if is_watched else LEAST_ROUNDS,
             )
             configs, is_round = found.configs, found.is_round
-            if (is_round or found.stop in DECIDED) and (again := self._looked_at_again(belief, choice, configs, left_s)):
+            if (is_round or found.stop in DECIDED) and (
+                again := self._looked_at_again(belief, choice, configs, left_s)
+            ):
                 configs, is_round = again, True
             self.stop_reason = None if configs else found.stop
             self._turns += [(config, place if is_round else None) for place, config in enumerate(configs)]
@@ -280,7 +286,10 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             trial.user_attrs[name] = value
 
     def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]  # noqa: ARG002
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        search_space: dict[str, BaseDistribution],  # noqa: ARG002
     ) -> dict[str, Any]:
         _refuse_several(study)
         return {}
@@ -300,7 +309,11 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             if param_name == "prefetch_factor" and value is None:
                 value = TORCH_PREFETCH_FACTOR  # asked for also without workers
             value = nearest(param_distribution, value)
-        return value if value is not None else self._random.sample_independent(study, trial, param_name, param_distribution)
+        return (
+            value
+            if value is not None
+            else self._random.sample_independent(study, trial, param_name, param_distribution)
+        )
 
     def _is_open(self, study: optuna.Study) -> bool:
         return study.sampler is self if self.is_open is None else self.is_open

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values import TORCH_PREFETCH_FACTOR, WITHOUT_WORKERS, Failure, FailureKind, LoaderConfig, Measurement
+from autotune_loader.values import (
+    TORCH_PREFETCH_FACTOR,
+    WITHOUT_WORKERS,
+    Failure,
+    FailureKind,
+    LoaderConfig,
+    Measurement,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -123,7 +130,7 @@ class Space:
         for name, axis in AXES.items():
             if name in distributions:
                 values = _legal(name, _values(distributions[name]))
-                known[axis] = tuple(sorted(values, key=lambda value: value not in getattr(self, axis)))  # noqa: B023
+                known[axis] = tuple(sorted(values, key=lambda value: value not in getattr(self, axis)))
         return replace(self, **{name: value for name, value in known.items() if value not in (None, ())})
 
     # What Optuna is told
@@ -259,13 +266,15 @@ class Space:
 
 
 def nearest(distribution: Any, value: float | None) -> Any:
-    """The value of one of Optuna's distributions that is nearest to a setting, of None the lowest; None where it has no number."""
+    """The value of one of Optuna's distributions that is nearest to a setting, of None the lowest; None where it has none."""
     value = value or 0
     if hasattr(distribution, "choices"):
         numbers = [each for each in distribution.choices if isinstance(each, (int, float))]
         return min(numbers, key=lambda each: abs(_doublings(each) - _doublings(value)), default=None)
     low, inside = distribution.low, min(max(value, distribution.low), distribution.high)
-    return type(low)(low + round((inside - low) / distribution.step) * distribution.step if distribution.step else inside)
+    return type(low)(
+        low + round((inside - low) / distribution.step) * distribution.step if distribution.step else inside
+    )
 
 
 def _read(name: str, value: Any) -> Any:

@@ -132,6 +132,7 @@ class Search:
             wrong = f"study={self.study.study_name!r} has trials with batches of {theirs:,} bytes, and this job's have {own:,}"
             raise ValueError(f"{wrong}; a separate study for each job would work")
         self.twin = TwinSampler(run.space, run.context, tolerance=run.tolerance, baseline=run.baseline, first=())
+        self.twin.since = len(self.study.get_trials(deepcopy=False))
         self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup.first_batch_s)
         self._expecting = self.belief
         """What the bursts of this round were proposed by."""
@@ -193,7 +194,7 @@ class Search:
         try:
             self.study.set_user_attr(CHOSEN, chosen.to_dict())
         except Exception as error:
-            if not _is_of_storage(error):
+            if _of_storage(error) is None:
                 raise
             log.warning("The choice is not noted in study=%r (%s).", self.study.study_name, type(error).__name__)
 
@@ -214,9 +215,9 @@ class Search:
         try:
             return call()
         except Exception as error:
-            if not _is_of_storage(error):
+            if (cause := _of_storage(error)) is None:
                 raise
-            lost = Caution.STORAGE_LOST(name=self.study.study_name, why=type(error).__name__).sentence
+            lost = Caution.STORAGE_LOST(name=self.study.study_name, why=type(cause).__name__).sentence
             log.warning("%s", lost)
             self.run, self.study = replace(self.run, notes=(*self.run.notes, lost)), open_study()
             self.twin.go_on_in(self.study)
@@ -261,7 +262,11 @@ class Search:
         else:
             trial = Trial(number=asked.number, config=config, failure=failure, seconds=self.budget.clock() - begun)
         self.twin.record(asked, trial)
-        if trial.measurement is not None and (fastest := self.fastest()) is not None and not run.space.persistent_workers:
+        if (
+            trial.measurement is not None
+            and (fastest := self.fastest()) is not None
+            and not run.space.persistent_workers
+        ):
             self.keep_workers_of(fastest.config)
         self._progress.trial(trial, self.fastest(), self.budget.left())
         if trial.failure is not None:  # samplers ignore a bare FAIL and propose it again
@@ -281,11 +286,11 @@ class Search:
             study.stop()
 
 
-def _is_of_storage(error: BaseException) -> bool:
-    """Whether a storage of Optuna's has raised it: its database is locked or gone. A wrong value is the caller's."""
-    # Optuna's `_run_trial` answers an error of its `tell` with an UnboundLocalError.
-    raised = error.__context__ if isinstance(error, UnboundLocalError) and error.__context__ is not None else error
+def _of_storage(error: Exception) -> BaseException | None:
+    """What a storage of Optuna's has raised, whose database is locked or gone; None of another error, and of a wrong value."""
+    # So Optuna's `_run_trial` answers an error of its `tell`.
+    raised = error.__context__ if isinstance(error, (UnboundLocalError, AssertionError)) else error
     if isinstance(raised, (ValueError, TypeError)) or not isinstance(raised, Exception):
-        return False
+        return None
     frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
-    return any(isinstance(frame.f_locals.get("self"), BaseStorage) for frame in frames)
+    return raised if any(isinstance(frame.f_locals.get("self"), BaseStorage) for frame in frames) else None

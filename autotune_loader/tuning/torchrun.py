@@ -4,8 +4,8 @@
     rank r    hear ─► own burst ──► tell ─────────────────────────────────► hear ... ──► result
 
 They contend for cores, memory and storage as in training. Objects travel by collectives of torch.distributed on a gloo group.
-A rank that raises, or is interrupted, leaves the group with its own error; the others end with torch's. A rank may load its data
-for minutes before it calls: the others wait, and say for whom.
+A rank that raises, or is interrupted, leaves the group with its own error; the others end with torch's. A rank may load its
+data for minutes before it calls: the others wait, and say for whom.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ FIRST_WORD_S, NEXT_WORD_S = 15.0, 30.0
 """Ranks of one job come within seconds, where none of them makes a dataset alone; a person looks after half a minute."""
 LOOK_S = 0.1
 """Between two looks at who has come, each some commands to the job's store."""
+EVERY_RANK = "every rank of the job has to call tune()"
 _groups = itertools.count()
 
 
@@ -91,12 +92,10 @@ def said_who_is_missing(rank: int, size: int) -> Iterator[list[int]]:
     def say() -> None:
         begun, wait_s = time.monotonic(), FIRST_WORD_S
         while not has_come.wait(wait_s):
-            wait_s, who = NEXT_WORD_S, list(missing)
-            if who and rank == min({*range(size)} - {*who}):  # one speaks for all that have come
-                log.warning(
-                    "tune() on rank %d has waited %.0f s for rank %s: every rank of the job has to call tune().",
-                    *(rank, time.monotonic() - begun, ", ".join(map(str, who))),
-                )
+            wait_s, who = NEXT_WORD_S, names_of_missing(rank, size, list(missing))
+            if who is not None:
+                waited_s = time.monotonic() - begun
+                log.warning("tune() on rank %d has waited %.0f s for %s: %s.", rank, waited_s, who, EVERY_RANK)
 
     speaker = threading.Thread(target=say, name="autotune-loader-ranks", daemon=True)
     speaker.start()
@@ -105,6 +104,12 @@ def said_who_is_missing(rank: int, size: int) -> Iterator[list[int]]:
     finally:
         has_come.set()
         speaker.join()
+
+
+def names_of_missing(rank: int, size: int, missing: Sequence[int]) -> str | None:
+    """The ranks that have not come, as the first of those that have says it; None from the others."""
+    speaks = missing and rank == min({*range(size)} - {*missing})
+    return f"rank {', '.join(map(str, missing))}" if speaks else None
 
 
 def await_all(store: Any, rank: int, size: int, missing: list[int]) -> None:
@@ -119,8 +124,7 @@ def await_all(store: Any, rank: int, size: int, missing: list[int]) -> None:
     while not store.check(keys):  # where a wait of the store ends, torch prints a traceback
         missing[:] = [each for each, key in enumerate(keys) if not store.check([key])]
         if time.monotonic() > until:
-            who = ", ".join(map(str, missing))
-            raise TunerError(f"rank {who} has not called tune(): every rank of the job has to; calling it on each would work")
+            raise TunerError(f"rank {', '.join(map(str, missing))} has not called tune(): {EVERY_RANK}")
         time.sleep(LOOK_S)
 
 
