@@ -288,7 +288,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     def sample_relative(
         self,
         study: optuna.Study,
-        trial: FrozenTrial,
+        trial: FrozenTrial,  # noqa: ARG002
         search_space: dict[str, BaseDistribution],  # noqa: ARG002
     ) -> dict[str, Any]:
         _refuse_several(study)
