@@ -290,7 +290,7 @@ def _of_storage(error: Exception) -> BaseException | None:
     """What a storage of Optuna's has raised, whose database is locked or gone; None of another error, and of a wrong value."""
     # So Optuna's `_run_trial` answers an error of its `tell`.
     raised = error.__context__ if isinstance(error, (UnboundLocalError, AssertionError)) else error
-    if isinstance(raised, (ValueError, TypeError)) or not isinstance(raised, Exception):
+    if type(raised) in (ValueError, TypeError) or not isinstance(raised, Exception):  # a broken journal is a subclass
         return None
     frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
     return raised if any(isinstance(frame.f_locals.get("self"), BaseStorage) for frame in frames) else None
