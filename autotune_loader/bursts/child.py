@@ -60,15 +60,16 @@ IN_USE = f"this process uses {{device}}, which no fork of it can; {AGAINST_SECON
 """Or has asked `torch.cuda.is_available()`."""
 
 
-def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[str]) -> NoReturn:
+def main(connection_fd: int, fds: tuple[int, ...], seed: int, notes: list[str]) -> NoReturn:
     """The whole life of a fresh process, which is confined already, as `notes` tell.
 
-    `connection_fd` is that of requests and answers, `fds` those of the archives of settings, data and training.
+    `connection_fd` is that of requests and answers, `fds` those of the archives of settings, data and training, and
+    of what these refer to.
     """
     for fd in (connection_fd, *fds):
         os.set_inheritable(fd, False)  # private: no program that the dataset starts may have them
     sys.modules["__main__"] = types.ModuleType("__main__")  # for the classes of the caller's script
-    settings_fd, data_fd, training_fd = fds
+    settings_fd, data_fd, training_fd, *_ = fds
 
     def make_bench() -> Bench:
         data = read_archive(data_fd)

@@ -2,8 +2,9 @@
 
     pickle ── memory ── table: where each buffer of the pickle lies ── where the table begins (8 bytes)
 
-The memory of views of one storage is in the file once; a memory map of a file is named, not copied. The reader maps the file
-copy-on-write: each reading has memory of its own, which costs nothing until it is written to.
+The memory of views of one storage is in the file once; a memory map of a file is named, not copied. So is what another file has
+already, where workloads are packed beside each other. The reader maps the files copy-on-write: each reading has memory of its
+own, which costs nothing until it is written to.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from autotune_loader.pipeline.workload import DataSide, Workload
 
 SMALLEST_BUFFER, ALIGNMENT = 256, 64
 """A smaller buffer stays in the pickle: its place in the table would cost as much. Torch aligns its own memory so."""
+OWN_FILE = -1
+"""In a table, in the place of a descriptor."""
 SEARCH_DEPTH, SEARCHED_BYTES = 6, 1 << 26
 """How deep an attribute that cannot be pickled is looked for, and in how large a part."""
 TENSORS = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)
@@ -57,9 +60,22 @@ class TooLargeError(Exception):
     pass
 
 
+class Packed(contextlib.ExitStack):
+    """Files of data that several workloads may have in common, while it is open: what one holds, the others refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fds = list[int]()
+        self.places: dict[tuple[int, int], tuple[int, int, memoryview]] = {}
+        """Where memory lies, by its address and length: file, position, and what keeps it from being used for anything else."""
+
+
 @contextlib.contextmanager
-def packed(workload: Workload, settings: Any, max_bytes: int) -> Iterator[Sequence[int]]:
+def packed(workload: Workload, settings: Any, max_bytes: int, beside: Packed | None = None) -> Iterator[Sequence[int]]:
     """Files with settings, data and training, for the block: processes that have them mapped keep what they have.
+
+    Workloads that are packed `beside` each other have memory of their data in common; behind the three files are then those
+    to which they refer.
 
     Data and training are apart, since bursts without workers each read the data anew: a dataset that caches, or opens a file
     on first use, must not hand its filled cache to the next burst. An optimizer travels with the model whose parameters it
@@ -69,46 +85,59 @@ def packed(workload: Workload, settings: Any, max_bytes: int) -> Iterator[Sequen
         NotSentError: naming the part and why.
     """
     with contextlib.ExitStack() as files:
-        fds = list[int]()
+        fds, others = list[int](), [] if beside is None else [*beside.fds]
         for name, value in {"settings": settings, "dataset": workload.data, "model": workload.training}.items():
             fds.append(memfd("autotune-loader"))
-            files.callback(os.close, fds[-1])
+            common = beside if value is workload.data else None
+            (common or files).callback(os.close, fds[-1])
             try:
-                write_archive(fds[-1], value, max_bytes)
+                write_archive(fds[-1], value, max_bytes, common)
             except Exception as error:
                 why = f"is {error}" if isinstance(error, TooLargeError) else f"cannot be pickled ({error})"
                 raise NotSentError(f"the {name} {why}") from error
-        yield fds
+        yield [*fds, *others]
 
 
-def write_archive(fd: int, value: Any, max_bytes: int) -> None:
-    """Fill an empty file with a value, which is anything that cloudpickle takes.
+def write_archive(fd: int, value: Any, max_bytes: int, beside: Packed | None = None) -> None:
+    """Fill an empty file with a value, which is anything that cloudpickle takes; what lies in files `beside` it stays there.
 
     Raises:
         TooLargeError: it would be larger; known before any large buffer is copied.
     """
     with open(fd, "wb", buffering=1 << 20, closefd=False) as file:
         views, table = _pickled(value, _Limited(max_bytes, file)), list[int]()
+        own: dict[tuple[int, int], tuple[int, int, memoryview]] = {}
+        known = {} if beside is None else beside.places
         try:
             for view in views:
-                file.write(bytes(-file.tell() % ALIGNMENT))
-                table += file.tell(), view.nbytes
-                file.write(view)
+                address = np.frombuffer(view, np.uint8).ctypes.data, view.nbytes
+                if address not in known and address not in own:
+                    file.write(bytes(-file.tell() % ALIGNMENT))
+                    own[address] = OWN_FILE, file.tell(), view
+                    file.write(view)
+                table += *(known.get(address) or own[address])[:2], view.nbytes
             file.write(np.array([*table, file.tell()], dtype=np.int64).tobytes())
             file.flush()
+            if beside is not None:
+                beside.fds.append(fd)
+                beside.places.update({address: (fd, begin, view) for address, (_, begin, view) in own.items()})
         except OSError as error:
             raise TooLargeError(f"larger than there is room for ({error.strerror})") from error
 
 
 def read_archive(fd: int) -> Any:
     """The value that another process has written, in memory of its own."""
-    mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    memory = memoryview(mapped)
+    memory = _mapped(fd)
     (end,) = np.frombuffer(memory[-8:], np.int64)
-    table = np.frombuffer(memory[end:-8], np.int64).reshape(-1, 2).tolist()
-    value = pickle.loads(mapped, buffers=(memory[begin : begin + size] for begin, size in table))
+    table = np.frombuffer(memory[end:-8], np.int64).reshape(-1, 3).tolist()
+    maps = {OWN_FILE: memory, **{other: _mapped(other) for other in {row[0] for row in table} - {OWN_FILE}}}
+    value = pickle.loads(memory, buffers=(maps[file][begin : begin + size] for file, begin, size in table))
     put_classes_into_modules()
     return value
+
+
+def _mapped(fd: int) -> memoryview:
+    return memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
 
 
 def part_at_fault(workload: Workload) -> str:

@@ -32,7 +32,7 @@ import torch
 from autotune_loader.bursts import child
 from autotune_loader.bursts.failures import ENDS_TRAINING, MEMORY_ADVICE, failure_of_death, needs_new_process
 from autotune_loader.bursts.files import environment
-from autotune_loader.bursts.packing import NotSentError, packed, part_at_fault, why_not_sent
+from autotune_loader.bursts.packing import NotSentError, Packed, packed, part_at_fault, why_not_sent
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
@@ -96,12 +96,18 @@ class OpenProbe:
 
 @contextlib.contextmanager
 def open_probe(
-    workload: Workload, machine: Machine, memory_budget_bytes: int | None, *, budget_s: float = 0.0
+    workload: Workload,
+    machine: Machine,
+    memory_budget_bytes: int | None,
+    *,
+    budget_s: float = 0.0,
+    beside: Packed | None = None,
 ) -> Iterator[OpenProbe]:
     """A warm probe in a fresh process, or in a fork where that has what a fresh one lacks; closed with all that it started.
 
     `memory_budget_bytes` is the most memory of the bursts' processes, None sets no limit. A start may take as long as the
-    caller's `budget_s`, where that is longer than it may take anyway.
+    caller's `budget_s`, where that is longer than it may take anyway. Probes
+    `beside` each other have memory of their data in common.
 
     Raises:
         WorkloadError: the dataset, model or step failed on the very first batch, or can be taken to no other process.
@@ -126,7 +132,7 @@ def open_probe(
         most = math.inf if _uses_device(workload) else LARGEST_PAYLOAD_BYTES  # no fork could train
         most = min(most, int((machine.memory_budget_bytes or LARGEST_PAYLOAD_BYTES) * PAYLOAD_MEMORY_SHARE))
         try:
-            fds = exits.enter_context(packed(workload, Settings.read(workload), int(most)))
+            fds = exits.enter_context(packed(workload, Settings.read(workload), int(most), beside))
             opened = started(fds, max(START_DEADLINE_S, budget_s))
         except (NotSentError, WorkloadError) as fresh:
             reason = str(fresh).splitlines()[0].removesuffix(ENDS_TRAINING)

@@ -212,6 +212,11 @@ class Caution(Table):
     BATCH_SIZE = "The batch size changes from {old} to {new}: adjust the learning rate and its schedule."
     OUT_OF_ORDER = "in_order=False: the order of batches differs between runs, even with a seed."
     EPOCH_NOT_SEEN = "persistent_workers=True: workers do not see set_epoch() of the dataset."
+    WORKERS_KEPT = (
+        "persistent_workers=True saves the start of workers in each epoch, but persistent workers do not see what is set on "
+        "the dataset between epochs (such as dataset.size = 16). persistent_workers=False in DataLoader would bring it back."
+    )
+    STORAGE_LOST = "The storage of study={name!r} failed ({why}): the search went on in memory, in result.study."
     EPOCH_STARTS = (
         "Workers restart in each epoch, and epochs are short: the choice is by whole epochs, while rates and ratios exclude "
         "the restarts."

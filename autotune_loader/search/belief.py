@@ -204,7 +204,7 @@ class Belief:
         bad -= {each for config in tried for each in _odd(config)}
         queues = [config.batches_in_flight for config, kind in self._failures if _is_of_queue(config, kind)]
         most_in_flight = max(min(queues, default=math.inf) / 2, 1)
-        deepest = deepest_prefetch(self.context)
+        deepest = max(deepest_prefetch(self.context), min(self.space.prefetch_factors))
         legal = self.space.candidates(most_workers) if self._is_open else ()
         proposed = [
             config

@@ -14,12 +14,12 @@ import contextlib
 import datetime
 import json
 import math
-import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -27,23 +27,29 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune_loader.machine.limits import usable_cores
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with
-from autotune_loader.search.space import Context, Space
-from autotune_loader.search.turns import LEAST_ROUNDS, StopReason, what_next
+from autotune_loader.search.space import SEARCHED, Context, Space, nearest
+from autotune_loader.search.turns import LEAST_ROUNDS, StopReason, bursts_s, in_turns, what_next
 from autotune_loader.values import (
+    BURSTS_DIFFER,
     TORCH_PREFETCH_FACTOR,
     Failure,
     Interval,
     LoaderConfig,
     Measurement,
+    Round,
     Trial,
     from_plain,
+    log_ratios,
     to_plain,
 )
 
 RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
 """Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""
+DECIDED = ("SAFE", "CEILING", "NOT_WORTH_IT")
+"""Ends of a search that follow from its trials: where these are of an earlier run, a round looks whether they still hold."""
 LOST_S = 60.0  # a trial of another process that runs this long is taken for lost: not every storage knows heartbeats
 LOCK = threading.RLock()  # of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled
 WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
@@ -52,9 +58,12 @@ WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would 
 class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     """An Optuna sampler that proposes trials and A/B rounds by a model of the loader. The study must maximise samples/s.
 
+    An objective asks for settings by the names of `LoaderConfig` and in its own way: from a list, a range, on a logarithmic
+    scale. It gets the nearest value of what is proposed; other names are drawn at random.
+
     Args:
         space: The legal settings; by default 0 to 64 workers and 1 to 8 batches of prefetch.
-        context: Cores and step; by default the cores of this process.
+        context: Cores and step; by default the cores that this process may use.
         tolerance: Relative difference that counts as equally fast.
         ceiling: Samples/s of the training step alone, which no loader can exceed; None if unknown.
         first: What to propose before anything is known; by default the rule of `begin_with`.
@@ -72,19 +81,31 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         baseline: LoaderConfig | None = None,
     ) -> None:
         self.space = Space() if space is None else space
-        self.context = context or Context(usable_cores=len(os.sched_getaffinity(0)))
+        self.context = context or Context(usable_cores=usable_cores().usable)
         self.tolerance, self.ceiling, self.baseline = tolerance, ceiling, baseline
         self.first = begin_with(self.space, self.context) if first is None else list(first)
         self.seconds_left: Callable[[], float] | None = None  # of the budget
         self.is_open: bool | None = None  # whether it proposes what never ran; None: where it is the study's sampler
         self.stop_reason: StopReason | None = None  # why it proposes nothing more; None while it does
-        self._own: dict[int, Trial] = {}
+        self.since = 0  # the first trial of this run; what earlier ones have left is looked at once more
+        self._random = optuna.samplers.RandomSampler(seed=0)
+        self._study: object = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know of no trial: all this is of one study."""
+        self._known: dict[int, Trial] = {}
         self._turns = deque[tuple[LoaderConfig, int | None]]()  # what is next: configuration, and its place in a round
         self._round = 0  # the latest, by the number of its first trial, which is unique in any storage
         self._proposed: dict[int, LoaderConfig] = {}
         """To each trial; none is proposed twice by itself, whatever the objective makes of it."""
         self._belief: tuple[object, Belief] | None = None
-        self._random = optuna.samplers.RandomSampler(seed=0)
+
+    def _turn_to(self, study: optuna.Study) -> None:
+        """Forget what is of another study."""
+        if self._study != _name(study):
+            self._begin()
+            self._study = _name(study)
 
     # What is known
 
@@ -95,10 +116,34 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             asked: The trial that Optuna gave the objective.
             trial: What came of it.
         """
-        trial = self._own[asked.number] = replace(trial, number=asked.number)
-        if trial.measurement is not None:
-            trial = replace(trial, measurement=replace(trial.measurement, traces=(), stages=None))
-        asked.set_user_attr(RECORD, json.dumps(to_plain(trial)))
+        self._turn_to(asked.study)
+        trial = self._known[asked.number] = replace(trial, number=asked.number)
+        asked.set_user_attr(RECORD, _record(trial))
+
+    def go_on_in(self, study: optuna.Study) -> None:
+        """Fill an empty study with all trials that are known, by their numbers, and go on there."""
+        for number in range(max(self._known, default=-1) + 1):
+            known = self._known.get(number)
+            if known is None:  # what another process was at
+                study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
+                continue
+            params = self.space.params(known.config) if self.space.holds(known.config) else {}
+            distributions = {name: each for name, each in self.space.distributions().items() if name in params}
+            attributes: dict[str, Any] = {RECORD: _record(known)}
+            if known.round is not None:
+                attributes[ROUND] = known.round
+            state = TrialState.PRUNED if known.failure else TrialState.COMPLETE
+            study.add_trial(
+                optuna.trial.create_trial(
+                    state=state,
+                    value=known.samples_per_s,
+                    params=params,
+                    distributions=distributions,
+                    user_attrs=attributes,
+                )
+            )
+        self._study = _name(study)
+        self._turns.clear()
 
     def round_of(self, asked: optuna.trial.Trial) -> int | None:
         """The paired round that a trial is part of; None where it runs alone."""
@@ -106,29 +151,43 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         return found
 
     def trials(self, study: optuna.Study) -> list[Trial]:
-        """All that is known: what the study has, with the histories of this process' own bursts."""
+        """All that is known: what the study has, with the histories of this process' own bursts.
+
+        Rounds of earlier runs are one where the first of this run contradicts them.
+        """
+        self._turn_to(study)
         done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
         # Ctrl-C after a burst, before Optuna was told of it, makes a failed trial of what was measured.
         has_records = any(RECORD in each.user_attrs for each in done)
-        found = [self._own.get(each.number) or self._read(each, has_records) for each in done]
-        return [each for each in found if each is not None]
+        for each in done:
+            if RECORD in each.user_attrs and each.number not in self._known and (read := self._read(each, has_records)):
+                self._known[each.number] = read
+        found = [self._known.get(each.number) or self._read(each, has_records) for each in done]
+        # No burst sees whether workers are kept: all have it as it is decided now.
+        known = [replace(each, config=self.space.as_kept(each.config)) for each in found if each is not None]
+        before = _rounds([each for each in known if each.round is not None and each.round < self.since])
+        after = _rounds([each for each in known if each.round is not None and each.round >= self.since])
+        if not after or not _contradicts(after[min(after)], [*before.values()]):
+            return known
+        return [replace(each, round=min(before)) if each.round in before else each for each in known]
 
     def belief(self, study: optuna.Study) -> Belief:
         """What the trials say of every configuration; of those that ran alone, where another sampler proposes."""
         done, is_open = self.trials(study), self._is_open(study)
-        # What an objective of the user's does not ask for has one value, and workers are as many as it asks for.
-        all_trials = study.get_trials(deepcopy=False)
-        asked = [each for each in all_trials if each.params.get("num_workers")]
-        is_deep = not asked or any("prefetch_factor" in each.params for each in asked)
-        bounds = [getattr(each.distributions["num_workers"], "high", self.space.max_workers) for each in asked[-1:]]
-        depths = self.space.prefetch_factors if is_deep else (TORCH_PREFETCH_FACTOR,)
-        space = replace(self.space, max_workers=min([self.space.max_workers, *bounds]), prefetch_factors=depths)
+        all_trials, space, asked = study.get_trials(deepcopy=False), self.space, dict[str, BaseDistribution]()
+        if self.is_open is None:  # an objective of the user's asks in its own way
+            for each in all_trials:
+                asked.update(each.distributions)
+            is_whole = any(each.params.get("num_workers") for each in all_trials)
+            space = space.asked(asked, is_whole=is_whole)
         # An earlier run with the same study may have been allowed more.
-        trials = [each for each in done if each.failure is not None or self.space.holds(each.config)]
+        trials = [each for each in done if each.failure is not None or space.holds(each.config)]
         # And what it makes of a proposal, where it cannot ask for that, is another configuration.
         ended = {each.number for each in all_trials if each.state.is_finished()}
         barred = {config.key() for number, config in self._proposed.items() if number in ended}
         barred -= {each.config.key() for each in done}
+        if (workers := asked.get("num_workers")) is not None:
+            barred |= {c.key() for c in space.candidates() if nearest(workers, c.num_workers) != c.num_workers}
         version = (space, self.context, is_open, tuple((each.number, each.round) for each in trials), len(barred))
         if self._belief is None or self._belief[0] != version:
             known = Belief(space, self.context, trials, tolerance=self.tolerance, is_open=is_open, barred=barred)
@@ -140,6 +199,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     def upcoming(self, study: optuna.Study) -> LoaderConfig | None:
         """What to measure next, and nobody else measures at this moment; None where nothing is worth it."""
         with LOCK, np.errstate(all="ignore"):  # a script may have made an error of an underflow
+            self._turn_to(study)
             if not self._turns:
                 self._plan(study)
             return self._turns[0][0] if self._turns else None
@@ -190,13 +250,31 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
                 elsewhere=elsewhere,
                 least_rounds=0 if is_watched else LEAST_ROUNDS,
             )
-            self.stop_reason = found.stop
-            self._turns += [(config, place if found.is_round else None) for place, config in enumerate(found.configs)]
+            configs, is_round = found.configs, found.is_round
+            if (is_round or found.stop in DECIDED) and (
+                again := self._looked_at_again(belief, choice, configs, left_s)
+            ):
+                configs, is_round = again, True
+            self.stop_reason = None if configs else found.stop
+            self._turns += [(config, place if is_round else None) for place, config in enumerate(configs)]
+
+    def _looked_at_again(
+        self, belief: Belief, choice: LoaderConfig, configs: Sequence[LoaderConfig], left_s: float
+    ) -> tuple[LoaderConfig, ...]:
+        """The first round of a run that goes on with an earlier one's: the choice, the caller's own, and what would run."""
+        rounds = [trial.round for trial in belief.trials if trial.round is not None]
+        if not rounds or max(rounds) >= self.since:
+            return ()
+        own = self.baseline if self.baseline is not None and self.baseline.key() in belief.configs else choice
+        sides = list({config.key(): config for config in (choice, own, *configs)}.values())
+        if len(sides) < 2 and (rival := belief.rival(choice)) is not None:
+            sides.append(rival[0])
+        return tuple(in_turns(sides, len(rounds))) if bursts_s(belief, sides) <= left_s else ()
 
     # What Optuna asks of a sampler
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
-        return self.space.distributions() if _maximises(study) else {}
+        return {}  # Optuna refuses an objective that asks for a part of it in another way
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """A trial takes its turn, also where each knob has one value, so that Optuna asks for none."""
@@ -208,20 +286,34 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             trial.user_attrs[name] = value
 
     def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,  # noqa: ARG002
+        search_space: dict[str, BaseDistribution],  # noqa: ARG002
     ) -> dict[str, Any]:
         _refuse_several(study)
-        config = self._proposed.get(trial.number) or self.belief(study).choice or LoaderConfig()
-        return {name: value for name, value in self.space.params(config).items() if name in search_space}
+        return {}
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """What was enqueued in part, or what an objective asks beside the space, is drawn at random."""
+        """What the objective can ask for that is nearest to the proposal; what is no setting of it is drawn at random."""
         _refuse_several(study)
-        if param_name in self.space.distributions() and not _maximises(study):
-            raise ValueError(f"TwinSampler maximises samples/s, and this study minimises; {WORKS}")
-        return self._random.sample_independent(study, trial, param_name, param_distribution)
+        value = None
+        if param_name in SEARCHED:
+            if not _maximises(study):
+                raise ValueError(f"TwinSampler maximises samples/s, and this study minimises; {WORKS}")
+            self._turn_to(study)
+            config = self._proposed.get(trial.number) or self.belief(study).choice or LoaderConfig()
+            value = getattr(config, param_name)
+            if param_name == "prefetch_factor" and value is None:
+                value = TORCH_PREFETCH_FACTOR  # asked for also without workers
+            value = nearest(param_distribution, value)
+        return (
+            value
+            if value is not None
+            else self._random.sample_independent(study, trial, param_name, param_distribution)
+        )
 
     def _is_open(self, study: optuna.Study) -> bool:
         return study.sampler is self if self.is_open is None else self.is_open
@@ -245,7 +337,20 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             unknown: dict[str, Any] = dict.fromkeys(names, 0.0)
             rate = Interval(value=done.value, low=-math.inf, high=math.inf, count=1)
             outcome = Measurement(samples_per_s=rate, batch_size=1.0, **unknown)
-        return Trial.of(done.number, self.space.config(done.params), outcome, round=done.user_attrs.get(ROUND))
+        with contextlib.suppress(ValueError, TypeError):  # what an objective asks for may be no setting, as "auto"
+            return Trial.of(done.number, self.space.config(done.params), outcome, round=done.user_attrs.get(ROUND))
+        return None
+
+
+def _name(study: optuna.Study) -> tuple[Any, ...]:
+    """What tells a study from others: its name, of which there may be several in memory."""
+    return study.study_name, study._storage if isinstance(study._storage, optuna.storages.InMemoryStorage) else None
+
+
+def _record(trial: Trial) -> str:
+    if trial.measurement is not None:
+        trial = replace(trial, measurement=replace(trial.measurement, traces=(), stages=None))
+    return json.dumps(to_plain(trial))
 
 
 def _maximises(study: optuna.Study) -> bool:
@@ -255,6 +360,24 @@ def _maximises(study: optuna.Study) -> bool:
 def _refuse_several(study: optuna.Study) -> None:
     if len(study.directions) > 1:
         raise ValueError(f"TwinSampler maximises one value, and this study has {len(study.directions)}; {WORKS}")
+
+
+def _rounds(trials: Sequence[Trial]) -> dict[int, Round]:
+    """The rounds of trials that are part of one, by their numbers."""
+    rates: dict[Any, dict[Hashable, float]] = {}
+    for each in trials:
+        if each.samples_per_s:
+            rates.setdefault(each.round, {})[each.config.key()] = each.samples_per_s
+    return {number: Round(rates=of) for number, of in rates.items()}
+
+
+def _contradicts(new: Round, before: Sequence[Round]) -> bool:
+    """Whether a ratio in a round lies beyond all that earlier rounds had of it, by more than bursts differ."""
+    for a, b in combinations(new.rates, 2):
+        [ratio], told = log_ratios([new], a, b), log_ratios(before, a, b)
+        if told and not min(told) - math.log1p(BURSTS_DIFFER) <= ratio <= max(told) + math.log1p(BURSTS_DIFFER):
+            return True
+    return False
 
 
 @contextlib.contextmanager

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values import WITHOUT_WORKERS, Failure, FailureKind, LoaderConfig, Measurement
+from autotune_loader.values import (
+    TORCH_PREFETCH_FACTOR,
+    WITHOUT_WORKERS,
+    Failure,
+    FailureKind,
+    LoaderConfig,
+    Measurement,
+)
 
 if TYPE_CHECKING:
     import optuna
@@ -26,6 +33,12 @@ CHEAP_BYTES, CHEAP_SHARE = 1 << 30, 0.02  # a queue of so many bytes and this sh
 LOADERS = 2  # share /dev/shm: one for training and one for validation
 UNMODELLED = ("batch_size", "pin_memory", "device_prefetch", "in_order")
 """Settings that the twin does not model: only bursts tell. The grid changes one of them at a time."""
+SEARCHED = ("num_workers", "prefetch_factor", *UNMODELLED)
+"""All that a study can search."""
+AXES = {name: {"batch_size": "batch_sizes"}.get(name, name) for name in UNMODELLED}
+"""Where a `Space` has their values."""
+FLAGS = ("pin_memory", "in_order")
+MOST_VALUES = 5  # of a range that an objective gives such a setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +115,25 @@ class Space:
         first = self.as_set(config)
         return all(getattr(config, name) == getattr(first, name) for name in UNMODELLED)
 
+    def asked(self, distributions: Mapping[str, Any], *, is_whole: bool) -> Space:
+        """The space as an objective asks for it: as many workers, and its own values of the other settings.
+
+        What it has not asked for has torch's value, where `is_whole` says that it has asked for all that it will.
+        """
+        known: dict[str, Any] = {}
+        workers, prefetch = (distributions.get(name) for name in ("num_workers", "prefetch_factor"))
+        if workers is not None:
+            known["max_workers"] = nearest(workers, self.max_workers)
+        if prefetch is not None:
+            known["prefetch_factors"] = tuple(nearest(prefetch, each) for each in self.prefetch_factors)
+        elif is_whole:
+            known["prefetch_factors"] = (TORCH_PREFETCH_FACTOR,)
+        for name, axis in AXES.items():
+            if name in distributions:
+                values = _legal(name, _values(distributions[name]))
+                known[axis] = tuple(sorted(values, key=lambda value: value not in getattr(self, axis)))
+        return replace(self, **{name: value for name, value in known.items() if value not in (None, ())})
+
     # What Optuna is told
 
     def distributions(self) -> dict[str, Any]:
@@ -139,8 +171,8 @@ class Space:
 
         So is what only workers have, where an objective asks for it without any.
         """
-        usable = set(LoaderConfig.__slots__) - set(() if params.get("num_workers") else WITHOUT_WORKERS)
-        known = {name: value for name, value in params.items() if name in usable}
+        read = {name: _read(name, value) for name, value in params.items() if name in SEARCHED}
+        known = {name: value for name, value in read.items() if read.get("num_workers") or name not in WITHOUT_WORKERS}
         made = replace(self.as_set(LoaderConfig(**known)), **known)
         return self._own(made) or made
 
@@ -218,8 +250,7 @@ class Space:
         return self.batch.bytes * config.batch_size / self.batch.samples
 
     def _unmodelled(self) -> dict[str, tuple[Any, ...]]:
-        axes = {"batch_size": "batch_sizes"}
-        return {name: getattr(self, axes.get(name, name)) for name in UNMODELLED}
+        return {name: getattr(self, axis) for name, axis in AXES.items()}
 
     def _most(self, name: str, most: int) -> int:
         return max([most, *(getattr(own, name) or 0 for own in self.also)])
@@ -235,6 +266,47 @@ class Space:
                 for name, values in self._unmodelled().items():
                     if workers or name != "in_order":
                         yield from (replace(plain, **{name: value}) for value in values[1:])
+
+
+def nearest(distribution: Any, value: float | None) -> Any:
+    """The value of one of Optuna's distributions that is nearest to a setting, of None the lowest; None where it has none."""
+    value = value or 0
+    if hasattr(distribution, "choices"):
+        numbers = [each for each in distribution.choices if isinstance(each, (int, float))]
+        return min(numbers, key=lambda each: abs(_doublings(each) - _doublings(value)), default=None)
+    low, inside = distribution.low, min(max(value, distribution.low), distribution.high)
+    return type(low)(
+        low + round((inside - low) / distribution.step) * distribution.step if distribution.step else inside
+    )
+
+
+def _read(name: str, value: Any) -> Any:
+    """A setting as an objective makes it of what it asks for: perhaps 0 and 1 for a flag, a real number for an integer."""
+    return bool(value) if name in FLAGS else int(value) if isinstance(value, float) else value
+
+
+def _doublings(value: float) -> float:
+    return math.log2(max(value, 0) + 0.5)
+
+
+def _values(distribution: Any) -> Iterator[Any]:
+    """Some values of a distribution: all that it lists, or the lowest and evenly from there to the highest, in doublings."""
+    if hasattr(distribution, "choices"):
+        yield from distribution.choices
+        return
+    low, high = distribution.low, max(distribution.high, 1)
+    yield low
+    for index in range(MOST_VALUES):
+        yield nearest(distribution, max(low, 1) * (high / max(low, 1)) ** (index / (MOST_VALUES - 1)))
+
+
+def _legal(name: str, values: Iterable[Any]) -> list[Any]:
+    """Those that a setting can have, each once."""
+    legal = dict[Any, None]()
+    for value in values:
+        with contextlib.suppress(TypeError, ValueError):
+            legal[getattr(LoaderConfig(num_workers=1, **{name: _read(name, value)}), name)] = None
+    return list(legal)
 
 
 def memory_bytes(config: LoaderConfig, *, worker_bytes: float, batch_bytes: float) -> float:

@@ -28,8 +28,10 @@ MUCH_DISTURBED = 1 / 3
 
 def assembled(search: Search, seconds: float) -> TuningResult:
     """The result of a search after so many wall seconds."""
-    run, data, warmup, belief = search.run, search.run.workload.data, search.run.warmup, search.belief
     best, undecided = choice_of(search)
+    if search.belief.choice is not None:
+        best = search.keep_workers_of(best)
+    run, data, warmup, belief = search.run, search.run.workload.data, search.run.warmup, search.belief
     status: Status = "complete" if undecided is None else "undecided"
     ended = search.ended
     if belief.choice is None:
@@ -166,6 +168,8 @@ def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
     """What has to be known before it is used."""
     belief = search.belief
     yield from changes_in_training(best, search.run.workload.data)
+    if best.persistent_workers and not search.run.baseline.persistent_workers:
+        yield Caution.WORKERS_KEPT()
     if belief.choice is not None:
         # Whether workers of anything that ran start for more than the tolerance of an epoch.
         tried = {trial.config.key() for trial in belief.trials if trial.samples_per_s}

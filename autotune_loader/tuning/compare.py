@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autotune_loader.bursts.packing import Packed
 from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.diagnosis import Answer, Caution, Evidence, diagnose
 from autotune_loader.diagnosis.tables import answer
@@ -80,12 +81,13 @@ def compare(
     workloads = {name: _workload(name, value, model, shared) for name, value in sides.items()}
     begun, machine, shown = time.monotonic(), inspect_machine(), make_progress(options.progress)
     with contextlib.ExitStack() as exits:
+        beside = exits.enter_context(Packed())
         entrants = {name: _Entrant(workload) for name, workload in workloads.items()}
         for name, entrant in entrants.items():
             shown.announce(f"starting {name}")
             memory_bytes, budget_s = machine.memory_budget_bytes, options.budget_s
             try:
-                opening = open_probe(entrant.workload, machine, memory_bytes, budget_s=budget_s)
+                opening = open_probe(entrant.workload, machine, memory_bytes, budget_s=budget_s, beside=beside)
                 entrant.opened = exits.enter_context(opening)
             except WorkloadError as error:
                 entrant.failure = _failure_of(error)

@@ -103,6 +103,7 @@ class Run:
     warmup: WarmupReport
     machine: Machine
     tolerance: float = 0.02
+    may_keep_workers: bool = False  # between epochs, where that saves much of them
     notes: tuple[str, ...] = ()  # what the user should know of how the arguments were read and the bursts run
 
     @property
@@ -142,6 +143,7 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
         warmup=warmup,
         machine=machine,
         tolerance=options.tolerance,
+        may_keep_workers=data.batches_per_epoch() is not None and not data.has_epochs and not space.persistent_workers,
         notes=tuple(notes),
     )
 
@@ -166,8 +168,9 @@ def _make_space(
         device_bytes += torch.get_device_module(device).memory_reserved(device)
     accelerated = device.type != "cpu" and not warmup.on_accelerator
     own, allow = workload.own_config, options.allow
-    # Persistent workers of a dataset that is told its epoch would never hear of the next.
-    keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in allow)
+    # Workers that outlive an epoch keep the dataset as it was: one that is told its epoch would never hear of the next.
+    keeps = "persistent_workers" in allow or (own is not None and own.persistent_workers and not data.has_epochs)
+    keeps = keeps and data.batches_per_epoch() is not None
     return Space(
         max_workers=max_workers,
         min_workers=min(warmup.least_workers, max_workers),

@@ -5,16 +5,19 @@ optimize: propose ─► veto ─► burst ─► record ─► is it decided?
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import optuna
+from optuna.storages import BaseStorage
 
 from autotune_loader.bursts.protocol import Probe
-from autotune_loader.diagnosis.tables import Ended
+from autotune_loader.diagnosis.tables import Caution, Ended
 from autotune_loader.report.progress import Progress
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with
@@ -24,8 +27,15 @@ from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.run import Run
 from autotune_loader.values import LoaderConfig, Measurement, Trial, what_works
 
-JOB, CHOSEN = "job", "chosen"
-"""Attributes of a study: whose trials it has, and the configuration that was chosen."""
+Answer = TypeVar("Answer")
+log = logging.getLogger(__name__)
+
+JOB, BATCH_BYTES, CHOSEN = "job", "batch_bytes", "chosen"
+"""Attributes of a study: whose trials it has, how large their batches are, and the configuration that was chosen."""
+BATCHES_DIFFER = 2.0
+"""Batches of one job that are padded differ, though not by so many times; those of other transforms may."""
+LONG_START = 0.05
+"""Of an epoch: where workers take more than this to start, they are kept, although they keep the dataset as it was."""
 SAMPLERS_SHARE = 0.5
 """Share of the budget in which another sampler proposes; rounds of the best that it has found need the rest."""
 MOST_REPEATS = 5
@@ -116,7 +126,13 @@ class Search:
         if (job := self.study.user_attrs.get(JOB, run.identity)) != run.identity:
             wrong = f"study={self.study.study_name!r} has trials of another job ({job})"
             raise ValueError(f"{wrong}; a separate study for each job would work")
+        own = max(run.warmup.batch_bytes, 1)
+        theirs = self.study.user_attrs.get(BATCH_BYTES, own)
+        if not theirs / BATCHES_DIFFER <= own <= theirs * BATCHES_DIFFER:
+            wrong = f"study={self.study.study_name!r} has trials with batches of {theirs:,} bytes, and this job's have {own:,}"
+            raise ValueError(f"{wrong}; a separate study for each job would work")
         self.twin = TwinSampler(run.space, run.context, tolerance=run.tolerance, baseline=run.baseline, first=())
+        self.twin.since = len(self.study.get_trials(deepcopy=False))
         self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup)
         self._expecting = self.belief
         """What the bursts of this round were proposed by."""
@@ -127,26 +143,27 @@ class Search:
     @property
     def trials(self) -> list[Trial]:
         """All trials of the study that were told, in order."""
-        return self.twin.trials(self.study)
+        return self._kept(lambda: self.twin.trials(self.study))
 
     @property
     def belief(self) -> Belief:
         """What the trials say."""
-        return self.twin.belief(self.study)
+        return self._kept(lambda: self.twin.belief(self.study))
 
     def decide(self) -> None:
         """Run bursts until there is a reason to stop; on Ctrl-C what was found so far is kept.
 
+        Where the study's storage fails, the search goes on in memory with what was measured.
+
         Raises:
             KeyboardInterrupt: nothing was measured yet.
         """
-        before = self.study.sampler
+        theirs, before = self.study, self.study.sampler
         with quiet_optuna():
             try:
                 if self.run.workload.has_step:
                     self.ceiling = self.bursts.step_alone()
-                self.study.set_user_attr(JOB, self.run.identity)
-                self._search()
+                self._kept(self._search)
             except (KeyboardInterrupt, UnboundLocalError) as error:
                 # Optuna's `_run_trial` answers a Ctrl-C within its `tell` with an UnboundLocalError.
                 if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
@@ -155,17 +172,62 @@ class Search:
                     raise KeyboardInterrupt from None
                 self.ended = Ended.INTERRUPTED
             finally:
-                if self._is_theirs and self._sampler is None:
-                    self.study.sampler = before
+                if self._is_theirs:
+                    theirs.sampler = before
 
     def fastest(self) -> Trial | None:
         """The successful trial with the highest measured rate."""
         measured = [trial for trial in self.trials if trial.measurement is not None]
         return max(measured, key=lambda trial: trial.samples_per_s or 0.0, default=None)
 
+    def keep_workers_of(self, config: LoaderConfig) -> LoaderConfig:
+        """The configuration with workers that outlive an epoch where their start takes much of one, and all others alike."""
+        if self.run.may_keep_workers:
+            self.run = replace(
+                self.run, space=replace(self.run.space, persistent_workers=self._starting_share(config) > LONG_START)
+            )
+            self.twin.space = self.run.space
+        return self.run.space.as_kept(config)
+
+    def tell(self, chosen: LoaderConfig) -> None:
+        """Note in the study what was chosen."""
+        try:
+            self.study.set_user_attr(CHOSEN, chosen.to_dict())
+        except Exception as error:
+            if _of_storage(error) is None:
+                raise
+            log.warning("The choice is not noted in study=%r (%s).", self.study.study_name, type(error).__name__)
+
+    def _starting_share(self, config: LoaderConfig) -> float:
+        """The seconds in which its workers start, as a share of an epoch without them; 0 where they are not known."""
+        measured = [(each.config, m) for each in self.trials if each.config.num_workers and (m := each.measurement)]
+        begun = [(of.num_workers, m, m.first_batch_s) for of, m in measured if m.first_batch_s is not None]
+        rates = [m.samples_per_s.value for of, m in measured if of.key() == config.key()]
+        epoch_batches = self.run.context.epoch_batches
+        if not begun or not rates or not epoch_batches:
+            return 0.0
+        workers, of, first_batch_s = min(begun, key=lambda each: abs(each[0] - config.num_workers))
+        start_s = max(first_batch_s - of.service_s, 0.0) * config.num_workers / workers
+        return start_s * rates[-1] / (epoch_batches * of.batch_size)
+
+    def _kept(self, call: Callable[[], Answer]) -> Answer:
+        """The answer of a call that asks the study; where its storage fails, that of a study in memory with the same trials."""
+        try:
+            return call()
+        except Exception as error:
+            if (cause := _of_storage(error)) is None:
+                raise
+            lost = Caution.STORAGE_LOST(name=self.study.study_name, why=type(cause).__name__).sentence
+            log.warning("%s", lost)
+            self.run, self.study = replace(self.run, notes=(*self.run.notes, lost)), open_study()
+            self.twin.go_on_in(self.study)
+            return call()
+
     def _search(self) -> None:
         """The twin proposes everything; or another sampler for a while, and then the twin rounds of the best of it."""
         run, study, twin = self.run, self.study, self.twin
+        study.set_user_attr(JOB, run.identity)
+        study.set_user_attr(BATCH_BYTES, max(run.warmup.batch_bytes, 1))
         twin.context, twin.seconds_left, twin.is_open = self.bursts.context, self.budget.left, self._sampler is None
         if self.ceiling is not None and len(run.space.batch_sizes) == 1:  # batches of another size have another ceiling
             twin.ceiling = self.ceiling.samples_per_s.value
@@ -200,6 +262,12 @@ class Search:
         else:
             trial = Trial(number=asked.number, config=config, failure=failure, seconds=self.budget.clock() - begun)
         self.twin.record(asked, trial)
+        if (
+            trial.measurement is not None
+            and (fastest := self.fastest()) is not None
+            and not run.space.persistent_workers
+        ):
+            self.keep_workers_of(fastest.config)
         self._progress.trial(trial, self.fastest(), self.budget.left())
         if trial.failure is not None:  # samplers ignore a bare FAIL and propose it again
             raise optuna.TrialPruned(trial.failure.message)
@@ -216,3 +284,13 @@ class Search:
         """End the proposals of another sampler that has had its share of the budget, or repeats itself."""
         if self._repeats >= MOST_REPEATS or self.budget.left() < SAMPLERS_SHARE * self.budget.seconds:
             study.stop()
+
+
+def _of_storage(error: Exception) -> BaseException | None:
+    """What a storage of Optuna's has raised, whose database is locked or gone; None of another error, and of a wrong value."""
+    # So Optuna's `_run_trial` answers an error of its `tell`.
+    raised = error.__context__ if isinstance(error, (UnboundLocalError, AssertionError)) else error
+    if type(raised) in (ValueError, TypeError) or not isinstance(raised, Exception):  # a broken journal is a subclass
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
+    return raised if any(isinstance(frame.f_locals.get("self"), BaseStorage) for frame in frames) else None

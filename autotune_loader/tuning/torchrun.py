@@ -4,16 +4,20 @@
     rank r    hear ─► own burst ──► tell ─────────────────────────────────► hear ... ──► result
 
 They contend for cores, memory and storage as in training. Objects travel by collectives of torch.distributed on a gloo group.
-A rank that raises, or is interrupted, leaves the group with its own error; the others end with torch's.
+A rank that raises, or is interrupted, leaves the group with its own error; the others end with torch's. A rank may load its
+data for minutes before it calls: the others wait, and say for whom.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import platform
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +25,13 @@ from autotune_loader.bursts.protocol import Probe
 from autotune_loader.report.result import TuningResult
 from autotune_loader.values import Failure, Measurement, TunerError
 
+log = logging.getLogger(__name__)
+
+FIRST_WORD_S, NEXT_WORD_S = 15.0, 30.0
+"""Ranks of one job come within seconds, where none of them makes a dataset alone; a person looks after half a minute."""
+LOOK_S = 0.1
+"""Between two looks at who has come, each some commands to the job's store."""
+EVERY_RANK = "every rank of the job has to call tune()"
 _groups = itertools.count()
 
 
@@ -49,24 +60,72 @@ class Ranks:
 def joined_ranks() -> Iterator[Ranks | None]:
     """The ranks of this job while the block runs; None where this process trains alone. Every rank must come here."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
     from torch.distributed.rendezvous import rendezvous
 
     is_up = dist.is_available() and dist.is_initialized()
     is_launched = dist.is_available() and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    if not (is_up or is_launched) or (dist.get_world_size() if is_up else int(os.environ["WORLD_SIZE"])) < 2:
+    size = dist.get_world_size() if is_up else int(os.environ["WORLD_SIZE"]) if is_launched else 1
+    if size < 2:
         yield None
         return
-    if not is_up:
+    rank, name = dist.get_rank() if is_up else int(os.environ["RANK"]), f"autotune_loader{next(_groups)}"
+    with said_who_is_missing(rank, size) as missing:
+        store = _get_default_store() if is_up else next(rendezvous("env://"))[0]
         # The job makes its own group later, with the same store: what is ours has names of its own.
-        store, rank, size = next(rendezvous("env://"))
-        names = PrefixStore(f"autotune_loader{next(_groups)}", store)
-        dist.init_process_group("gloo", store=names, rank=rank, world_size=size)
-    group = dist.new_group(backend="gloo")
+        names = PrefixStore(name, store)
+        await_all(names, rank, size, missing)
+        if not is_up:
+            dist.init_process_group("gloo", store=names, rank=rank, world_size=size)
+        group = dist.new_group(backend="gloo")
     try:
         yield Ranks(dist, group)
     finally:
         dist.destroy_process_group(group if is_up else None)
+
+
+@contextlib.contextmanager
+def said_who_is_missing(rank: int, size: int) -> Iterator[list[int]]:
+    """While the block waits for the other ranks, the log says for which: those in the list, as long as they are in it."""
+    missing, has_come = [each for each in range(size) if each != rank], threading.Event()
+
+    def say() -> None:
+        begun, wait_s = time.monotonic(), FIRST_WORD_S
+        while not has_come.wait(wait_s):
+            wait_s, who = NEXT_WORD_S, names_of_missing(rank, size, list(missing))
+            if who is not None:
+                waited_s = time.monotonic() - begun
+                log.warning("tune() on rank %d has waited %.0f s for %s: %s.", rank, waited_s, who, EVERY_RANK)
+
+    speaker = threading.Thread(target=say, name="autotune-loader-ranks", daemon=True)
+    speaker.start()
+    try:
+        yield missing
+    finally:
+        has_come.set()
+        speaker.join()
+
+
+def names_of_missing(rank: int, size: int, missing: Sequence[int]) -> str | None:
+    """The ranks that have not come, as the first of those that have says it; None from the others."""
+    speaks = missing and rank == min({*range(size)} - {*missing})
+    return f"rank {', '.join(map(str, missing))}" if speaks else None
+
+
+def await_all(store: Any, rank: int, size: int, missing: list[int]) -> None:
+    """Wait until every rank has come here, as long as the job's store waits; `missing` has those that have not.
+
+    Raises:
+        TunerError: some have not come.
+    """
+    keys = [f"rank{each}" for each in range(size)]
+    store.set(keys[rank], "here")
+    until = time.monotonic() + store.timeout.total_seconds()
+    while not store.check(keys):  # where a wait of the store ends, torch prints a traceback
+        missing[:] = [each for each, key in enumerate(keys) if not store.check([key])]
+        if time.monotonic() > until:
+            raise TunerError(f"rank {', '.join(map(str, missing))} has not called tune(): {EVERY_RANK}")
+        time.sleep(LOOK_S)
 
 
 def decided(ranks: Ranks | None, probe: Probe, decide: Callable[[Probe], TuningResult]) -> TuningResult:

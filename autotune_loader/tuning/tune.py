@@ -27,7 +27,7 @@ from autotune_loader.tuning.arguments import answers_unknown_arguments, make_wor
 from autotune_loader.tuning.assemble import assembled, saved
 from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.run import Run, common_space, make_run, parse_options
-from autotune_loader.tuning.study import CHOSEN, Search, check_study
+from autotune_loader.tuning.study import Search, check_study
 from autotune_loader.tuning.torchrun import decided, joined_ranks
 from autotune_loader.values import ConfigFileError, LoaderConfig, require_writable
 
@@ -59,7 +59,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
     the caller changes. The best setting, its closest rival and the current one are compared in A/B rounds, until the
     choice is within the tolerance of every other setting with a probability of 95%. Ctrl-C returns the best found so
     far, with `status="partial"`; SIGTERM ends the process, and nothing is written. Under torchrun every rank calls it:
-    rank 0 decides, and all ranks run each trial at the same time.
+    rank 0 decides, and all ranks run each trial at the same time. Ranks that have to wait for others log which these are.
 
     Args:
         data: A DataLoader, whose settings become the baseline, or a dataset. A loader is never iterated. Pass a
@@ -78,10 +78,11 @@ def tune(  # noqa: PLR0913 - all that a user may say
             compiling the model come on top.
         max_workers: Most workers to try.
         allow: Settings to search although they change training or need memory of the device: "in_order", "batch_size",
-            "device_prefetch" (CUDA), "persistent_workers" (for a dataset with `set_epoch`).
+            "device_prefetch" (CUDA), "persistent_workers" (also for a dataset with `set_epoch`).
         tolerance: Settings this close to the fastest count as equally fast; the cheapest of them is chosen.
         study: An Optuna study that maximises, with any storage. It is continued, keeps its sampler, and gets every trial.
-            Several processes can share it: each skips what another one runs.
+            Several processes can share it: each skips what another one runs. If its storage fails, the search goes on in
+            memory.
         sampler: Any Optuna sampler; `TwinSampler` by default. Another one proposes for half of the budget, or until
             it repeats itself; then A/B rounds of its best are enqueued.
         output: Path of the `loader.json` to write. If it exists and fits job and machine, its settings are tried
@@ -140,7 +141,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
                 with np.errstate(all="ignore"):  # a script may have made an error of an underflow
                     search.decide()
                     result = assembled(search, time.monotonic() - called)
-                search.study.set_user_attr(CHOSEN, result.best.to_dict())
+                search.tell(result.best)
                 return saved(result, options.output)
 
             return replace(decided(ranks, opened.probe, decide), parts=workload.data.parts)

@@ -1,5 +1,6 @@
 """What a dataset holds is as it was after bursts have read copies of it, or forks; every byte is copied once."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -17,10 +18,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
-from autotune_loader.bursts.packing import TooLargeError, read_archive, why_not_sent, write_archive
-from autotune_loader.pipeline.workload import DataSide
+from autotune_loader.bursts.packing import Packed, TooLargeError, packed, read_archive, why_not_sent, write_archive
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.values import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, QUICK, TWO_WORKERS, Made, measured, opened, run, workload
 
@@ -251,6 +252,30 @@ def test_shared_memory_travels_once_and_a_map_of_a_file_by_its_name_and_the_file
     assert np.array_equal(part, tokens[1000:2000])
     whole[0] = 7
     assert np.fromfile(path, dtype=np.int64)[0] == 0
+
+
+@pytest.mark.parametrize("rows", [torch.rand(MIB), np.arange(MIB), [torch.rand(MIB // 16) for _ in range(16)]])
+def test_workloads_beside_each_other_have_memory_of_their_data_once(rows):
+    sides = [DataSide(dataset=Numbers(rows, its_index), batch_size=size) for size in (3, 4, 5)]
+    other, files = DataSide(dataset=TensorDataset(torch.rand(99)), batch_size=4), []
+    with contextlib.ExitStack() as exits:
+        beside = exits.enter_context(Packed())
+        for side in (sides[0], other, *sides[1:]):
+            # GIVEN one that has ended by the next, as it failed
+            with packed(Workload(data=side, training=TrainingSide()), None, 64 * MIB, beside) as fds:
+                files.append(list(fds))
+        sizes = [os.fstat(fds[1]).st_size for fds in files]
+        one = 4 * MIB if isinstance(rows, (torch.Tensor, list)) else 8 * MIB
+        assert sizes[0] > one > 50 * max(sizes[1:])
+        # THEN each side has the files to which its own refers, and memory of its own
+        first, second, _ = (read_archive(files[at][1]).dataset.held for at in (0, 2, 3))
+        assert {files[0][1]} <= {*files[2]}
+        assert torch.equal(torch.as_tensor(second[7]), torch.as_tensor(rows[7]))
+        first[7] = second[8]
+        assert torch.equal(torch.as_tensor(second[7]), torch.as_tensor(rows[7]))
+    for fds in files:
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(fds[1])
 
 
 @pytest.mark.parametrize("held", [torch.zeros(MIB), b"x" * 2 * MIB, ["word"] * MIB])

@@ -61,6 +61,86 @@ def test_a_users_own_objective_is_led_near_its_best_in_15_trials_and_stopped(obj
     assert max(Counter(alone).values()) == 1
 
 
+def lists(trial):
+    return trial.suggest_categorical("num_workers", [0, 2, 4]), trial.suggest_categorical("prefetch_factor", [2, 4, 8])
+
+
+def ranges(trial):
+    ahead = trial.suggest_int("prefetch_factor", 2, 10)
+    return trial.suggest_int("num_workers", 2, 16, step=2), ahead
+
+
+def logarithmic(trial):
+    return trial.suggest_int("num_workers", 1, 64, log=True), 2
+
+
+def real(trial):
+    return int(trial.suggest_float("num_workers", 0.0, 8.0)), 2
+
+
+def deep(trial):
+    return trial.suggest_int("num_workers", 0, 8), trial.suggest_int("prefetch_factor", 16, 64, log=True)
+
+
+def flags(trial):
+    trial.suggest_categorical("persistent_workers", [True, False])
+    trial.suggest_categorical("multiprocessing_context", ["fork", "spawn"])
+    return 2.0 if trial.suggest_categorical("pin_memory", [True, False]) else 1.0
+
+
+def flag_as_a_number(trial):
+    return 1.0 + trial.suggest_int("pin_memory", 0, 1)
+
+
+def batches(trial):
+    return trial.suggest_categorical("batch_size", [16, 32]) / 16
+
+
+def batches_of_a_range(trial):
+    return trial.suggest_int("batch_size", 16, 256, log=True) / 64
+
+
+@pytest.mark.parametrize(
+    ("ask", "rest", "possible"),
+    [
+        (lists, None, 4.0),
+        (ranges, None, 6.0),
+        (logarithmic, None, 6.0),
+        (real, None, 6.0),
+        (deep, None, 6.0),
+        (lists, flags, 8.0),
+        (ranges, flag_as_a_number, 12.0),
+        (logarithmic, batches, 12.0),
+        (lists, batches_of_a_range, 16.0),
+    ],
+)
+def test_an_objective_asks_in_its_own_way_and_is_led_to_the_best_that_it_can_ask_for(ask, rest, possible):
+    def objective(trial):
+        workers, ahead = ask(trial)
+        return min(max(workers, 0.5), 6) * (1 - 0.01 / ahead) * (rest(trial) if rest else 1.0)
+
+    study = study_with(TwinSampler(context=Context(usable_cores=8)))
+    study.optimize(objective, n_trials=24)
+    late = sorted(trial.value for trial in study.trials[16:])
+    assert late[len(late) // 2] >= 0.95 * possible
+
+
+def test_a_sampler_that_is_used_again_knows_nothing_of_the_study_before():
+    def tried(sampler, name):
+        study = optuna.create_study(direction="maximize", sampler=sampler, study_name=name)
+        study.optimize(saturating, n_trials=4)
+        return [trial.params for trial in study.trials]
+
+    sampler, new = (TwinSampler(context=Context(usable_cores=8)) for _ in range(2))
+    assert tried(sampler, "a") != []
+    assert tried(sampler, "a") == tried(new, "b")
+
+
+def test_it_begins_with_as_many_workers_as_the_limits_of_this_process_leave_cores(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")  # one of many ranks
+    assert TwinSampler().context.usable_cores == 1
+
+
 def test_a_study_of_another_sampler_is_only_watched():
     watching, study = TwinSampler(Space(max_workers=3)), study_with(optuna.samplers.TPESampler(seed=0))
     study.optimize(lambda trial: saturating(trial, 3), n_trials=40, callbacks=[watching.stop_when_safe])

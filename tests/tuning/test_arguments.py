@@ -265,6 +265,7 @@ def test_no_more_workers_are_tried_than_start_in_the_budget(side, start_s, each_
     assert ["a budget above 60 s would try more" in note for note in run.notes] == [True] * (most < 64)
 
 
+KEEPS = with_workers(2, persistent_workers=True)
 CUDA, WAIT = ({"training": TrainingSide(**part)} for part in ({"device": "cuda:1"}, {"train_step": StepTime(0.05)}))
 
 
@@ -274,7 +275,9 @@ CUDA, WAIT = ({"training": TrainingSide(**part)} for part in ({"device": "cuda:1
         (SPAWNS, "multiprocessing_context", "spawn", None),
         (SPAWNS, "in_order", (True,), (True, False)),
         # `set_epoch` is called on the dataset here; workers that live on keep the copy of the first epoch
-        ({}, "persistent_workers", True, None),
+        ({}, "persistent_workers", False, True),
+        ({"own": KEEPS}, "persistent_workers", True, None),
+        ({"own": KEEPS, "side": TOLD}, "persistent_workers", False, True),
         ({"side": TOLD}, "persistent_workers", False, True),
         (CUDA, "pin_memory", (True, False), None),
         (CUDA, "device_prefetch", (0,), (0, 1, 2)),

@@ -1,5 +1,6 @@
 """The study of a run on simulated machines: who proposes, what is kept, why it ends; what is chosen, and what is a guess."""
 
+import contextlib
 import functools
 import os
 import pickle
@@ -23,6 +24,7 @@ from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 from tests.support.tuned import simulated_result, simulated_run, simulated_search, simulated_warmup
 
+DECIDED = (Ended.SAFE, Ended.CEILING, Ended.NOT_WORTH_IT)
 NONE, TWO = LoaderConfig(), with_workers(2)
 FAST_STEP = SimulatedMachine(step_s=0.001)
 WARM = simulated_warmup(FAST_STEP)
@@ -97,6 +99,92 @@ def test_a_storage_that_cannot_be_opened_is_refused_without_its_password(storage
         open_study(storage)
     assert "fish" not in str(caught.value)
     assert caught.value.__suppress_context__
+
+
+def test_a_second_run_with_a_study_looks_whether_its_rounds_still_hold():
+    study = open_study()
+    found, _ = search_on(FAST_STEP, study=study)
+    rounds, before, choice = len(found.belief.rounds), len(found.trials), found.belief.choice
+    assert (found.ended in DECIDED, rounds >= 2, choice != TWO) == (True, True, True)
+    # WHEN nothing has changed THEN one round says so, with the choice and the user's own
+    found, _ = search_on(FAST_STEP, study=study)
+    new = [trial for trial in found.trials if trial.number >= before]
+    assert [trial.round for trial in new][:2] == [before] * 2
+    assert {trial.config.key() for trial in new[:2]} == {choice.key(), TWO}
+    # WHEN workers gain nothing any more THEN all rounds before count as one, and others follow
+    again = len(found.trials)
+    found, _ = search_on(replace(FAST_STEP, cores=4, fails=None, cpu_s=0.0001, receive_s=0.03), study=study)
+    assert len({trial.round for trial in found.trials[:again]} - {None}) == 1
+    assert len(found.belief.rounds) >= 2
+
+
+@pytest.mark.parametrize(
+    ("batch_bytes", "is_same"), [(1 << 20, True), (3 << 19, True), (3 << 20, False), (1 << 18, False)]
+)
+def test_a_study_is_of_batches_that_are_alike(batch_bytes, is_same):
+    study, clock = open_study(), FakeClock()
+    search_on(FAST_STEP, study=study, budget_s=2.0)
+    run = simulated_run(FAST_STEP, own=TWO, batch_bytes=batch_bytes)
+    told = contextlib.nullcontext() if is_same else pytest.raises(ValueError, match=r"batches of .* a separate study")
+    with told:
+        simulated_search(SimulatedProbe(FAST_STEP, clock), run, clock, study=study, budget_s=2.0)
+
+
+class Lost(optuna.storages.InMemoryStorage):
+    """A database that is gone after so many trials, while one of these methods is called."""
+
+    def __init__(self, after, method):
+        super().__init__()
+        self._left, self._method = after, method
+
+    def create_new_trial(self, *given, **named):
+        self._left -= 1
+        return self._answer("create_new_trial", *given, **named)
+
+    def set_trial_param(self, *given, **named):
+        return self._answer("set_trial_param", *given, **named)
+
+    def set_trial_user_attr(self, *given, **named):
+        return self._answer("set_trial_user_attr", *given, **named)
+
+    def set_trial_state_values(self, *given, **named):
+        return self._answer("set_trial_state_values", *given, **named)
+
+    def get_all_trials(self, *given, **named):
+        return self._answer("get_all_trials", *given, **named)
+
+    def _answer(self, method, *given, **named):
+        if method == self._method and self._left <= 0:
+            raise OSError("database is locked")
+        return getattr(super(), method)(*given, **named)
+
+
+@pytest.mark.parametrize("sampler", [None, optuna.samplers.RandomSampler(seed=0)], ids=["the twin", "another sampler"])
+@pytest.mark.parametrize(
+    "method",
+    ["create_new_trial", "set_trial_param", "set_trial_user_attr", "get_all_trials", "set_trial_state_values"],
+)
+def test_a_storage_that_fails_costs_a_warning_and_no_burst(method, sampler):
+    study = optuna.create_study(direction="maximize", storage=Lost(6, method))
+    before = study.sampler
+    found, clock = search_on(FAST_STEP, study=study, sampler=sampler)
+    result = assembled(found, clock())
+    assert (result.rate is not None, study.sampler) == (True, before)
+    assert any("failed (OSError): the search went on in memory" in each.sentence for each in result.warnings)
+    # THEN what ran before is known, and in the study of the result
+    assert len([trial for trial in found.trials if trial.measurement and trial.number < 5]) == 5
+    assert result.study is not study
+    done = [each for each in result.study.trials if each.state.name == "COMPLETE"]
+    assert [each.value for each in done] == [each.samples_per_s for each in found.trials if each.measurement]
+
+
+def test_another_error_of_a_trial_is_raised_as_it_is():
+    class Broken(SimulatedProbe):
+        def burst(self, config, plan):
+            raise OSError("no such device")
+
+    with pytest.raises(OSError, match="no such device"):
+        search_on(FAST_STEP, probe=Broken, study=open_study())
 
 
 def test_another_sampler_proposes_until_it_repeats_itself():
@@ -290,6 +378,30 @@ def test_what_is_told_of_the_best_is_of_its_rounds_alone():
 def test_a_choice_by_whole_epochs_says_so(epoch_batches, told):
     found = simulated_result(SimulatedMachine(worker_start_s=0.2), epoch_batches=epoch_batches)
     assert any(Caution.EPOCH_STARTS.said_by(each) for each in found.warnings) == told
+
+
+@pytest.mark.parametrize(
+    ("epoch_batches", "may_keep", "own", "is_kept", "is_said"),
+    [
+        (20, True, TWO, True, True),
+        (10_000, True, TWO, False, False),
+        (20, False, TWO, False, False),
+        (20, True, None, True, True),
+    ],
+)
+def test_workers_are_kept_where_their_start_takes_much_of_an_epoch_and_then_it_is_said(
+    epoch_batches, may_keep, own, is_kept, is_said
+):
+    clock, machine = FakeClock(), SimulatedMachine(worker_start_s=0.2)
+    run = replace(simulated_run(machine, own=own, epoch_batches=epoch_batches), may_keep_workers=may_keep)
+    found = simulated_search(SimulatedProbe(machine, clock, epoch_batches=epoch_batches), run, clock)
+    result = assembled(found, clock())
+    assert (result.best.num_workers > 0, result.best.persistent_workers) == (True, is_kept)
+    assert any("persistent workers do not see" in each.sentence for each in result.warnings) == is_said
+    # AND what is written is what was measured, in rounds
+    assert len(result.rates_of(result.best)) >= 2
+    # AND the user's own stays as it is
+    assert own is None or own in {trial.config for trial in result.trials}
 
 
 class Spawned(SimulatedProbe):

@@ -10,10 +10,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.report.result import TuningResult
-from autotune_loader.tuning.torchrun import decided, joined_ranks, slowest
+from autotune_loader.tuning import torchrun
+from autotune_loader.tuning.torchrun import await_all, decided, joined_ranks, names_of_missing, slowest
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, TunerError
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
@@ -31,6 +33,30 @@ def test_a_process_without_a_launcher_has_no_ranks(monkeypatch):
             monkeypatch.setenv(name, value)
         with joined_ranks() as ranks:
             assert ranks is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "missing", "says"),
+    [(0, [1, 2], "rank 1, 2"), (1, [0, 2], "rank 0, 2"), (0, [1], "rank 1"), (2, [1], None), (0, [], None)],
+)
+def test_the_first_of_those_that_wait_says_for_whom(rank, missing, says):
+    assert names_of_missing(rank, 3, missing) == says
+
+
+def test_ranks_come_one_after_the_other_and_one_that_never_does_is_an_error(monkeypatch):
+    store, clock, missing, seen, comes = torch.distributed.HashStore(), FakeClock(), [1, 2], [], ["rank2", "rank1"]
+
+    def sleep(seconds):
+        seen.append(list(missing))
+        clock.advance(100.0)
+        if comes:
+            store.set(comes.pop(0), "here")
+
+    monkeypatch.setattr(torchrun, "time", Mock(monotonic=clock, sleep=sleep))
+    await_all(store, 0, 3, missing)
+    assert seen == [[1, 2], [1]]
+    with pytest.raises(TunerError, match=r"rank 1 has not called tune\(\): every rank of the job has to call tune\(\)"):
+        await_all(torch.distributed.HashStore(), 0, 2, missing)
 
 
 def test_all_ranks_run_each_burst_for_its_whole_window_and_get_what_the_slowest_measured():

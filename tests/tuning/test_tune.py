@@ -53,7 +53,7 @@ def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(tmp
 
 
 def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(tmp_path, monkeypatch):
-    path, odd = tmp_path / "loader.json", LoaderConfig(num_workers=7, prefetch_factor=5, persistent_workers=True)
+    path, odd = tmp_path / "loader.json", LoaderConfig(num_workers=7, prefetch_factor=5)
     earlier = tuned(monkeypatch, output=path)
 
     def tried(**changes):
@@ -67,11 +67,12 @@ def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(
     assert tuned(monkeypatch, output=path).best == TuningResult.load(path).best
 
 
-def test_the_study_of_the_user_is_gone_on_with_and_told_the_choice(monkeypatch):
+@pytest.mark.parametrize("given", [None, optuna.samplers.RandomSampler(seed=0)], ids=["the twin", "another sampler"])
+def test_the_study_of_the_user_is_gone_on_with_and_told_the_choice(monkeypatch, given):
     study, params = optuna.create_study(direction="maximize"), {"num_workers": 5, "prefetch_factor": 2}
     sampler = study.sampler
     study.enqueue_trial(params)
-    result = tuned(monkeypatch, study=study)
+    result = tuned(monkeypatch, study=study, sampler=given)
     # AND its sampler is the user's again
     assert (result.study, study.sampler, study.trials[0].params) == (study, sampler, params)
     assert LoaderConfig.from_dict(study.user_attrs[CHOSEN]) == result.best
