@@ -13,6 +13,7 @@ from dataclasses import replace
 from autotune_loader.bursts.protocol import Probe, WarmupReport
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.throughput import queued_share
+from autotune_loader.search.rule import COMPUTING_SHARE
 from autotune_loader.search.space import Context
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, Trial
 
@@ -106,8 +107,10 @@ class Bursts:
         trials, plan = self._trials(), SEARCH_BURST
         if round_ is not None:
             last = trials[-1] if trials and trials[-1].round == round_ else None
-            # A side reads what the one before it has read, where that did not come from storage.
-            again = last is not None and last.measurement is not None and last.measurement.read_bytes == 0
+            # A side reads what the one before it has read, where that did not come from storage: FUSE, for one, does not
+            # count what is read, but who waits for it computes little.
+            computes = self.context.fetch_cpu_s > COMPUTING_SHARE * (self.context.fetch_s or 0.0)
+            again = computes and last is not None and last.measurement is not None and last.measurement.read_bytes == 0
             plan = replace(ROUND_BURST, prefill_s=self._prefill_s(config, trials), again=again)
         least_s = self._least_window_s(config, trials)
         plan = replace(
