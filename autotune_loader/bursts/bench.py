@@ -236,11 +236,13 @@ class Bench:
         counts_batches = not data.is_batched and first.samples == 1 and samples_in(first.batch) is None
         alone = shape.on_accelerator
         repeats = data.is_iterable and not alone and workers_repeat_each_other(data, first_batch_s)
+        why_no_nvml = "" if self._timeline is None else self._timeline.gpu.why_none
         told = {
             BATCHES_COUNTED: counts_batches,
             SLOW_BATCHES.format(seconds=fetch_s): fetch_s > SLOW_FETCH_S,
             REPEATED_SAMPLES: repeats,
             self._reading.note or "": self._reading.note is not None,
+            why_no_nvml: bool(why_no_nvml),
         }
         return WarmupReport(
             step=step.description,
