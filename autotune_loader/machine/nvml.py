@@ -1,7 +1,7 @@
 """How busy a GPU is as NVML tells it, and `nvidia-smi`: the whole device, everybody's work. Nothing else imports `pynvml`.
 
-    NVML's samples  ─ ─ ─│─ ─ ─ ─ ─│█████████│█████████│█████████│─ ─ ─ ─ ─│    each the mean of 1/6 to 1 s
-    window                   │────────────────────────────────────────│         before it the device had no steps
+NVML's samples  ─ ─ ─│─ ─ ─ ─ ─│█████████│█████████│█████████│─ ─ ─ ─ ─│    each the mean of 1/6 to 1 s
+window                   │────────────────────────────────────────│         before it the device had no steps
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ class GpuUse(NamedTuple):
 
 
 class GpuMeter:
-    """Reads the GPU that torch calls `device`, for which it opens CUDA; `why_none` says why NVML tells nothing of it, or is empty."""
+    """Reads the GPU that torch calls `device`, and opens CUDA for it; `why_none` says why NVML tells nothing, or is empty."""
 
     def __init__(self, device: str | torch.device) -> None:
-        self._device, self._seen, self.ended, self.why_none = None, list[tuple[float, Any, Any]](), threading.Event(), ""
+        self._device, self.ended, self._seen, self.why_none = (
+            None,
+            threading.Event(),
+            list[tuple[float, Any, Any]](),
+            "",
+        )
         try:
-            known = torch.get_device_module(device).get_device_properties(device)
-            if hasattr(known, "uuid"):  # others are not NVIDIA's, and nobody misses anything
+            properties = torch.get_device_module(device).get_device_properties(device)
+            if uuid := getattr(properties, "uuid", None):  # others are not NVIDIA's, and nobody misses anything
                 import pynvml
 
                 pynvml.nvmlInit()
-                self._nvml, self._device = pynvml, _device_of(pynvml, known.uuid)
+                self._nvml, self._device = pynvml, _device_of(pynvml, uuid)
                 self.now()
         except Exception as error:  # whatever it is, it is no reason to end a burst
-            hint = "; pip install nvidia-ml-py would work" if isinstance(error, ImportError) else ""
-            self._device, self.why_none = None, f"NVML does not tell the utilization of {device}: {error}{hint}."
+            why = f"{error}; pip install nvidia-ml-py would work" if isinstance(error, ImportError) else error
+            self._device, self.why_none = None, f"NVML does not tell the utilization of {device}: {why}."
 
     def now(self) -> GpuUse:
         """NVML's latest mean, and the memory in use."""
@@ -56,26 +61,26 @@ class GpuMeter:
 
         def look() -> None:
             due = time.monotonic()
-            with suppress(Exception):  # what it refuses from now on is not known
-                while not ended.wait(max(0.0, due - time.monotonic())):
+            while self._device is not None and not ended.wait(max(0.0, due - time.monotonic())):
+                with suppress(self._nvml.NVMLError):  # this time it does not tell
                     seen.append((time.monotonic(), *self.now()))
-                    due += SAMPLE_S
+                due = max(due + SAMPLE_S, time.monotonic())
 
-        if self._device is not None:
-            threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=look, daemon=True).start()
 
     def end(self, start: float, end: float) -> GpuUse:
         """What the device did between two moments of `time.monotonic`; without `begin`, by NVML's samples alone."""
         self.ended.set()
-        shares = [(SAMPLE_S, share) for at, share, _ in self._seen if start + LONGEST_MEAN_S <= at <= end]
-        with suppress(Exception):  # it keeps no samples, or has none yet
+        if self._device is None:
+            return GpuUse()
+        shares = [share for at, share, _ in self._seen if start + LONGEST_MEAN_S <= at <= end]
+        with suppress(self._nvml.NVMLError):  # it keeps no samples, or has none yet
             to_wall_s, kind = time.time() - time.monotonic(), self._nvml.NVML_GPU_UTILIZATION_SAMPLES
             _, found = self._nvml.nvmlDeviceGetSamples(self._device, kind, int((start + to_wall_s) * 1e6))
             told = sorted((each.timeStamp / 1e6 - to_wall_s, each.sampleValue.uiVal / 100) for each in found)
-            shares = [(to - at, one) for (at, _), (to, one) in pairwise(told) if start <= at < to <= end] or shares
-        busy_s, whole_s = sum(length * share for length, share in shares), sum(length for length, _ in shares)
-        used_bytes = [used for at, _, used in self._seen if at <= end and used is not None]
-        return GpuUse(busy_s / whole_s if shares else None, max(used_bytes, default=None))
+            shares = [one for (at, _), (to, one) in pairwise(told) if start <= at < to <= end] or shares
+        used_bytes = max((used for at, _, used in self._seen if at <= end and used is not None), default=None)
+        return GpuUse(sum(shares) / len(shares) if shares else None, used_bytes)
 
 
 def _device_of(nvml: Any, uuid: object) -> Any:

@@ -87,7 +87,7 @@ class Measurement:
     gpu_utilization: float | None = None
     """Share of the window in which any kernel of any process ran on the device, as NVML tells it: gaps between kernels do not
     count, and neither does how much of the device a kernel fills. None where NVML does not tell, and of a short window."""
-    gpu_used_bytes: int | None = None  # most memory in use on the device, by all processes, CUDA and torch's cache; by NVML
+    gpu_used_bytes: int | None = None  # most memory in use on the device, by all processes, as NVML tells it
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)  # every batch of the burst, window or not
     stages: StageSamples | None = field(default=None, compare=False)  # None without workers, or if nobody watched
 
