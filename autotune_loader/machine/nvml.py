@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +26,8 @@ class GpuMeter:
     """Reads the GPU that torch calls `device`, and opens CUDA for it; `why_none` says why NVML tells nothing, or is empty."""
 
     def __init__(self, device: str | torch.device) -> None:
-        self._device, self.ended, self._seen, self.why_none = (
-            None,
-            threading.Event(),
-            list[tuple[float, Any, Any]](),
-            "",
-        )
+        self._device, self.ended, self.why_none = None, threading.Event(), ""
+        self._seen = list[tuple[float, Any, Any]]()
         try:
             properties = torch.get_device_module(device).get_device_properties(device)
             if uuid := getattr(properties, "uuid", None):  # others are not NVIDIA's, and nobody misses anything
@@ -78,7 +73,7 @@ class GpuMeter:
             to_wall_s, kind = time.time() - time.monotonic(), self._nvml.NVML_GPU_UTILIZATION_SAMPLES
             _, found = self._nvml.nvmlDeviceGetSamples(self._device, kind, int((start + to_wall_s) * 1e6))
             told = sorted((each.timeStamp / 1e6 - to_wall_s, each.sampleValue.uiVal / 100) for each in found)
-            shares = [one for (at, _), (to, one) in pairwise(told) if start <= at < to <= end] or shares
+            shares = [share for at, share in told[1:] if at <= end] or shares  # the first has begun before the window
         used_bytes = max((used for at, _, used in self._seen if at <= end and used is not None), default=None)
         return GpuUse(sum(shares) / len(shares) if shares else None, used_bytes)
 
