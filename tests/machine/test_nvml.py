@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(compiler() is None, reason
 MIB, EPOCH_S = 1 << 20, 1_000_000_000.0
 NO_PERMISSION, NOT_SUPPORTED, DRIVER_NOT_LOADED = 4, 3, 9
 TIME_US = ctypes.c_longlong
-FAST_US, SLOW_US = 166_667, 1_000_000
+FAST_US, SLOW_US = 150_000, 1_000_000
 """Of NVML's samples."""
 
 
@@ -87,7 +87,7 @@ class Machine:
         meter.begin()
         while self.looks:
             self.looks.pop()()
-        self.go_to(self.ends)
+        self.go_to(self.ends + 1.0)  # what comes after it is not of it
         return meter.end(start, self.ends), self.library.standin_mean(0, self.us(start), self.us(self.ends)) / 100
 
 
@@ -129,6 +129,7 @@ BUSY_AFTER_5_S = "5000000:0,5000000:90"
         (gpu("a", "300000:100,400000:20"), 100.1, 3.0),
         # what was before the window, and is in the first sample that ends in it, does not count
         (gpu("a", BUSY_AFTER_5_S), 105.01, 0.5),
+        (gpu("a", BUSY_AFTER_5_S), 109.0, 0.95),
         (gpu("a", BUSY_AFTER_5_S, period_us=SLOW_US), 105.3, 3.0),
         (gpu("a", BUSY_AFTER_5_S, samples=NOT_SUPPORTED), 105.01, 2.0),
         (gpu("a", BUSY_AFTER_5_S, period_us=SLOW_US, samples=NOT_SUPPORTED), 105.01, 3.0),
@@ -157,6 +158,7 @@ def test_of_a_window_that_is_too_short_nothing_is_told(machine, device, seconds,
     machine.have(device)
     meter = GpuMeter("cuda")
     machine.go_to(105.1)
+    assert meter.why_none == ""
     assert machine.window(meter, seconds)[0] == (None, used)
 
 
