@@ -15,7 +15,7 @@ from tests.sizes import FLOORS, PACKAGE, PAGE, named_by_doors, page_with, tree
 
 MOST_MODULES, MOST_NAMES = 12, 25
 # What costs start-up time and is needed only by those who tune.
-LAZY = ("optuna", "pandas", "psutil", "rich", "matplotlib")
+LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
 # Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
 # nobody else may enter.
 UNPICKLING = {

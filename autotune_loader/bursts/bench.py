@@ -199,12 +199,13 @@ class Bench:
             self._step = step
         except Exception as error:
             return self._answer_to(error, "step")
+        why_no_nvml = "" if self._timeline is None else self._timeline.gpu.why_none
         return Message(
             ready=replace(
                 seen,
                 step=step.description,
                 default_threads=torch.get_num_threads(),
-                notes=(*step.notes, *seen.notes),
+                notes=(*step.notes, *seen.notes, *filter(None, [why_no_nvml])),
                 **accelerator_facts(step.device),
             )
         )

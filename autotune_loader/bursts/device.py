@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autotune_loader.machine.nvml import GpuMeter
 from autotune_loader.pipeline.batches import Lane, accelerator
 from autotune_loader.pipeline.tracing import Fetch
 from autotune_loader.values import MAIN_PROCESS, BatchTrace
@@ -33,9 +34,11 @@ class Timeline:
         self._device, self._module = device, accelerator(device)
         self.lane = Lane(device)
         """A way to copy batches ahead of the step; one, since each new stream would fill a memory pool of its own."""
+        self.gpu = GpuMeter(device)
 
     def open(self) -> None:
         """Wait until the device is idle, and begin to count its time."""
+        self.gpu.ended.set()  # of a burst that failed
         if self._device.index is not None:
             # The pinning thread uses the current device; on another one it would open a context, which takes memory.
             self._module.set_device(self._device)
@@ -94,7 +97,9 @@ class Passages:
         """Seconds that the copy of each kept it from beginning, when it began, and when it was done."""
 
     def note(self, passage: Passage) -> None:
-        """Take a batch in, and hold the host when it is too far ahead."""
+        """Take a batch in, and hold the host when it is too far ahead; with the first one the window has opened."""
+        if not self._steps and not self._on_the_way:
+            self._timeline.gpu.begin()
         self._on_the_way.append(passage)
         _, begun, done = self._steps[-1] if self._steps else (0.0, 0.0, MOST_AHEAD_S)
         most = max(FEWEST_AHEAD, int(MOST_AHEAD_S / max(done - begun, 1e-6)))
@@ -114,8 +119,9 @@ class Passages:
         at_work = sum(max(0.0, min(done, end) - max(begun, start)) for _, begun, done in self._steps)
         busy_share = at_work / (end - start) if end > start else None
         copies = [copy_s for copy_s, begun, _ in self._steps if start <= begun <= end]
-        copy_s = fmean(copies) if copies else None
-        return {"gpu_busy_share": busy_share, "copy_s": copy_s, "gpu_memory_bytes": self._timeline.peak_bytes()}
+        copy_s, of_all = fmean(copies) if copies else None, self._timeline.gpu.end(start, end)
+        of_job = {"gpu_busy_share": busy_share, "copy_s": copy_s, "gpu_memory_bytes": self._timeline.peak_bytes()}
+        return {**of_job, "gpu_utilization": of_all.utilization, "gpu_used_bytes": of_all.used_bytes}
 
     def _trace_of(self, seen: Passage) -> BatchTrace | None:
         copied, done = self._timeline.passed(seen.copied), self._timeline.passed(seen.done)

@@ -79,16 +79,24 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _gpus() -> str:
-    """The devices that torch can use."""
+    """The devices that torch can use, and how busy they are now."""
     from autotune_loader.diagnosis.units import bytes_text
 
+    told = list[str]()
     try:
         import torch
 
-        found = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
+        from autotune_loader.machine.nvml import GpuMeter
+
+        for at in range(torch.cuda.device_count()):
+            gpu, meter = torch.cuda.get_device_properties(at), GpuMeter(f"cuda:{at}")
+            share, used_bytes = meter.now()
+            used = "" if used_bytes is None else f", {bytes_text(used_bytes)} in use"
+            now = f": {meter.why_none.rstrip('.')}" if share is None else f"{used}, {share:.0%} busy"
+            told.append(f"cuda:{at} {gpu.name} ({bytes_text(gpu.total_memory)}){now}")
     except Exception as error:  # no torch, or a driver that does not answer
         return f"torch does not tell ({type(error).__name__}: {error})"
-    return ", ".join(f"cuda:{at} {gpu.name} ({bytes_text(gpu.total_memory)})" for at, gpu in enumerate(found)) or "none"
+    return "; ".join(told) or "none"
 
 
 def _versions() -> str:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -74,6 +75,26 @@ def queued_s(task: str) -> float:
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{task}/schedstat", "rb", 0) as file:  # noqa: PTH123 - fast
         return int(file.read(64).split()[1]) / 1e9
     return 0.0
+
+
+class CpuTimes(NamedTuple):
+    """Seconds on a core, and seconds in which something was ready to run and waited for one."""
+
+    cpu_s: float
+    queued_s: float
+
+    @classmethod
+    def of_thread(cls) -> CpuTimes:
+        """Of the calling thread, in 10 us."""
+        return cls(time.thread_time(), queued_s("thread-self"))
+
+    @classmethod
+    def of_process(cls, pid: int) -> CpuTimes:
+        """Of a process, with all of its threads."""
+        use, threads = process_use(PROC / str(pid)), list[str]()
+        with contextlib.suppress(OSError):  # it is gone
+            threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - names are wanted
+        return cls(0.0 if use is None else use.cpu_s, sum(queued_s(f"{pid}/task/{thread}") for thread in threads))
 
 
 def process_use(folder: Path) -> TreeUse | None:

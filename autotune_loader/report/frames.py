@@ -1,7 +1,8 @@
 """Results as pandas frames: a row for each trial, each stage, or each side of a comparison.
 
 Units are in the names: `_s` seconds, `_bytes` bytes, `_share` 0 to 1. Columns and their types are always the same, also
-without a row; what was not measured is NA.
+without a row; what was not measured is NA. Of a GPU, `gpu_busy_share` (steps, by its events) and `gpu_memory_bytes` (as torch
+allocated it) are the job's, `gpu_utilization` (0 to 1, kernels) and `gpu_used_bytes` everybody's, as NVML tells them.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ OF_TRIAL = {
     ),
     **dict.fromkeys(("cpu_share", "foreign_cpu_share"), REAL),
     **dict.fromkeys(("rss_bytes", "pss_bytes", "shm_bytes"), WHOLE),
-    "gpu_busy_share": REAL,
-    "gpu_memory_bytes": WHOLE,
+    **dict.fromkeys(("gpu_busy_share", "gpu_utilization"), REAL),
+    **dict.fromkeys(("gpu_memory_bytes", "gpu_used_bytes"), WHOLE),
     "seconds": REAL,
     **dict.fromkeys(("failure_kind", "failure_phase", "failure_message"), TEXT),
 }
 OF_STAGE = {"stage": TEXT, "where": TEXT, **dict.fromkeys(("wall_share", "cpu_share", "wall_s", "cpu_s"), REAL)}
+SIDE_SHARES = ("wait_share", "cpu_share", "gpu_busy_share", "gpu_utilization")
 OF_SIDE = {
     "side": TEXT,
     "config": TEXT,
     "batch_size": WHOLE,
     **dict.fromkeys(("rate", "rate_low", "rate_high", "ratio", "ratio_low", "ratio_high"), REAL),
-    **dict.fromkeys(("wait_share", "cpu_share", "gpu_busy_share"), REAL),
+    **dict.fromkeys(SIDE_SHARES, REAL),
     "memory_bytes": WHOLE,
     "bottleneck": TEXT,
     "error": TEXT,
@@ -85,7 +87,7 @@ def _side_row(comparison: ComparisonRecord, side: Side) -> dict[str, Any]:
         "error": side.error,
     }
     if (measured := side.measurement) is not None:
-        row |= {name: getattr(measured, name) for name in ("wait_share", "cpu_share", "gpu_busy_share")}
+        row |= {name: getattr(measured, name) for name in SIDE_SHARES}
         row |= {"batch_size": round(measured.batch_size), "memory_bytes": measured.taken_bytes}
     return row
 

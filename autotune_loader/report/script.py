@@ -32,6 +32,8 @@ class LoaderReport:
     """With the settings now, where their effect was measured; None where no step was timed."""
     wait_share: float | None
     """Share of the time in which the loop waited for data, with the same settings; None before there was a step."""
+    gpu_utilization: float | None = None
+    """Share of the time, 0 to 1, in which any kernel of any process ran on the GPU, as NVML tells it."""
     settings: dict[str, Any]
     """Those of the script."""
     settings_now: dict[str, Any]
@@ -61,6 +63,8 @@ class LoaderReport:
             seen.append(f"{is_new}{units.number_text(self.samples_per_s)} samples/s")
         if self.wait_share is not None:
             seen.append(f"waits for data {units.share_text(self.wait_share)} of the time")
+        if self.gpu_utilization is not None:
+            seen.append(f"GPU {units.share_text(self.gpu_utilization)} busy (NVML)")
         own, now = settings_text(self.settings), settings_text(self.settings_now)
         lines = [f"{self.name}  {self.contents}", f"  {', '.join(seen)}", f"  settings: {own}"]
         if self.processes > 1:

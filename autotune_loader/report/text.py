@@ -176,6 +176,8 @@ def _facts(result: TuningRecord) -> Iterator[str]:
         yield f"Ceiling: {rate_text(result.ceiling.value)}, the rate of the training step alone, with its data in memory."
     if result.gpu_busy_share is not None:
         yield f"GPU: busy {share_text(result.gpu_busy_share)} of the time (from the first to the last kernel of each step)."
+    if result.gpu_utilization is not None:
+        yield f"GPU {share_text(result.gpu_utilization)} busy (NVML)."
     if result.source is not None:
         yield result.source
 

@@ -121,11 +121,13 @@ class TuningRecord:
     ceiling: Interval | None = None
     """Rate of the training step alone, data already in memory: no loader can exceed it."""
     wait_share: float | None = None
-    """Of the best configuration, like the two below: share of the time in which the loop waited for data."""
+    """Of the best configuration, like the three below: share of the time in which the loop waited for data."""
     memory_bytes: int | None = None
     """Of all processes together."""
     gpu_busy_share: float | None = None
     """Share of the time in which the GPU was in a step, by its own clock; gaps between kernels are included."""
+    gpu_utilization: float | None = None
+    """Share of the time in which any kernel of any process ran on the GPU, as NVML tells it."""
     as_fast: tuple[LoaderConfig, ...] = ()
     """Others that count as equally fast, by the rule that made the choice."""
     undecided: Finding | None = None

@@ -70,6 +70,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
             wait_share=measured.wait_share,
             memory_bytes=measured.taken_bytes,
             gpu_busy_share=measured.gpu_busy_share,
+            gpu_utilization=measured.gpu_utilization,
             source=source_of(measured, data, run.machine),
         )
     if any(best in each.rates for each in belief.rounds):

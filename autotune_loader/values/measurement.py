@@ -84,6 +84,10 @@ class Measurement:
     """Mean seconds in which the copy of a batch to the device keeps its step from beginning; None off a device. Of a step that
     moves its batches, and so has them in `step_s`: seconds of a copy alone."""
     gpu_memory_bytes: int | None = None  # peak memory of the job on the device, as torch allocated it
+    gpu_utilization: float | None = None
+    """Share of the window in which any kernel of any process ran on the device, as NVML tells it: gaps between kernels do not
+    count, and neither does how much of the device a kernel fills. None where NVML does not tell, and of a short window."""
+    gpu_used_bytes: int | None = None  # most memory in use on the device, by all processes, as NVML tells it
     traces: tuple[BatchTrace, ...] = field(default=(), compare=False)  # every batch of the burst, window or not
     stages: StageSamples | None = field(default=None, compare=False)  # None without workers, or if nobody watched
 
@@ -177,7 +181,7 @@ def averaged(bursts: Sequence[Measurement]) -> Measurement:
     last, rates = bursts[-1], [each.samples_per_s.value for each in bursts]
     begun = [each.first_batch_s for each in bursts if each.first_batch_s is not None]
     names = (
-        *("wait_share", "cpu_share", "foreign_cpu_share"),
+        *("wait_share", "cpu_share", "foreign_cpu_share", "gpu_busy_share", "gpu_utilization"),
         *("service_s", "service_cpu_s", "receive_s", "step_s", "copy_s"),
     )
     known = {name: [v for each in bursts if (v := getattr(each, name)) is not None] for name in names}

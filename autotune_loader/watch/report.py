@@ -102,6 +102,7 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
         seconds=totals.active_s,
         samples_per_s=rate,
         wait_share=wait,
+        gpu_utilization=loader.gpu_busy_s / loader.gpu_s if loader.gpu_s else None,
         settings=loader.own.arguments(),
         settings_now=(loader.own if found is None else found.best).arguments(),
         speedup=found.gain if is_changed else None,

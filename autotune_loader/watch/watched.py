@@ -18,14 +18,14 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
 from autotune_loader import LoaderConfig
-from autotune_loader.machine.processes import process_use, queued_s
+from autotune_loader.machine.nvml import GpuMeter
+from autotune_loader.machine.processes import CpuTimes
 from autotune_loader.pipeline.loop_log import Log, Site
 
 FEWEST_BATCHES = 3
@@ -36,34 +36,14 @@ LOOK_EVERY_S = 0.02
 """So often a batch is looked at more closely: with its CPU times, which take 10 us."""
 READ_EVERY_S = 0.5
 """So often the CPU times of this process and of torch's workers are read: 20 us a process, and a thread of a worker."""
+GPU_EVERY_S = 2.0
+"""So often NVML is asked how busy the GPU was since the last time, once the script uses CUDA."""
 WAITS_FOR_A_THREAD = {("threading.py", "join"), ("_base.py", "result"), ("base_events.py", "run_forever")}
 """Where the main thread is while another one trains; beside one that reads ahead, it trains."""
 WATCH = "_autotune_loader_watch"
 """Attribute of an iterator that is watched."""
 
 log = logging.getLogger(__name__)
-
-
-class CpuTimes(NamedTuple):
-    """Seconds on a core, and seconds in which something was ready to run and waited for one."""
-
-    cpu_s: float
-    queued_s: float
-
-
-def thread_times() -> CpuTimes:
-    """Of the calling thread."""
-    return CpuTimes(time.thread_time(), queued_s("thread-self"))
-
-
-def process_times(pid: int) -> CpuTimes:
-    """Of a process, with all of its threads."""
-    use = process_use(Path("/proc", str(pid)))
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - names are wanted
-    except OSError:  # it is gone
-        threads = []
-    return CpuTimes(0.0 if use is None else use.cpu_s, sum(queued_s(f"{pid}/task/{thread}") for thread in threads))
 
 
 class CpuOfBatches:
@@ -92,6 +72,7 @@ class ScriptLoader:
         in_loop: CPU times of making batches, or of receiving them, in the loop's own thread.
         in_workers: of making them in torch's workers.
         read_s, busy_s: seconds in which CPU times were read; of CPU that this process and torch's workers took meanwhile.
+        gpu_s, gpu_busy_s: seconds of which NVML has told how busy the GPU was, and in which it was.
         next_look_s: when a batch is looked at more closely again, be it of a later epoch.
         batch_bytes: of its first batch.
         epoch_samples: of the epochs that were not left early.
@@ -108,7 +89,7 @@ class ScriptLoader:
         self.site, self.name, self.own, self.log = site, name, own, Log()
         self.first_look: Callable[[ScriptLoader], None] | None = first_look
         self.in_loop, self.in_workers = CpuOfBatches(), CpuOfBatches()
-        self.read_s = self.busy_s = 0.0
+        self.read_s = self.busy_s = self.gpu_s = self.gpu_busy_s = 0.0
         self.next_look_s = 0.0
         self.waiting_since: float | None = None
         self.batch_bytes: int | None = None
@@ -196,7 +177,7 @@ class Watch:
         self._is_beside = self._thread != threading.main_thread().ident
         self.sizes.clear()
         self._reading: tuple[float, int, dict[int, CpuTimes]] | None = None
-        self._next_reading_s = now
+        self._next_reading_s = self._gpu_since = now
         self._known.waiting_since = now
 
     def reset(self, iterator: Any, reset: Callable[[], None]) -> None:
@@ -273,11 +254,11 @@ class Watch:
         self._known.next_look_s = now + LOOK_EVERY_S
         if self._known.first_look is not None:
             self._known.first_look(self._known)
-        return thread_times()
+        return CpuTimes.of_thread()
 
     def _clocked(self, now: float, batch: Any, asked: CpuTimes) -> None:
         """A batch whose CPU time was clocked."""
-        self._known.in_loop.add(1, asked, thread_times())
+        self._known.in_loop.add(1, asked, CpuTimes.of_thread())
         try:
             if self._known.batch_bytes is None:
                 self._known.batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
@@ -290,7 +271,9 @@ class Watch:
     def _read(self, now: float) -> None:
         """What CPU this process and torch's workers took since the last reading; before an epoch's first one they started."""
         workers = [worker.pid for worker in self._workers if worker.pid is not None]
-        times = {pid: process_times(pid) for pid in (os.getpid(), *workers)}
+        if now >= self._gpu_since + GPU_EVERY_S and torch.cuda.is_initialized():
+            self._read_gpu(now)
+        times = {pid: CpuTimes.of_process(pid) for pid in (os.getpid(), *workers)}
         if self._reading is not None:
             then, batches, earlier = self._reading
             both = earlier.keys() & times.keys()  # the number of workers may have changed
@@ -299,6 +282,22 @@ class Watch:
             for pid in both & set(workers):
                 self._known.in_workers.add((self.loop.batches - batches) / len(workers), earlier[pid], times[pid])
         self._reading = now, self.loop.batches, times
+
+    def _read_gpu(self, now: float) -> None:
+        """How busy the GPU was since the last time; where NVML keeps no samples, of late."""
+        begun, self._gpu_since = self._gpu_since, now
+        share = gpu_meter().end(begun, now).utilization
+        if share is None:
+            share = gpu_meter().now().utilization
+        if share is not None:
+            self._known.gpu_s += now - begun
+            self._known.gpu_busy_s += share * (now - begun)
+
+
+@functools.cache
+def gpu_meter() -> GpuMeter:
+    """Of the GPU that is the current one when it is asked for first."""
+    return GpuMeter("cuda")
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:

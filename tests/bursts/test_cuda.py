@@ -46,6 +46,9 @@ def test_a_burst_is_timed_by_the_device_and_knows_its_memory():
     # THEN ceiling and burst have the device's time
     assert 0.002 < burst.step_s == pytest.approx(ceiling.step_s, rel=0.2)
     assert burst.gpu_memory_bytes is not None
+    # THEN it knows what NVML tells, which is of all processes, or one sentence says why it does not
+    assert (burst.gpu_used_bytes or 0) > burst.gpu_memory_bytes or any("NVML" in note for note in probe.notes)
+    assert burst.gpu_utilization is None or 0 < burst.gpu_utilization <= 1
     # THEN the device was at work for the share of its step in its cycle
     assert burst.gpu_busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
     assert all(t.requested <= t.received <= t.step_end for t in burst.traces)

@@ -13,6 +13,7 @@ from autotune_loader.bursts import bench, loop
 from autotune_loader.bursts.loop import LoopRun, OpenLoader, Window
 from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import TrainingStep
+from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.machine.processes import TreeUse
 from autotune_loader.pipeline.throughput import is_enough
 from autotune_loader.pipeline.workload import TrainingSide
@@ -32,7 +33,8 @@ class FakeTimeline:
     def __init__(self, clock, copy_s=0.0):
         self.now, self.sleep, self.copy_s, self.lane = clock, clock.sleep, copy_s, self
         self.busy_until = self.lane_until = self.most_ahead_s = 0.0
-        self.events = []
+        self.events, self.watched = [], []
+        self.gpu = SimpleNamespace(begin=lambda: self.watched.append(clock()), end=self.use)
 
     def launch(self, seconds):
         """Give the device so much work."""
@@ -65,6 +67,11 @@ class FakeTimeline:
 
     def peak_bytes(self):
         return 0
+
+    def use(self, start, end):
+        """What NVML tells of a window."""
+        self.watched += [start, end]
+        return GpuUse(0.64, 1 << 30)
 
 
 class Batches:
@@ -155,6 +162,11 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
     assert found.copy_s == pytest.approx(max(0.0, times.get("copy_s", 0.0) - hidden_s), abs=2e-4)
     # copies are no work, nor is waiting
     assert found.gpu_busy_share == pytest.approx(step_s / period_s, abs=0.03)
+    # NVML is asked of the window alone, from its first step on
+    assert (found.gpu_utilization, found.gpu_used_bytes) == (0.64, 1 << 30)
+    begun, start, end = timeline.watched
+    assert begun < end == found.traces[-1].step_end
+    assert end - start == pytest.approx(found.window_s)
     # the device is waited for at the edges of the window only, at its end for three steps, or 60 ms
     assert timeline.events == ["open", "synchronize"]
     assert "copy_s" in times or timeline.most_ahead_s <= max(3.1 * step_s, 0.06)

@@ -10,17 +10,21 @@ import tempfile
 from dataclasses import replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock, create_autospec
 
 import psutil
 import pytest
+import torch
 from report.example import synthetic_result
 from torch.utils.data import DataLoader
 
 import autotune_loader
 from autotune_loader import cli, demo
 from autotune_loader.cli.doctor import examination
+from autotune_loader.machine import nvml
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
+from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.values import LoaderConfig, WorkloadError
 from autotune_loader.watch.run_plan import say
 
@@ -341,6 +345,24 @@ def test_a_low_limit_is_named_with_source_and_what_raises_it(files, host_cpus, e
     told = examination(inspect_machine(root=tmp_path, environ=environ))
     assert [part for part in parts if part not in told] == []
     assert ("LOW cores" in told) == ("Too low: " in told) == ("LOW cores:" in parts)
+
+
+def test_each_gpu_is_told_with_what_nvml_tells_of_it_now(monkeypatch):
+    why = "NVML does not tell the utilization of cuda:1: Insufficient Permissions."
+    meters = {
+        "cuda:0": SimpleNamespace(now=lambda: GpuUse(0.12, 3 << 30), why_none=""),
+        "cuda:1": SimpleNamespace(now=GpuUse, why_none=why),
+        "cuda:2": SimpleNamespace(now=lambda: GpuUse(0.0), why_none=""),
+    }
+    monkeypatch.setattr(nvml, "GpuMeter", meters.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=139 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: properties)
+    text = " ".join(examination(inspect_machine()).split())
+    assert (
+        "GPUs: cuda:0 NVIDIA H200 (139 GiB), 3 GiB in use, 12% busy; cuda:1 NVIDIA H200 (139 GiB): " + why[:-1] in text
+    )
+    assert "cuda:2 NVIDIA H200 (139 GiB), 0% busy" in text
 
 
 def test_one_screen_says_all_that_a_bug_report_needs():

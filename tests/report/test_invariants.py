@@ -142,3 +142,17 @@ def test_no_interval_reaches_below_zero_however_much_bursts_differ():
     assert (compared.to_dataframe()[["rate_low", "rate_high"]] > 0.0).all(axis=None)
     # AND what a table shows as rates has the ratio that it shows
     assert compared.rates["b"].value / compared.rates["a"].value == pytest.approx(compared.ratios["b"].value)
+
+
+def test_how_busy_a_gpu_was_is_the_mean_of_the_rounds_that_know_it():
+    own, shares = LoaderConfig(), ((0.8, 0.6), (0.9, None), (1.0, 0.7))
+    trials = tuple(
+        ran(own, 100.0, number, number, gpu_busy_share=steps, gpu_utilization=kernels, gpu_used_bytes=1 << 30)
+        for number, (steps, kernels) in enumerate(shares)
+    )
+    result = TuningResult(best=own, status="complete", trials=trials)
+    measured = result.measurement_of(own)
+    assert (measured.gpu_busy_share, measured.gpu_utilization) == pytest.approx((0.9, 0.65))
+    frame = result.to_dataframe()
+    assert frame.gpu_utilization.fillna(-1.0).tolist() == [0.6, -1.0, 0.7]  # what NVML does not tell is not 0
+    assert frame.gpu_used_bytes.tolist() == [1 << 30] * 3

@@ -78,6 +78,7 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         (DOUBT, "Inconclusive: no A/B round fit into the budget. Rerun with a larger budget. Keep 0 workers"),
         ({**DOUBT, "best": TWO, "speedup": SMALL.speedup}, "in 2 A/B rounds with both. Inconclusive: no A/B round"),
         ({"gpu_busy_share": 0.931}, "GPU: busy 93% of the time (from the first to the last kernel of each step)."),
+        ({"gpu_utilization": 0.641}, "GPU 64% busy (NVML)."),
         ({"ceiling": exactly(1300.0)}, "Ceiling: 1,300/s, the rate of the training step alone, with its data in"),
         ({"trials": ()}, "No configuration was tried."),
         ({"status": "fallback"}, "No setting worked. The fallback is PyTorch's defaults."),

@@ -4,6 +4,7 @@ Steps, copies and fetches take what a test says; what comes of them is known (`t
 """
 
 import inspect
+import os
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from autotune_loader import DevicePrefetcher, compare, tune
 from autotune_loader.bursts import parent
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan, LoaderConfig, WorkloadError
+from tests.support.accelerator import built_nvml
 from tests.support.bursts import Made, assert_views_travel_once, measured, opened, workload
 
 PINS_FOR_ANY = "accelerator" in inspect.getsource(dataloader)
@@ -138,6 +140,34 @@ def test_a_burst_has_the_devices_times(simulated, times, of_configs):
         assert (period_s, step_s) == pytest.approx(known[:2], rel=0.05)
         assert copy_s == pytest.approx(known[2], abs=0.001)
         assert wait == pytest.approx(known[3], abs=0.04)
+
+
+UUID = "aaaaaaaa-1111-2222"
+DEVICE = f"GPU-{UUID} 50000 {{mig}} 0 0 {3 << 30} 1000:64"
+"""Of the stand-in of NVML: 64% busy with all that runs there."""
+
+
+def told_by_nvml(environ):
+    os.environ.update(environ)
+    data, model, _ = job(step_s=0.010)
+    result = tune(data, model, batch_size=BATCH, device="sim", max_workers=1, budget=3, progress=False)
+    measured = result.measurement_of(result.best)
+    frame = result.to_dataframe()[["gpu_utilization", "gpu_used_bytes"]].dropna().drop_duplicates()
+    notes = [each.sentence for each in result.warnings if "NVML" in each.sentence]
+    return measured.gpu_utilization, result.gpu_utilization, frame.gpu_used_bytes.tolist(), notes, result.report()
+
+
+@pytest.mark.parametrize("mig", [0, 1])
+def test_tune_tells_what_nvml_tells_or_once_why_it_tells_nothing(simulated, tmp_path, mig):
+    environ = {"SIMULATED_NVML": f"{built_nvml(tmp_path)} {UUID}", "NVML_STANDIN": DEVICE.format(mig=mig)}
+    of_best, share, used_bytes, notes, report = simulated.call(told_by_nvml, environ)
+    if mig:
+        assert (of_best, share, used_bytes) == (None, None, [])
+        assert notes == ["NVML does not tell the utilization of sim: it tells none of MIG instances."]
+    else:
+        assert of_best == share == pytest.approx(0.64)
+        assert (set(used_bytes), notes) == ({3 << 30}, [])
+    assert ("GPU 64% busy (NVML)." in report) != bool(mig)
 
 
 def compared():

@@ -84,7 +84,7 @@ def folder(tmp_path_factory):
     allowed = {"autotune-loader"}.union(*map(needed_by, ("torch", "numpy", "psutil")))
     known = packages_distributions().items()
     refused = {module for module, names in known if allowed.isdisjoint(map(canonicalize_name, names))}
-    assert refused >= {"optuna", "pandas", "msgspec", "cloudpickle"}
+    assert refused >= {"optuna", "pandas", "msgspec", "cloudpickle", "pynvml"}
     folder = tmp_path_factory.mktemp("light")
     (folder / "sitecustomize.py").write_text(REFUSING.format(refused=sorted(refused)))
     for name, text in SCRIPTS.items():

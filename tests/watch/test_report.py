@@ -88,6 +88,15 @@ def test_what_workers_are_forked_from_is_said_beside_the_next_step(monkeypatch):
     assert Advice.FORKSERVER_BY_AUTOLOADER.said_by(found.advice[-1])
 
 
+def test_how_busy_the_gpu_was_is_said_where_nvml_tells(monkeypatch):
+    known = loader_of(2)
+    (without,) = seen_of(monkeypatch, known).report.loaders
+    known.gpu_s, known.gpu_busy_s = 8.0, 5.12
+    (found,) = seen_of(monkeypatch, known).report.loaders
+    assert (without.gpu_utilization, found.gpu_utilization) == (None, pytest.approx(0.64))
+    assert ["GPU 64% busy (NVML)" in " ".join(str(each).split()) for each in (without, found)] == [False, True]
+
+
 def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):
     (found,) = seen_of(monkeypatch, loader_of(), script=None).report.loaders
     assert found.advice[0].startswith('`enable("run", allow_workers=True)` tries worker processes')

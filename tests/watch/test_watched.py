@@ -22,13 +22,14 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from autotune_loader import enable
 from autotune_loader.autoloader.live import live_of
 from autotune_loader.lines import Line
+from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.pipeline import forking
 from autotune_loader.pipeline.loop_log import Log, Marks, Site
 from autotune_loader.values import LoaderConfig
 from autotune_loader.watch import watched
 from autotune_loader.watch.hook import active
 from autotune_loader.watch.session import FirstLine
-from autotune_loader.watch.watched import CpuTimes, ScriptLoader, Watch, process_times, thread_times
+from autotune_loader.watch.watched import CpuTimes, ScriptLoader, Watch
 
 NUMBERS = TensorDataset(torch.arange(48))
 
@@ -334,7 +335,7 @@ class FakeLoop:
     def __init__(self, batches, monkeypatch):
         self.now, self.cpu, self.told = 0.0, CpuTimes(0.0, 0.0), []
         monkeypatch.setattr(watched, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(watched, "thread_times", lambda: self.cpu)
+        monkeypatch.setattr(CpuTimes, "of_thread", lambda: self.cpu)
         loader = DataLoader(TensorDataset(torch.arange(8 * batches)), batch_size=8)
         site = Site.of(loader, Line("train.py", 15))
         self.known = ScriptLoader(site, "train.py:15", LoaderConfig(), self.look)
@@ -392,12 +393,41 @@ def test_waiting_pauses_and_starts_of_epochs_are_told_apart(monkeypatch):
     assert loop.known.batch_bytes == 32
 
 
+class Meter:
+    """NVML of a GPU that is busy for 64% of the time, of which it keeps samples or tells what is so of late."""
+
+    def __init__(self, keeps):
+        self.keeps, self.windows = keeps, []
+
+    def end(self, start, end):
+        self.windows.append((start, end))
+        return GpuUse(0.64 if self.keeps else None)
+
+    def now(self):
+        return GpuUse(0.64)
+
+
+@pytest.mark.parametrize(("keeps", "uses_cuda"), [(True, True), (False, True), (True, False)])
+def test_nvml_is_asked_every_2_s_at_most_once_the_script_uses_cuda(keeps, uses_cuda, monkeypatch):
+    meter, loop = Meter(keeps), FakeLoop(60, monkeypatch)
+    monkeypatch.setattr(watched, "gpu_meter", lambda: meter)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_cuda)
+    for _ in range(60):
+        loop.batch(0.1, 0.1)
+    assert (loop.known.gpu_s > 9.0) == uses_cuda == bool(meter.windows)
+    assert loop.known.gpu_busy_s == pytest.approx(0.64 * loop.known.gpu_s)
+    # each window begins where the one before ended
+    assert all(begun == ended for (_, ended), (begun, _) in itertools.pairwise(meter.windows))
+    assert all(end - start >= 2.0 for start, end in meter.windows)
+
+
 @pytest.mark.process
 def test_workers_tell_what_cpu_they_take(watching, monkeypatch):
     own, a_workers = itertools.count(0, 0.25), itertools.count(0, 0.5)  # seconds of CPU between two readings
     times = lambda pid: CpuTimes(next(own if pid == os.getpid() else a_workers), 0.0)  # noqa: E731
-    for name, value in (("READ_EVERY_S", 0.0), ("LOOK_EVERY_S", 0.0), ("process_times", times)):
+    for name, value in (("READ_EVERY_S", 0.0), ("LOOK_EVERY_S", 0.0)):
         monkeypatch.setattr(watched, name, value)
+    monkeypatch.setattr(CpuTimes, "of_process", times)
     list(DataLoader(NUMBERS, batch_size=8, num_workers=1))
     (known,) = watching.session.loaders
     assert (known.in_workers.batches, known.in_workers.cpu_s) == (5, 2.5)  # from the first batch to the last
@@ -417,10 +447,10 @@ def test_what_waits_for_a_core_is_told_from_what_waits_for_data():
     busy = multiprocessing.get_context("fork").Process(target=burn, args=(20.0,))
     busy.start()
     try:
-        times = [work(0.4) or thread_times() for work in (time.sleep, time.sleep, burn)]
+        times = [work(0.4) or CpuTimes.of_thread() for work in (time.sleep, time.sleep, burn)]
     finally:
         busy.kill()
         os.sched_setaffinity(0, cores)
     waited, computed = (after.queued_s - before.queued_s for before, after in itertools.pairwise(times))
     assert computed > 0.1 > waited
-    assert process_times(os.getpid()).cpu_s > times[2].cpu_s - times[0].cpu_s
+    assert CpuTimes.of_process(os.getpid()).cpu_s > times[2].cpu_s - times[0].cpu_s

@@ -55,6 +55,20 @@ def built(folder: Path) -> Path:
     return folder
 
 
+def built_nvml(folder: Path) -> Path:
+    """A stand-in of `libnvidia-ml.so.1` (see `nvml.c`), compiled in the folder; a process that has loaded it finds no other.
+
+    Raises:
+        RuntimeError: there is no compiler.
+    """
+    if (command := compiler()) is None:
+        raise RuntimeError("the stand-in of NVML needs a compiler: c++ or g++ on PATH would work")
+    library = folder / "libnvidia-ml.so.1"
+    flags = ["-x", "c", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{library.name}"]
+    subprocess.run([command, *flags, HERE / "nvml.c", "-o", library], check=True)
+    return library
+
+
 def _compile(source: Path, library: Path) -> None:
     import torch
 

@@ -6,6 +6,7 @@ This file is copied beside the compiled `simulated.so`, and torch loads it as an
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -142,7 +143,12 @@ def get_device_name(device: Any = None) -> str:
 
 
 def get_device_properties(device: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(name=get_device_name(device), total_memory=mem_get_info(device)[1])
+    """Where `SIMULATED_NVML` in the environment is a path and a UUID, NVML, which is that library, knows the device."""
+    found = SimpleNamespace(name=get_device_name(device), total_memory=mem_get_info(device)[1])
+    if "SIMULATED_NVML" in os.environ:
+        library, found.uuid = os.environ["SIMULATED_NVML"].split()
+        ctypes.CDLL(library)
+    return found
 
 
 def is_available() -> bool:
