@@ -97,17 +97,14 @@ class Belief:
     @cached_property
     def draws(self) -> Draws:
         """The same of whole epochs: workers that do not live on start anew in each."""
-        with_workers = [(t.config.num_workers, m) for t in self._seen if t.config.num_workers and (m := t.measurement)]
-        begun = [(workers, m, m.first_batch_s) for workers, m in with_workers if m.first_batch_s is not None]
-        if not begun or not self.context.epoch_batches:
+        sizes = [trial.measurement.batch_size for trial in self._seen if trial.measurement]
+        if not sizes or not self.context.epoch_batches:
             return self.sustained
         start_s, paths = np.zeros(len(self.configs)), self.sustained.paths
         for index, config in enumerate(self.configs):
-            if config.num_workers and not self.space.as_kept(config).persistent_workers:
-                workers, nearest, first_batch_s = min(begun, key=lambda each: abs(each[0] - config.num_workers))
-                crowding = max(1.0, config.num_workers / max(workers, self.context.usable_cores))
-                start_s[index] = crowding * max(first_batch_s - nearest.service_s, 0.0)
-        samples = self.context.epoch_batches * begun[0][1].batch_size
+            if not self.space.as_kept(config).persistent_workers:
+                start_s[index] = starting_s(self._seen, config.num_workers, self.context.usable_cores)
+        samples = self.context.epoch_batches * sizes[0]
         return replace(self.sustained, paths=paths - np.log1p(start_s * np.exp(paths) / samples))
 
     @cached_property
@@ -238,6 +235,18 @@ class Belief:
             variances=np.array([_own_sd(t) ** 2 for t in seen], dtype=np.float64),
             rounds=np.array([groups.index(each) for each in together], dtype=np.int64),
         )
+
+
+def starting_s(trials: Sequence[Trial], workers: int, cores: int) -> float:
+    """Seconds in which so many workers start, by the most similar number that started as in training; 0 where none has."""
+    measured = [
+        (trial.config.num_workers, m) for trial in trials if trial.config.num_workers and (m := trial.measurement)
+    ]
+    begun = [(count, max(m.first_batch_s - m.service_s, 0.0)) for count, m in measured if m.first_batch_s is not None]
+    if not begun or not workers:
+        return 0.0
+    count, seconds = min(begun, key=lambda each: abs(each[0] - workers))
+    return seconds * max(1.0, workers / max(count, cores))
 
 
 def _covariance(configs: Sequence[LoaderConfig], space: Space, solved: Solved | None) -> Floats:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from autotune_loader.bursts.protocol import Probe, WarmupReport
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.throughput import queued_share
+from autotune_loader.search.belief import starting_s
 from autotune_loader.search.rule import COMPUTING_SHARE
 from autotune_loader.search.space import Context
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, Trial
@@ -151,9 +152,9 @@ class Bursts:
             return config.num_workers <= self.context.usable_cores
         if config.persistent_workers or not self.context.epoch_batches:
             return False
-        nearest, of, first_batch_s = min(begun, key=lambda each: abs(each[0].num_workers - config.num_workers))
-        starting_s = first_batch_s * config.num_workers / nearest.num_workers
-        return starting_s * of.samples_per_s.value > STARTING_COUNTS * self.context.epoch_batches * of.batch_size
+        _, of, _ = min(begun, key=lambda each: abs(each[0].num_workers - config.num_workers))
+        samples = starting_s(trials, config.num_workers, self.context.usable_cores) * of.samples_per_s.value
+        return samples > STARTING_COUNTS * self.context.epoch_batches * of.batch_size
 
     def _least_window_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
         """Seconds for some turns of the workers, as in the burst with the most similar number of them."""

@@ -19,7 +19,7 @@ from optuna.storages import BaseStorage
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.diagnosis.tables import Caution, Ended
 from autotune_loader.report.progress import Progress
-from autotune_loader.search.belief import Belief
+from autotune_loader.search.belief import Belief, starting_s
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.sampler import ROUND, TwinSampler, quiet_optuna
 from autotune_loader.tuning.arguments import in_a_loader, refuse
@@ -200,15 +200,12 @@ class Search:
 
     def _starting_share(self, config: LoaderConfig) -> float:
         """The seconds in which its workers start, as a share of an epoch without them; 0 where they are not known."""
-        measured = [(each.config, m) for each in self.trials if each.config.num_workers and (m := each.measurement)]
-        begun = [(of.num_workers, m, m.first_batch_s) for of, m in measured if m.first_batch_s is not None]
-        rates = [m.samples_per_s.value for of, m in measured if of.key() == config.key()]
-        epoch_batches = self.run.context.epoch_batches
-        if not begun or not rates or not epoch_batches:
+        measured = [(each.config, m) for each in self.trials if (m := each.measurement)]
+        rates = [m.samples_per_s.value / m.batch_size for of, m in measured if of.key() == config.key()]
+        if not rates or not self.run.context.epoch_batches:
             return 0.0
-        workers, of, first_batch_s = min(begun, key=lambda each: abs(each[0] - config.num_workers))
-        start_s = max(first_batch_s - of.service_s, 0.0) * config.num_workers / workers
-        return start_s * rates[-1] / (epoch_batches * of.batch_size)
+        cores = self.run.context.usable_cores
+        return starting_s(self.trials, config.num_workers, cores) * rates[-1] / self.run.context.epoch_batches
 
     def _kept(self, call: Callable[[], Answer]) -> Answer:
         """The answer of a call that asks the study; where its storage fails, that of a study in memory with the same trials."""
