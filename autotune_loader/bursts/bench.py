@@ -150,7 +150,8 @@ class Bench:
                 self._answer_to(error, phase, config)
 
         try:
-            run = LoopRun(request, self._step, self._timeline, self._announce, on_error, self._home)
+            reading = self._reading if request.what == "burst" else None
+            run = LoopRun(request, self._step, self._timeline, self._announce, on_error, self._home, reading)
             outcome = run.measured(make_loader)
         except (Raised, StepError) as error:
             if isinstance(error, Raised) and has_workers and error.is_of_workers(self._read_private):

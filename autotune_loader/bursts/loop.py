@@ -29,6 +29,7 @@ from autotune_loader.machine.limits import affinity, shared_memory
 from autotune_loader.machine.nursery import Home
 from autotune_loader.machine.processes import TreeUse, host_busy_s, tree, tree_pss, tree_use, without_nursery
 from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
 from autotune_loader.values import (
@@ -72,6 +73,7 @@ class LoopRun:
 
     `announce` is told which phase begins, so that the parent can name it when the process hangs or dies; `on_error` is told
     what was raised, and in which phase, before anything is dropped or ended. In `home` is the nursery of workers, if any.
+    `reading` knows how many batches come from one place; None where batches are not read.
     """
 
     def __init__(
@@ -82,9 +84,10 @@ class LoopRun:
         announce: Callable[[FailurePhase], None],
         on_error: Callable[[Exception, FailurePhase], None] = lambda error, phase: None,
         home: Home | None = None,
+        reading: Reading | None = None,
     ) -> None:
         self.request, self.step, self.timeline, self._announce = request, step, timeline, announce
-        self._on_error, self._home = on_error, home
+        self._on_error, self._home, self._reading = on_error, home, reading
         self.phase: FailurePhase = "start"
         self._workers = request.config.num_workers
         self._passages = None if timeline is None else Passages(timeline)
@@ -193,8 +196,8 @@ class LoopRun:
         self._settle()
         if len(self._traces) < 2:  # one opens the window, and one is in it, be its steps as long as they may
             return False
-        plan = self.request.plan
-        enough = is_enough(self._traces, plan, delivered=self._delivered, workers=self._workers, now=now)
+        plan, run = self.request.plan, 0 if self._reading is None else self._reading.run
+        enough = is_enough(self._traces, plan, delivered=self._delivered, workers=self._workers, now=now, run=run)
         pause_s = max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
         ends = self._traces[0].received + plan.max_s  # from then on checks cost nothing
         self._next_check = min(now + pause_s, max(ends, now + STOP_CHECK_S))
