@@ -44,7 +44,7 @@ HOLDING_UP = 0.9
 MADE_SD = 0.05
 """What the workers are said to make leaves things out, such as slow batches that hold up the others: so much, relatively."""
 RUNS, MOST_FOR_RUNS_S = 2, 3.0
-"""A window between two loads of a shard has seen none. No burst is longer for their sake."""
+"""A window of whole runs has seen as many loads of a shard, wherever it begins. No burst is longer for their sake."""
 SLOWER_BY_CHANCE = 0.01
 """So seldom is a worker taken for slower than the others that is not."""
 
@@ -116,10 +116,14 @@ def is_enough(
         if workers:
             comes_again = service_s <= 2.0 * plan.max_s  # the second round, half a service after `max_s` at the latest
             longest_s = plan.max_s + (service_s / 2 if comes_again else 0.0)
+        if run:
+            longest_s = max(longest_s, MOST_FOR_RUNS_S)
         if delivered >= workers:
             due = traces[min(delivered - workers, len(traces) - 1)].collate_end + service_s
         return max(now, due) - traces[0].received >= longest_s
-    if len(traces) - max(1, workers) < RUNS * run and elapsed < MOST_FOR_RUNS_S:
+    inside = len(traces) - max(1, workers)
+    runs = RUNS if elapsed * RUNS * run < MOST_FOR_RUNS_S * inside else 1
+    if inside < runs * run and elapsed < MOST_FOR_RUNS_S:
         return False
     if elapsed < plan.min_s:
         return False
