@@ -71,7 +71,8 @@ class Reading:
         """What it gave to the latest burst."""
         self._again: dict[int | None, list[Any]] = {}
         """What it shall give to the next one first."""
-        self._size, self._runs = None, dict[int | None, int]()
+        self._runs, self._size = dict[int | None, int](), data.batch_size
+        """Batches of a run of the sampler, by samples of a batch; and these in the latest burst."""
 
     @property
     def note(self) -> str | None:
