@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +29,8 @@ from autotune_loader.bursts.failures import (
     user_traceback,
 )
 from autotune_loader.bursts.files import STEP_WRITES, refused_path
-from autotune_loader.bursts.loop import Cached, LoopRun
+from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
+from autotune_loader.bursts.packing import read_archive, write_archive
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport
 from autotune_loader.bursts.repeats import workers_repeat_each_other
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
@@ -41,16 +43,17 @@ from autotune_loader.machine.elsewhere import (
     require_own_memory,
 )
 from autotune_loader.machine.facts import start_method
+from autotune_loader.machine.kernel import memfd
 from autotune_loader.machine.nursery import Home, Root
 from autotune_loader.pipeline.batches import BatchShape, accelerator, fresh, move, samples_in
 from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
-from autotune_loader.pipeline.workload import DataSide, Workload, draws_nothing, wrapped_datasets
+from autotune_loader.pipeline.workload import DataSide, TrainingSide, draws_nothing, wrapped_datasets
 from autotune_loader.values import Failure, FailurePhase, LoaderConfig
 
-SECOND_LOOK_S = 0.5
-"""After a first batch that took no longer a second one is timed: the first may have read a cold file."""
+MOST_FOR_SECOND_S = 30.0
+"""After a first batch that took no longer a second one is timed: the first may open files, import and compile."""
 SLOW_FETCH_S = 2.0
 """A burst of half a second has no room for several batches that take longer to fetch."""
 WARM_UP_STEPS, MOST_WARM_UP_STEPS, WARM_UP_S, SETTLED = 3, 10, 1.0, 1.2
@@ -75,6 +78,7 @@ SHARED_FILE = (
     "{dataset} reads from {file}, which was open before: forked workers would share its position, and training would get wrong "
     "samples without a word, so none are tried (num_workers=0). Open it on first use in each process, and not before."
 )
+NEEDS_WORKERS = "The dataset cannot be read without workers (num_workers=0), so every trial has at least one."
 UNPICKLABLE_BATCH = (
     "A batch cannot be pickled ({fault}), so no worker could hand it over and none are tried (num_workers=0). Tensors, "
     "numbers, and objects of classes at the top level of a module can be."
@@ -88,43 +92,136 @@ REPEATED_SAMPLES = (
 class Bench:
     """Runs bursts of one workload in this process.
 
-    Workers inherit the data of `workload`, from which the main process never fetches. `read_private` gives a data side that
-    it may fetch from, and whose caches and handles it may fill. Another `seed` begins to read at another place.
+    Args:
+        data: What workers inherit. A process that forks them never fetches from it.
+        read_training: Gives the training side.
+        read_data: Gives a data side whose caches and handles a burst without workers may fill.
+        say: Sends a message to the parent.
+        seed: Another one begins to read at another place.
+
+    Attributes:
+        apart: Processes of this workload whose memory and time are no part of a burst's.
+        reads_alone: Whether the samples that raised in a worker can be read without one.
     """
 
-    def __init__(self, workload: Workload, read_private: Callable[[], DataSide], seed: int) -> None:
-        sharing, inner = torch.multiprocessing.get_sharing_strategy(), workload.data.worker_init_fn
-        self._data = replace(workload.data, worker_init_fn=functools.partial(begin_worker, inner, sharing))
-        self._training, self._read_private = workload.training, read_private
-        self._seed, self._reading, self._home = seed, Reading(self._data, seed), Home()
+    def __init__(
+        self,
+        data: DataSide,
+        read_training: Callable[[], TrainingSide],
+        read_data: Callable[[], DataSide],
+        say: Callable[[Message], None],
+        seed: int,
+    ) -> None:
+        sharing, inner = torch.multiprocessing.get_sharing_strategy(), data.worker_init_fn
+        self._data = replace(data, worker_init_fn=functools.partial(begin_worker, inner, sharing))
+        self._read_training, self._read_data, self._say = read_training, read_data, say
+        self._reading, self._home = Reading(self._data, seed), Home()
+        self._first: Cached | None = None
+        self._file = memfd("first-batch")
+        """The first batch, on its way to another process; empty where it cannot go there."""
+        self._step: TrainingStep | None = None
+        self._name = "the step"
         self._pinned, self._copy_s = 0, dict[bool, float | None]()
         """Of the first batch, by whether it is pinned, where the step is the user's own; empty off a device."""
+        self.apart: list[int] = []
+        self.reads_alone: Callable[[Raised], bool] = lambda raised: raised.is_of_workers(self._read_data)
 
-    def prepare(self, say: Callable[[Message], None]) -> Message:
-        """Fetch one batch, build the step from it and warm it up; that it is warm, or why not. `say` sends to the parent."""
-        self._say = say
-        self._announce: Callable[[FailurePhase], None] = lambda phase: say(Message(phase=phase))
-        phase: FailurePhase = "first_batch"
+    @property
+    def device(self) -> torch.device:
+        """Of the step; the CPU before it is built."""
+        return torch.device("cpu") if self._step is None else self._step.device
+
+    def may_use(self, device: torch.device) -> bool:
+        """Whether this process, which is a fork, can use an accelerator."""
+        return not accelerator(device)._is_in_bad_fork()
+
+    def look(self, workers: int = 0) -> tuple[Message, Any]:
+        """Fetch two batches and keep the first: what is known of them, or why there is none; and where reading goes on."""
+        return self._look(workers), self._reading.place
+
+    def judged(self, seen: WarmupReport) -> WarmupReport:
+        """What was `seen`, and whether workers of a stream repeat each other."""
+        may_repeat = seen.most_workers is None and self._data.is_iterable
+        if not may_repeat or not workers_repeat_each_other(self._data, seen.first_batch_s):
+            return seen
+        return replace(seen, most_workers=1, notes=(*seen.notes, REPEATED_SAMPLES))
+
+    def _look(self, workers: int) -> Message:
+        data, took, threads = self._data, list[tuple[float, float]](), torch.get_num_threads()
+        torch.set_num_threads(1)  # as workers have
         try:
-            self._announce(phase)
-            private, before = self._read_private(), positions()
-            took = self._fetch_first(private)
-            why_none = why_no_workers(private, self._first.batch, before)
-            phase = "step"
-            self._announce(phase)
-            step = self._step = build_step(self._training, self._first.batch)
+            self._announce("first_batch")
+            before, faults = positions(), [] if workers else why_not_forked(data)
+            with OpenLoader() as open_loader:
+                loader = make_traced_loader(data, LoaderConfig(num_workers=workers), self._reading, on_error=Raised.of)
+                begun, batches = time.monotonic(), open_loader.open(loader)
+                while len(took) < 2 and sum(wall_s for wall_s, _ in took) <= MOST_FOR_SECOND_S:
+                    batch, fetch = next(batches)
+                    if not took:
+                        self._first = Cached(checked(batch), fetch[5])
+                        took.append((time.monotonic() - begun, fetch[4]))
+                    else:
+                        took.append((fetch[3] - fetch[1], fetch[4]))
+        except StopIteration:
+            return Message(
+                failure=Failure(kind="no_data", phase="first_batch", message="the dataset delivered no batch")
+            )
+        except Exception as error:
+            return self._answer_to(error, "first_batch")
+        finally:
+            torch.set_num_threads(threads)
+            forget_open_batch()
+        assert self._first is not None
+        faults += [] if workers else why_files_not_shared(data, before)
+        faults += why_batch_not_sent(self._first.batch)
+        try:
+            write_archive(self._file, self._first.batch, sys.maxsize)
+        except Exception:  # whoever needs it looks at one of its own
+            os.ftruncate(self._file, 0)
+        return Message(ready=self._seen(self._first, took, faults, workers))
+
+    def prepare(self, seen: WarmupReport) -> Message:
+        """Build the step and warm it up on the first batch, which was `seen`; that it is warm, or why not."""
+        try:
+            if self._first is None and os.fstat(self._file).st_size:
+                self._first = Cached(read_archive(self._file), seen.samples)
+            if self._first is None and (failed := self._look(0)).ready is None:
+                return failed
+            assert self._first is not None
+            self._announce("step")
+            side = self._read_training()
+            self._name = "train_step" if side.train_step is not None else "the step"
+            step = build_step(side, self._first.batch)
             self._timeline = None if accelerator(step.device) is None else Timeline(step.device)
             warm_up(step, self._first.batch, self._timeline)
-        except StopIteration:
-            return Message(failure=Failure(kind="no_data", phase=phase, message="the dataset delivered no batch"))
+            self._step = step
         except Exception as error:
-            return self._answer_to(error, phase)
-        finally:
-            forget_open_batch()
-        return Message(ready=self._report(took, why_none))
+            return self._answer_to(error, "step")
+        return Message(
+            ready=replace(
+                seen,
+                step=step.description,
+                default_threads=torch.get_num_threads(),
+                notes=(*step.notes, *seen.notes),
+                **accelerator_facts(step.device),
+            )
+        )
 
-    def run(self, request: Request) -> Message:
-        """A burst with workers or without, or the step on the first batch again and again; after `prepare`."""
+    def run(self, request: Request, seen: WarmupReport, place: Any) -> tuple[Message, Any]:
+        """A burst with workers or without, or the step on the first batch again and again; and where reading goes on.
+
+        `seen` is the first batch, for a process that has yet to prepare its step; `place` is that of the latest burst, in
+        whatever process it ran.
+        """
+        if self._step is None and (failed := self.prepare(seen)).ready is None:
+            return failed, place
+        if place is not None:
+            self._reading.go_on(place)
+        return self._run(request), self._reading.place
+
+    def _run(self, request: Request) -> Message:
+        step = self._step
+        assert step is not None
         if request.plan.again:
             self._reading.rewind()
         config, stages, has_workers = request.config, request.plan.stages, request.config.num_workers > 0
@@ -133,10 +230,10 @@ class Bench:
             if request.what == "step_ceiling":
                 return self._first
             if self._timeline is not None:
-                self._begin_copies(config, self._timeline)
+                self._begin_copies(config, step, self._timeline)
             data = self._data  # in which no burst without workers may fill a cache
             if not has_workers and not draws_nothing(data.dataset, data.collate):
-                data = self._read_private()
+                data = self._read_data()
             loader = make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
             if request.plan.anew:
                 self._home.close()
@@ -150,21 +247,24 @@ class Bench:
                 self._answer_to(error, phase, config)
 
         try:
-            reading = self._reading if request.what == "burst" else None
-            run = LoopRun(request, self._step, self._timeline, self._announce, on_error, self._home, reading)
+            run = LoopRun(request, step, self._timeline, self._announce, on_error, self._home, self.apart)
+            run.reading = self._reading if request.what == "burst" else None
             outcome = run.measured(make_loader)
         except (Raised, StepError) as error:
-            if isinstance(error, Raised) and has_workers and error.is_of_workers(self._read_private):
+            if isinstance(error, Raised) and has_workers and self.reads_alone(error):
                 alone = f"{error.failure.message}, in a worker, and not when it is read again alone"
                 return Message(failure=replace(error.failure, message=alone))
             return self._answer_to(error, "step", config)
         if isinstance(outcome, Failure):
             return Message(failure=outcome)
-        if self._step.is_own and request.what == "burst" and not config.device_prefetch:
+        if step.is_own and request.what == "burst" and not config.device_prefetch:
             # Its copy is in its step, which may copy a part of the batch.
             alone_s = self._copy_s.get(config.pin_memory)
             outcome = replace(outcome, copy_s=alone_s and min(alone_s, outcome.step_s))
         return Message(measurement=outcome)
+
+    def _announce(self, phase: FailurePhase) -> None:
+        self._say(Message(phase=phase))
 
     def _answer_to(self, error: Exception, phase: FailurePhase, config: LoaderConfig | None = None) -> Message:
         """What the parent is told of an error; where the device is lost it is told at once, and this process ends.
@@ -190,71 +290,48 @@ class Bench:
             os._exit(0)
         return message
 
-    def _begin_copies(self, config: LoaderConfig, timeline: Timeline) -> None:
+    def _begin_copies(self, config: LoaderConfig, step: TrainingStep, timeline: Timeline) -> None:
         """Pin as much memory as a burst will have in use, and time once a copy such as the user's step makes."""
+        assert self._first is not None
         batch, held = self._first.batch, list[Any]()
         if config.pin_memory and config.batches_in_flight + IN_HAND > self._pinned:
             until = time.monotonic() + MOST_PINNING_S
             while len(held) < config.batches_in_flight + IN_HAND and time.monotonic() < until:
                 held.append(pin_memory(fresh(batch)))
             self._pinned = max(self._pinned, len(held))
-        if self._step.is_own and config.pin_memory not in self._copy_s:
+        if step.is_own and config.pin_memory not in self._copy_s:
             self._copy_s[config.pin_memory] = None
             with suppress(Exception):  # only its step knows how it moves; it may not fit as a whole
-                self._copy_s[config.pin_memory] = copy_s(
-                    [*held, *[batch] * IN_HAND][:IN_HAND], self._step.device, timeline
-                )
-
-    def begin_elsewhere(self) -> None:
-        """Let the next burst read other samples, where the last one ran in a fork."""
-        self._seed += 1
-        self._reading = Reading(self._data, self._seed)
+                self._copy_s[config.pin_memory] = copy_s([*held, *[batch] * IN_HAND][:IN_HAND], step.device, timeline)
 
     def step_writes(self, path: str, error: BaseException) -> Failure:
         """The failure of a step that writes to a file of the user's."""
-        name = "train_step" if self._training.train_step is not None else "the step"
-        message = STEP_WRITES.format(step=name, path=path)
+        message = STEP_WRITES.format(step=self._name, path=path)
         return Failure(kind="user_exception", phase="step", message=message, traceback=user_traceback(error))
 
-    def _fetch_first(self, data: DataSide) -> list[tuple[float, float]]:
-        """Keep the first batch; wall and CPU seconds of one or two, of which the first was cold."""
-        batches = iter(make_traced_loader(data, LoaderConfig(), self._reading, on_error=Raised.of))
-        took = list[tuple[float, float]]()
-        while not took or (len(took) == 1 and took[0][0] <= SECOND_LOOK_S):
-            begun = time.monotonic()
-            batch, fetch = next(batches)
-            if not took:
-                self._first = Cached(checked(batch), fetch[5])
-            took.append((time.monotonic() - begun, fetch[4]))
-        return took
-
-    def _report(self, took: list[tuple[float, float]], why_none: list[str]) -> WarmupReport:
-        step, first, data = self._step, self._first, self._data
-        shape, first_batch_s = BatchShape.of(first.batch), took[0][0]
-        fetch_s, fetch_cpu_s = max(took, key=lambda each: each[1] / max(each[0], 1e-9))  # the one that waited less
+    def _seen(self, first: Cached, took: list[tuple[float, float]], faults: list[str], workers: int) -> WarmupReport:
+        """What is known of the first batch; wall and CPU seconds of each look are in `took`."""
+        data, shape, (fetch_s, fetch_cpu_s) = self._data, BatchShape.of(first.batch), took[-1]
         counts_batches = not data.is_batched and first.samples == 1 and samples_in(first.batch) is None
         alone = shape.on_accelerator
-        repeats = data.is_iterable and not alone and workers_repeat_each_other(data, first_batch_s)
         told = {
             BATCHES_COUNTED: counts_batches,
             SLOW_BATCHES.format(seconds=fetch_s): fetch_s > SLOW_FETCH_S,
-            REPEATED_SAMPLES: repeats,
+            NEEDS_WORKERS: workers > 0,
             self._reading.note or "": self._reading.note is not None,
         }
         return WarmupReport(
-            step=step.description,
             samples=first.samples,
             batch_bytes=shape.bytes,
             batch_tensors=shape.tensors,
             on_accelerator=alone,
             first_fetch_s=fetch_s,
             first_fetch_cpu_s=fetch_cpu_s,
-            first_batch_s=first_batch_s,
+            first_batch_s=took[0][0],
             counts_batches=counts_batches,
-            most_workers=0 if alone or why_none else 1 if repeats else None,
-            default_threads=torch.get_num_threads(),
-            **accelerator_facts(step.device),
-            notes=(*step.notes, *(note for note, holds in told.items() if holds), *([] if alone else why_none)),
+            least_workers=workers,
+            most_workers=0 if alone or faults else None,
+            notes=(*(note for note, holds in told.items() if holds), *([] if alone else faults)),
         )
 
 
@@ -362,18 +439,29 @@ def positions() -> dict[int, tuple[int, int, int]]:
     return found
 
 
-def why_no_workers(data: DataSide, batch: Any, before: dict[int, tuple[int, int, int]]) -> list[str]:
-    """Why workers would get other samples, or none, by the first batch and the positions of files before it was read."""
-    if start_method(data.multiprocessing_context) == "fork":
-        after = positions()
-        for fd, (device, inode, at) in before.items():
-            if after.get(fd, ())[:2] == (device, inode) and after[fd][2] != at:
-                name = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
-                return [SHARED_FILE.format(dataset=type(data.dataset).__qualname__, file=name)]
-        for dataset in wrapped_datasets(data.dataset):
-            for name, value in list(getattr(dataset, "__dict__", {}).items()):
-                kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
-                if kinds.intersection(HANDLES):
-                    return [HANDLE.format(name=name, kind=type(value).__qualname__)]
+def why_not_forked(data: DataSide) -> list[str]:
+    """Which open handle of a dataset forked workers would share, before anything is fetched."""
+    if start_method(data.multiprocessing_context) != "fork":
+        return []
+    for dataset in wrapped_datasets(data.dataset):
+        for name, value in list(getattr(dataset, "__dict__", {}).items()):
+            kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}
+            if kinds.intersection(HANDLES):
+                return [HANDLE.format(name=name, kind=type(value).__qualname__)]
+    return []
+
+
+def why_files_not_shared(data: DataSide, before: dict[int, tuple[int, int, int]]) -> list[str]:
+    """Which file forked workers would share, by positions `before` and after the first batches."""
+    after = positions() if start_method(data.multiprocessing_context) == "fork" else {}
+    for fd, (device, inode, at) in before.items():
+        if after.get(fd, ())[:2] == (device, inode) and after[fd][2] != at:
+            name = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+            return [SHARED_FILE.format(dataset=type(data.dataset).__qualname__, file=name)]
+    return []
+
+
+def why_batch_not_sent(batch: Any) -> list[str]:
+    """Why no worker could hand a batch over."""
     fault = why_not_pickled(batch)
     return [] if fault is None else [UNPICKLABLE_BATCH.format(fault=fault)]

@@ -1,11 +1,15 @@
 """The process of the bursts: it loads the workload, answers requests until its parent is gone, and prints for nobody.
 
-    parent   starts it ─────────────────────── burst? ─────────────────────── kills it
-    child               phase ... phase ... ready      phase ... phase ... answer
+    parent   starts it ───────────────────────────────── burst? ─────────────────────────────── kills it
+    child    data ─┬────────────────── step, warm-up ─ ready    bursts with workers
+    fetcher        └─ the first batch                           bursts without workers, after a warm-up
 
-It is a fresh interpreter where the workload can be pickled: a fork of a process that has run a multi-threaded torch step
-hangs at its first parallel region. What cannot be pickled runs in a fork, and there by one thread; each of its bursts is
-another fork, so that caches that one fills are empty for the next, unless the step runs on a GPU.
+Workers are forked from the child, which never fetches: they inherit no file, no thread and no cache that a batch has made.
+Its fork, the fetcher, looks at the first batches, and fetches for bursts without workers.
+
+The child is a fresh interpreter where the workload can be pickled: a fork of a process that has run a multi-threaded torch
+step hangs at its first parallel region. What cannot be pickled runs in a fork, and there by one thread; each burst of its
+fetcher is another fork, so that caches that one fills are empty for the next, unless the step runs on a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -27,13 +32,14 @@ from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+import psutil
 import torch
 
 from autotune_loader.bursts.bench import Bench, leave_segments
 from autotune_loader.bursts.failures import AGAINST_SECONDS, failure_of
 from autotune_loader.bursts.files import confine, environment, refused_path
 from autotune_loader.bursts.packing import read_archive
-from autotune_loader.bursts.protocol import Message, Request, receive, send
+from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import (
     cut_channels,
@@ -42,12 +48,14 @@ from autotune_loader.machine.elsewhere import (
     own_files,
     own_shared_memory,
 )
-from autotune_loader.pipeline.batches import accelerator
+from autotune_loader.pipeline.batches import accelerator, initialized_accelerator
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import Failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 """Whose handlers of the caller do not run in a fork."""
+CONTEXT_BYTES = 1 << 29
+"""What a second process takes of a GPU before it has any tensor there, at the least."""
 IN_USE = f"this process uses {{device}}, which no fork of it can; {AGAINST_SECONDS}"
 """Or has asked `torch.cuda.is_available()`."""
 
@@ -63,14 +71,18 @@ def main(connection_fd: int, fds: tuple[int, int, int], seed: int, notes: list[s
     settings_fd, data_fd, training_fd = fds
 
     def make_bench() -> Bench:
-        workload = Workload(data=read_archive(data_fd), training=read_archive(training_fd))
+        data = read_archive(data_fd)
         notes.extend(settings.set_modules())
-        return Bench(workload, lambda: read_archive(data_fd), seed)
+        return Bench(
+            data, functools.partial(read_archive, training_fd), functools.partial(read_archive, data_fd), say, seed
+        )
 
     def run() -> None:
         notes.extend(settings.set_process())
-        serve(Connection(connection_fd), make_bench, notes, in_forks=False)
+        serve(connection, make_bench, notes, in_forks=False)
 
+    connection = Connection(connection_fd)
+    say = functools.partial(send, connection)
     settings: Settings = read_archive(settings_fd)
     _live(run)
 
@@ -91,7 +103,9 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
             send(Connection(connection), Message(failure=failure))
             return
         notes, in_forks = confine(), module is None  # no fork of a process that uses CUDA can use it
-        serve(Connection(connection), lambda: Bench(workload, lambda: workload.data, seed), notes, in_forks=in_forks)
+        say = functools.partial(send, to := Connection(connection))
+        bench = Bench(workload.data, lambda: workload.training, lambda: workload.data, say, seed)
+        serve(to, lambda: bench, notes, in_forks=in_forks)
 
     caller = os.getpid()
     with warnings.catch_warnings():
@@ -154,31 +168,104 @@ def _become_own_process(caller: int, connection: int, output: int, scratch: str)
 
 
 def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[str], *, in_forks: bool) -> None:
-    """Make a bench ready and answer requests until the parent is gone, each of them in a fork if asked so."""
+    """Make a bench ready and answer requests until the parent is gone.
 
-    def answer() -> None:
-        send(connection, bench.run(request))
-
+    Each burst without workers runs in a fork of its own where `in_forks`.
+    """
     leave_segments()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited where it is ignored, and then no child can be waited for
+    threads, begun = torch.get_num_threads(), psutil.Process().create_time()
+    torch.set_num_threads(1)  # no fork has the threads of a parallel region
     try:
         bench = make_bench()
     except (Exception, SystemExit) as error:
         send(connection, Message(failure=failure_of(error, "start")))
         return
+    start_s = time.time() - begun
     threading.excepthook = functools.partial(_of_thread, bench, connection)
-    message = bench.prepare(functools.partial(send, connection))
-    if message.ready is not None:
-        message = Message(ready=replace(message.ready, notes=(*notes, *message.ready.notes)))
+    fetcher: Bench | Fetcher = bench
+    if initialized_accelerator() is None:  # else no fork could use what the data lie on
+        fetcher = Fetcher(bench, threads, in_forks=in_forks)
+    torch.set_num_threads(threads)
+    message, place = fetcher.look()
+    if message.failure is not None and message.failure.kind in ("user_exception", "no_data"):
+        with_worker, place = bench.look(workers=1)
+        message = message if with_worker.ready is None else with_worker
+    if message.ready is None:
+        send(connection, message)
+        return
+    seen = bench.judged(replace(message.ready, start_s=start_s, notes=(*notes, *message.ready.notes)))
+    alone: Bench | Fetcher = fetcher if in_forks or seen.most_workers != 0 else bench
+    trainer = bench if seen.most_workers != 0 else alone
+    message = trainer.prepare(seen)
     send(connection, message)
+    if message.ready is not None and trainer is not alone and not _fits_twice(bench, alone):
+        alone = bench
     while message.ready is not None:
         request = receive(connection, Request)
-        if in_forks:
-            if not request.plan.again:
-                bench.begin_elsewhere()
-            _in_fork(answer)
-        else:
-            answer()
+        is_alone = request.what == "burst" and not request.config.num_workers
+        answer, place = (alone if is_alone else trainer).run(request, seen, place)
+        send(connection, answer)
+
+
+def _fits_twice(bench: Bench, fetcher: Bench | Fetcher) -> bool:
+    """Whether the step can run in the fetcher, too, while the bench keeps its memory of the device."""
+    module = accelerator(bench.device)
+    if module is None:
+        return True
+    free, _ = module.mem_get_info(bench.device)
+    return free > module.memory_reserved(bench.device) + CONTEXT_BYTES and fetcher.may_use(bench.device)
+
+
+class Fetcher:
+    """A fork of this process in which a bench fetches, so that workers of this one do not inherit what that leaves.
+
+    It has the bench's methods. This process ends as the fork does, should it die.
+
+    Args:
+        bench: It has not fetched yet.
+        threads: Of a step on the CPU.
+        in_forks: Whether each call runs in another fork, but for the warm-up.
+    """
+
+    look: Callable[[], tuple[Message, Any]]
+    prepare: Callable[[WarmupReport], Message]
+    run: Callable[[Request, WarmupReport, Any], tuple[Message, Any]]
+    may_use: Callable[[torch.device], bool]
+
+    def __init__(self, bench: Bench, threads: int, *, in_forks: bool) -> None:
+        caller = os.getpid()
+        self._connection, theirs = multiprocessing.Pipe()
+
+        def live() -> None:
+            die_with_parent(caller)
+            own_files(writable=True)  # positions of files that unpickling has opened
+            torch.set_num_threads(threads)
+            bench.apart = [caller, os.getpid()]
+            while True:
+                name, arguments = theirs.recv()
+
+                def answer(name: str = name, arguments: Any = arguments) -> None:
+                    theirs.send(getattr(bench, name)(*arguments))
+
+                if in_forks and name != "prepare":
+                    _in_fork(answer)
+                else:
+                    answer()
+
+        self._pid = _forked(live)
+        theirs.close()
+        bench.apart = [self._pid]
+        bench.reads_alone = functools.partial(self._ask, "reads_alone")
+        for name in ("look", "prepare", "run", "may_use"):
+            setattr(self, name, functools.partial(self._ask, name))
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        try:
+            self._connection.send((name, arguments))
+            return self._connection.recv()
+        except (EOFError, OSError):
+            _end_as(os.waitpid(self._pid, 0)[1])
 
 
 def _in_fork(run: Callable[[], None]) -> None:
@@ -189,11 +276,15 @@ def _in_fork(run: Callable[[], None]) -> None:
         run()
 
     caller = os.getpid()
-    status = os.waitstatus_to_exitcode(os.waitpid(_forked(live), 0)[1])
-    if status < 0:
-        os.kill(os.getpid(), -status)
-    elif status:
-        os._exit(status)
+    if (status := os.waitpid(_forked(live), 0)[1]) != 0:
+        _end_as(status)
+
+
+def _end_as(status: int) -> NoReturn:
+    """End this process as the one did that was waited for."""
+    if (code := os.waitstatus_to_exitcode(status)) < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _of_thread(bench: Bench, connection: Connection, raised: threading.ExceptHookArgs) -> None:

@@ -27,7 +27,15 @@ from autotune_loader.bursts.protocol import Request
 from autotune_loader.bursts.step import StepError, TrainingStep
 from autotune_loader.machine.limits import affinity, shared_memory
 from autotune_loader.machine.nursery import Home
-from autotune_loader.machine.processes import TreeUse, host_busy_s, tree, tree_pss, tree_use, without_nursery
+from autotune_loader.machine.processes import (
+    TreeUse,
+    host_busy_s,
+    private_bytes,
+    tree,
+    tree_pss,
+    tree_use,
+    without_nursery,
+)
 from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.throughput import is_enough, summarise
@@ -73,7 +81,6 @@ class LoopRun:
 
     `announce` is told which phase begins, so that the parent can name it when the process hangs or dies; `on_error` is told
     what was raised, and in which phase, before anything is dropped or ended. In `home` is the nursery of workers, if any.
-    `reading` knows how many batches come from one place; None where batches are not read.
     """
 
     def __init__(
@@ -84,10 +91,12 @@ class LoopRun:
         announce: Callable[[FailurePhase], None],
         on_error: Callable[[Exception, FailurePhase], None] = lambda error, phase: None,
         home: Home | None = None,
-        reading: Reading | None = None,
+        apart: Sequence[int] = (),
     ) -> None:
         self.request, self.step, self.timeline, self._announce = request, step, timeline, announce
-        self._on_error, self._home, self._reading = on_error, home, reading
+        self._on_error, self._home, self._apart = on_error, home, apart
+        self.reading: Reading | None = None
+        """What knows how many batches come from one place; None where none are read."""
         self.phase: FailurePhase = "start"
         self._workers = request.config.num_workers
         self._passages = None if timeline is None else Passages(timeline)
@@ -125,7 +134,8 @@ class LoopRun:
 
     def _window(self, make_loader: Callable[[], Any], open_loader: OpenLoader) -> Measurement | Failure:
         self.enter("start")
-        loader, window = make_loader(), Window(self.request.usable_cores, reads_pss=self.request.reads_pss)
+        loader = make_loader()
+        window = Window(self.request.usable_cores, self._apart, reads_pss=self.request.reads_pss)
         if self.timeline is not None and isinstance(loader, Cached):
             # On the device beforehand: a loader that copies ahead of the step can hide the copy.
             loader = replace(loader, batch=self.step.ready(loader.batch))
@@ -196,7 +206,7 @@ class LoopRun:
         self._settle()
         if len(self._traces) < 2:  # one opens the window, and one is in it, be its steps as long as they may
             return False
-        plan, run = self.request.plan, 0 if self._reading is None else self._reading.run
+        plan, run = self.request.plan, 0 if self.reading is None else self.reading.run
         enough = is_enough(self._traces, plan, delivered=self._delivered, workers=self._workers, now=now, run=run)
         pause_s = max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
         ends = self._traces[0].received + plan.max_s  # from then on checks cost nothing
@@ -285,15 +295,20 @@ class Window:
 
     The tree of processes is looked for while workers start, and again when the window has closed. At its edges only the
     counters of known processes are read. Memory is read where `reads_pss`, which stalls each process for some milliseconds.
+    Processes `apart` are left out, and so is that they share pages with the others.
     """
 
-    def __init__(self, usable_cores: int, *, reads_pss: bool) -> None:
+    def __init__(self, usable_cores: int, apart: Sequence[int] = (), *, reads_pss: bool) -> None:
         self._reads_pss, self._cpus, self._cores = reads_pss, affinity(), usable_cores
+        self._apart = [pid for pid in apart if pid != os.getpid()]
         self._shm = shared_memory()
+
+    def _tree(self) -> list[int]:
+        return [pid for pid in tree(os.getpid()) if pid not in self._apart]
 
     def watch(self) -> None:
         """Find the processes, once all workers have been started and before anything is timed."""
-        self._members = tree(os.getpid())
+        self._members = self._tree()
 
     def open(self) -> None:
         self._use, self._busy_s = tree_use(self._members), host_busy_s(self._cpus)
@@ -305,7 +320,7 @@ class Window:
         Memory is as if workers had not been cloned from a `nursery` (it and its root), and that were not there.
         """
         elapsed_s, busy_s = max(1e-9, time.monotonic() - self._opened), host_busy_s(self._cpus)
-        use, begun, members = tree_use(self._members), self._use, tree(os.getpid())
+        use, begun, members = tree_use(self._members), self._use, self._tree()
         newer = tree_use(set(members) - set(self._members)) or TreeUse(cpu_s=0.0, rss_bytes=0)
         cpu_share = foreign_share = read_bytes = memory = None
         if use is not None and begun is not None:
@@ -322,7 +337,9 @@ class Window:
             shm_bytes = None if shm is None or before is None else max(0, before.free_bytes - shm.free_bytes)
             more = without_nursery(workers, nursery) if nursery else (0, 0)
             if more is not None:
-                pss_bytes = tree_pss(members)
+                pss_bytes = tree_pss([*members, *self._apart])
+                if pss_bytes is not None:
+                    pss_bytes -= sum(private_bytes(pid) or 0 for pid in self._apart)
                 memory = MemoryUse(
                     rss_bytes=taken.rss_bytes + more[0],
                     pss_bytes=None if pss_bytes is None else pss_bytes + more[1],

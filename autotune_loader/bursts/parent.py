@@ -46,6 +46,11 @@ from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfi
 START_DEADLINE_S, FORK_DEADLINE_S = 120.0, 15.0
 """Torch may come from a network file system, and a model may be compiled; a fork that hangs on a lock of the caller's does so
 at once."""
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it `torch.cuda.is_available()`, which many modules call when they are imported, leaves forks able to use CUDA."""
+ANEW = 3.0
+"""A burst without workers may unpickle the data anew, and warm the step up: what was done in the start is done in so many times
+its seconds."""
 DEATH_S = 0.5
 """A process whose connection has ended is gone within this time, and then tells how."""
 PAYLOAD_MEMORY_SHARE, LARGEST_PAYLOAD_BYTES = 0.3, 8 << 30
@@ -74,8 +79,6 @@ THREADS = (
     "that hands rows to one, as to a logger, waits forever: leave saving and logging out of the step"
 )
 OVER_BUDGET = f"{{config}} took more than 90% of the memory budget of {{mib:.0f}} MiB and was stopped; {MEMORY_ADVICE}"
-CONTEXT_BYTES = 1 << 29
-"""What a second process takes of a GPU before it has any tensor there, at the least."""
 NO_ROOM = (
     "a second copy of the model on {device} takes at least {needed:.1f} GB, and {free:.1f} GB are free: move it to the CPU "
     "until the training begins, or tune the loader against a step of 0.05 s with train_step=0.05"
@@ -157,7 +160,7 @@ def _uses_device(workload: Workload) -> bool:
     module.empty_cache()
     free, _ = module.mem_get_info(device)
     parts = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
-    needed = sum(each.nbytes for each in parts) + CONTEXT_BYTES
+    needed = sum(each.nbytes for each in parts) + child.CONTEXT_BYTES
     if needed > free:
         raise WorkloadError(NO_ROOM.format(device=device, needed=needed / 1e9, free=free / 1e9))
     return True
@@ -176,7 +179,7 @@ class ProcessProbe:
     ) -> None:
         self._source, self._memory_budget_bytes, self._start_s = source, memory_budget_bytes, start_s
         self._usable_cores = usable_cores
-        self._starts = 0
+        self._starts, self._started_s = 0, 0.0
         self._child: _Child | None = None
         self._memory: dict[LoaderConfig, MemoryUse | None] = {}
         """As it was read at the first burst of a configuration."""
@@ -217,8 +220,10 @@ class ProcessProbe:
         """What a new child answers: that it is warm, or why not; then there is none."""
         self.close()
         self._starts += 1
+        begun = time.monotonic()
         self._child = _Child(self._source, self._starts)
         message = self._child.ask(None, self._start_s)
+        self._started_s = time.monotonic() - begun
         if message.ready is None:
             self.close()
         return message
@@ -233,8 +238,9 @@ class ProcessProbe:
             over_budget.set()
             child.kill()
 
+        anew_s = 0.0 if request.config.num_workers else ANEW * self._started_s
         with memory_guarded(child.pid, budget_bytes, on_memory_limit):
-            message = child.ask(replace(request, usable_cores=self._usable_cores), request.plan.deadline_s)
+            message = child.ask(replace(request, usable_cores=self._usable_cores), request.plan.deadline_s + anew_s)
         if over_budget.is_set():  # also where the burst was over by then: the next one needs a new process
             over = OVER_BUDGET.format(config=request.config, mib=(budget_bytes or 0) / 2**20)
             message = Message(failure=Failure(kind="memory_guard", phase="batches", message=over))
@@ -275,7 +281,7 @@ class _Child:
                 self._process = subprocess.Popen(
                     [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
                     pass_fds=fds,
-                    env=environment(self._scratch),
+                    env={NVML_CHECK: "1", **environment(self._scratch)},
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,
                     stderr=self._output,

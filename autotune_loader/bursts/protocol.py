@@ -30,27 +30,31 @@ class Probe(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupReport:
-    """What a probe knows once it has seen one batch and run the step on it; times are wall seconds."""
+    """What a probe knows once it has seen two batches and run the step on the first; times are wall seconds."""
 
-    step: str
-    """What is done with a batch, in words."""
+    step: str = ""
+    """What is done with a batch, in words; empty before the step has run."""
     samples: int
     batch_bytes: int
     batch_tensors: int
     on_accelerator: bool
     """Whether the dataset itself yields tensors on an accelerator, which workers and pinning cannot handle."""
     first_fetch_s: float
-    """Of one of the first two batches, fetched in the main process."""
+    """Of the second batch: the first may open files, or compile."""
     first_fetch_cpu_s: float
     first_batch_s: float = 0.0
     """Of the very first batch."""
     counts_batches: bool = False
     """Whether a batch counts as one sample, because nothing tells how many it has."""
+    least_workers: int = 0
+    """1 where the samples cannot be read without a worker."""
     most_workers: int | None = None
     """Workers that can read what a process alone reads: 0 where they would share an open file, say, and 1 where several of an
     IterableDataset would repeat each other."""
-    default_threads: int
+    default_threads: int = 1
     """Threads that a step on the CPU has."""
+    start_s: float = 0.0
+    """What a new process took to import torch and to unpickle the data, as each spawned worker does."""
     device_name: str | None = None
     device_bytes: int | None = None
     """Memory of the accelerator that no other process has."""

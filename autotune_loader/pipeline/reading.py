@@ -97,6 +97,15 @@ class Reading:
             set_epoch(self._seed + self._bursts)
         return self._seed * 1000 + self._bursts
 
+    @property
+    def place(self) -> Any:
+        """Where the next burst goes on, for a reading of the same data in another process."""
+        return self._bursts, self._begun, (self._pass, self._at), self._given
+
+    def go_on(self, place: Any) -> None:
+        """Take up where a reading in another process has stopped; a sampler of the user's goes on by itself here."""
+        self._bursts, self._begun, (self._pass, self._at), self._given = place
+
     def rewind(self) -> None:
         """Let the next burst read what the latest one has read; a stream is begun with the same seed."""
         self._bursts, self._again = max(self._bursts - 1, 0), self._given

@@ -244,12 +244,12 @@ def _picture(
 ) -> Figure:
     """A figure with one set of axes, `width` times `height` inches; a string says why there is nothing to draw."""
     try:
-        import matplotlib
+        from matplotlib import style
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError("plotting", "matplotlib") from error
-    with matplotlib.rc_context(STYLE):
+    with style.context(["default", STYLE]):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         # IPython's inline backend does not know a figure made without pyplot.
@@ -262,6 +262,9 @@ def _picture(
         else:
             content(axes)
             figure.legend(loc="outside lower center", ncols=legend_columns)
+        figure.draw_without_rendering()  # makes the labels of ticks, which would follow the user's settings later
+        # A dark style has a dark background for files.
+        figure.savefig = partial(figure.savefig, facecolor=figure.get_facecolor())  # type: ignore[method-assign]
     return figure
 
 
@@ -273,9 +276,9 @@ def _png_bytes(figure: Figure) -> bytes:
 
 def svg_bytes(figure: Figure) -> bytes:
     """The figure as an SVG file; the same figure gives the same bytes."""
-    import matplotlib
+    from matplotlib import style
 
     buffer = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
+    with style.context(["default", STYLE]):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -104,8 +104,9 @@ class Belief:
         start_s, paths = np.zeros(len(self.configs)), self.sustained.paths
         for index, config in enumerate(self.configs):
             if config.num_workers and not self.space.as_kept(config).persistent_workers:
-                _, nearest, first_batch_s = min(begun, key=lambda each: abs(each[0] - config.num_workers))
-                start_s[index] = max(first_batch_s - nearest.service_s, 0.0)
+                workers, nearest, first_batch_s = min(begun, key=lambda each: abs(each[0] - config.num_workers))
+                crowding = max(1.0, config.num_workers / max(workers, self.context.usable_cores))
+                start_s[index] = crowding * max(first_batch_s - nearest.service_s, 0.0)
         samples = self.context.epoch_batches * begun[0][1].batch_size
         return replace(self.sustained, paths=paths - np.log1p(start_s * np.exp(paths) / samples))
 

@@ -67,6 +67,7 @@ class Space:
     """The legal values of every setting: the first is kept unless another is shown to be better."""
 
     max_workers: int = MOST_WORKERS
+    min_workers: int = 0  # 1 where the dataset cannot be read without workers
     prefetch_factors: tuple[int, ...] = PREFETCH_FACTORS
     pin_memory: tuple[bool, ...] = (False,)
     device_prefetch: tuple[int, ...] = (0,)
@@ -107,7 +108,7 @@ class Space:
         """Optuna's distribution of every setting that has more than one value."""
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
-        workers = IntDistribution(0, self._most("num_workers", self.max_workers))
+        workers = IntDistribution(self.min_workers, self._most("num_workers", self.max_workers))
         prefetch = IntDistribution(1, self._most("prefetch_factor", max(self.prefetch_factors)), log=True)
         others = {name: CategoricalDistribution(v) for name, v in self._unmodelled().items() if len(v) > 1}
         return {"num_workers": workers, **({"prefetch_factor": prefetch} if workers.high else {}), **others}
@@ -156,6 +157,8 @@ class Space:
 
     def veto(self, config: LoaderConfig) -> Failure | None:
         """Why a configuration must not be tried on this machine; None when it may."""
+        if config.num_workers < self.min_workers:
+            return _refusal(f"the dataset cannot be read without workers; num_workers={self.min_workers} would work")
         if config in self.also:
             return None
         if config.num_workers > self.max_workers:
@@ -225,7 +228,7 @@ class Space:
         """All numbers of workers to 16, every second to 32, every fourth to 64, and the most: finer than can be measured."""
         most = int(min(self.max_workers, most_workers))
         counts = (*range(16), *range(16, 32, 2), *range(32, MOST_WORKERS, 4))
-        for workers in (*(count for count in counts if count < most), most):
+        for workers in (*(count for count in counts if self.min_workers <= count < most), most):
             for prefetch in self.prefetch_factors if workers else (None,):
                 plain = self.as_set(LoaderConfig(num_workers=workers, prefetch_factor=prefetch))
                 yield plain

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autotune_loader.bursts.protocol import Probe
+from autotune_loader.bursts.protocol import Probe, WarmupReport
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.search.space import Context
@@ -30,18 +30,18 @@ CROWDED_SHARE = 0.5
 """With more than this share of the logical cores busy some share a physical one, and slow each other down."""
 LONGEST_PREFILL_S = 0.75
 """Enough for queues of eight batches a worker (studies/fidelity/README.md); slower workers fill a part of theirs."""
-DEADLINE_FACTOR, SHORTEST_DEADLINE_S = 10.0, 10.0
-"""A burst that takes longer than this many times the slowest successful one, and than these seconds, is taken for a hang ..."""
-UNKNOWN_DEADLINE_S = 30.0
-"""... or than these, before a burst with workers has shown how long they take to start ..."""
-LEAST_DEADLINE_S = 20.0
-"""... and sooner where that is more than half of the budget that is left, though not before these."""
+DEADLINE_FACTOR, LEAST_FACTOR, SHORTEST_DEADLINE_S = 10.0, 2.0, 5.0
+"""A burst that takes longer than ten times what it should is taken for a hang, and than these seconds, ..."""
+DEADLINES_SHARE = 1 / 3
+"""... or than this share of the budget, but not before it has had twice as long as it should take."""
+FORKED_S = 0.05
+"""A forked worker begins in this time, in which 5 GB of page tables are copied."""
 STARTING_COUNTS = 0.005
 """Of an epoch: where workers may take more than this to start, they start as in training, so that it is known."""
 CLONED_S = 0.2
 """A worker that is cloned begins with its first batch in this time, in which it copies 200 MB."""
-FETCHES_TO_WAIT_FOR = 4
-"""No burst hangs before so many times the seconds have passed that the first batch took."""
+FIRST_BATCHES = 2
+"""A burst needs so many of each worker, and the first ones are slow."""
 
 
 class Budget:
@@ -63,7 +63,7 @@ class Bursts:
         context: the cores, which the step shares.
         budget: of the run.
         trials: gives the bursts so far, in order, with their traces.
-        first_batch_s: what the very first batch took.
+        warmup: what the probe has seen of the first batch, and of its own start.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Bursts:
         context: Context,
         budget: Budget,
         trials: Callable[[], Sequence[Trial]],
-        first_batch_s: float,
+        warmup: WarmupReport,
     ) -> None:
         self._probe, self.context, self._trials = probe, context, trials
-        self._budget, self._first_batch_s = budget, first_batch_s
+        self._budget, self._warmup = budget, warmup
 
     def step_alone(self) -> Measurement | None:
         """The step on one cached batch again and again, which no loader can exceed; the context learns what it takes."""
@@ -109,14 +109,14 @@ class Bursts:
             again = last is not None and last.measurement is not None and last.measurement.read_bytes == 0
             plan = replace(ROUND_BURST, prefill_s=self._prefill_s(config, trials), again=again)
         least_s = self._least_window_s(config, trials)
-        return replace(
+        plan = replace(
             plan,
             min_s=max(plan.min_s, least_s),
             max_s=max(plan.max_s, least_s),
             seed=len(trials),
             anew=self._starts_anew(config, trials),
-            deadline_s=self._deadline_s(trials),
         )
+        return replace(plan, deadline_s=self._deadline_s(config, plan, trials))
 
     def _prefill_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
         """Seconds that the workers need to fill their queues before the loop begins, as the first traced burst has it.
@@ -161,11 +161,19 @@ class Bursts:
         service_s = nearest.service_s + (crowding - 1.0) * nearest.service_cpu_s  # who waits needs no core meanwhile
         return min(ROUNDS_PER_BURST * service_s, LONGEST_BURST_S)
 
-    def _deadline_s(self, trials: Sequence[Trial]) -> float:
-        """Seconds after which a burst is taken for a hang: later ones shall still have half of what is left."""
-        done = [each for each in trials if each.measurement is not None]
-        slowest_s = max((each.seconds for each in done), default=0.0)
-        has_workers = any(each.config.num_workers for each in done)
-        patient_s = max(SHORTEST_DEADLINE_S if has_workers else UNKNOWN_DEADLINE_S, DEADLINE_FACTOR * slowest_s)
-        least_s = max(2 * slowest_s, FETCHES_TO_WAIT_FOR * self._first_batch_s)
-        return max(min(patient_s, max(self._budget.left() / 2, LEAST_DEADLINE_S)), least_s)
+    def _deadline_s(self, config: LoaderConfig, plan: BurstPlan, trials: Sequence[Trial]) -> float:
+        """Seconds after which a burst is taken for a hang."""
+        crowding = max(1.0, config.num_workers / self.context.usable_cores)
+        first_s = self._warmup.first_batch_s + (crowding - 1.0) * self.context.fetch_cpu_s
+        usual_s = self._starting_s(config, plan) + FIRST_BATCHES * first_s + plan.prefill_s + plan.max_s
+        usual_s = max([usual_s, *(each.seconds for each in trials if each.measurement is not None)])
+        most_s = max(DEADLINES_SHARE * self._budget.seconds, SHORTEST_DEADLINE_S)
+        return max(min(max(DEADLINE_FACTOR * usual_s, SHORTEST_DEADLINE_S), most_s), LEAST_FACTOR * usual_s)
+
+    def _starting_s(self, config: LoaderConfig, plan: BurstPlan) -> float:
+        """Seconds in which the workers of a burst start: anew, each imports torch, as many at once as there are cores."""
+        if start_method(config.multiprocessing_context) == "fork":
+            return FORKED_S * config.num_workers
+        if plan.anew:
+            return self._warmup.start_s * max(1.0, config.num_workers / self.context.usable_cores)
+        return self._warmup.start_s + CLONED_S * config.num_workers

@@ -160,8 +160,10 @@ def _make_space(workload: Workload, warmup: WarmupReport, machine: Machine, opti
     own, allow = workload.own_config, options.allow
     # Persistent workers of a dataset that is told its epoch would never hear of the next.
     keeps = data.batches_per_epoch() is not None and (not data.has_epochs or "persistent_workers" in allow)
+    max_workers = _max_workers(data, warmup, machine, options.max_workers)
     return Space(
-        max_workers=_max_workers(data, warmup, machine, options.max_workers),
+        max_workers=max_workers,
+        min_workers=min(warmup.least_workers, max_workers),
         pin_memory=(True, False) if accelerated else (False,),
         device_prefetch=(0, 1, 2) if accelerated and "device_prefetch" in allow else (0,),
         persistent_workers=keeps,

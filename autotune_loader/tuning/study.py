@@ -117,7 +117,7 @@ class Search:
             wrong = f"study={self.study.study_name!r} has trials of another job ({job})"
             raise ValueError(f"{wrong}; a separate study for each job would work")
         self.twin = TwinSampler(run.space, run.context, tolerance=run.tolerance, baseline=run.baseline, first=())
-        self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup.first_batch_s)
+        self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup)
         self._expecting = self.belief
         """What the bursts of this round were proposed by."""
         self.ceiling: Measurement | None = None

@@ -1,10 +1,12 @@
 """Pictures, by what is drawn in them."""
 
+import io
 import itertools
 import sys
 from dataclasses import replace
 
 import matplotlib
+import matplotlib.style
 import pytest
 from report.example import BEST, DEEP, NONE, STAGES, exactly, ran
 
@@ -38,6 +40,17 @@ def test_every_picture_can_be_drawn_and_leaves_the_users_style_and_pyplot_alone(
         assert draw is TuningResult.plot_timeline or draw(bare).axes[0].texts
     assert dict(matplotlib.rcParams) == before
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+@pytest.mark.parametrize("draw", [TuningResult.plot_workers, TuningResult.plot_stages, TuningResult.plot_timeline])
+@pytest.mark.parametrize("mine", ["dark_background", {"text.usetex": True}], ids=["dark", "usetex"])
+def test_a_picture_is_the_same_whatever_the_user_has_set(draw, mine, result):
+    usual = svg_bytes(draw(result))
+    with matplotlib.style.context(mine):
+        figure = draw(result)
+        assert svg_bytes(figure) == usual
+        figure.savefig(file := io.BytesIO(), format="rgba")
+    assert set(file.getvalue()[:4]) == {255}  # the corner is white
 
 
 def test_workers_shows_what_ran_by_the_rounds_where_there_are_any_and_tells_of_the_choice_as_the_report_does(result):

@@ -21,10 +21,11 @@ from autotune_loader.tuning.bursting import CLONED_S, Budget, Bursts
 from autotune_loader.tuning.study import MOST_REPEATS, open_study
 from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
-from tests.support.tuned import simulated_result, simulated_run, simulated_search
+from tests.support.tuned import simulated_result, simulated_run, simulated_search, simulated_warmup
 
 NONE, TWO = LoaderConfig(), with_workers(2)
 FAST_STEP = SimulatedMachine(step_s=0.001)
+WARM = simulated_warmup(FAST_STEP)
 
 
 def search_on(machine, *, own=TWO, probe=SimulatedProbe, space=None, **given):
@@ -322,10 +323,32 @@ def test_queues_are_filled_before_a_round_without_waiting_for_a_start_that_is_no
     [trial] = simulated_trials(machine, config)
     trial = replace(trial, measurement=replace(trial.measurement, first_batch_s=3.0))
     probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or trial.measurement)
-    bursts = Bursts(probe, Context(usable_cores=2, step_cores=1.0), Budget(60.0, clock), lambda: [trial], 0.02)
+    bursts = Bursts(probe, Context(usable_cores=2, step_cores=1.0), Budget(60.0, clock), lambda: [trial], WARM)
     bursts.run(config, 1, 0)
     least_s = min(CLONED_S + 8 * trial.measurement.service_s, most_s)
     assert least_s <= plans[0].prefill_s <= most_s
+
+
+DEADLINES = {
+    # start method, workers, first batch, start of a process, budget: seconds at least and at most
+    "a fast batch": ("fork", 2, 0.022, 2.0, 20.0, (5.0, 20.0 / 3)),
+    "a long budget": ("fork", 2, 0.022, 2.0, 600.0, (5.0, 10.0)),
+    "many workers": ("fork", 64, 0.022, 2.0, 600.0, (30.0, 60.0)),
+    "a slow batch": ("fork", 2, 22.0, 2.0, 20.0, (88.0, 100.0)),
+    "a slow import": ("spawn", 2, 0.022, 10.0, 60.0, (20.0, 25.0)),
+    "clones": ("forkserver", 8, 0.022, 3.0, 30.0, (10.0, 12.0)),
+}
+
+
+@pytest.mark.parametrize("case", DEADLINES.values(), ids=DEADLINES)
+def test_a_hang_is_told_from_a_slow_start_within_a_third_of_the_budget(case):
+    method, workers, first_batch_s, start_s, budget_s, (least_s, most_s) = case
+    plans, failure = [], Failure(kind="deadline", phase="start", message="no")
+    probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or failure)
+    warmup = replace(WARM, first_batch_s=first_batch_s, start_s=start_s)
+    bursts = Bursts(probe, Context(usable_cores=2), Budget(budget_s, FakeClock()), list, warmup)
+    bursts.run(with_workers(workers, multiprocessing_context=method), 0)
+    assert least_s <= plans[0].deadline_s <= most_s
 
 
 class PerBatch(SimulatedProbe):
