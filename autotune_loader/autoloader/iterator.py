@@ -38,13 +38,14 @@ from autotune_loader.autoloader.births import END_S, Births, end_process, kill
 from autotune_loader.autoloader.channel import Channel, Come, WorkerGone
 from autotune_loader.autoloader.guard import unguarded_line
 from autotune_loader.autoloader.late import AHEAD_FADES, MOST_COPIES, NOTED
-from autotune_loader.autoloader.look import is_same, notes
+from autotune_loader.autoloader.look import NEAR, notes
 from autotune_loader.autoloader.pinning import pinner_for
 from autotune_loader.autoloader.seeds import QUIET, Seed, Seeds, base_of, mixed, states
 from autotune_loader.autoloader.tuner import EpochEnded, Event, Failed, Look, Refused, Room, Switched
 from autotune_loader.autoloader.worker import BEGUN, LOOKED, Setup, Threaded
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.batches import BatchShape, samples_in
+from autotune_loader.pipeline.equal import is_equal
 from autotune_loader.pipeline.loop_log import Fetch
 from autotune_loader.values import MAIN_PROCESS, LoaderConfig
 
@@ -912,7 +913,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             why = Kept.WORKER_ERROR(error=next((each for each in reversed(lines) if name in each), lines[-1]))
         else:
             try:
-                why = None if is_same(own, theirs) else Kept.SAMPLES_DIFFER(batch=number)
+                why = None if is_equal(own, theirs, NEAR) else Kept.SAMPLES_DIFFER(batch=number)
             except Exception as error:  # of somebody's own class
                 why = Kept.NOT_COMPARED(error=f"{type(error).__name__}: {error}")
         if why is not None:

@@ -6,6 +6,7 @@ packing.py   the workload as a file that the process maps
 settings.py  what the script has set in its own process
 child.py     the life of the process
 files.py     which files it may change
+repeats.py   whether the workers of a stream repeat each other
 bench.py     the workload, loaded and warmed up
 step.py      the training step
 loop.py      one timed run

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -32,6 +32,7 @@ from autotune_loader.bursts.files import STEP_WRITES, refused_path
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.packing import read_archive, write_archive
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport
+from autotune_loader.bursts.repeats import workers_repeat_each_other
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
 from autotune_loader.machine.elsewhere import (
     FIRST_OWN_FD,
@@ -44,9 +45,9 @@ from autotune_loader.machine.elsewhere import (
 from autotune_loader.machine.facts import start_method
 from autotune_loader.machine.kernel import memfd
 from autotune_loader.machine.nursery import Home, Root
-from autotune_loader.pipeline.batches import BatchShape, accelerator, fresh, move, samples_in, tensors_in
+from autotune_loader.pipeline.batches import BatchShape, accelerator, fresh, move, samples_in
 from autotune_loader.pipeline.by_value import why_not_pickled
-from autotune_loader.pipeline.reading import Reading, seed_everything
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, draws_nothing, wrapped_datasets
 from autotune_loader.values import Failure, FailurePhase, LoaderConfig
@@ -67,9 +68,6 @@ IN_HAND, MOST_PINNING_S = 3, 2.0
 """Batches pinned beside those in flight: one being pinned, one on its way, one that the loop keeps. Locking the pages of each
 takes long the first time (H200: 55 ms for 38.5 MB, 8 ms for a later copy into them). Training pays for it once, so it is no
 part of a rate; a burst takes no longer than this for it."""
-TWO_WORKERS = LoaderConfig(num_workers=2, prefetch_factor=1)
-SHORTEST_TIMEOUT_S, SPAWNED_TIMEOUT_S, TIMEOUT_FACTOR = 5.0, 60.0, 10.0
-"""For a batch of two workers that may repeat each other. A spawned one imports torch first."""
 HANDLES = ("lmdb.Environment", "environment_t.Environment", "h5py._hl.files.File", "sqlite3.Connection")
 """Classes whose open objects forked workers must not share; other open files are seen by their positions."""
 HANDLE = (
@@ -247,6 +245,7 @@ class Bench:
 
         try:
             run = LoopRun(request, step, self._timeline, self._announce, on_error, self._home, self.apart)
+            run.reading = self._reading if request.what == "burst" else None
             outcome = run.measured(make_loader)
         except (Raised, StepError) as error:
             if isinstance(error, Raised) and has_workers and self.reads_alone(error):
@@ -463,39 +462,3 @@ def why_batch_not_sent(batch: Any) -> list[str]:
     """Why no worker could hand a batch over."""
     fault = why_not_pickled(batch)
     return [] if fault is None else [UNPICKLABLE_BATCH.format(fault=fault)]
-
-
-def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
-    """Whether two workers begin with the very same batch: an IterableDataset that does not share its samples out.
-
-    Both are seeded alike, so that shuffling and augmentation do not differ.
-    """
-    inner = data.worker_init_fn
-
-    def begin_alike(worker: int) -> None:
-        if inner is not None:
-            inner(worker)
-        seed_everything(0)
-        info: Any = torch.utils.data.get_worker_info()
-        object.__setattr__(info, "seed", 0)  # datasets with a generator of their own seed that from it
-
-    alike, first = replace(data, worker_init_fn=begin_alike), dict[int, Any]()
-    try:
-        with OpenLoader() as open_loader:
-            loader = make_traced_loader(alike, TWO_WORKERS, Reading(alike))
-            is_forked = start_method(data.multiprocessing_context) == "fork"
-            shortest_s = SHORTEST_TIMEOUT_S if is_forked else SPAWNED_TIMEOUT_S
-            loader.timeout = max(shortest_s, TIMEOUT_FACTOR * first_fetch_s)
-            for batch, fetch in islice(open_loader.open(loader), 2 * TWO_WORKERS.num_workers):
-                first.setdefault(fetch[0], batch)
-    except Exception:
-        return False
-    return len(first) == TWO_WORKERS.num_workers and _is_same(first[0], first[1])
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two batches hold equal tensors; without any, whether they are written alike."""
-    ours, theirs = list(tensors_in(one)), list(tensors_in(other))
-    if not ours or len(ours) != len(theirs):
-        return not theirs and repr(one) == repr(other)
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

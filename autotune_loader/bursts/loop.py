@@ -37,6 +37,7 @@ from autotune_loader.machine.processes import (
     without_nursery,
 )
 from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
 from autotune_loader.values import (
@@ -94,6 +95,8 @@ class LoopRun:
     ) -> None:
         self.request, self.step, self.timeline, self._announce = request, step, timeline, announce
         self._on_error, self._home, self._apart = on_error, home, apart
+        self.reading: Reading | None = None
+        """What knows how many batches come from one place; None where none are read."""
         self.phase: FailurePhase = "start"
         self._workers = request.config.num_workers
         self._passages = None if timeline is None else Passages(timeline)
@@ -203,8 +206,8 @@ class LoopRun:
         self._settle()
         if len(self._traces) < 2:  # one opens the window, and one is in it, be its steps as long as they may
             return False
-        plan = self.request.plan
-        enough = is_enough(self._traces, plan, delivered=self._delivered, workers=self._workers, now=now)
+        plan, run = self.request.plan, 0 if self.reading is None else self.reading.run
+        enough = is_enough(self._traces, plan, delivered=self._delivered, workers=self._workers, now=now, run=run)
         pause_s = max(STOP_CHECK_S, STOP_CHECK_COST * (self.now() - now))
         ends = self._traces[0].received + plan.max_s  # from then on checks cost nothing
         self._next_check = min(now + pause_s, max(ends, now + STOP_CHECK_S))

@@ -2,6 +2,7 @@
 
 workload.py     what is tuned: the dataset with all that is the user's, and the training step
 batches.py      what a batch is made of, and its way to an accelerator
+equal.py        whether two batches are equal
 build.py        a loader with a configuration; another one like a given one
 by_value.py     objects that a spawned worker gets although it cannot import their classes
 reading.py      which samples each burst reads

@@ -5,7 +5,8 @@ all bursts of a run are one long reading of the dataset, and each takes up where
 
     shuffled         one permutation, of a long epoch in stretches, each of samples from all over it
     in order         blocks of a few batches from all over the epoch in turn, so that an order by length harms no burst
-    sampler of yours the same blocks, of what it gives in a tenth of a second
+    sampler of yours the same blocks, of what it gives in a tenth of a second; its own order where that keeps to one place of
+                     the dataset after another, which may hold a shard in memory
     stream           begun anew by each burst, with another seed, and in another epoch where it has `set_epoch`
 """
 
@@ -17,7 +18,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,12 @@ MOST_SAMPLES = 1 << 31
 """No burst reads further, however long a dataset of crops says that it is: the product of two places fits in 64 bits."""
 DRAWN_S = 0.1
 """Seconds in which a sampler is asked for what will be read next."""
+FAR_AWAY, LONG_AGO = 16, 4
+"""Times the median distance of neighbours, in the dataset and in what a sampler gives, within which they are of one run."""
+THIN, THINNEST = 0.05, 2
+"""Runs meet where so few neighbours, of the median and at most, are on both sides: shards that follow each other have one."""
+SHORTEST_RUN = 8
+"""Samples: fewer come together by chance."""
 FRESH_STARTS = 64
 """A probe that had to be started anew begins in one of so many places of the epoch, since it does not know what was read."""
 STREAM = (
@@ -64,12 +71,22 @@ class Reading:
         """What it gave to the latest burst."""
         self._again: dict[int | None, list[Any]] = {}
         """What it shall give to the next one first."""
+        self._runs, self._size = dict[int | None, int](), data.batch_size
+        """Batches of a run of the sampler, by samples of a batch; and these in the latest burst."""
 
     @property
     def note(self) -> str | None:
         """What the user should know, where bursts cannot be kept from reading the same samples."""
         is_told_epoch = callable(getattr(self._data.dataset, "set_epoch", None))
         return STREAM if self._data.is_iterable and not is_told_epoch else None
+
+    @property
+    def run(self) -> int:
+        """Batches that the sampler has taken, in the latest burst, from one place before it went on to another; 0 for no such.
+
+        Where a dataset holds one shard in memory, these come with one load of it.
+        """
+        return self._runs.get(self._size, 0)
 
     def begin(self, dataset: Any) -> int:
         """Another burst begins, on this dataset; returns its seed, for all that is random but the order."""
@@ -117,7 +134,7 @@ class Reading:
                 yield _spread(np.arange(first, self._at), self._samples, self._block).tolist()
 
     def _noted(self, size: int | None) -> Iterator[Any]:
-        again, self._again = self._again.pop(size, []), {}
+        again, self._again, self._size = self._again.pop(size, []), {}, size
         given = self._given[size] = list[Any]()
         for each in itertools.chain(again, self._own.setdefault(size, self._of_sampler(size))):
             given.append(each)
@@ -130,16 +147,23 @@ class Reading:
         if size is not None and data.batch_sampler is None:
             batches = BatchSampler(data.sampler, size, data.drop_last)
         seed_everything(self._seed)
-        for holder in (data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)):
+        holders = [data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)]
+        for holder in holders:
             if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
                 generator.manual_seed(self._seed)
         try:
-            is_empty = False
-            while not is_empty:
+            for number in itertools.count(self._seed):
+                for holder in holders[1:]:
+                    if callable(set_epoch := getattr(holder, "set_epoch", None)):
+                        set_epoch(number)
                 epoch, is_empty = iter(batches), True
                 while drawn := _drawn(epoch):
-                    yield from (drawn[at] for at in _spread(np.arange(len(drawn)), len(drawn), BLOCK_BATCHES))
+                    self._runs[size] = run = max(self._runs.get(size, 0), run_length(drawn))
+                    order = range(len(drawn)) if run else _spread(np.arange(len(drawn)), len(drawn), BLOCK_BATCHES)
+                    yield from (drawn[at] for at in order)
                     is_empty = False
+                if is_empty:
+                    return
         except Exception:
             self._own.clear()  # the next burst shall raise it, too
             raise
@@ -152,6 +176,35 @@ def _drawn(batches: Iterator[Any]) -> list[Any]:
         if time.monotonic() > until:
             break
     return drawn
+
+
+def run_length(drawn: Sequence[Any]) -> int:
+    """How many of these, indices or batches of them, come from one place of a dataset before the next do; 0 for no such runs.
+
+    Indices that are neighbours in the dataset are drawn soon after each other within a run, in whatever order. So hardly any
+    neighbours are drawn on both sides of where two runs meet. What is read from its begin to its end has no such places.
+    """
+    try:
+        first = np.asarray(drawn[0])
+        if first.dtype.kind not in "iu" or first.ndim > 1:
+            return 0
+        indices = np.concatenate([np.ravel(each) for each in drawn]) if first.ndim else np.asarray(drawn)
+        of_one, distinct = len(indices) / len(drawn), len(np.unique(indices))
+    except Exception:  # keys of the user's own may raise anything
+        return 0
+    indices = indices[:distinct]  # an endless sampler gives many epochs
+    if indices.dtype.kind not in "iu" or distinct < SHORTEST_RUN:
+        return 0
+    order = np.argsort(indices, kind="stable")
+    apart, between = np.diff(indices[order]), np.abs(np.diff(order))
+    is_near = (apart <= FAR_AWAY * np.median(apart)) & (between <= LONG_AGO * np.median(between))
+    begin, end = np.sort([order[:-1][is_near], order[1:][is_near]], axis=0)
+    crossing = np.cumsum(np.bincount(begin, minlength=distinct) - np.bincount(end, minlength=distinct))
+    ends = np.flatnonzero(crossing <= min(THIN * np.median(crossing), THINNEST)) + 1
+    runs = np.diff(ends, prepend=0)
+    runs = runs[runs >= max(of_one, SHORTEST_RUN)]
+    samples = float(np.median(runs)) if len(runs) > 1 else 0.0
+    return round(samples / of_one) if samples > of_one else 0
 
 
 @functools.lru_cache(maxsize=1)

@@ -43,6 +43,8 @@ HOLDING_UP = 0.9
 """Workers that make less than this share of what the loop could take hold it up."""
 MADE_SD = 0.05
 """What the workers are said to make leaves things out, such as slow batches that hold up the others: so much, relatively."""
+RUNS, MOST_FOR_RUNS_S = 2, 3.0
+"""A window of whole runs has seen as many loads of a shard, wherever it begins. No burst is longer for their sake."""
 SLOWER_BY_CHANCE = 0.01
 """So seldom is a worker taken for slower than the others that is not."""
 
@@ -100,10 +102,12 @@ def relative_error(traces: Sequence[BatchTrace], *, workers: int) -> float | Non
     return error if math.isfinite(error) else None
 
 
-def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, delivered: int, workers: int, now: float) -> bool:
+def is_enough(
+    traces: Sequence[BatchTrace], plan: BurstPlan, *, delivered: int, workers: int, now: float, run: int = 0
+) -> bool:
     """Whether a running burst may stop: its rate is known well enough, or its time is up before the next batch can come.
 
-    More batches may be `delivered` than there are traces.
+    More batches may be `delivered` than there are traces. Each `run` of them may begin with one that takes long.
     """
     elapsed = now - traces[0].received
     # The first round of the workers only opens the window, and one alone is mostly edges.
@@ -112,9 +116,15 @@ def is_enough(traces: Sequence[BatchTrace], plan: BurstPlan, *, delivered: int, 
         if workers:
             comes_again = service_s <= 2.0 * plan.max_s  # the second round, half a service after `max_s` at the latest
             longest_s = plan.max_s + (service_s / 2 if comes_again else 0.0)
+        if run:
+            longest_s = max(longest_s, MOST_FOR_RUNS_S)
         if delivered >= workers:
             due = traces[min(delivered - workers, len(traces) - 1)].collate_end + service_s
         return max(now, due) - traces[0].received >= longest_s
+    inside = len(traces) - max(1, workers)
+    runs = RUNS if elapsed * RUNS * run < MOST_FOR_RUNS_S * inside else 1
+    if inside < runs * run and elapsed < MOST_FOR_RUNS_S:
+        return False
     if elapsed < plan.min_s:
         return False
     if elapsed >= plan.max_s:

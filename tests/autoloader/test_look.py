@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_wor
 
 from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import tuner
-from autotune_loader.autoloader.look import is_same
+from autotune_loader.autoloader.look import NEAR
+from autotune_loader.pipeline.equal import is_equal
 from tests.support.schedules import FixedLoader
 
 pytestmark = pytest.mark.process
@@ -76,7 +76,7 @@ def trained(make: Callable[[], Any], **arguments: Any) -> tuple[Any, bool]:
             Items.wait_s = wait_s
             torch.manual_seed(3)
             epochs.append([copy.deepcopy(batch) for batch in each])
-        if not is_same(*epochs):
+        if not is_equal(*epochs, NEAR):
             return loader, False
         left -= loader.found.tuner.refused is not None or any(row.worker >= 0 for row in loader.log.rows)
     return loader, True
@@ -160,8 +160,8 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", GOOD)
 def test_common_data_get_workers_and_the_batches_of_the_loop(kind: str, data: Path) -> None:
-    loader, is_same = trained(lambda: GOOD[kind](data))
-    assert is_same
+    loader, is_as_plain = trained(lambda: GOOD[kind](data))
+    assert is_as_plain
     assert loader.found.tuner.refused is None
     assert {trace.worker for trace in loader.log.rows} > {-1}
 
@@ -372,23 +372,3 @@ def test_workers_start_as_the_script_says_or_a_sentence_says_why_not(
         if workers != "0" and kept in ("None", "too_short", "not_settled")
         else f"{workers} {kept} {own}"
     ] == [expected]
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "same"),
-    [
-        ({"x": [1, torch.ones(3)]}, {"x": [1, torch.zeros(3)]}, False),
-        (torch.ones(3), torch.ones(3, dtype=torch.float64), False),
-        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0 + 1e-7, float("nan")]), True),
-        (torch.tensor([1.0, float("nan")]), torch.tensor([float("nan"), 1.0]), False),
-        (np.array(["a", None], dtype=object), np.array(["a", 1], dtype=object), False),
-        ((1, "a"), [1, "a"], False),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),
-        (SimpleNamespace(x=1, y={2}), SimpleNamespace(x=1, y={3}), False),
-        (io.BytesIO(b"a"), io.BytesIO(b"b"), False),
-        (0.1 + 0.2, 0.3, True),
-    ],
-)
-def test_two_batches_are_the_same_but_for_rounding(own: Any, other: Any, same: bool) -> None:
-    assert is_same(own, copy.deepcopy(own))
-    assert is_same(own, other) is same

@@ -121,6 +121,92 @@ def test_a_dataset_may_say_that_it_is_longer_than_memory_and_a_probe_that_is_sta
     assert np.ptp(samples) > 1 << 30
 
 
+def by_shard(shards, samples, is_shuffled=True, mixed=1):
+    """Indices of shards in random order, `mixed` of them at a time, shuffled within."""
+    drawing = random.Random(0)
+    numbers, indices = drawing.sample(range(shards), shards), []
+    for at in range(0, shards, mixed):
+        within = [number * samples + place for number in numbers[at : at + mixed] for place in range(samples)]
+        indices += drawing.sample(within, len(within)) if is_shuffled else within
+    return indices
+
+
+def as_batches(indices, size=16):
+    return [indices[at : at + size] for at in range(0, len(indices), size)]
+
+
+RUNS = {
+    "shuffled within shards": ({"sampler": by_shard(20, 200)}, 12),
+    "in order within shards": ({"sampler": by_shard(20, 200, is_shuffled=False)}, 12),
+    "shards in order": ({"sampler": sorted(by_shard(20, 200), key=lambda index: index // 200)}, 12),
+    "four shards at a time": ({"sampler": by_shard(40, 100, mixed=4)}, 25),
+    "batches of a shard": ({"batch_sampler": as_batches(by_shard(20, 208))}, 13),
+    "batches that are arrays": ({"batch_sampler": [np.array(each) for each in as_batches(by_shard(20, 208))]}, 13),
+    "a rank's": ({"sampler": by_shard(20, 800)[1::4]}, 12),
+    "a rank's shards": ({"sampler": by_shard(40, 200, is_shuffled=False)[:4000]}, 12),
+    "one by one": ({"sampler": by_shard(20, 200), "batch_size": None}, 200),
+    "two shards, and no more in this epoch": ({"sampler": by_shard(2, 2000)}, 125),
+    "epoch after epoch": ({"sampler": by_shard(20, 200) * 3}, 12),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_sampler_that_goes_from_place_to_place_is_read_in_its_own_order_burst_after_burst(name):
+    parts, run = RUNS[name]
+    data = loader(range(16_000), **parts)
+    burst = Run(data)
+    bursts = [burst(5), burst(20)]
+    assert burst(20, again=True) == bursts[1]
+    batches = itertools.chain(*bursts, burst(30))
+    order = data.sampler if data.batch_sampler is None else itertools.chain(*data.batch_sampler)
+    assert np.hstack(list(map(np.ravel, batches))).tolist() == list(order)[: 55 * (16 if data.is_batched else 1)]
+    # AND it is known how many batches come with one load of a shard
+    assert burst.reading.run == pytest.approx(run, rel=0.02, abs=1)
+
+
+NO_RUNS = {
+    "shuffled": random.Random(0).sample(range(4000), 4000),
+    "with replacement": random.Random(0).choices(range(4000), k=4000),
+    "in order": list(ROWS),
+    "in order, and padded": [*ROWS, 0],
+    "from the end": [*reversed(ROWS)],
+    "by length": sorted(ROWS, key=lambda row: row * 7919 % 100),
+    "nearly by length": sorted(ROWS, key=lambda row: row + row * 7919 % 100),
+    "each three times": [row for row in random.Random(0).sample(range(1000), 1000) for _ in range(3)],
+    "batches after each other, shuffled": list(itertools.chain(*random.Random(0).sample(as_batches([*ROWS]), 250))),
+    "the same": [7] * 1000,
+    "names": [f"row {row}" for row in ROWS],
+    "places and sizes": [(row, 224) for row in ROWS],
+}
+
+
+@pytest.mark.parametrize("name", NO_RUNS)
+def test_any_other_order_has_no_runs_and_is_spread_over_an_epoch(name):
+    burst = Run(loader(dict(zip(NO_RUNS[name], itertools.count(), strict=False)), sampler=NO_RUNS[name]))
+    assert [len(burst(BLOCK_BATCHES + 2)), burst.reading.run] == [BLOCK_BATCHES + 2, 0]
+
+
+class OfEpochs:
+    """A sampler, or one of batches, with an epoch."""
+
+    def __init__(self, batches, sampler=None):
+        self.batches, self.sampler, self.epochs = batches, sampler, []
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+def test_samplers_are_told_the_epoch():
+    sampler, inner = OfEpochs(range(64)), OfEpochs(())
+    outer = OfEpochs(as_batches(list(range(64))), inner)
+    for data in (loader(sampler=sampler), loader(batch_sampler=outer)):
+        Run(data, seed=5)(10)
+    assert sampler.epochs == inner.epochs == outer.epochs == [5, 6, 7]
+
+
 class Broken:
     def __iter__(self):
         yield from range(16)

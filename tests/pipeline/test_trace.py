@@ -165,6 +165,22 @@ def test_batches_that_take_seconds_are_not_waited_for_longer_than_they_tell(work
     assert rate.low < truth < rate.high
 
 
+@pytest.mark.parametrize("phase", [0, 7, 39])
+@pytest.mark.parametrize(("load_s", "batch_s"), [(0.15, 0.001), (0.5, 0.001), (0.8, 0.03), (1.2, 0.04)])
+def test_a_window_holds_whole_runs_of_batches_that_come_with_one_load(load_s, batch_s, phase):
+    # GIVEN a shard of 40 batches in memory, whose first waits for the load of it, and a burst that begins within one
+    traces, now = [], 0.0
+    for number in range(200):
+        begun, now = now, now + batch_s + (load_s if number in (0, 40 - phase, 80 - phase, 120 - phase) else 0.0)
+        traces.append(BatchTrace(-1, begun, now, now, 0.0, 8, begun, now, now))
+    enough = functools.partial(is_enough, plan=BurstPlan(max_s=0.3, min_s=0.1), workers=0, run=40)
+    count = next(n for n in range(2, 200) if enough(traces[:n], delivered=n, now=traces[n - 1].step_end))
+    # THEN its rate is that of an epoch, though no such burst is longer than 3 s
+    found = summarise(traces[:count], workers=0, started=0.0)
+    assert found.samples_per_s.value == pytest.approx(8 * 40 / (load_s + 40 * batch_s), rel=0.03)
+    assert found.window_s < 3.1
+
+
 def test_what_goes_into_queues_is_told_while_they_fill():
     # GIVEN workers that make twice what the loop takes, such whose queues are full, such that are waited for, and none
     filling = simulate(40, workers=4, prefetch=32, service_s=0.02, step_s=0.0095, variation=0.0)
