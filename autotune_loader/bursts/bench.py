@@ -47,7 +47,7 @@ from autotune_loader.machine.kernel import memfd
 from autotune_loader.machine.nursery import Home, Root
 from autotune_loader.pipeline.batches import BatchShape, accelerator, fresh, move, samples_in
 from autotune_loader.pipeline.by_value import why_not_pickled
-from autotune_loader.pipeline.reading import Reading
+from autotune_loader.pipeline.reading import FRESH_STARTS, Reading
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, draws_nothing, wrapped_datasets
 from autotune_loader.values import Failure, FailurePhase, LoaderConfig
@@ -115,7 +115,7 @@ class Bench:
         sharing, inner = torch.multiprocessing.get_sharing_strategy(), data.worker_init_fn
         self._data = replace(data, worker_init_fn=functools.partial(begin_worker, inner, sharing))
         self._read_training, self._read_data, self._say = read_training, read_data, say
-        self._reading, self._home = Reading(self._data, seed), Home()
+        self._reading, self._seed, self._home = Reading(self._data, seed), seed, Home()
         self._first: Cached | None = None
         self._file = memfd("first-batch")
         """The first batch, on its way to another process; empty where it cannot go there."""
@@ -134,6 +134,10 @@ class Bench:
     def may_use(self, device: torch.device) -> bool:
         """Whether this process, which is a fork, can use an accelerator."""
         return not accelerator(device)._is_in_bad_fork()
+
+    def read_elsewhere(self) -> None:
+        """Draw other samples from a sampler than the process does of which this is a fork."""
+        self._reading = Reading(self._data, self._seed + FRESH_STARTS // 2)
 
     def look(self, workers: int = 0) -> tuple[Message, Any]:
         """Fetch two batches and keep the first: what is known of them, or why there is none; and where reading goes on."""
