@@ -103,7 +103,7 @@ class Belief:
         start_s, paths = np.zeros(len(self.configs)), self.sustained.paths
         for index, config in enumerate(self.configs):
             if not self.space.as_kept(config).persistent_workers:
-                start_s[index] = starting_s(self._seen, config.num_workers, self.context.usable_cores)
+                start_s[index] = starting_s(self._seen, config.num_workers, self.context)
         samples = self.context.epoch_batches * sizes[0]
         return replace(self.sustained, paths=paths - np.log1p(start_s * np.exp(paths) / samples))
 
@@ -237,16 +237,14 @@ class Belief:
         )
 
 
-def starting_s(trials: Sequence[Trial], workers: int, cores: int) -> float:
-    """Seconds in which so many workers start, by the most similar number that started as in training; 0 where none has."""
+def starting_s(trials: Sequence[Trial], workers: int, context: Context) -> float:
+    """Seconds in which so many workers start: by the most similar number that started as in training, or one such process."""
     measured = [
         (trial.config.num_workers, m) for trial in trials if trial.config.num_workers and (m := trial.measurement)
     ]
     begun = [(count, max(m.first_batch_s - m.service_s, 0.0)) for count, m in measured if m.first_batch_s is not None]
-    if not begun or not workers:
-        return 0.0
-    count, seconds = min(begun, key=lambda each: abs(each[0] - workers))
-    return seconds * max(1.0, workers / max(count, cores))
+    count, seconds = min(begun, key=lambda each: abs(each[0] - workers), default=(1, context.start_s))
+    return seconds * max(1.0, workers / max(count, context.usable_cores)) if workers else 0.0
 
 
 def _covariance(configs: Sequence[LoaderConfig], space: Space, solved: Solved | None) -> Floats:

@@ -54,6 +54,7 @@ class Context:
     fetch_s: float | None = None
     """Wall seconds of fetching the very first batch, in one process alone; None where that is unknown."""
     fetch_cpu_s: float = 0.0  # CPU seconds of the same
+    start_s: float = 0.0  # seconds in which a worker starts that imports torch anew; 0 where workers are forked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

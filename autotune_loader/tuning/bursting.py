@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autotune_loader.bursts.protocol import Probe, WarmupReport
+from autotune_loader.bursts.protocol import Probe
 from autotune_loader.machine.facts import start_method
 from autotune_loader.pipeline.throughput import queued_share
 from autotune_loader.search.belief import starting_s
@@ -66,7 +66,7 @@ class Bursts:
         context: the cores, which the step shares.
         budget: of the run.
         trials: gives the bursts so far, in order, with their traces.
-        warmup: what the probe has seen of the first batch, and of its own start.
+        first_batch_s: what the very first batch took.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Bursts:
         context: Context,
         budget: Budget,
         trials: Callable[[], Sequence[Trial]],
-        warmup: WarmupReport,
+        first_batch_s: float,
     ) -> None:
         self._probe, self.context, self._trials = probe, context, trials
-        self._budget, self._warmup = budget, warmup
+        self._budget, self._first_batch_s = budget, first_batch_s
 
     def step_alone(self) -> Measurement | None:
         """The step on one cached batch again and again, which no loader can exceed; the context learns what it takes."""
@@ -143,17 +143,22 @@ class Bursts:
         return min((first_s or 0.0) + others_s, LONGEST_PREFILL_S)
 
     def _starts_anew(self, config: LoaderConfig, trials: Sequence[Trial]) -> bool:
-        """Whether workers start as in training, which takes spawned ones seconds: once, and where that counts in an epoch."""
+        """Whether workers start as in training, which takes spawned ones seconds: once, and where that counts in an epoch.
+
+        More of them than cores start one after the other, 64 in minutes: what that takes is scaled from fewer.
+        """
+        if config.num_workers > self.context.usable_cores and start_method(config.multiprocessing_context) != "fork":
+            return False
         measured = [(each.config, m) for each in trials if each.config.num_workers and (m := each.measurement)]
         begun = [(each, m, m.first_batch_s) for each, m in measured if m.first_batch_s is not None]
         if any((each.num_workers, each.batch_size) == (config.num_workers, config.batch_size) for each, *_ in begun):
             return False
-        if not begun:  # more workers than cores start one after the other: 64 of them may take minutes
-            return config.num_workers <= self.context.usable_cores
+        if not begun:
+            return True
         if config.persistent_workers or not self.context.epoch_batches:
             return False
         _, of, _ = min(begun, key=lambda each: abs(each[0].num_workers - config.num_workers))
-        samples = starting_s(trials, config.num_workers, self.context.usable_cores) * of.samples_per_s.value
+        samples = starting_s(trials, config.num_workers, self.context) * of.samples_per_s.value
         return samples > STARTING_COUNTS * self.context.epoch_batches * of.batch_size
 
     def _least_window_s(self, config: LoaderConfig, trials: Sequence[Trial]) -> float:
@@ -169,7 +174,7 @@ class Bursts:
     def _deadline_s(self, config: LoaderConfig, plan: BurstPlan, trials: Sequence[Trial]) -> float:
         """Seconds after which a burst is taken for a hang."""
         crowding = max(1.0, config.num_workers / self.context.usable_cores)
-        first_s = self._warmup.first_batch_s + (crowding - 1.0) * self.context.fetch_cpu_s
+        first_s = self._first_batch_s + (crowding - 1.0) * self.context.fetch_cpu_s
         usual_s = self._starting_s(config, plan) + FIRST_BATCHES * first_s + plan.prefill_s + plan.max_s
         usual_s = max([usual_s, *(each.seconds for each in trials if each.measurement is not None)])
         most_s = max(DEADLINES_SHARE * self._budget.seconds, SHORTEST_DEADLINE_S)
@@ -180,9 +185,7 @@ class Bursts:
         crowding = max(1.0, config.num_workers / self.context.usable_cores)
         if start_method(config.multiprocessing_context) == "fork":
             return FORKED_S * config.num_workers
-        if plan.anew:
-            return self._warmup.start_s * crowding
-        return self._warmup.start_s + CLONED_S * crowding
+        return self.context.start_s * crowding if plan.anew else self.context.start_s + CLONED_S * crowding
 
 
 def startable(method: str, start_s: float, cores: int, budget_s: float) -> float:

@@ -204,7 +204,7 @@ class _Entrant:
             return
         warmup = self.opened.warmup
         context = make_context(self.workload, warmup, machine)
-        self.bursts = Bursts(self.opened.probe, context, budget, lambda: self.trials, warmup)
+        self.bursts = Bursts(self.opened.probe, context, budget, lambda: self.trials, warmup.first_batch_s)
         self.step = self.bursts.step_alone() if self.workload.has_step else None
         self.burst()
 

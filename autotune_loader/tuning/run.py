@@ -150,12 +150,14 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
 
 def make_context(workload: Workload, warmup: WarmupReport, machine: Machine) -> Context:
     """What the search needs to know of machine and step, before the step was measured alone."""
+    is_forked = start_method(workload.data.multiprocessing_context) == "fork"
     return Context(
         usable_cores=machine.usable_cores,
         step_cores=float(min(warmup.default_threads, machine.usable_cores)) if workload.on_cpu else 1.0,
         epoch_batches=None if workload.data.is_iterable else workload.data.batches_per_epoch(),
         fetch_s=warmup.first_fetch_s,
         fetch_cpu_s=warmup.first_fetch_cpu_s,
+        start_s=0.0 if is_forked else warmup.start_s,
     )
 
 

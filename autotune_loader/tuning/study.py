@@ -133,7 +133,7 @@ class Search:
             raise ValueError(f"{wrong}; a separate study for each job would work")
         self.twin = TwinSampler(run.space, run.context, tolerance=run.tolerance, baseline=run.baseline, first=())
         self.twin.since = len(self.study.get_trials(deepcopy=False))
-        self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup)
+        self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup.first_batch_s)
         self._expecting = self.belief
         """What the bursts of this round were proposed by."""
         self.ceiling: Measurement | None = None
@@ -202,10 +202,10 @@ class Search:
         """The seconds in which its workers start, as a share of an epoch without them; 0 where they are not known."""
         measured = [(each.config, m) for each in self.trials if (m := each.measurement)]
         rates = [m.samples_per_s.value / m.batch_size for of, m in measured if of.key() == config.key()]
-        if not rates or not self.run.context.epoch_batches:
+        context = self.run.context
+        if not rates or not context.epoch_batches:
             return 0.0
-        cores = self.run.context.usable_cores
-        return starting_s(self.trials, config.num_workers, cores) * rates[-1] / self.run.context.epoch_batches
+        return starting_s(self.trials, config.num_workers, context) * rates[-1] / context.epoch_batches
 
     def _kept(self, call: Callable[[], Answer]) -> Answer:
         """The answer of a call that asks the study; where its storage fails, that of a study in memory with the same trials."""

@@ -22,12 +22,11 @@ from autotune_loader.tuning.bursting import CLONED_S, Budget, Bursts
 from autotune_loader.tuning.study import MOST_REPEATS, open_study
 from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
-from tests.support.tuned import simulated_result, simulated_run, simulated_search, simulated_warmup
+from tests.support.tuned import simulated_result, simulated_run, simulated_search
 
 DECIDED = (Ended.SAFE, Ended.CEILING, Ended.NOT_WORTH_IT)
 NONE, TWO = LoaderConfig(), with_workers(2)
 FAST_STEP = SimulatedMachine(step_s=0.001)
-WARM = simulated_warmup(FAST_STEP)
 
 
 def search_on(machine, *, own=TWO, probe=SimulatedProbe, space=None, **given):
@@ -435,7 +434,7 @@ def test_queues_are_filled_before_a_round_without_waiting_for_a_start_that_is_no
     [trial] = simulated_trials(machine, config)
     trial = replace(trial, measurement=replace(trial.measurement, first_batch_s=3.0))
     probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or trial.measurement)
-    bursts = Bursts(probe, Context(usable_cores=2, step_cores=1.0), Budget(60.0, clock), lambda: [trial], WARM)
+    bursts = Bursts(probe, Context(usable_cores=2, step_cores=1.0), Budget(60.0, clock), lambda: [trial], 0.02)
     bursts.run(config, 1, 0)
     least_s = min(CLONED_S + 8 * trial.measurement.service_s, most_s)
     assert least_s <= plans[0].prefill_s <= most_s
@@ -457,8 +456,8 @@ def test_a_hang_is_told_from_a_slow_start_within_a_third_of_the_budget(case):
     method, workers, first_batch_s, start_s, budget_s, (least_s, most_s) = case
     plans, failure = [], Failure(kind="deadline", phase="start", message="no")
     probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or failure)
-    warmup = replace(WARM, first_batch_s=first_batch_s, start_s=start_s)
-    bursts = Bursts(probe, Context(usable_cores=2), Budget(budget_s, FakeClock()), list, warmup)
+    context = Context(usable_cores=2, start_s=start_s)
+    bursts = Bursts(probe, context, Budget(budget_s, FakeClock()), list, first_batch_s)
     bursts.run(with_workers(workers, multiprocessing_context=method), 0)
     assert least_s <= plans[0].deadline_s <= most_s
 
@@ -474,7 +473,7 @@ def test_sides_of_a_round_read_the_same_where_none_reads_it_for_the_other(cpu_s,
     trial = replace(trial, round=0, measurement=replace(trial.measurement, read_bytes=read_bytes))
     probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or trial.measurement)
     context = Context(usable_cores=2, fetch_s=0.010, fetch_cpu_s=cpu_s)
-    bursts = Bursts(probe, context, Budget(60.0, FakeClock()), lambda: [trial], WARM)
+    bursts = Bursts(probe, context, Budget(60.0, FakeClock()), lambda: [trial], 0.02)
     bursts.run(NONE, 1, 0)
     assert plans[0].again is again
 
