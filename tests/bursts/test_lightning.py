@@ -118,5 +118,5 @@ def test_a_module_trains_without_its_trainer(modules, module, says):
 def test_the_precision_of_the_users_trainer_is_trained_in(modules, precision):
     trainer = modules.Trainer(precision=precision, accelerator="cpu", logger=False, enable_checkpointing=False)
     model = modules.Plain()
-    build_step(TrainingSide(model=model, precision=trainer.precision_plugin), BATCH).run(BATCH)
+    build_step(TrainingSide(model=model, trainer={"precision_plugin": trainer.precision_plugin}), BATCH).run(BATCH)
     assert model.seen == (precision == "bf16-mixed", torch.float64 if precision == "64-true" else torch.float32)
