@@ -158,7 +158,7 @@ class TrainingStep:
                 if not self.is_whole and has_gradient(loss):  # training passes over a batch without one, too
                     self._complete(loss)
             else:
-                with written(self.parameters) as gradients:
+                with watching(self.parameters) as gradients:
                     loss = loss_in(self.forward(batch))
                 self._learn(loss, gradients)
         except (Exception, SystemExit) as error:
@@ -214,13 +214,12 @@ class TrainingStep:
 
 
 @contextlib.contextmanager
-def written(parameters: list[Any]) -> Iterator[set[int]]:
+def watching(parameters: list[Any]) -> Iterator[set[int]]:
     """The identities of the parameters into whose gradients backward writes in the block."""
-    found = set[int]()
-    note = lambda parameter: found.add(id(parameter))  # noqa: E731 - one function for all
-    hooks = [each.register_post_accumulate_grad_hook(note) for each in parameters]
+    gradients = set[int]()
+    hooks = [each.register_post_accumulate_grad_hook(lambda one: gradients.add(id(one))) for each in parameters]
     try:
-        yield found
+        yield gradients
     finally:
         for each in hooks:
             each.remove()
@@ -276,9 +275,10 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
         step.name, step.forward = "train_step(model, batch)", functools.partial(train_step, model)
     elif is_lightning_module(model):
         trainer = StandInTrainer(model, optimizer, device, side.trainer)
-        step.name, step.forward, step.transfer = "LightningModule.training_step", trainer.training_step, trainer.transfer
+        step.name, step.forward = "LightningModule.training_step", trainer.training_step
+        step.transfer, step.accumulate = trainer.transfer, trainer.accumulate_grad_batches
         step.is_whole, step.optimizer = not model.automatic_optimization, next(iter(trainer.optimizers), None)
-        step.accumulate, step.scaler = trainer.accumulate_grad_batches, getattr(trainer.precision_plugin, "scaler", None)
+        step.scaler = getattr(trainer.precision_plugin, "scaler", None)
     else:
         _read_form(step, model, side.loss_fn, first_batch)
     if step.optimizer is None and parameters:
@@ -378,19 +378,19 @@ def is_lightning_module(model: Any) -> bool:
 class StandInTrainer(SimpleNamespace):
     """The part of `lightning.Trainer` that modules use in training, attached to the model that bursts train.
 
-    An `optimizer` is used instead of those of `configure_optimizers()`; `known` is what the user's Trainer says, where there
-    is one, and its precision plugin; else the model trains in its own precision.
+    An `optimizer` is used instead of those of `configure_optimizers()`; `facts` is what the user's Trainer says, where there
+    is one. Without its precision plugin the model trains in its own precision. What the model logs goes nowhere.
     """
 
-    def __init__(self, model: Any, optimizer: Any, device: torch.device, known: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, optimizer: Any, device: torch.device, facts: Mapping[str, Any]) -> None:
         kind = next(cls for cls in type(model).__mro__ if cls.__name__ == "LightningModule")
         package = kind.__module__.removesuffix(".core.module")
         logger, optimizing, plugins, hooks = (
             importlib.import_module(f"{package}.{name}")
             for name in ("loggers.logger", "core.optimizer", "plugins.precision", "core.hooks")
         )
-        known = {"precision_plugin": plugins.Precision(), **known}
-        super().__init__(**{**IN_TRAINING, **known}, logger=logger.DummyLogger())
+        facts = {**IN_TRAINING, "precision_plugin": plugins.Precision(), **facts}
+        super().__init__(**facts, logger=logger.DummyLogger())
         self.precision, self.lightning_module = self.precision_plugin.precision, model
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
@@ -453,10 +453,8 @@ class StandInTrainer(SimpleNamespace):
             return self._model.training_step(batch, number) if self._takes_index else self._model.training_step(batch)
 
     def _clip(self, optimizer: Any, *_arguments: Any) -> None:
-        algorithm = self.gradient_clip_algorithm
-        self._model.configure_gradient_clipping(
-            optimizer, gradient_clip_val=self.gradient_clip_val, gradient_clip_algorithm=algorithm
-        )
+        limit = {"gradient_clip_val": self.gradient_clip_val, "gradient_clip_algorithm": self.gradient_clip_algorithm}
+        self._model.configure_gradient_clipping(optimizer, **limit)
 
 
 @contextlib.contextmanager

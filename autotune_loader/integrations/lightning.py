@@ -70,14 +70,12 @@ class _Plan:
             changed = copy.copy(data)
             changed.flattened, found = self.apply(data.flattened, place)
             return changed, found
-        if isinstance(data, (Mapping, list, tuple)):
-            keys = data if isinstance(data, Mapping) else range(len(data))
-            pairs = [self.apply(data[key], f"{place}[{key!r}]") for key in keys]
-            made, found = ([pair[side] for pair in pairs] for side in (0, 1))
-            kind: Any = type(data)
-            if isinstance(data, Mapping):
-                made, found = (dict(zip(keys, each, strict=True)) for each in (made, found))
-            return kind(made), kind(found)
+        if isinstance(data, Mapping):
+            named = {key: self.apply(each, f"{place}[{key!r}]") for key, each in data.items()}
+            return {key: made for key, (made, _) in named.items()}, {key: result for key, (_, result) in named.items()}
+        if isinstance(data, (list, tuple)):
+            pairs = [self.apply(each, f"{place}[{number}]") for number, each in enumerate(data)]
+            return type(data)(made for made, _ in pairs), type(data)(result for _, result in pairs)
         config, found = self.config or self.found.get(place), None
         if config is None:
             found = self.tune(data, place)

@@ -22,6 +22,9 @@ LEFT_OUT = ("use_liger_kernel", "deepspeed", "fsdp")
 OF_LAYERS = ("every_n_layers", "offload")
 """Among the options of checkpointing, those of the model; the others are torch's."""
 
+OF_DATA = {"train_dataset", "eval_dataset", "data_collator", "train_dataloader", "eval_dataloader", "optimizer"}
+"""Attributes of a Trainer and of its callbacks that a loss does not need."""
+
 
 def training_arguments(config: LoaderConfig) -> dict[str, Any]:
     """The fields of `TrainingArguments` that a configuration decides: `TrainingArguments("out", **fields)`."""
@@ -49,21 +52,17 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
         )
     args = trainer.args
     options = {"device": str(args.device), **options}
-    is_timed = isinstance(options.get("train_step"), (int, float))
-    left_out = [] if is_timed else [f"args.{name}={value}" for name in LEFT_OUT if (value := getattr(args, name, None))]
-    if args.gradient_accumulation_steps > 1 and not is_timed:
-        left_out.append(f"args.gradient_accumulation_steps={args.gradient_accumulation_steps}")
+    left_out = _left_out(trainer) if options.get("train_step") is None else []
     if options.get("optimizer") is None:
-        options["optimizer"], is_known = _optimizer_of(trainer)
-        left_out += [] if is_known or is_timed else [f"args.optim={args.optim}"]
-    options["optimizer"] = _Begun(trainer.model, args, trainer.neftune_noise_alpha, options["optimizer"])
-    if options.get("train_step") is None:
-        left_out += ["the Trainer's own training_step"] if _is_overridden(trainer, "training_step") else []
-        losses = (trainer.label_smoother, getattr(trainer, "compute_loss_func", None))
-        if _is_overridden(trainer, "compute_loss") or any(each is not None for each in losses):
-            options["train_step"] = functools.partial(_loss, _without_data(trainer))
+        options["optimizer"] = _optimizer_of(trainer)
+    options["optimizer"] = _Begin(trainer.model, args, trainer.neftune_noise_alpha, options["optimizer"])
+    losses = (trainer.label_smoother, getattr(trainer, "compute_loss_func", None))
+    if _is_overridden(trainer, "compute_loss") or any(each is not None for each in losses):
+        options.setdefault("train_step", functools.partial(_loss, _without_data(trainer)))
     if left_out:
-        warnings.warn(f"trials train without {', '.join(left_out)}; a train_step= that does it would work", stacklevel=2)
+        warnings.warn(
+            f"trials train without {', '.join(left_out)}; a train_step= that does it would work", stacklevel=2
+        )
     if args.n_gpu > 1:
         warnings.warn(
             f"the Trainer splits each batch across {args.n_gpu} GPUs (DataParallel), but trials use one GPU, which takes "
@@ -88,7 +87,7 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
 
 
 @dataclass
-class _Begun:
+class _Begin:
     """Makes the optimizer; before that, what `Trainer.train()` switches on in the model is on: where trials run, only there."""
 
     model: Any
@@ -99,7 +98,8 @@ class _Begun:
 
     def __call__(self, parameters: list[Any]) -> Any:
         args, model = self.args, self.model
-        checkpointing = [f"{name}_checkpointing" for name in ("activation", "gradient")]  # since transformers 5, and before
+        # The first since transformers 5, the second before.
+        checkpointing = ("activation_checkpointing", "gradient_checkpointing")
         if any(getattr(args, name, False) for name in checkpointing):
             name = next(name for name in checkpointing if hasattr(model, f"{name}_enable"))
             options = dict(getattr(args, f"{name}_kwargs", None) or {})
@@ -109,7 +109,9 @@ class _Begun:
             model.get_input_embeddings().register_forward_hook(functools.partial(_noisy, self.noise))
         if args.torch_compile:
             model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
-        optimizer = self.optimizer if hasattr(self.optimizer, "param_groups") else self.optimizer(parameters)
+        optimizer = self.optimizer
+        if isinstance(optimizer, type) or not hasattr(optimizer, "step"):
+            optimizer = optimizer(parameters)
         if args.max_grad_norm and hasattr(optimizer, "register_step_pre_hook"):
             optimizer.register_step_pre_hook(functools.partial(_clip, parameters, args.max_grad_norm))
         return optimizer
@@ -125,15 +127,28 @@ def _noisy(alpha: float, _module: Any, _inputs: Any, output: Any) -> Any:
     return output + output.new_empty(output.shape).uniform_(-bound, bound)
 
 
-def _optimizer_of(trainer: Any) -> tuple[Any, bool]:
-    """The Trainer's optimizer, or what makes one of its kind from parameters; whether that is so, else it is AdamW."""
-    if trainer.optimizer is not None:
-        return getattr(trainer.optimizer, "optimizer", trainer.optimizer), True  # without Accelerate's wrapper
-    given = getattr(trainer, "optimizer_cls_and_kwargs", None)
-    kind, options = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    if isinstance(kind, type) and hasattr(kind, "step") and not {"params", "model", "optimizer_dict"} & options.keys():
-        return functools.partial(kind, **options), True
-    return functools.partial(importlib.import_module("torch.optim").AdamW, lr=trainer.args.learning_rate), False
+def _left_out(trainer: Any) -> list[str]:
+    """What training does and trials do not."""
+    args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
+    names = [f"args.{name}={value}" for name in LEFT_OUT if (value := getattr(args, name, None))]
+    if args.gradient_accumulation_steps > 1:
+        names.append(f"args.gradient_accumulation_steps={args.gradient_accumulation_steps}")
+    if _steps_in_backward(optim):
+        names.append(f"args.optim={optim}")
+    return names + (["the Trainer's own training_step"] if _is_overridden(trainer, "training_step") else [])
+
+
+def _steps_in_backward(optim: str) -> bool:
+    return "layerwise" in optim or "lomo" in optim
+
+
+def _optimizer_of(trainer: Any) -> Any:
+    """The Trainer's optimizer, or one as it would make, which it does not keep."""
+    if _steps_in_backward(getattr(trainer.args.optim, "value", trainer.args.optim)):  # making it changes the model
+        return functools.partial(importlib.import_module("torch.optim").AdamW, lr=trainer.args.learning_rate)
+    alone = copy.copy(trainer)
+    alone.create_optimizer()
+    return getattr(alone.optimizer, "optimizer", alone.optimizer)  # without Accelerate's wrapper
 
 
 def _loss(trainer: Any, model: Any, batch: Any) -> Any:
@@ -146,9 +161,7 @@ def _without_data(trainer: Any) -> Any:
     alone.callback_handler = copy.copy(trainer.callback_handler)
     alone.callback_handler.callbacks = []
     for owner in (alone, alone.callback_handler):
-        for name in ("train_dataset", "eval_dataset", "data_collator", "train_dataloader", "eval_dataloader", "optimizer"):
-            if hasattr(owner, name):
-                setattr(owner, name, None)
+        vars(owner).update(dict.fromkeys(OF_DATA & vars(owner).keys()))
     return alone
 
 

@@ -179,14 +179,14 @@ def _of_trainer(trainer: Any) -> dict[str, Any]:
     Its data module comes without datasets and loaders, each of which would be there once more, and without what `tuned()`
     has put into it.
     """
-    known = {name: getattr(trainer, name) for name in OF_TRAINER if getattr(trainer, name, None) is not None}
-    if (whole := known.get("datamodule")) is not None:
-        known["datamodule"] = data = copy.copy(whole)
+    facts = {name: value for name in OF_TRAINER if (value := getattr(trainer, name, None)) is not None}
+    if (whole := facts.get("datamodule")) is not None:
+        facts["datamodule"] = data = copy.copy(whole)
         data.trainer = None
         for name, value in vars(whole).items():
             if name == "train_dataloader" or isinstance(value, (DataLoader, Dataset)):
                 del vars(data)[name]
-    return known
+    return facts
 
 
 def _check_callable(**given: Any) -> None:

@@ -48,7 +48,12 @@ LOOP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
         (SCALED, True, "", 0),
         # gone backward already, though its graph is still there
         (LOOP.replace("backward()", "backward(retain_graph=True)") + "; return loss", True, "", 3),
-        (LOOP.replace("backward()", "backward(retain_graph=True)") + "; optimizer.zero_grad(); return loss", True, "", 3),
+        (
+            LOOP.replace("backward()", "backward(retain_graph=True)") + "; optimizer.zero_grad(); return loss",
+            True,
+            "",
+            3,
+        ),
         (f"loss = checkpoint(loss.add, 1, use_reentrant=False); {LOOP}; return loss", True, "", 3),
         # gone backward in a part of it, as for another loss
         ("model.bias.sum().backward(); return loss", True, COMPLETED, 3),

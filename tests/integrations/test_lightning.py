@@ -1,5 +1,6 @@
 import importlib
 import logging
+import sys
 
 import pytest
 import torch
@@ -65,6 +66,12 @@ def test_a_configuration_from_a_file_needs_no_tuning(fit, parts):
     assert (loader.num_workers, trainer.global_step) == (0, 2 * 4)
 
 
+def test_the_other_name_of_the_package_is_enough(monkeypatch):
+    pytest.importorskip("pytorch_lightning")
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    assert LoaderConfig.from_loader(tuned(DataLoader(FEW), config=CONFIG)) == CONFIG
+
+
 def test_an_autoloader_changes_in_the_midst_of_training(fit, parts):
     model, loader = parts.Module(), AutoLoader(Waiting(), batch_size=BATCH, shuffle=True)
     assert fit(model, loader, epochs=EPOCHS).train_dataloader is loader
@@ -74,9 +81,7 @@ def test_an_autoloader_changes_in_the_midst_of_training(fit, parts):
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 def test_batches_that_lightning_overfits_come_from_a_loader_with_the_settings(fit, parts):
     model = parts.Module()
-    trainer = fit(
-        model, datamodule=tuned(parts.Points(FEW), model, config=CONFIG), of_trainer={"overfit_batches": 3}
-    )
+    trainer = fit(model, datamodule=tuned(parts.Points(FEW), model, config=CONFIG), of_trainer={"overfit_batches": 3})
     assert LoaderConfig.from_loader(trainer.train_dataloader) == CONFIG
     assert type(trainer.train_dataloader.sampler) is SequentialSampler
 

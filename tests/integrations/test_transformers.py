@@ -144,7 +144,9 @@ TOKENS = {"x": torch.arange(30).reshape(6, 5) % 10, "labels": torch.tensor([0, 1
 def trial_of(trainer_of, monkeypatch):
     """The step of a trial, in a process that has got only what `tune()` was given: its model, and the step itself."""
     given = []
-    monkeypatch.setattr(integration, "tune", lambda *args, **options: given.append((args, options)) or synthetic_result())
+    monkeypatch.setattr(
+        integration, "tune", lambda *args, **options: given.append((args, options)) or synthetic_result()
+    )
 
     def trial_of(kind=transformers.Trainer, model=None, options=(), **fields):
         trainer = trainer_of(FEW, kind, model=model or Net(transformers.PretrainedConfig()), **fields)
