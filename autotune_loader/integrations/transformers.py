@@ -22,7 +22,10 @@ LEFT_OUT = ("use_liger_kernel", "deepspeed", "fsdp")
 OF_LAYERS = ("every_n_layers", "offload")
 """Among the options of checkpointing, those of the model; the others are torch's."""
 
-OF_DATA = {"train_dataset", "eval_dataset", "data_collator", "train_dataloader", "eval_dataloader", "optimizer"}
+OF_DATA = {
+    *("train_dataset", "eval_dataset", "data_collator", "train_dataloader", "eval_dataloader"),
+    *("optimizer", "lr_scheduler", "gather_function"),
+}
 """Attributes of a Trainer and of its callbacks that a loss does not need."""
 
 
@@ -162,6 +165,9 @@ def _without_data(trainer: Any) -> Any:
     alone.callback_handler.callbacks = []
     for owner in (alone, alone.callback_handler):
         vars(owner).update(dict.fromkeys(OF_DATA & vars(owner).keys()))
+    alone.accelerator = copy.copy(trainer.accelerator)
+    of_training = [name for name, value in vars(alone.accelerator).items() if isinstance(value, list)]
+    vars(alone.accelerator).update({name: [] for name in of_training}, gradient_state=None)  # loaders, trackers
     return alone
 
 

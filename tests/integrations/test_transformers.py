@@ -231,7 +231,8 @@ def test_noise_and_compilation_are_on_in_trials(trial_of):
         (Doubled, {}, lambda logits: 2 * torch.nn.functional.cross_entropy(logits, TOKENS["labels"])),
     ],
 )
-def test_the_loss_of_trials_is_the_trainers(trial_of, kind, fields, loss):
+def test_the_loss_of_trials_is_the_trainers(trainer_of, trial_of, kind, fields, loss):
+    trainer_of(FEW).train()  # of which Accelerate still knows
     model, step = trial_of(kind, **fields)
     losses = []
     inner = step.forward
