@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn import functional
@@ -40,6 +40,8 @@ AGAINST_TIME = (
 NOT_THERE = (
     "self.trainer.{name}: trials have no Trainer; pass train_step=lambda model, batch: ..., which returns the loss"
 )
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Lightning's, of a module or of its data module, in the order of their calls."""
 TRAINS_NOTHING = "{step}: the loss has no gradient, so nothing is trained and the trials time the forward pass alone."
 
 
@@ -105,12 +107,29 @@ class TrainingStep:
     """Whether it is the user's `train_step`, which moves its batches, and whose errors speak for themselves."""
     is_whole: bool = False
     """Whether nothing is left to do, whatever `forward` returns."""
+    parameters: list[Any] = field(default_factory=list)
+    """The model's, where the step is the user's own and may go backward itself."""
+    transfer: Callable[[Any], Any] | None = None
+    """Brings a batch to the device, where a framework has its own way to."""
+    accumulate: int = 1
+    """Batches for each step of the optimizer."""
+    scaler: Any = None
+    """A `GradScaler` that scales the loss."""
+    trained: int = 0
+    """Batches that went backward so far."""
+    has_stepped: bool = True
+    """Whether the latest one of them was the last of a step of the optimizer."""
     notes: list[str] = field(default_factory=list)
     description: str = ""
     """What is done with a batch, in words; empty at first."""
 
     def move(self, batch: Any) -> Any:
         """The batch on the device, unless the step brings it there itself. From pinned memory the host does not wait."""
+        if self.transfer is not None:
+            try:
+                return self.transfer(batch)
+            except Exception as error:
+                self._explain(error, batch)
         return batch if self.is_own or self.device.type == "cpu" else move(batch, self.device)
 
     def ready(self, batch: Any) -> Any:
@@ -133,30 +152,38 @@ class TrainingStep:
             StepError: it raised for this batch.
             StepInferenceError: the reading that was chosen does not run; at the first batch alone.
         """
-        is_first = not self.description
         try:
-            loss = loss_in(self.forward(batch))
-            if is_first:
-                self._learn(loss)
-            elif not self.is_whole and has_gradient(loss):  # training passes over a batch without one, too
-                self._complete(loss)
+            if self.description:
+                loss = loss_in(self.forward(batch))
+                if not self.is_whole and has_gradient(loss):  # training passes over a batch without one, too
+                    self._complete(loss)
+            else:
+                with watching(self.parameters) as gradients:
+                    loss = loss_in(self.forward(batch))
+                self._learn(loss, gradients)
         except (Exception, SystemExit) as error:
-            if not is_of_user(error) or isinstance(error, StepInferenceError):
-                raise
-            if not is_first or self.is_own:
-                raise StepError(str(error)) from error
-            cause = first_sentence(f"{type(error).__name__}: {error}")
-            said = f"Inferred step {self.name.removeprefix('a ')} failed on {described(batch)}: {cause}; {ASKS}"
-            raise StepInferenceError(said) from error
+            self._explain(error, batch)
         finally:
             torch.clear_autocast_cache()  # weights are cast anew in each step, as where each step enters autocast
 
-    def _learn(self, loss: Any) -> None:
-        """See at the first batch what is left to do, and do it."""
+    def _explain(self, error: Exception | SystemExit, batch: Any) -> NoReturn:
+        """Raise an error as one of the step, where it is; a hook of a framework says which it was."""
+        if not is_of_user(error) or isinstance(error, StepInferenceError):
+            raise error
+        if self.description or self.is_own:
+            raise StepError(str(error)) from error
+        cause = first_sentence(f"{type(error).__name__}: {error}")
+        name = getattr(error, "of_hook", self.name).removeprefix("a ")
+        raise StepInferenceError(f"Inferred step {name} failed on {described(batch)}: {cause}; {ASKS}") from error
+
+    def _learn(self, loss: Any, gradients: set[int]) -> None:
+        """See at the first batch what is left to do, and do it; `gradients` is where backward has written meanwhile."""
         left = ""
         if not self.is_whole and not has_gradient(loss):
             self.is_whole = True
             self.notes += [] if self.is_own else [TRAINS_NOTHING.format(step=self.name)]
+        elif self.is_own and has_gone_backward(loss, gradients, set(map(id, self.parameters))):
+            self.is_whole = True
         elif not self.is_whole:
             try:
                 self._complete(loss)
@@ -172,11 +199,46 @@ class TrainingStep:
         with contextlib.ExitStack() as autocast_off:  # which loops leave before backward
             for kind in filter(torch.is_autocast_enabled, AUTOCAST):
                 autocast_off.enter_context(torch.autocast(kind, enabled=False))
-            if self.optimizer is not None:
+            if self.optimizer is not None and self.has_stepped:
                 self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            if self.optimizer is not None:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            # The first one is a whole step, so that the optimizer has its memory from then on.
+            self.trained, self.has_stepped = self.trained + 1, not self.trained % self.accumulate
+            if self.optimizer is None or not self.has_stepped:
+                return
+            if self.scaler is None:
                 self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+
+@contextlib.contextmanager
+def watching(parameters: list[Any]) -> Iterator[set[int]]:
+    """The identities of the parameters into whose gradients backward writes in the block."""
+    gradients = set[int]()
+    hooks = [each.register_post_accumulate_grad_hook(lambda one: gradients.add(id(one))) for each in parameters]
+    try:
+        yield gradients
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def has_gone_backward(loss: torch.Tensor, gradients: set[int], watched: set[int]) -> bool:
+    """Whether backward has written into all that a loss is made of: what is left of its graph tells nothing of it.
+
+    Where it has written into a part, that was another loss: of a discriminator, say.
+    """
+    waiting, seen, leaves = [loss.grad_fn], set[Any](), list[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [each for each, _ in node.next_functions]
+            leaves += [node.variable] if hasattr(node, "variable") else []
+    done = [id(each) in gradients or (id(each) not in watched and each.grad is not None) for each in leaves]
+    return all(done) if done else bool(gradients)  # what is checkpointed the old way has no leaves to see
 
 
 def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
@@ -209,11 +271,14 @@ def build_step(side: TrainingSide, first_batch: Any) -> TrainingStep:
         optimizer = optimizer(parameters) if optimizer is not None and parameters else None
     step = TrainingStep(lambda batch: None, "", device, optimizer, is_own=train_step is not None)
     if train_step is not None:
+        step.parameters = [each for each in parameters if each.is_leaf]
         step.name, step.forward = "train_step(model, batch)", functools.partial(train_step, model)
     elif is_lightning_module(model):
-        trainer = StandInTrainer(model, optimizer, side.precision)
+        trainer = StandInTrainer(model, optimizer, device, side.trainer)
         step.name, step.forward = "LightningModule.training_step", trainer.training_step
+        step.transfer, step.accumulate = trainer.transfer, trainer.accumulate_grad_batches
         step.is_whole, step.optimizer = not model.automatic_optimization, next(iter(trainer.optimizers), None)
+        step.scaler = getattr(trainer.precision_plugin, "scaler", None)
     else:
         _read_form(step, model, side.loss_fn, first_batch)
     if step.optimizer is None and parameters:
@@ -313,29 +378,32 @@ def is_lightning_module(model: Any) -> bool:
 class StandInTrainer(SimpleNamespace):
     """The part of `lightning.Trainer` that modules use in training, attached to the model that bursts train.
 
-    An `optimizer` is used instead of those of `configure_optimizers()`; `precision` is the plugin of the user's Trainer, and
-    None trains in the model's own. What the model logs goes nowhere.
+    An `optimizer` is used instead of those of `configure_optimizers()`; `facts` is what the user's Trainer says, where there
+    is one. Without its precision plugin the model trains in its own precision. What the model logs goes nowhere.
     """
 
-    def __init__(self, model: Any, optimizer: Any, precision: Any) -> None:
+    def __init__(self, model: Any, optimizer: Any, device: torch.device, facts: Mapping[str, Any]) -> None:
         kind = next(cls for cls in type(model).__mro__ if cls.__name__ == "LightningModule")
         package = kind.__module__.removesuffix(".core.module")
-        logger, optimizing, plugins = (
+        logger, optimizing, plugins, hooks = (
             importlib.import_module(f"{package}.{name}")
-            for name in ("loggers.logger", "core.optimizer", "plugins.precision")
+            for name in ("loggers.logger", "core.optimizer", "plugins.precision", "core.hooks")
         )
-        precision = precision or plugins.Precision()
-        super().__init__(**IN_TRAINING, precision=precision.precision, logger=logger.DummyLogger())
+        facts = {**IN_TRAINING, "precision_plugin": plugins.Precision(), **facts}
+        super().__init__(**facts, logger=logger.DummyLogger())
+        self.precision, self.lightning_module = self.precision_plugin.precision, model
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
-        self.precision_plugin = precision
         self.strategy = SimpleNamespace(
             backward=lambda loss, *_args, **options: loss.backward(**options),
             all_gather=lambda tensor, **_: tensor,
             _lightning_optimizers=self.optimizers,
         )
-        precision.convert_module(model)
-        self._model, model.trainer = model, self
+        self.precision_plugin.convert_module(model)
+        self._model, model.trainer, self._device = model, self, device
+        if self.datamodule is not None:
+            self.datamodule.trainer = self
+        self._hooks = {name: owner for name in BATCH_HOOKS if (owner := self._owner(name, hooks.DataHooks)) is not None}
         for module in filter(is_lightning_module, model.modules()):
             module.log = module.log_dict = module.print = lambda *_args, **_options: None
         if optimizer is not None:
@@ -346,20 +414,47 @@ class StandInTrainer(SimpleNamespace):
             self.lr_scheduler_configs += optimizing._configure_schedulers_manual_opt(schedulers)
         for each in self.optimizers:
             each.toggle_model = functools.partial(_toggled, model, each)
+            if self.gradient_clip_val and model.automatic_optimization:
+                each.register_step_pre_hook(self._clip)
         self._batches = 0
         self._takes_index = len(inspect.signature(model.training_step).parameters) > 1
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(NOT_THERE.format(name=name))
 
+    def _owner(self, hook: str, plain: Any) -> Any:
+        """Who overrides a hook for batches: the data module before the model, as in Lightning; None where neither does."""
+        for owner in filter(None, (self.datamodule, self._model)):
+            if getattr(getattr(owner, hook), "__func__", None) is not getattr(plain, hook):
+                return owner
+        return None
+
+    def _prepared(self, hook: str, batch: Any, *arguments: Any) -> Any:
+        """What a hook makes of a batch."""
+        owner = self._hooks.get(hook)
+        try:
+            return batch if owner is None else getattr(owner, hook)(batch, *arguments, 0)
+        except Exception as error:
+            error.of_hook = f"{type(owner).__name__}.{hook}"  # type: ignore[attr-defined]
+            raise
+
+    def transfer(self, batch: Any) -> Any:
+        """The batch on the device, with what is made of it on its way there."""
+        batch = self._prepared("on_before_batch_transfer", self.precision_plugin.convert_input(batch))
+        if "transfer_batch_to_device" in self._hooks:
+            return self._prepared("transfer_batch_to_device", batch, self._device)
+        return batch if self._device.type == "cpu" else move(batch, self._device)
+
     def training_step(self, batch: Any) -> Any:
         """What the module's own returns, in the precision of the user's Trainer."""
-        batch = self.precision_plugin.convert_input(batch)
-        for hook in (self._model.on_before_batch_transfer, self._model.on_after_batch_transfer):
-            batch = hook(batch, 0)
+        batch = self._prepared("on_after_batch_transfer", batch)
         number, self._batches = self._batches, self._batches + 1
         with self.precision_plugin.forward_context():
             return self._model.training_step(batch, number) if self._takes_index else self._model.training_step(batch)
+
+    def _clip(self, optimizer: Any, *_arguments: Any) -> None:
+        limit = {"gradient_clip_val": self.gradient_clip_val, "gradient_clip_algorithm": self.gradient_clip_algorithm}
+        self._model.configure_gradient_clipping(optimizer, **limit)
 
 
 @contextlib.contextmanager

@@ -6,12 +6,27 @@ tune_trainer(trainer, budget="60s"); trainer.train()                       # tun
 
 from __future__ import annotations
 
+import copy
 import functools
+import importlib
+import math
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader import LoaderConfig, TuningResult, tune
 from autotune_loader.integrations import require
+
+LEFT_OUT = ("use_liger_kernel", "deepspeed", "fsdp")
+"""Arguments that make a step another one, and need the Trainer's own process."""
+OF_LAYERS = ("every_n_layers", "offload")
+"""Among the options of checkpointing, those of the model; the others are torch's."""
+
+OF_DATA = {
+    *("train_dataset", "eval_dataset", "data_collator", "train_dataloader", "eval_dataloader"),
+    *("optimizer", "lr_scheduler", "gather_function"),
+}
+"""Attributes of a Trainer and of its callbacks that a loss does not need."""
 
 
 def training_arguments(config: LoaderConfig) -> dict[str, Any]:
@@ -22,8 +37,8 @@ def training_arguments(config: LoaderConfig) -> dict[str, Any]:
 def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
     """Tune with the Trainer's own model, dataset, collator and batch size, and set its arguments as tuned.
 
-    Every rank must call it. The bursts step AdamW over `model(**batch).loss`; a Trainer with a `compute_loss` of its own
-    passes `train_step`.
+    Every rank must call it. Trials train with what `train()` switches on: checkpointing of activations, torch.compile, noise
+    of embeddings, clipping of gradients, the kind of optimizer, and the Trainer's loss. What they leave out is said.
 
     Args:
         trainer: a `transformers.Trainer`; its model and dataset are left as they are.
@@ -34,17 +49,22 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
         TypeError: it is no Trainer.
     """
     require("transformers", "Tuning from a Trainer")
-    import torch
-
     if not hasattr(trainer, "get_train_dataloader"):
         raise TypeError(
             f"trainer={type(trainer).__name__} is not a transformers.Trainer; tune(loader, model) would work"
         )
     args = trainer.args
-    own = " and ".join(name for name in ("compute_loss", "training_step") if _is_overridden(trainer, name))
-    if own and options.get("train_step") is None:
+    options = {"device": str(args.device), **options}
+    left_out = _left_out(trainer) if options.get("train_step") is None else []
+    if options.get("optimizer") is None:
+        options["optimizer"] = _optimizer_of(trainer)
+    options["optimizer"] = _Begin(trainer.model, args, trainer.neftune_noise_alpha, options["optimizer"])
+    losses = (trainer.label_smoother, getattr(trainer, "compute_loss_func", None))
+    if _is_overridden(trainer, "compute_loss") or any(each is not None for each in losses):
+        options.setdefault("train_step", functools.partial(_loss, _without_data(trainer)))
+    if left_out:
         warnings.warn(
-            f"trials train model(**batch).loss without the Trainer's own {own}; pass train_step=", stacklevel=2
+            f"trials train without {', '.join(left_out)}; a train_step= that does it would work", stacklevel=2
         )
     if args.n_gpu > 1:
         warnings.warn(
@@ -52,8 +72,6 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
             "longer; torchrun, with one process per GPU, would work",
             stacklevel=2,
         )
-    optimizer = functools.partial(torch.optim.AdamW, lr=args.learning_rate)
-    options = {"optimizer": optimizer, "device": str(args.device), **options}
     with trainer.accelerator.autocast():  # bf16 and fp16 of the arguments
         result = tune(plain_loader(trainer), trainer.model, **options)
     if result.best.num_workers == 0:
@@ -69,6 +87,88 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
                 stacklevel=2,
             )
     return result
+
+
+@dataclass
+class _Begin:
+    """Makes the optimizer; before that, what `Trainer.train()` switches on in the model is on: where trials run, only there."""
+
+    model: Any
+    args: Any
+    noise: float | None
+    optimizer: Any
+    """An optimizer, or what makes one."""
+
+    def __call__(self, parameters: list[Any]) -> Any:
+        args, model = self.args, self.model
+        # The first since transformers 5, the second before.
+        checkpointing = ("activation_checkpointing", "gradient_checkpointing")
+        if any(getattr(args, name, False) for name in checkpointing):
+            name = next(name for name in checkpointing if hasattr(model, f"{name}_enable"))
+            options = dict(getattr(args, f"{name}_kwargs", None) or {})
+            of_layers = {key: options.pop(key) for key in OF_LAYERS if key in options}
+            getattr(model, f"{name}_enable")(options or None, **of_layers)
+        if self.noise is not None:
+            model.get_input_embeddings().register_forward_hook(functools.partial(_noisy, self.noise))
+        if args.torch_compile:
+            model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        optimizer = self.optimizer
+        if isinstance(optimizer, type) or not hasattr(optimizer, "step"):
+            optimizer = optimizer(parameters)
+        if args.max_grad_norm and hasattr(optimizer, "register_step_pre_hook"):
+            optimizer.register_step_pre_hook(functools.partial(_clip, parameters, args.max_grad_norm))
+        return optimizer
+
+
+def _clip(parameters: list[Any], max_norm: float, *_of_hook: Any) -> None:
+    importlib.import_module("torch.nn.utils").clip_grad_norm_(parameters, max_norm)
+
+
+def _noisy(alpha: float, _module: Any, _inputs: Any, output: Any) -> Any:
+    """Embeddings with NEFTune's noise."""
+    bound = alpha / math.sqrt(output.size(1) * output.size(2))
+    return output + output.new_empty(output.shape).uniform_(-bound, bound)
+
+
+def _left_out(trainer: Any) -> list[str]:
+    """What training does and trials do not."""
+    args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
+    names = [f"args.{name}={value}" for name in LEFT_OUT if (value := getattr(args, name, None))]
+    if args.gradient_accumulation_steps > 1:
+        names.append(f"args.gradient_accumulation_steps={args.gradient_accumulation_steps}")
+    if _steps_in_backward(optim):
+        names.append(f"args.optim={optim}")
+    return names + (["the Trainer's own training_step"] if _is_overridden(trainer, "training_step") else [])
+
+
+def _steps_in_backward(optim: str) -> bool:
+    return "layerwise" in optim or "lomo" in optim
+
+
+def _optimizer_of(trainer: Any) -> Any:
+    """The Trainer's optimizer, or one as it would make, which it does not keep."""
+    if _steps_in_backward(getattr(trainer.args.optim, "value", trainer.args.optim)):  # making it changes the model
+        return functools.partial(importlib.import_module("torch.optim").AdamW, lr=trainer.args.learning_rate)
+    alone = copy.copy(trainer)
+    alone.create_optimizer()
+    return getattr(alone.optimizer, "optimizer", alone.optimizer)  # without Accelerate's wrapper
+
+
+def _loss(trainer: Any, model: Any, batch: Any) -> Any:
+    return trainer.compute_loss(model, trainer._prepare_inputs(batch))
+
+
+def _without_data(trainer: Any) -> Any:
+    """A copy that computes losses in trials: it has no data, calls nobody back, and the model is given to it."""
+    alone = copy.copy(trainer)
+    alone.callback_handler = copy.copy(trainer.callback_handler)
+    alone.callback_handler.callbacks = []
+    for owner in (alone, alone.callback_handler):
+        vars(owner).update(dict.fromkeys(OF_DATA & vars(owner).keys()))
+    alone.accelerator = copy.copy(trainer.accelerator)
+    of_training = [name for name, value in vars(alone.accelerator).items() if isinstance(value, list)]
+    vars(alone.accelerator).update({name: [] for name in of_training}, gradient_state=None)  # loaders, trackers
+    return alone
 
 
 def plain_loader(trainer: Any) -> Any:

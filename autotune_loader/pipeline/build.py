@@ -54,24 +54,35 @@ def rebuild(loader: Any, config: LoaderConfig) -> Any:
     Raises:
         ValueError: a batch size was tuned, but a sampler of batches decides it; or the loader keeps something else that runs.
     """
-    made = build_loader(loader.dataset, config, timeout=loader.timeout, **batching_of(loader, config))
     changed = copy.copy(loader)
-    # Past DataLoader's guard of what must not change once there are workers.
-    vars(changed).update({name: value for name, value in vars(made).items() if name in SETTINGS})
-    context = [name for name in vars(loader) if name.endswith("__multiprocessing_context")]
-    vars(changed).update(dict.fromkeys(context, made.multiprocessing_context))
+    _set(changed, config)
+    # Where Lightning has noted the arguments of a loader it makes another one of them, as for DDP, and then does with that
+    # what it has noted here, too.
+    noted = {name: copy.copy(value) for name, value in vars(loader).items() if name.startswith("__pl_")}
+    if noted:
+        vars(changed).update({**noted, "__pl_attrs_record": [*noted.get("__pl_attrs_record", ()), ((config,), _set)]})
+    return changed
+
+
+def _set(loader: Any, config: LoaderConfig) -> None:
+    """Give a loader that nobody else holds its settings."""
+    made = build_loader(loader.dataset, config, timeout=loader.timeout, **batching_of(loader, config))
+    held = dict(vars(loader))
+    # Past DataLoader's guard of what must not change once there are workers, and past what Lightning notes meanwhile.
+    own = vars(loader)
+    own.update({name: value for name, value in vars(made).items() if name in SETTINGS})
+    context = [name for name in held if name.endswith("__multiprocessing_context")]
+    own.update(dict.fromkeys(context, made.multiprocessing_context))
     if config.batch_size is not None and loader.batch_size is not None:
-        batches = _resized(loader.batch_sampler, config.batch_size)
-        vars(changed).update(batch_size=config.batch_size, batch_sampler=batches)
-    for name in vars(loader).keys() - vars(made).keys():
-        value = getattr(loader, name)
+        own.update(batch_size=config.batch_size, batch_sampler=_resized(loader.batch_sampler, config.batch_size))
+    for name in held.keys() - vars(made).keys():
+        value = held[name]
         if isinstance(value, _BaseDataLoaderIter):
-            setattr(changed, name, changed._get_iterator())
+            own[name] = loader._get_iterator()
         elif isinstance(value, DataLoader) and value.dataset is loader.dataset:
-            setattr(changed, name, rebuild(value, config))
+            own[name] = rebuild(value, config)
         elif isinstance(value, (Iterator, Thread)):
             raise ValueError(RUNNING.format(kind=type(loader).__name__, name=name))
-    return changed
 
 
 def _resized(batches: Any, size: int) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -176,8 +176,8 @@ class TrainingSide:
     device: str = "cpu"
     compiled: tuple[str, ...] = ()
     """Names of the submodules on which `compile()` was called ("" is the model), which copies and pickles forget."""
-    precision: Any = None
-    """The precision plugin of the Trainer that a Lightning module is attached to."""
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    """What a step needs of the Trainer that a Lightning module is attached to, by the Trainer's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

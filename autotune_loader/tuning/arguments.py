@@ -5,6 +5,7 @@ A library's wrapper around a DataLoader is recognised by the DataLoader that it 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -27,6 +28,11 @@ ASSUMED_BATCH_SIZE = 32
 SEARCH_DEPTH, MOST_PARTS = 3, 64
 """How deep a DataLoader is looked for in attributes, lists and dicts of a wrapper (Lightning's CombinedLoader: 2), and in
 how many of them: a list of samples is one too."""
+OF_TRAINER = (
+    *("precision_plugin", "datamodule", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    *("max_epochs", "max_steps"),
+)
+"""What Lightning's Trainer says that changes a step, and does not change in training."""
 AS_TORCH = ("StatefulDataLoader", "DataLoaderShard", "AutoLoader")
 """Loaders whose own `__iter__` yields what torch's would; Accelerate's bring it to the device, as the step does."""
 ANSWERS = {
@@ -162,9 +168,25 @@ def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device:
         loss_fn=loss_fn,
         optimizer=optimizer,
         device=_device_name(device, model),
-        precision=getattr(getattr(model, "_trainer", None), "precision_plugin", None),
+        trainer=_of_trainer(getattr(model, "_trainer", None)),
         compiled=tuple(name for name, part in parts if getattr(part, "_compiled_call_impl", None) is not None),
     )
+
+
+def _of_trainer(trainer: Any) -> dict[str, Any]:
+    """What a step needs of the Trainer that a Lightning module is attached to, by the Trainer's names.
+
+    Its data module comes without datasets and loaders, each of which would be there once more, and without what `tuned()`
+    has put into it.
+    """
+    facts = {name: value for name in OF_TRAINER if (value := getattr(trainer, name, None)) is not None}
+    if (whole := facts.get("datamodule")) is not None:
+        facts["datamodule"] = data = copy.copy(whole)
+        data.trainer = None
+        for name, value in vars(whole).items():
+            if name == "train_dataloader" or isinstance(value, (DataLoader, Dataset)):
+                del vars(data)[name]
+    return facts
 
 
 def _check_callable(**given: Any) -> None:

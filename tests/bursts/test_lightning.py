@@ -1,14 +1,17 @@
 """Lightning modules in the probe: what they ask of their Trainer is answered, and what cannot be is said."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
-from autotune_loader.bursts.step import build_step
+from autotune_loader.bursts.step import StepInferenceError, build_step
 from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.tuning.arguments import make_workload
 
 pytestmark = pytest.mark.system  # Lightning takes seconds to import
 
@@ -92,7 +95,74 @@ def modules():
             optimizers = [torch.optim.SGD([each], lr=0.1) for each in (self.layer.weight, self.layer.bias)]
             return optimizers, [torch.optim.lr_scheduler.ConstantLR(optimizers[0], factor=1.0)]
 
-    return SimpleNamespace(Trainer=lightning.Trainer, Plain=Plain, Asking=Asking, Manual=Manual, Late=Late)
+    class Clipped(Plain):
+        """Notes the batches whose gradients are clipped, and by what."""
+
+        def __init__(self):
+            super().__init__()
+            self.batches, self.clipped = 0, []
+
+        def training_step(self, batch):
+            self.batches += 1
+            return self.loss(batch)
+
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clipped.append((self.batches, gradient_clip_val))
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    class Hooked(Plain):
+        """Has every hook for batches, of which its data module may have some, too."""
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return noted("model.before", batch)
+
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return noted(f"model.transfer to {device}", batch)
+
+        def training_step(self, batch, batch_idx):
+            return self.loss((batch["x"] * self.trainer.datamodule.scale, batch["y"]))
+
+    class Data(lightning.LightningDataModule):
+        scale = 0.5
+
+        def __init__(self, is_broken=False):
+            super().__init__()
+            self.is_broken = is_broken
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return noted("data.before", batch)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            assert self.trainer.training
+            return {"x": noted("data.after", batch)[0], "y": batch[2 if self.is_broken else 1]}
+
+    called = []
+    noted = lambda name, batch: called.append(name) or batch  # noqa: E731
+    return SimpleNamespace(
+        Trainer=lightning.Trainer,
+        Plain=Plain,
+        Asking=Asking,
+        Manual=Manual,
+        Late=Late,
+        Clipped=Clipped,
+        Hooked=Hooked,
+        Data=Data,
+        called=called,
+    )
+
+
+@pytest.fixture
+def attached(modules):
+    """A training side of a model that is attached to a Trainer, as within `fit()`."""
+
+    def attached(model, data=None, **options):
+        quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        model.trainer = trainer = modules.Trainer(**options, **quiet)
+        if data is not None:
+            trainer._data_connector.attach_datamodule(model, data)
+        return make_workload([BATCH], model).training
+
+    return attached
 
 
 @pytest.mark.parametrize(
@@ -115,8 +185,43 @@ def test_a_module_trains_without_its_trainer(modules, module, says):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "64-true"])
-def test_the_precision_of_the_users_trainer_is_trained_in(modules, precision):
-    trainer = modules.Trainer(precision=precision, accelerator="cpu", logger=False, enable_checkpointing=False)
+def test_the_precision_of_the_users_trainer_is_trained_in(modules, attached, precision):
     model = modules.Plain()
-    build_step(TrainingSide(model=model, precision=trainer.precision_plugin), BATCH).run(BATCH)
+    build_step(attached(model, precision=precision), BATCH).run(BATCH)
     assert model.seen == (precision == "bf16-mixed", torch.float64 if precision == "64-true" else torch.float32)
+
+
+def test_gradients_are_clipped_and_accumulated_as_the_users_trainer_does(modules, attached):
+    model = modules.Clipped()
+    step = build_step(attached(model, gradient_clip_val=0.1, accumulate_grad_batches=3), BATCH)
+    weights = []
+    for _ in range(8):
+        step.run(BATCH)
+        weights.append(model.layer.weight.detach().clone())
+    changed = [not torch.equal(*pair) for pair in pairwise(weights)]
+    assert (model.clipped, changed) == ([(1, 0.1), (4, 0.1), (7, 0.1)], [False, False, True] * 2 + [False])
+
+
+def test_a_loss_is_scaled_where_the_users_trainer_does(modules, attached):
+    side = attached(modules.Plain())
+    side.trainer["precision_plugin"].scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    step = build_step(side, BATCH)
+    for _ in range(3):
+        step.run(BATCH)
+    assert scaler.get_scale() == 4.0 * 2**3
+
+
+def test_batches_go_through_the_hooks_that_lightning_would_call(modules, attached):
+    data, model = modules.Data(), modules.Hooked()
+    data.loader = DataLoader([1])  # would travel twice
+    modules.called.clear()
+    build_step(attached(model, data), BATCH).run(BATCH)
+    assert modules.called == ["data.before", "model.transfer to cpu", "data.after"]
+    assert isinstance(data.trainer, modules.Trainer)
+    assert hasattr(data, "loader")
+
+
+def test_a_hook_that_fails_is_named(modules, attached):
+    step = build_step(attached(modules.Hooked(), modules.Data(is_broken=True)), BATCH)
+    with pytest.raises(StepInferenceError, match=r"Data\.on_after_batch_transfer failed on .*: IndexError"):
+        step.run(BATCH)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from autotune_loader.bursts.step import StepError, StepInferenceError, build_step
 from autotune_loader.pipeline.workload import TrainingSide
@@ -45,11 +46,22 @@ LOOP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
         (LOOP, False, "", 3),
         (f"{LOOP}; return loss", True, "", 3),
         (SCALED, True, "", 0),
+        # gone backward already, though its graph is still there
+        (LOOP.replace("backward()", "backward(retain_graph=True)") + "; return loss", True, "", 3),
+        (
+            LOOP.replace("backward()", "backward(retain_graph=True)") + "; optimizer.zero_grad(); return loss",
+            True,
+            "",
+            3,
+        ),
+        (f"loss = checkpoint(loss.add, 1, use_reentrant=False); {LOOP}; return loss", True, "", 3),
+        # gone backward in a part of it, as for another loss
+        ("model.bias.sum().backward(); return loss", True, COMPLETED, 3),
     ],
 )
 def test_a_train_step_is_done_once_and_completed_by_what_it_returns(body, is_given, says, steps):
     # GIVEN a loop that goes on so once it has a loss, and perhaps an optimizer that was given to tune() as well
-    names = {"torch": torch, "cross_entropy": functional.cross_entropy}
+    names = {"torch": torch, "cross_entropy": functional.cross_entropy, "checkpoint": checkpoint}
     exec(f"def go(model, optimizer, batch):\n    loss = cross_entropy(model(batch[0]), batch[1])\n    {body}", names)
     model, calls, stepped = nn.Linear(IN, CLASSES), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -61,6 +73,7 @@ def test_a_train_step_is_done_once_and_completed_by_what_it_returns(body, is_giv
 
     step = trained((X, Y), model=model, train_step=train_step, optimizer=optimizer if is_given else None)
     assert (len(calls), len(stepped), step.description) == (3, steps, f"train_step(model, batch){says}")
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
 
 
 @pytest.mark.parametrize("is_own", [True, False])
