@@ -27,7 +27,7 @@ from autotune_loader.bursts.failures import (
     has_lost_device,
     user_traceback,
 )
-from autotune_loader.bursts.files import STEP_WRITES, refused_path
+from autotune_loader.bursts.files import STEP_WRITES, confine, refused_path
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
@@ -335,6 +335,7 @@ def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, wor
     """
     die_with_owner()
     own_files(writable=True)
+    confine()
     leave_segments()
     torch.multiprocessing.set_sharing_strategy(sharing_strategy)
     if inner is not None:

@@ -34,7 +34,7 @@ from autotune_loader.bursts.failures import AGAINST_SECONDS, failure_of
 from autotune_loader.bursts.files import confine, environment, refused_path
 from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, receive, send
-from autotune_loader.bursts.settings import Settings
+from autotune_loader.bursts.settings import LACKS, Settings
 from autotune_loader.machine.elsewhere import (
     cut_channels,
     die_with_parent,
@@ -170,6 +170,8 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
     message = bench.prepare(functools.partial(send, connection))
     if message.ready is not None:
         message = Message(ready=replace(message.ready, notes=(*notes, *message.ready.notes)))
+    elif message.failure is not None and (lacks := [note for note in notes if note.startswith(LACKS)]):
+        message = Message(failure=replace(message.failure, message="; ".join((message.failure.message, *lacks))))
     send(connection, message)
     while message.ready is not None:
         request = receive(connection, Request)

@@ -44,6 +44,8 @@ MOST_BYTES, MOST_S = 1 << 20, 0.1
 CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 PARTS = (*CODE, torch.nn.Module, Dataset, DataLoader)
 """Kinds of objects that are no settings: code, and parts of a training."""
+LACKS = "The trials run without"
+"""How a note begins that may be why they fail."""
 MOST_TOLD = 6
 """Names in a note."""
 NOT_READ = {*NOT_PATCHED, "torch", "numpy", "cloudpickle"}

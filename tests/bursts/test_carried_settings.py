@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from autotune_loader.bursts.settings import read_modules, read_torch, set_torch
+from autotune_loader.bursts.settings import MOST_BYTES, Settings, read_entries, read_torch, read_values, set_torch
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, run, workload
@@ -46,6 +46,31 @@ class Held(list):
 
 
 MODULE = """
+from collections import OrderedDict
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+
+class AttrDict(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+class Frozen(dict):
+    def __setitem__(self, key, value): raise AttributeError("frozen")
+
+class Config:
+    SIZE = 1
+    class Inner: SIZE = 1
+
+@dataclass(slots=True)
+class Slots:
+    SIZE: int = 1
+
+class Holding:
+    def __init__(self): self.SIZE, self.names = 1, {"a", "b", "c"}
+
+attributes, frozen, space, slots, held = AttrDict(SIZE=1), Frozen(SIZE=1), SimpleNamespace(SIZE=1), Slots(), Holding()
+ordered, random, nested, registry = OrderedDict(SIZE=1), Random(1), {"inner": SimpleNamespace(SIZE=1)}, {}
+
 ROOT, limit, names, table, _private = "/default", 10, ["a"], {"x": 1}, 0
 class Rows:
     def __len__(self): return 8
@@ -119,8 +144,9 @@ def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(mo
     vars(library).update(__file__="/usr/lib/site-packages/a_library.py", **names)
     monkeypatch.setitem(sys.modules, "a_library", library)
     module.huge, module.nan, module.made = list(range(200_000)), float("nan"), [object()]
-    found = read_modules()
+    found = read_values()
     assert found["a_library"] == {"LOAD_TRUNCATED_IMAGES": True}
+    assert found["settings_of_a_job:Config"] == {"SIZE": 1}
     assert set(found["settings_of_a_job"]) == {"ROOT", "limit", "names", "table", "_private"}
     assert not found.keys() & {"json", "torch", "numpy", "autotune_loader.bursts.settings"}
 
