@@ -170,7 +170,7 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
     message = bench.prepare(functools.partial(send, connection))
     if message.ready is not None:
         message = Message(ready=replace(message.ready, notes=(*notes, *message.ready.notes)))
-    elif message.failure is not None and (lacks := [note for note in notes if note.startswith(LACKS)]):
+    elif message.failure is not None and (lacks := [note.rstrip(".") for note in notes if note.startswith(LACKS)]):
         message = Message(failure=replace(message.failure, message="; ".join((message.failure.message, *lacks))))
     send(connection, message)
     while message.ready is not None:

@@ -53,7 +53,10 @@ IN_TEXT = re.compile(
 """How libraries in C and C++ say that they could not open a file: torch.save, h5py, OpenCV, and workers' tracebacks."""
 REFUSED = (errno.EACCES, errno.EXDEV)
 """The second is what renames between folders get."""
-DATABASE, DATABASE_REFUSED = "a database", re.compile("attempt to write a readonly database|unable to open database file")
+DATABASE, DATABASE_REFUSED = (
+    "a database",
+    re.compile("attempt to write a readonly database|unable to open database file"),
+)
 """How SQLite says so of a file that it does not name."""
 PATHS = re.compile(
     r"'([^'\n]+)'|\"([^\"\n]+)\"|path: (\S+)|[Ff]ile (\S*[./]\S*)|(?:^|: )([^\s:'\"]*[./][^\s:'\"]*): Permission denied"
@@ -103,27 +106,31 @@ def environment(scratch: str) -> dict[str, str]:
 def link_temporary_files(scratch: str) -> None:
     """Let `scratch` have what the temporary folder of this process has now: folders of its own, and links to files.
 
-    What is there is found by `tempfile.gettempdir()`, too, and read; what is made there is made in scratch. Of a folder with more
-    files than fit there is a link to the folder. Who removes scratch removes links alone.
+    What is there is found by `tempfile.gettempdir()`, too, and read; what is made there is made in scratch. An empty file, as of
+    a lock, is one of its own. Of a folder with more files than fit there is a link to the folder. Who removes scratch removes
+    links alone.
     """
-    left, folders = MOST_LINKS, deque([(tempfile.gettempdir(), scratch)])
+    left, folders = MOST_LINKS, deque([(tempfile.gettempdir(), Path(scratch))])
     while folders:
         source, target = folders.popleft()
         with contextlib.suppress(OSError):  # of another user, or gone
             with os.scandir(source) as found:
                 entries = list(islice(found, left + 1))
-            is_top = target == scratch
+            is_top = target == Path(scratch)
             if len(entries) > left and not is_top:
-                os.symlink(source, target)
+                target.symlink_to(source)
                 continue
-            Path(target).mkdir(exist_ok=True)
+            target.mkdir(exist_ok=True)
             for entry in entries[:left]:
-                if not (is_top and entry.name.startswith(OWN_NAMES)):
-                    left, place = left - 1, f"{target}/{entry.name}"
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append((entry.path, place))
-                    else:
-                        os.symlink(entry.path, place)
+                if is_top and entry.name.startswith(OWN_NAMES):
+                    continue
+                left, place = left - 1, target / entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((entry.path, place))
+                elif entry.is_file(follow_symlinks=False) and not entry.stat().st_size:
+                    place.touch()
+                else:
+                    place.symlink_to(entry.path)
 
 
 def places() -> list[str]:
@@ -144,8 +151,8 @@ def _caches() -> dict[str, str]:
 def confine() -> list[str]:
     """From now on this process changes files in `places()` only; a note where only a part of that could be had.
 
-    Called before torch and the user's classes are imported: threads that run already would not be held. A spawned worker is held
-    by what started it, and calls this for the rest of it.
+    Called before torch and the user's classes are imported: threads that run already would not be held. A spawned worker is
+    held by what started it, and calls this for the rest.
     """
     roots = _roots()
 
@@ -181,7 +188,7 @@ def confine() -> list[str]:
 
 
 def _map_privately(is_refused: Callable[[Any], bool]) -> None:
-    """Let NumPy map files, which it does for writing unless it is told a mode, so that what is written stays in this process."""
+    """Let NumPy map files so that what is written stays in this process: it maps for writing unless it is told a mode."""
     import numpy as np
 
     make: Callable[..., Any] = np.memmap.__new__
@@ -194,7 +201,7 @@ def _map_privately(is_refused: Callable[[Any], bool]) -> None:
 
 
 def _read_databases(is_refused: Callable[[Any], bool]) -> None:
-    """Let Python open databases in WAL mode to which nothing is about to be added without the files that SQLite makes beside them."""
+    """Let Python open databases in WAL mode, if all changes are in them, without the files that SQLite makes beside them."""
     import sqlite3
 
     connect: Callable[..., Any] = sqlite3.connect

@@ -17,7 +17,6 @@ import itertools
 import math
 import multiprocessing
 import operator
-import pickle
 import reprlib
 import sys
 import time
@@ -27,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import cloudpickle
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -75,7 +75,7 @@ class Settings:
     objects: list[tuple[list[tuple[str, str]], bytes]]
     """Modules and names of other objects of the user's, with their pickles; empty where settings cannot be pickled."""
     functions: dict[str, tuple[str, bytes]]
-    """What the script has put or registered somewhere, by words for the place: owner, and name or key with the function, pickled;
+    """What the script has put or registered, by words for the place: its owner, and name or key with the function, pickled;
     empty where it cannot be."""
 
     @classmethod
@@ -169,7 +169,7 @@ def _with_classes(place: str, members: dict[str, Any]) -> Iterator[tuple[str, di
 
 
 def read_values() -> dict[str, dict[str, Any]]:
-    """Plain values of the modules of this process: all of the user's and of their classes, and those in capitals of libraries."""
+    """Plain values of modules: all of the user's and of their classes, and those in capitals of libraries."""
     found: dict[str, dict[str, Any]] = {}
     for name, members, is_own in _modules(NOT_READ):
         for place, values in _with_classes(name, members) if is_own else [(name, members)]:
@@ -191,7 +191,7 @@ def read_objects() -> Iterator[tuple[list[tuple[str, str]], bytes]]:
                 objects[id(value)] = value
     for each, value in objects.items():
         data = _pickled(value, MOST_BYTES) if time.monotonic() < until else b""
-        holds_settings = issubclass(type(value), (dict, types.SimpleNamespace)) or dataclasses.is_dataclass(value)
+        holds_settings = issubclass(type(value), (dict, types.SimpleNamespace)) or dataclasses.is_dataclass(type(value))
         if data or (holds_settings and type(value) is not dict):
             yield places[each], data
 
@@ -203,12 +203,16 @@ def read_entries() -> Iterator[tuple[str, Any, Any]]:
         for key, value in () if is_own else members.items():
             if type(value) in CODE or key.startswith("__"):
                 continue
-            tables = {key: value} if type(value) is dict else {f"{key}.{each}": own for each, own in _members(value).items()}
+            tables = (
+                {key: value} if type(value) is dict else {f"{key}.{each}": own for each, own in _members(value).items()}
+            )
             for path, table in tables.items():
                 if type(table) is dict and id(table) not in seen and len(table) <= MOST_ITEMS:
                     seen.add(id(table))
                     own = [each for each in list(table.items()) if _is_registered(each[1])]
-                    yield from ((f"{name}:{path}", key, entry) for key, entry in own if issubclass(type(key), (str, type)))
+                    yield from (
+                        (f"{name}:{path}", key, entry) for key, entry in own if issubclass(type(key), (str, type))
+                    )
 
 
 def _is_registered(entry: Any) -> bool:
@@ -221,7 +225,7 @@ def _is_registered(entry: Any) -> bool:
 
 
 def read_patches(workload: Workload) -> Iterator[tuple[str, str, Any]]:
-    """Owners, names and functions that the script has put into modules and classes: those that model and dataset are of, or import."""
+    """Owners, names and functions that the script has put into modules and classes which model and dataset are of, or import."""
     training, data = workload.training, workload.data
     parts = [training.model, training.train_step, training.loss_fn, data.collate_fn, *wrapped_datasets(data.dataset)]
     parts += training.model.modules() if isinstance(training.model, torch.nn.Module) else []
@@ -255,7 +259,7 @@ def _pickled(value: Any, most_bytes: float = math.inf) -> bytes:
 def _put_function(place: str, data: bytes) -> bool | None:
     """Whether a function could be put there; None where it is there already, as its module does so, or another one is."""
     try:
-        key, function = pickle.loads(data)
+        key, function = cloudpickle.loads(data)
         importlib.import_module(place.partition(":")[0])
         owner = _owner(place)
         if type(owner) is dict:
@@ -270,24 +274,43 @@ def _put_function(place: str, data: bytes) -> bool | None:
 
 def _set_object(places: list[tuple[str, str]], data: bytes) -> bool | None:
     """Whether an object could be set in these modules; None where it is as a fresh import has it."""
-    known = [(sys.modules[name], key) for name, key in places if name in sys.modules]
     try:
-        stale = [each for each in known if _pickled(_members(each[0]).get(each[1]), MOST_BYTES) != data]
-        value = pickle.loads(data) if stale else None
-        stale = [(module, key) for module, key in stale if not _is_equal(_members(module).get(key), value)]
+        known, value = (
+            [(sys.modules[name], key) for name, key in places if name in sys.modules],
+            cloudpickle.loads(data),
+        )
+        stale = [(module, key) for module, key in known if not _is_equal(_members(module).get(key), value)]
         for module, key in stale:
             _put(module, key, value)
-            if _pickled(_members(module)[key], MOST_BYTES) != data:  # not all of it is in what Python sees of it
+            if not _is_equal(_members(module)[key], value):  # not all of it is in what Python sees of it
                 setattr(module, key, value)
     except Exception:
         return False
     return True if stale else None
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    """Whether they are, as far as they say so: the pickles of equal sets differ."""
+def _is_equal(one: Any, other: Any, compared: dict[tuple[int, int], Any] | None = None) -> bool:
+    """Whether two objects say so, or are made of equal parts: equal sets, for one, have different pickles."""
+    compared = {} if compared is None else compared
+    if type(one) is types.FunctionType is type(other):
+        return bool(one.__code__ == other.__code__)
+    if type(one) is not type(other) or (id(one), id(other)) in compared:
+        return type(one) is type(other)
+    compared[id(one), id(other)] = one, other  # which keeps their IDs theirs
     with contextlib.suppress(Exception):
-        return type(one) is type(other) and bool(one == other)
+        if bool(one == other):
+            return True
+    if type(one) in (list, tuple, dict):
+        ones, others = ([*each.items()] if type(each) is dict else [*each] for each in (one, other))
+        return len(ones) == len(others) and all(map(_is_equal, ones, others, itertools.repeat(compared)))
+    if type(one) in (*PLAIN, *CODE, set, frozenset):
+        return False
+    with contextlib.suppress(Exception):
+        parts = [
+            [list(part) if isinstance(part, Iterator) else part for part in each.__reduce_ex__(2)]
+            for each in (one, other)
+        ]
+        return len(parts[0]) == len(parts[1]) and all(map(_is_equal, *parts, itertools.repeat(compared)))
     return False
 
 
@@ -305,13 +328,13 @@ def _put(owner: Any, key: str, value: Any) -> None:
     """Set a value; what can be is changed in place, past what a frozen one forbids, since others may have imported it."""
     present, is_set = _members(owner).get(key), False
     if type(present) is type(value):
-        for kind, fill in ((OrderedDict, OrderedDict.update), (dict, dict.update), (set, set.update), (list, list.extend)):
+        kinds: list[tuple[Any, Any]] = [(OrderedDict, OrderedDict.update), (dict, dict.update), (set, set.update)]
+        for kind, fill in [*kinds, (list, list.extend)]:
             if isinstance(present, kind) and not is_set:
                 kind.clear(present)
                 fill(present, value)
                 is_set = True
-        state = _members(value)
-        if state or _members(present):
+        if (state := _members(value)) or _members(present):
             members = object.__getattribute__(present, "__dict__")
             members.clear()
             members.update(state)

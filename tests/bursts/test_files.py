@@ -131,8 +131,14 @@ OPENED = {
     "r+b, for a map": (lambda: mmap.mmap(open("runs/last.pt", "r+b").fileno(), 0), OPEN),  # noqa: PTH123, SIM115
     "for a log": (lambda: open("runs/last.pt", "a"), OPEN),  # noqa: PTH123, SIM115
     "h5py": (lambda: pytest.importorskip("h5py").File("runs/last.pt", "r+"), OPEN),
-    "a row": (lambda: sqlite3.connect("wal.db").execute("INSERT INTO t VALUES (2)"), r"changes a database.*immutable=1"),
-    "a new database": (lambda: sqlite3.connect("new.db").execute("CREATE TABLE t (x)"), r"changes a database.*immutable=1"),
+    "a row": (
+        lambda: sqlite3.connect("wal.db").execute("INSERT INTO t VALUES (2)"),
+        r"changes a database.*immutable=1",
+    ),
+    "a new database": (
+        lambda: sqlite3.connect("new.db").execute("CREATE TABLE t (x)"),
+        r"changes a database.*immutable=1",
+    ),
 }
 
 
@@ -193,7 +199,7 @@ def test_what_lies_in_the_temporary_folder_is_found_there_and_stays_as_it_is(run
         return torch.zeros(2)
 
     run(workload(Made(sample)), ALONE)
-    with pytest.raises(WorkloadError, match="changes runs/last.pt, or opens it"):
+    with pytest.raises(WorkloadError, match=r"changes runs/last\.pt, or opens it"):
         run(workload(Made(lambda index: (Path(tempfile.gettempdir()) / "last.pt").write_text("theirs"))), ALONE)
     assert contents(runs) == {"last.pt": "mine", "other": "mine"}
     assert contents(runs / "features") == {"1.npy": "one"}
@@ -204,7 +210,8 @@ def test_a_folder_with_more_files_than_fit_is_linked_as_a_whole(runs, monkeypatc
         (runs / name).mkdir()
     for at in range(6):
         (runs / f"large/{at}").touch()
-    (runs / "small/1").touch()
+    (runs / "small/1").write_text("one")
+    (runs / "small/lock").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(runs))
     monkeypatch.setattr(files, "MOST_LINKS", 6)
     scratch = runs.parent / "scratch"
@@ -212,7 +219,7 @@ def test_a_folder_with_more_files_than_fit_is_linked_as_a_whole(runs, monkeypatc
     assert {path.name: path.is_symlink() for path in scratch.iterdir()} == {
         "last.pt": True, "other": True, "large": True, "small": False,
     }  # fmt: skip
-    assert (scratch / "small/1").is_symlink()
+    assert {path.name: path.is_symlink() for path in (scratch / "small").iterdir()} == {"1": True, "lock": False}
 
 
 @pytest.mark.process
