@@ -106,9 +106,9 @@ def environment(scratch: str) -> dict[str, str]:
 def link_temporary_files(scratch: str) -> None:
     """Let `scratch` have what the temporary folder of this process has now: folders of its own, and links to files.
 
-    What is there is found by `tempfile.gettempdir()`, too, and read; what is made there is made in scratch. An empty file, as of
-    a lock, is one of its own. Of a folder with more files than fit there is a link to the folder. Who removes scratch removes
-    links alone.
+    What is there is found by `tempfile.gettempdir()`, too, and read; what is made there is made in scratch. An empty file, as
+    of a lock, is one of its own. Of a folder with more files than fit there is a link to the folder. Who removes scratch
+    removes links alone.
     """
     left, folders = MOST_LINKS, deque([(tempfile.gettempdir(), Path(scratch))])
     while folders:

@@ -186,7 +186,7 @@ def read_objects() -> Iterator[tuple[list[tuple[str, str]], bytes]]:
     places, objects, until = dict[int, list[tuple[str, str]]](), dict[int, Any](), time.monotonic() + MOST_S
     for name, members, is_own in _modules(NOT_READ):
         for key, value in members.items() if is_own else ():
-            if not key.startswith("__") and not issubclass(type(value), PARTS) and not _is_plain(value):
+            if not key.startswith("__") and _may_be_settings(type(value)) and not _is_plain(value):
                 places.setdefault(id(value), []).append((name, key))
                 objects[id(value)] = value
     for each, value in objects.items():
@@ -194,6 +194,14 @@ def read_objects() -> Iterator[tuple[list[tuple[str, str]], bytes]]:
         holds_settings = issubclass(type(value), (dict, types.SimpleNamespace)) or dataclasses.is_dataclass(type(value))
         if data or (holds_settings and type(value) is not dict):
             yield places[each], data
+
+
+def _may_be_settings(kind: type) -> bool:
+    """Whether objects of a class are, by themselves or with others in them: other objects of libraries may be anything."""
+    is_known = kind.__module__.partition(".")[0] in (*sys.stdlib_module_names, "torch", "numpy") or is_users(
+        kind.__module__
+    )
+    return not issubclass(kind, PARTS) and (is_known or hasattr(kind, "keys") or dataclasses.is_dataclass(kind))
 
 
 def read_entries() -> Iterator[tuple[str, Any, Any]]:
@@ -225,7 +233,7 @@ def _is_registered(entry: Any) -> bool:
 
 
 def read_patches(workload: Workload) -> Iterator[tuple[str, str, Any]]:
-    """Owners, names and functions that the script has put into modules and classes which model and dataset are of, or import."""
+    """Owners, names and functions that the script has put into those modules and classes that model and dataset use."""
     training, data = workload.training, workload.data
     parts = [training.model, training.train_step, training.loss_fn, data.collate_fn, *wrapped_datasets(data.dataset)]
     parts += training.model.modules() if isinstance(training.model, torch.nn.Module) else []
