@@ -201,7 +201,8 @@ def test_what_the_script_registers_with_a_library_is_in_the_process_of_the_burst
         raise LookupError("in a fork")
 
     with pytest.raises(
-        WorkloadError, match=r"not registered.*without functions that this process registered: .*'kind'.*in a fresh process"
+        WorkloadError,
+        match=r"not registered.*without functions that this process registered: .*'kind'.*in a fresh process",
     ):
         run(workload(module.Rows(), training=TrainingSide(train_step=fail)))
     del sys.modules["a_registry"]
