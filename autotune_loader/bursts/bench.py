@@ -28,7 +28,7 @@ from autotune_loader.bursts.failures import (
     has_lost_device,
     user_traceback,
 )
-from autotune_loader.bursts.files import STEP_WRITES, refused_path
+from autotune_loader.bursts.files import STEP_WRITES, confine, refused_path
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.packing import read_archive, write_archive
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport
@@ -412,6 +412,7 @@ def begin_worker(inner: Callable[[int], None] | None, sharing_strategy: str, wor
     """
     die_with_owner()
     own_files(writable=True)
+    confine()
     leave_segments()
     torch.multiprocessing.set_sharing_strategy(sharing_strategy)
     if inner is not None:

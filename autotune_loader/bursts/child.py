@@ -40,7 +40,7 @@ from autotune_loader.bursts.failures import AGAINST_SECONDS, failure_of
 from autotune_loader.bursts.files import confine, environment, refused_path
 from autotune_loader.bursts.packing import read_archive
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
-from autotune_loader.bursts.settings import Settings
+from autotune_loader.bursts.settings import LACKS, Settings
 from autotune_loader.machine.elsewhere import (
     cut_channels,
     die_with_parent,
@@ -49,7 +49,7 @@ from autotune_loader.machine.elsewhere import (
     own_shared_memory,
 )
 from autotune_loader.pipeline.batches import accelerator, initialized_accelerator
-from autotune_loader.pipeline.workload import Workload
+from autotune_loader.pipeline.workload import TrainingSide, Workload
 from autotune_loader.values import Failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
@@ -71,12 +71,15 @@ def main(connection_fd: int, fds: tuple[int, ...], seed: int, notes: list[str]) 
     sys.modules["__main__"] = types.ModuleType("__main__")  # for the classes of the caller's script
     settings_fd, data_fd, training_fd, *_ = fds
 
+    def read_training() -> TrainingSide:
+        training: TrainingSide = read_archive(training_fd)
+        notes.extend(settings.set_modules())  # of modules that it has imported
+        return training
+
     def make_bench() -> Bench:
         data = read_archive(data_fd)
         notes.extend(settings.set_modules())
-        return Bench(
-            data, functools.partial(read_archive, training_fd), functools.partial(read_archive, data_fd), say, seed
-        )
+        return Bench(data, read_training, functools.partial(read_archive, data_fd), say, seed)
 
     def run() -> None:
         notes.extend(settings.set_process())
@@ -193,15 +196,16 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
         with_worker, place = bench.look(workers=1)
         message = message if with_worker.ready is None else with_worker
     if message.ready is None:
-        send(connection, message)
+        send(connection, with_lacks(message, notes))
         return
-    seen = bench.judged(replace(message.ready, start_s=start_s, notes=(*notes, *message.ready.notes)))
+    seen = bench.judged(replace(message.ready, start_s=start_s))
     alone: Bench | Fetcher = fetcher if in_forks or seen.most_workers != 0 else bench
     trainer = bench if seen.most_workers != 0 else alone
     message = trainer.prepare(seen)
-    send(connection, message)
     if message.ready is None:
+        send(connection, with_lacks(message, notes))
         return
+    send(connection, Message(ready=replace(message.ready, notes=tuple(dict.fromkeys((*notes, *message.ready.notes))))))
     warm = [trainer]
     if trainer is not alone and not _fits_twice(bench, alone):
         alone = bench
@@ -215,6 +219,14 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
                 return
         answer, place = runner.run(request, place)
         send(connection, answer)
+
+
+def with_lacks(message: Message, notes: list[str]) -> Message:
+    """A failure with what this process lacks, which may be why."""
+    lacks = [note.rstrip(".") for note in notes if note.startswith(LACKS)]
+    if message.failure is None or not lacks:
+        return message
+    return replace(message, failure=replace(message.failure, message="; ".join((message.failure.message, *lacks))))
 
 
 def _fits_twice(bench: Bench, fetcher: Bench | Fetcher) -> bool:

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.bursts.files import SAMPLE_WRITES, refused_path
+from autotune_loader.bursts.files import refused_path, sample_writes
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values import Failure, FailureKind, FailurePhase
 
@@ -81,7 +81,7 @@ class Raised(Exception):  # noqa: N818 - it stands for an error of the user's, a
         if not is_of_user(error):
             raise error
         failure, path = failure_of(error, "batches"), refused_path(error)
-        message = f"{name} raises {failure.message}" if path is None else SAMPLE_WRITES.format(sample=name, path=path)
+        message = f"{name} raises {failure.message}" if path is None else sample_writes(name, path)
         return cls(replace(failure, message=message), tuple(keys), path is not None)
 
     def is_of_workers(self, read_private: Callable[[], DataSide]) -> bool:

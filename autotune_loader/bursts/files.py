@@ -5,6 +5,7 @@
     devices     /dev (GPUs, shared memory, null), /proc
 
 All else is refused by the kernel (Landlock). Where it cannot, what Python and `torch.save` write is refused, and that is told.
+What is only read, but opened for writing, as NumPy's maps and SQLite's databases are, is opened so that reading is enough.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ import os
 import re
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from autotune_loader.machine.elsewhere import changed_files, write_only_in
 
@@ -48,11 +53,31 @@ IN_TEXT = re.compile(
 """How libraries in C and C++ say that they could not open a file: torch.save, h5py, OpenCV, and workers' tracebacks."""
 REFUSED = (errno.EACCES, errno.EXDEV)
 """The second is what renames between folders get."""
-READ_ONLY = "readonly database"
-"""How SQLite, which then goes on reading, says so of a file that it does not name."""
-PATHS = re.compile(r"'([^'\n]+)'|\"([^\"\n]+)\"|path: (\S+)|[Ff]ile (\S*[./]\S*)")
+DATABASE, DATABASE_REFUSED = (
+    "a database",
+    re.compile("attempt to write a readonly database|unable to open database file"),
+)
+"""How SQLite says so of a file that it does not name."""
+PATHS = re.compile(
+    r"'([^'\n]+)'|\"([^\"\n]+)\"|path: (\S+)|[Ff]ile (\S*[./]\S*)|(?:^|: )([^\s:'\"]*[./][^\s:'\"]*): Permission denied"
+)
+WAL_HEADER = re.compile(rb"SQLite format 3\0..\x02\x02", re.DOTALL)
+"""How a database begins of which SQLite keeps an index of recent changes beside it: readers write that, too."""
+MOST_LINKS = 1000
+"""Files of the temporary folder that scratch has links to: 20 ms to make and remove."""
+OWN_NAMES = ("autotune-loader-", "pymp-", "mlflow", "torchinductor")
+"""How names begin that are made in a scratch folder itself, or that another process has there."""
 STEP_WRITES = "{step} writes {path}, but trials do not change your files: leave saving and logging out of the step"
-SAMPLE_WRITES = "{sample} writes {path}, but trials do not change your files: fill the cache first"
+NEW_FILE = "{sample} writes {path}, but trials do not change your files: fill the cache first"
+OLD_FILE = (
+    "{sample} changes {path}, or opens it as if to, but trials do not change your files: what is only read is to be opened for "
+    'reading (mode="r" or "rb"; a map with access=mmap.ACCESS_READ; LMDB with readonly=True, lock=False), and what writes is '
+    "to be left out of the dataset"
+)
+OLD_DATABASE = (
+    "{sample} changes a database, or opens it as if to, but trials do not change your files: what is only read is to be opened "
+    "by sqlite3.connect('file:PATH?mode=ro&immutable=1', uri=True), and what writes is to be left out of the dataset"
+)
 
 
 def environment(scratch: str) -> dict[str, str]:
@@ -78,6 +103,36 @@ def environment(scratch: str) -> dict[str, str]:
     }
 
 
+def link_temporary_files(scratch: str) -> None:
+    """Let `scratch` have what the temporary folder of this process has now: folders of its own, and links to files.
+
+    What is there is found by `tempfile.gettempdir()`, too, and read; what is made there is made in scratch. An empty file, as
+    of a lock, is one of its own. Of a folder with more files than fit there is a link to the folder. Who removes scratch
+    removes links alone.
+    """
+    left, folders = MOST_LINKS, deque([(tempfile.gettempdir(), Path(scratch))])
+    while folders:
+        source, target = folders.popleft()
+        with contextlib.suppress(OSError):  # of another user, or gone
+            with os.scandir(source) as found:
+                entries = list(islice(found, left + 1))
+            is_top = target == Path(scratch)
+            if len(entries) > left and not is_top:
+                target.symlink_to(source)
+                continue
+            target.mkdir(exist_ok=True)
+            for entry in entries[:left]:
+                if is_top and entry.name.startswith(OWN_NAMES):
+                    continue
+                left, place = left - 1, target / entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((entry.path, place))
+                elif entry.is_file(follow_symlinks=False) and not entry.stat().st_size:
+                    place.touch()
+                else:
+                    place.symlink_to(entry.path)
+
+
 def places() -> list[str]:
     """Where files may be changed: scratch, caches, devices."""
     named = [os.environ[name] for name in ("TMPDIR", *NAMED) if os.environ.get(name)]
@@ -92,18 +147,22 @@ def _caches() -> dict[str, str]:
     return {name: os.environ.get(name) or os.path.expanduser(folder) for name, folder in CACHES.items()}  # noqa: PTH111
 
 
+@functools.cache
 def confine() -> list[str]:
     """From now on this process changes files in `places()` only; a note where only a part of that could be had.
 
-    Called before torch and the user's classes are imported: threads that run already would not be held.
+    Called before torch and the user's classes are imported: threads that run already would not be held. A spawned worker is
+    held by what started it, and calls this for the rest.
     """
     roots = _roots()
 
+    def is_refused(path: Any) -> bool:
+        is_path = isinstance(path, (str, bytes, os.PathLike))
+        return is_path and not f"{os.path.realpath(os.fsdecode(path))}{os.sep}".startswith(roots)
+
     def check(path: Any) -> None:
-        if isinstance(path, (str, bytes, os.PathLike)):
-            real = os.path.realpath(os.fsdecode(path))
-            if not f"{real}{os.sep}".startswith(roots):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
+        if is_refused(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fsdecode(path))
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         for path in changed_files(event, arguments):
@@ -122,7 +181,51 @@ def confine() -> list[str]:
         return save(value, f, *args, **options)
 
     torch.save = checked  # type: ignore[assignment]
+    _map_privately(is_refused)
+    with contextlib.suppress(ImportError):  # a Python without SQLite
+        _read_databases(is_refused)
     return [] if is_held else [NOT_HELD]
+
+
+def _map_privately(is_refused: Callable[[Any], bool]) -> None:
+    """Let NumPy map files so that what is written stays in this process: it maps for writing unless it is told a mode."""
+    import numpy as np
+
+    make: Callable[..., Any] = np.memmap.__new__
+
+    def made(kind: Any, filename: Any, dtype: Any = np.uint8, mode: Any = "r+", *args: Any, **options: Any) -> Any:
+        is_private = mode in ("r+", "readwrite") and is_refused(filename)
+        return make(kind, filename, dtype, "c" if is_private else mode, *args, **options)
+
+    np.memmap.__new__ = staticmethod(made)  # type: ignore[assignment]
+
+
+def _read_databases(is_refused: Callable[[Any], bool]) -> None:
+    """Let Python open databases in WAL mode, if all changes are in them, without the files that SQLite makes beside them."""
+    import sqlite3
+
+    connect: Callable[..., Any] = sqlite3.connect
+
+    @functools.wraps(connect)
+    def connected(database: Any, *args: Any, uri: bool = False, **options: Any) -> Any:
+        is_uri = uri and isinstance(database, str) and database.startswith("file:")
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            name, mark, query = database.partition("?") if is_uri else (database, "", "")
+            path = os.path.realpath(unquote(name[5:]) if is_uri else os.fsdecode(name))
+            has_changes = os.path.exists(f"{path}-wal") and os.path.getsize(f"{path}-wal")  # noqa: PTH110, PTH202
+            if is_refused(path) and not has_changes:
+                with open(path, "rb") as file:  # noqa: PTH123
+                    if WAL_HEADER.match(file.read(20)):
+                        database, uri = f"file:{quote(path)}?{query}{mark and '&'}immutable=1", True
+        return connect(database, *args, uri=uri, **options)
+
+    sqlite3.connect = sqlite3.dbapi2.connect = connected
+
+
+def sample_writes(sample: str, path: str) -> str:
+    """What is said of a sample, or a collate_fn, that was kept from changing a file, or from opening it as if to change it."""
+    words = OLD_DATABASE if path == DATABASE else OLD_FILE if os.path.exists(path) else NEW_FILE  # noqa: PTH110
+    return words.format(sample=sample, path=path)
 
 
 def refused_path(error: BaseException | None) -> str | None:
@@ -133,8 +236,8 @@ def refused_path(error: BaseException | None) -> str | None:
     """
     roots = _roots()
     while error is not None:
-        if READ_ONLY in str(error):
-            return "to a database"
+        if DATABASE_REFUSED.search(str(error)):
+            return DATABASE
         for path in _paths_in(error):
             folder, real = os.path.dirname(path) or ".", os.path.realpath(path)  # noqa: PTH120
             looks_writable = os.access(path if os.path.exists(path) else folder, os.W_OK)  # noqa: PTH110

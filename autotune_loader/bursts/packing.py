@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import math
 import mmap
 import os
@@ -138,6 +139,19 @@ def read_archive(fd: int) -> Any:
 
 def _mapped(fd: int) -> memoryview:
     return memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+
+
+def pickled(value: Any, max_bytes: float) -> bytes:
+    """A small value, with the memory of its tensors and arrays in the pickle; raises TooLargeError where it is larger."""
+    memory = io.BytesIO()
+    file = _Limited(max_bytes, memory)
+
+    def is_copied(buffer: pickle.PickleBuffer) -> bool:
+        file.count(buffer.raw().nbytes)
+        return True
+
+    _ArchivePickler(file, is_copied).dump(value)
+    return memory.getvalue()
 
 
 def part_at_fault(workload: Workload) -> str:
@@ -300,7 +314,7 @@ def _place_in_file(array: np.memmap[Any, Any]) -> tuple[Any, ...] | None:
 class _Limited:
     """A file that refuses more than a limit, so that no 100 GB are pickled in vain; without a file it only counts."""
 
-    def __init__(self, max_bytes: int, file: IO[bytes] | None = None) -> None:
+    def __init__(self, max_bytes: float, file: IO[bytes] | None = None) -> None:
         self._max_bytes, self._file, self._total = max_bytes, file, 0
 
     def write(self, data: Any) -> int:

@@ -31,7 +31,7 @@ import torch
 
 from autotune_loader.bursts import child
 from autotune_loader.bursts.failures import ENDS_TRAINING, MEMORY_ADVICE, failure_of_death, needs_new_process
-from autotune_loader.bursts.files import environment
+from autotune_loader.bursts.files import environment, link_temporary_files
 from autotune_loader.bursts.packing import NotSentError, Packed, packed, part_at_fault, why_not_sent
 from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import Settings
@@ -69,6 +69,10 @@ FORKED = "The trials run in forks of this process, where a step on the CPU uses 
 UNSENT = (
     "No worker that {method} starts can be sent the {fault}, in training neither, so none are tried (num_workers=0). Make on "
     "first use in each process what cannot be pickled; multiprocessing_context='fork' would work."
+)
+UNLIKE = (
+    "in a fresh process, which has what modules register as they are imported, and not all that the script has: codecs, for "
+    "one, are to be registered in the module of the dataset"
 )
 NEITHER = (
     "{part} cannot be sent to another process ({reason}), and a fork of this process cannot read it ({fork}): make it on "
@@ -142,7 +146,9 @@ def open_probe(
                 opened = started(source, FORK_DEADLINE_S, FORKED.format(reason=reason))
             except WorkloadError as fork:
                 if isinstance(fresh, WorkloadError):  # with how the arguments were read
-                    raise WorkloadError("; ".join((fresh.message, *workload.notes)), fresh.user_traceback) from None
+                    fails_here = fork.message == fresh.message or fork.message.endswith(ENDS_TRAINING)
+                    told = fresh.message if fails_here else f"{reason} ({UNLIKE})"
+                    raise WorkloadError("; ".join((told, *workload.notes)), fresh.user_traceback) from None
                 told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
                 raise WorkloadError(told, fork.user_traceback) from None
         yield opened
@@ -276,6 +282,7 @@ class _Child:
             self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile(dir=root))
             self._scratch = tempfile.mkdtemp(prefix="autotune-loader-", dir=root)
             held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            link_temporary_files(self._scratch)
             self._process: subprocess.Popen[bytes] | psutil.Process
             if isinstance(source, Workload):
                 pid = child.fork(source, theirs.fileno(), self._output.fileno(), self._scratch, seed)

@@ -1,29 +1,38 @@
 """What a script has set in its process: read there, and set in the fresh process of the bursts, so that they train alike.
 
 Before anything of the user's is imported: arguments, start method, threads, what is set in torch. Once the workload is
-unpickled: plain values of modules that differ from those of a fresh import, and functions that the script has put there.
+unpickled: values of modules and classes that differ from those of a fresh import, functions that the script has put there, and
+what it has registered with libraries.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import functools
 import importlib
 import inspect
 import itertools
+import math
 import multiprocessing
 import operator
 import reprlib
 import sys
+import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import cloudpickle
 import torch
+from torch.utils.data import DataLoader, Dataset
 
+from autotune_loader.bursts.packing import pickled
 from autotune_loader.bursts.step import AUTOCAST
+from autotune_loader.pipeline.equal import is_equal
 from autotune_loader.pipeline.workload import Workload, is_users, wrapped_datasets
 
 MAIN = ("__main__", "__mp_main__")
@@ -31,6 +40,13 @@ NOT_PATCHED = {*sys.stdlib_module_names, "autotune_loader", *MAIN}
 """Modules whose functions are not looked at: what the script has put there, such as `sys.excepthook`, is for itself."""
 MOST_ITEMS, DEEPEST = 10_000, 4
 """A container that is larger, or nested deeper, is not carried: comparing it takes longer than a burst."""
+MOST_BYTES, MOST_S = 1 << 20, 0.1
+"""Of the pickle of an object, and the time after which no other one is pickled: settings are small."""
+CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+PARTS = (*CODE, torch.nn.Module, Dataset, DataLoader)
+"""Kinds of objects that are no settings: code, and parts of a training."""
+LACKS = "The trials run without"
+"""How a note begins that may be why they fail."""
 MOST_TOLD = 6
 """Names in a note."""
 NOT_READ = {*NOT_PATCHED, "torch", "numpy", "cloudpickle"}
@@ -55,20 +71,26 @@ class Settings:
     start_method: str | None
     threads: int
     torch: dict[str, Any]
-    modules: dict[str, dict[str, Any]]
-    """Plain values by module and name."""
-    patches: dict[str, bytes]
-    """Functions that the script has put there, pickled, by place (`module:Class.method`); empty where they cannot be."""
+    values: dict[str, dict[str, Any]]
+    """Plain values by module, or class of one (`module:Class`), and name."""
+    objects: list[tuple[list[tuple[str, str]], bytes]]
+    """Modules and names of other objects of the user's, with their pickles; empty where settings cannot be pickled."""
+    functions: dict[str, tuple[str, bytes]]
+    """What the script has put or registered, by words for the place: its owner, and name or key with the function, pickled;
+    empty where it cannot be."""
 
     @classmethod
     def read(cls, workload: Workload) -> Settings:
+        functions = {f"{owner}.{name}": (owner, name, own) for owner, name, own in read_patches(workload)}
+        functions |= {f"{owner}[{key!r}]": (owner, key, own) for owner, key, own in read_entries()}
         return cls(
             argv=list(sys.argv),
             start_method=multiprocessing.get_start_method(allow_none=True),
             threads=torch.get_num_threads(),
             torch=read_torch(),
-            modules=read_modules(),
-            patches={place: _pickled(function) for place, function in read_patches(workload)},
+            values=read_values(),
+            objects=list(read_objects()),
+            functions={place: (owner, _pickled((key, own))) for place, (owner, key, own) in functions.items()},
         )
 
     def set_process(self) -> list[str]:
@@ -81,20 +103,31 @@ class Settings:
 
     def set_modules(self) -> list[str]:
         """Set what differs in the modules that were imported meanwhile; notes of what is the user's."""
-        changed = []
-        for name, values in self.modules.items():
-            module = sys.modules.get(name)
-            for key, value in {} if module is None else values.items():
-                present = vars(module).get(key)
+        changed, kept = [], []
+        for name, values in self.values.items():
+            owner = _owner(name)
+            for key, value in {} if owner is None else values.items():
+                present = _members(owner).get(key)
                 if type(present) is not type(value) or present != value:
-                    _put(module, key, value)
-                    changed += [f"{name}.{key}={reprlib.repr(value)}"] if is_users(name) else []
-        put = {place: _put_function(place, data) for place, data in self.patches.items()}
-        told = {"with values that this process set in modules": changed}
+                    _put(owner, key, value)
+                    changed += [f"{name}.{key}={reprlib.repr(value)}"] if is_users(name.partition(":")[0]) else []
+        for places, data in self.objects:
+            names = [f"{name}.{key}" for name, key in places if name in sys.modules]
+            is_set = _set_object(places, data)
+            changed += names if is_set else []
+            kept += names if is_set is False else []
+        put = {place: _put_function(owner, data) for place, (owner, data) in self.functions.items()}
+        told = {
+            "with values that this process set in modules": changed,
+            "without what this process may have set in": kept,
+        }
         for has, words in ((True, "with"), (False, "without")):
-            places = [place.replace(":", ".") for place, is_put in put.items() if is_put is has]
-            told[f"{words} functions that this process replaced"] = places
-        return [f"The trials run {words}: {_listed(names)}." for words, names in told.items() if names]
+            for is_entry, verb in ((False, "replaced"), (True, "registered")):
+                told[f"{words} functions that this process {verb}"] = [
+                    place for place, is_put in put.items() if is_put is has and place.endswith("]") is is_entry
+                ]
+        listed = {words: _listed([name.replace(":", ".") for name in names]) for words, names in told.items() if names}
+        return [f"The trials run {words}: {names}." for words, names in listed.items()]
 
 
 def _listed(names: list[str]) -> str:
@@ -102,24 +135,106 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:MOST_TOLD])}{more}"
 
 
-def read_modules() -> dict[str, dict[str, Any]]:
-    """Plain values of the modules of this process: all of the user's, and those in capitals of libraries."""
-    found: dict[str, dict[str, Any]] = {}
+def _members(owner: Any) -> dict[str, Any]:
+    """A copy of what a module, a class or an object has, which runs no code of its own: a lazy module stays as it is."""
+    with contextlib.suppress(Exception):
+        return dict(object.__getattribute__(owner, "__dict__"))
+    return {}
+
+
+def _owner(place: str) -> Any:
+    """The module or class that is named, or a dict there; None where its module was not imported."""
+    name, _, path = place.partition(":")
+    owner = sys.modules.get(name)
+    for each in filter(None, path.split(".")):
+        owner = _members(owner).get(each)
+    return owner
+
+
+def _modules(but: Collection[str]) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Names of modules, what they have, and whether they are the user's; without these packages."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in NOT_READ or not isinstance(getattr(module, "__file__", None), str):
-            continue
-        values = {
-            key: value
-            for key, value in list(vars(module).items())
-            if (not key.startswith("__") if is_users(name) else key.isupper() and key[0] != "_") and _is_plain(value)
-        }
-        if values:
-            found[name] = values
-    return found
+        members = {} if name.partition(".")[0] in but else _members(module)
+        if isinstance(members.get("__file__"), str):
+            yield name, members, is_users(name)
 
 
-def read_patches(workload: Workload) -> Iterator[tuple[str, Any]]:
-    """Places and functions that the script has put into modules and classes: those that model and dataset are of, or import."""
+def _with_classes(place: str, members: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A module or a class, and the classes that are defined in it; an Enum never changes."""
+    yield place, members
+    for key, value in members.items():
+        if issubclass(type(value), type) and not issubclass(value, enum.Enum):
+            inner = f"{place}{'.' if ':' in place else ':'}{key}"
+            if f"{value.__module__}:{value.__qualname__}" == inner:
+                yield from _with_classes(inner, _members(value))
+
+
+def read_values() -> dict[str, dict[str, Any]]:
+    """Plain values of modules: all of the user's and of their classes, and those in capitals of libraries."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, members, is_own in _modules(NOT_READ):
+        for place, values in _with_classes(name, members) if is_own else [(name, members)]:
+            found[place] = {
+                key: value
+                for key, value in values.items()
+                if (not key.startswith("__") if is_own else key.isupper() and key[0] != "_") and _is_plain(value)
+            }
+    return {place: values for place, values in found.items() if values}
+
+
+def read_objects() -> Iterator[tuple[list[tuple[str, str]], bytes]]:
+    """Where the objects of the user's modules are, and their pickles; without what is large, or holds files, locks, threads."""
+    places, objects, until = dict[int, list[tuple[str, str]]](), dict[int, Any](), time.monotonic() + MOST_S
+    for name, members, is_own in _modules(NOT_READ):
+        for key, value in members.items() if is_own else ():
+            if not key.startswith("__") and _may_be_settings(type(value)) and not _is_plain(value):
+                places.setdefault(id(value), []).append((name, key))
+                objects[id(value)] = value
+    for each, value in objects.items():
+        data = _pickled(value, MOST_BYTES) if time.monotonic() < until else b""
+        holds_settings = issubclass(type(value), (dict, types.SimpleNamespace)) or dataclasses.is_dataclass(type(value))
+        if data or (holds_settings and type(value) is not dict):
+            yield places[each], data
+
+
+def _may_be_settings(kind: type) -> bool:
+    """Whether objects of a class are, by themselves or with others in them: other objects of libraries may be anything."""
+    is_known = kind.__module__.partition(".")[0] in (*sys.stdlib_module_names, "torch", "numpy") or is_users(
+        kind.__module__
+    )
+    return not issubclass(kind, PARTS) and (is_known or hasattr(kind, "keys") or dataclasses.is_dataclass(kind))
+
+
+def read_entries() -> Iterator[tuple[str, Any, Any]]:
+    """Dicts of libraries, keys and entries that are the user's functions and classes: in a module, or in an object there."""
+    seen = set[int]()
+    for name, members, is_own in _modules(NOT_PATCHED):
+        for key, value in () if is_own else members.items():
+            if type(value) in CODE or key.startswith("__"):
+                continue
+            tables = (
+                {key: value} if type(value) is dict else {f"{key}.{each}": own for each, own in _members(value).items()}
+            )
+            for path, table in tables.items():
+                if type(table) is dict and id(table) not in seen and len(table) <= MOST_ITEMS:
+                    seen.add(id(table))
+                    own = [each for each in list(table.items()) if _is_registered(each[1])]
+                    yield from (
+                        (f"{name}:{path}", key, entry) for key, entry in own if issubclass(type(key), (str, type))
+                    )
+
+
+def _is_registered(entry: Any) -> bool:
+    """Whether it is a function or a class of the user's, or a tuple with one."""
+    if type(entry) is tuple:
+        return any(map(_is_registered, entry))
+    if type(entry) is types.FunctionType:
+        return is_users(entry.__globals__.get("__name__"))
+    return issubclass(type(entry), type) and is_users(entry.__module__)
+
+
+def read_patches(workload: Workload) -> Iterator[tuple[str, str, Any]]:
+    """Owners, names and functions that the script has put into those modules and classes that model and dataset use."""
     training, data = workload.training, workload.data
     parts = [training.model, training.train_step, training.loss_fn, data.collate_fn, *wrapped_datasets(data.dataset)]
     parts += training.model.modules() if isinstance(training.model, torch.nn.Module) else []
@@ -130,9 +245,9 @@ def read_patches(workload: Workload) -> Iterator[tuple[str, Any]]:
         for key, value in {} if name.partition(".")[0] in NOT_PATCHED else list(vars(module).items()):
             if issubclass(type(value), type) and value.__module__ == name:
                 methods = list(vars(value).items())
-                yield from ((f"{name}:{key}.{each}", own) for each, own in methods if _is_put(own, name))
+                yield from ((f"{name}:{key}", each, own) for each, own in methods if _is_put(own, name))
             elif _is_put(value, name):
-                yield f"{name}:{key}", value
+                yield name, key, value
 
 
 def _is_put(value: Any, module: str) -> bool:
@@ -144,24 +259,47 @@ def _is_put(value: Any, module: str) -> bool:
     return own in MAIN or (own != module and is_users(own) and not is_users(module))
 
 
-def _pickled(function: Any) -> bytes:
+def _pickled(value: Any, most_bytes: float = math.inf) -> bytes:
     with contextlib.suppress(Exception):
-        return bytes(cloudpickle.dumps(function))
+        return pickled(value, most_bytes)
     return b""
 
 
 def _put_function(place: str, data: bytes) -> bool | None:
-    """Whether a function could be put there; None where it is there already, as its module does so."""
-    name, _, path = place.partition(":")
+    """Whether a function could be put there; None where it is there already, as its module does so, or another one is."""
     try:
-        function, (*outer, last) = cloudpickle.loads(data), path.split(".")
-        owner = functools.reduce(getattr, outer, importlib.import_module(name))
-        if vars(owner).get(last) is function:
+        key, function = cloudpickle.loads(data)
+        importlib.import_module(place.partition(":")[0])
+        owner = _owner(place)
+        if key in owner if type(owner) is dict else _members(owner).get(key) is function:
             return None
-        setattr(owner, last, function)
+        owner.update({key: function}) if type(owner) is dict else setattr(owner, key, function)
     except Exception:
         return False
     return True
+
+
+def _set_object(places: list[tuple[str, str]], data: bytes) -> bool | None:
+    """Whether an object could be set in these modules; None where it is as a fresh import has it."""
+    try:
+        known, value = (
+            [(sys.modules[name], key) for name, key in places if name in sys.modules],
+            cloudpickle.loads(data),
+        )
+        stale = [(module, key) for module, key in known if not _is_same(_members(module).get(key), value)]
+        for module, key in stale:
+            _put(module, key, value)
+            if not _is_same(_members(module)[key], value):  # not all of it is in what Python sees of it
+                setattr(module, key, value)
+    except Exception:
+        return False
+    return True if stale else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    with contextlib.suppress(Exception):  # whatever cannot be compared is set
+        return is_equal(one, other)
+    return False
 
 
 def _is_plain(value: Any, deepest: int = DEEPEST) -> bool:
@@ -174,14 +312,23 @@ def _is_plain(value: Any, deepest: int = DEEPEST) -> bool:
     return all(_is_plain(each, deepest - 1) for each in items)
 
 
-def _put(module: Any, key: str, value: Any) -> None:
-    """Set a value; a container in place, since others may have imported it."""
-    present = vars(module).get(key)
-    if type(present) is not type(value) or not isinstance(value, (dict, set, list)):
-        setattr(module, key, value)
-        return
-    present.clear()
-    present.extend(value) if isinstance(value, list) else present.update(value)
+def _put(owner: Any, key: str, value: Any) -> None:
+    """Set a value; what can be is changed in place, past what a frozen one forbids, since others may have imported it."""
+    present, is_set = _members(owner).get(key), False
+    if type(present) is type(value):
+        kinds: list[tuple[Any, Any]] = [(OrderedDict, OrderedDict.update), (dict, dict.update), (set, set.update)]
+        for kind, fill in [*kinds, (list, list.extend)]:
+            if isinstance(present, kind) and not is_set:
+                kind.clear(present)
+                fill(present, value)
+                is_set = True
+        if (state := _members(value)) or _members(present):
+            members = object.__getattribute__(present, "__dict__")
+            members.clear()
+            members.update(state)
+            is_set = True
+    if not is_set:
+        setattr(owner, key, value)
 
 
 def read_torch() -> dict[str, Any]:

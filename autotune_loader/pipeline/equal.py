@@ -5,13 +5,14 @@ from __future__ import annotations
 import cmath
 import copyreg
 from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
 FLOATS = float, complex, np.inexact
-ATOMS = bool, int, str, bytes, bytearray, type, set, frozenset
+ATOMS = bool, int, str, bytes, bytearray, type, set, frozenset, CodeType
 """What `==` compares as a whole."""
 ARRAYS, WITH_NOTHING = "biufcmMSU", "fcmM"
 """Kinds of arrays that numpy compares, and those that may hold NaN or NaT."""
@@ -78,6 +79,8 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if type(value) is np.ndarray:
         return [value.dtype.str, value.shape, value.tolist()]
+    if isinstance(value, FunctionType):
+        return [value.__code__, value.__defaults__, value.__kwdefaults__]
     reduce = copyreg.dispatch_table.get(type(value))
     known: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
     return [known] if isinstance(known, str) else [[*each] if isinstance(each, Iterator) else each for each in known]

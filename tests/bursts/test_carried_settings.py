@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from autotune_loader.bursts.settings import read_modules, read_torch, set_torch
+from autotune_loader.bursts.settings import MOST_BYTES, Settings, read_entries, read_torch, read_values, set_torch
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, run, workload
@@ -46,6 +46,35 @@ class Held(list):
 
 
 MODULE = """
+from collections import OrderedDict
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+
+class AttrDict(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+class Frozen(dict):
+    def __setitem__(self, key, value):
+        if hasattr(self, "frozen"): raise AttributeError("frozen")
+        super().__setitem__(key, value)
+
+class Config:
+    SIZE = 1
+    class Inner: SIZE = 1
+
+@dataclass(slots=True)
+class Slots:
+    SIZE: int = 1
+
+class Holding:
+    def __init__(self): self.SIZE, self.names = 1, {"a", "b", "c"}
+
+attributes, frozen, space, slots, held = AttrDict(SIZE=1), Frozen(SIZE=1), SimpleNamespace(SIZE=1), Slots(), Holding()
+frozen.frozen = True
+ordered, random, nested, registry = OrderedDict(SIZE=1), Random(1), {"inner": SimpleNamespace(SIZE=1)}, {}
+functions = {"one": lambda: limit}
+
 ROOT, limit, names, table, _private = "/default", 10, ["a"], {"x": 1}, 0
 class Rows:
     def __len__(self): return 8
@@ -54,6 +83,13 @@ class Rows:
         if limit == 10: return torch.zeros(2)
         raise RuntimeError(f"seen: {ROOT} {limit} {names} {sorted(table.items())} {_private} {sys.argv[1:]} "
                            f"{torch.get_num_threads()} {torch.get_float32_matmul_precision()}")
+
+def kept(objects=(attributes, frozen, space, held, ordered)): return objects
+class Seen(Rows):
+    def __getitem__(self, index):
+        inner = nested["inner"].SIZE, Config.SIZE, Config.Inner.SIZE, slots.SIZE, registry["mine"](2), random.random()
+        raise RuntimeError(f"{attributes.SIZE} {frozen['SIZE']} {space.SIZE} {held.SIZE} {ordered['SIZE']} {inner} "
+                           f"{all(map(lambda one, other: one is other, [attributes, frozen, space, held, ordered], kept()))}")
 """
 
 
@@ -79,6 +115,98 @@ def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result
     seen = f"seen: /data 3 ['a', 'b'] [('x', 1), ('y', 2)] 7 ['--patch', '32'] {torch.get_num_threads()} high"
     with pytest.raises(WorkloadError, match=re.escape(seen)):
         run(workload(module.Rows()))
+
+
+@pytest.mark.process
+def test_objects_of_settings_and_classes_are_changed_in_place_as_the_script_has_changed_them(module):
+    # GIVEN no change THEN none is told of
+    assert [note for note in run(workload(module.Rows()))[0].notes if "process" in note] == []
+    for each in (module.attributes, module.space, module.held, module.slots, module.nested["inner"], module.Config):
+        each.SIZE = 2
+    dict.update(module.frozen, SIZE=2)
+    module.ordered["SIZE"], module.registry["mine"], module.Config.Inner.SIZE = 2, lambda size: size * 2, 3
+    module.random.seed(5)
+    expected = module.random.random()
+    module.random.seed(5)
+    with pytest.raises(WorkloadError, match=re.escape(f"2 2 2 2 2 {(2, 2, 3, 2, 4, expected)} True")):
+        run(workload(module.Seen()))
+    # THEN those that are replaced are told of, too, and what cannot be known is
+    module.space, module.attributes.lock = SimpleNamespace(SIZE=9), threading.Lock()
+    module.limit = 10
+    (with_values, without) = [note for note in run(workload(module.Rows()))[0].notes if "process" in note]
+    assert "settings_of_a_job.space" in with_values
+    assert without == "The trials run without what this process may have set in: settings_of_a_job.attributes."
+
+
+def test_objects_that_are_large_or_hold_what_cannot_travel_are_left_out_and_nothing_raises(module, monkeypatch):
+    class Raising:
+        __file__ = "/home/me/lazy.py"
+
+        def __getattribute__(self, name):
+            raise RuntimeError(name)
+
+    monkeypatch.setitem(sys.modules, "lazy_module", Raising())
+    module.lazy, module.lock, module.big = Raising(), threading.Lock(), [torch.zeros(MOST_BYTES)]
+    module.table, module.file = {"lock": threading.Lock()}, sys.stdout
+    read = Settings.read(workload(module.Rows()))
+    names = {key for places, _ in read.objects for _, key in places}
+    assert {"attributes", "space", "slots", "random"} <= names
+    assert not names & {"lazy", "lock", "big", "table", "file"}
+    assert all(data for _, data in read.objects)
+
+
+LIBRARY = """
+registry = {}
+class Registry:
+    def __init__(self): self._entries = {}
+MODELS = Registry()
+def checked():
+    if set(registry) | set(MODELS._entries) != {"rows", "pair", "kind"}: raise LookupError("not registered")
+"""
+
+
+@pytest.mark.process
+def test_what_the_script_registers_with_a_library_is_in_the_process_of_the_bursts(module, tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_registry.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "a_registry", raising=False)
+    import a_registry
+
+    monkeypatch.setitem(sys.modules, "a_registry", a_registry)  # taken out again, whatever happens
+    script = {"__name__": "__main__", "lock": threading.Lock()}
+    exec("def rows(): return 12\nclass Kind: pass\ndef locked(): return lock", script)
+    a_registry.registry.update(rows=script["rows"], pair=(script["rows"], None), built_in=len)
+    a_registry.MODELS._entries["kind"] = script["Kind"]
+    places = {(place, key) for place, key, _ in read_entries() if place.startswith("a_registry")}
+    assert places == {
+        ("a_registry:registry", "rows"),
+        ("a_registry:registry", "pair"),
+        ("a_registry:MODELS._entries", "kind"),
+    }
+    del a_registry.registry["built_in"]
+
+    def step(model, batch):
+        import a_registry
+
+        a_registry.checked()
+
+    training = TrainingSide(train_step=step)
+    (note,) = [each for each in run(workload(module.Rows(), training=training))[0].notes if "registered" in each]
+    assert note.startswith("The trials run with functions that this process registered: a_registry.")
+    # WHEN one cannot be carried, and a fork fails in its way, THEN the failure says so
+    a_registry.MODELS._entries["kind"] = script["locked"]
+
+    def fail(model, batch):
+        step(model, batch)
+        raise LookupError("in a fork")
+
+    with pytest.raises(
+        WorkloadError,
+        match=r"not registered.*without functions that this process registered: .*'kind'.*in a fresh process",
+    ):
+        run(workload(module.Rows(), training=TrainingSide(train_step=fail)))
 
 
 @pytest.mark.process
@@ -119,16 +247,17 @@ def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(mo
     vars(library).update(__file__="/usr/lib/site-packages/a_library.py", **names)
     monkeypatch.setitem(sys.modules, "a_library", library)
     module.huge, module.nan, module.made = list(range(200_000)), float("nan"), [object()]
-    found = read_modules()
+    found = read_values()
     assert found["a_library"] == {"LOAD_TRUNCATED_IMAGES": True}
-    assert set(found["settings_of_a_job"]) == {"ROOT", "limit", "names", "table", "_private"}
+    assert found["settings_of_a_job:Config"] == {"SIZE": 1}
+    assert set(found["settings_of_a_job"]) == {"ROOT", "limit", "names", "table", "_private", "registry"}
     assert not found.keys() & {"json", "torch", "numpy", "autotune_loader.bursts.settings"}
 
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_what_a_fresh_process_lacks_is_run_in_a_fork(module):
-    module.run, names = SimpleNamespace(rows=[]), {}
+    module.run, names = SimpleNamespace(rows=[], lock=threading.Lock()), {}
     exec("def step(model, batch):\n    import settings_of_a_job\n    settings_of_a_job.run.rows.append(1)", names)
     probe, _ = run(workload(module.Rows(), training=TrainingSide(train_step=names["step"])), ALONE, ONE_WORKER)
     # THEN it works there, that is said, and the run has the rows that it had

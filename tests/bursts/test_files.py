@@ -1,5 +1,7 @@
 """A burst changes no file of the user's: what would is refused, ends the run, and is named with what to do."""
 
+import contextlib
+import mmap
 import os
 import queue
 import sqlite3
@@ -10,15 +12,16 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from autotune_loader.bursts import files
-from autotune_loader.bursts.files import refused_path
+from autotune_loader.bursts.files import link_temporary_files, refused_path
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan, WorkloadError
-from tests.support.bursts import ALONE, TWO_WORKERS, run, workload
+from tests.support.bursts import ALONE, TWO_WORKERS, Made, run, workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 ROWS = [torch.rand(4) for _ in range(64)]
@@ -123,6 +126,102 @@ def test_what_changes_files_ends_the_run_and_is_told_what_to_do(change, runs):
         job.data.dataset.log.close()
 
 
+OPEN = r"runs/last\.pt, or opens it as if to, but trials.*is to be opened for reading \(mode=\"r\""
+OPENED = {
+    "r+b, for a map": (lambda: mmap.mmap(open("runs/last.pt", "r+b").fileno(), 0), OPEN),  # noqa: PTH123, SIM115
+    "for a log": (lambda: open("runs/last.pt", "a"), OPEN),  # noqa: PTH123, SIM115
+    "h5py": (lambda: pytest.importorskip("h5py").File("runs/last.pt", "r+"), OPEN),
+    "a row": (
+        lambda: sqlite3.connect("wal.db").execute("INSERT INTO t VALUES (2)"),
+        r"changes a database.*immutable=1",
+    ),
+    "a new database": (
+        lambda: sqlite3.connect("new.db").execute("CREATE TABLE t (x)"),
+        r"changes a database.*immutable=1",
+    ),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("what", OPENED)
+def test_what_is_opened_for_writing_is_told_how_to_be_read(what, runs, databases):
+    act, says = OPENED[what]
+    before = contents(runs)
+    with pytest.raises(WorkloadError, match=says) as raised:
+        run(workload(Made(lambda index: act() and torch.zeros(2))), ALONE)
+    assert "fill the cache" not in str(raised.value)
+    assert "training would fail" not in str(raised.value)
+    assert contents(runs) == before
+
+
+@pytest.fixture
+def databases(runs):
+    """Two in WAL mode; changes of the second, which is open, lie beside it."""
+    with contextlib.ExitStack() as held:
+        for name, is_open in (("wal.db", False), ("open.db", True)):
+            connection = sqlite3.connect(name)
+            connection.executescript("PRAGMA journal_mode=WAL; CREATE TABLE t (x); INSERT INTO t VALUES (1);")
+            held.callback(connection.close) if is_open else connection.close()
+        yield
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_is_only_read_is_read_however_it_is_opened(method, runs, databases):
+    def sample(index):
+        for name in ("wal.db", "file:wal.db?mode=ro", "open.db"):
+            with contextlib.closing(sqlite3.connect(name, 5.0, uri=name.startswith("file:"))) as connection:
+                assert connection.execute("SELECT x FROM t").fetchall() == [(1,)]
+        assert bytes(np.memmap("runs/last.pt", shape=4)) == b"mine"
+        rows = np.memmap("runs/last.pt")
+        rows[0] = 0
+        rows.flush()
+        return torch.tensor(np.array(rows))
+
+    before = sorted((path.name, path.read_bytes()) for path in runs.parent.iterdir() if path.suffix == ".db")
+    run(workload(Made(sample), multiprocessing_context=method), ALONE, TWO_WORKERS)
+    after = sorted((path.name, path.read_bytes()) for path in runs.parent.iterdir() if path.suffix == ".db")
+    assert after == before
+    assert contents(runs)["last.pt"] == "mine"
+
+
+@pytest.mark.process
+def test_what_lies_in_the_temporary_folder_is_found_there_and_stays_as_it_is(runs, monkeypatch):
+    (runs / "features").mkdir()
+    (runs / "features/1.npy").write_text("one")
+    monkeypatch.setenv("TMPDIR", str(runs))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+    def sample(index):
+        folder = Path(tempfile.gettempdir())
+        assert (folder / "last.pt").read_text() + (folder / "features/1.npy").read_text() == "mineone"
+        (folder / "features/2.npy").write_text("two")
+        return torch.zeros(2)
+
+    run(workload(Made(sample)), ALONE)
+    with pytest.raises(WorkloadError, match=r"changes runs/last\.pt, or opens it"):
+        run(workload(Made(lambda index: (Path(tempfile.gettempdir()) / "last.pt").write_text("theirs"))), ALONE)
+    assert contents(runs) == {"last.pt": "mine", "other": "mine"}
+    assert contents(runs / "features") == {"1.npy": "one"}
+
+
+def test_a_folder_with_more_files_than_fit_is_linked_as_a_whole(runs, monkeypatch):
+    for name in ("large", "large/inner", "small", "autotune-loader-x"):
+        (runs / name).mkdir()
+    for at in range(6):
+        (runs / f"large/{at}").touch()
+    (runs / "small/1").write_text("one")
+    (runs / "small/lock").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(runs))
+    monkeypatch.setattr(files, "MOST_LINKS", 6)
+    scratch = runs.parent / "scratch"
+    link_temporary_files(str(scratch))
+    assert {path.name: path.is_symlink() for path in scratch.iterdir()} == {
+        "last.pt": True, "other": True, "large": True, "small": False,
+    }  # fmt: skip
+    assert {path.name: path.is_symlink() for path in (scratch / "small").iterdir()} == {"1": True, "lock": False}
+
+
 @pytest.mark.process
 def test_a_step_that_waits_for_a_thread_which_a_fork_lacks_ends_the_run(runs):
     rows = writer("scratch/events", size=20)  # the script's own
@@ -199,7 +298,10 @@ def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(ru
         (OSError("Unable to create file (unable to open file: name = 'runs/x.h5', errno = 13)"), "runs/x.h5"),
         (RuntimeError('imwrite: can\'t be opened: "runs/x.png"'), "runs/x.png"),
         (PermissionError("Caught PermissionError in DataLoader\n  [Errno 13] Permission denied: 'runs/x'"), "runs/x"),
-        (sqlite3.OperationalError("attempt to write a readonly database"), "to a database"),
+        (sqlite3.OperationalError("attempt to write a readonly database"), "a database"),
+        (sqlite3.OperationalError("unable to open database file"), "a database"),
+        # LMDB
+        (RuntimeError("lmdb.Error: runs/rows.lmdb: Permission denied"), "runs/rows.lmdb"),
         # none of ours: a folder that is not writable, a file that is missing, scratch, a plain error
         (PermissionError(13, "Permission denied", "/nowhere/a.csv"), None),
         (FileNotFoundError(2, "No such file or directory", "runs/b.csv"), None),
