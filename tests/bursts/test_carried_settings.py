@@ -104,11 +104,18 @@ def module(tmp_path, monkeypatch):
     del sys.modules["settings_of_a_job"]
 
 
+def told_of(module, name):
+    """What notes say of a module; others of the tests may have random values of their own."""
+    return [note for note in run(workload(module.Rows()))[0].notes if name in note]
+
+
 @pytest.mark.process
 def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result_lists_them(module, monkeypatch):
     module.ROOT = "/data"
-    listed = "The trials run with values that this process set in modules: settings_of_a_job.ROOT='/data'."
-    assert [note for note in run(workload(module.Rows()))[0].notes if "process set" in note] == [listed]
+    (note,) = told_of(module, "settings_of_a_job")
+    assert note.startswith(
+        "The trials run with values that this process set in modules: settings_of_a_job.ROOT='/data'"
+    )
     monkeypatch.setattr(sys, "argv", ["train.py", "--patch", "32"])
     set_torch({"float32_matmul_precision": "high"})
     vars(module).update(limit=3, _private=7, names=["a", "b"], table={"x": 1, "y": 2})
@@ -120,7 +127,7 @@ def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result
 @pytest.mark.process
 def test_objects_of_settings_and_classes_are_changed_in_place_as_the_script_has_changed_them(module):
     # GIVEN no change THEN none is told of
-    assert [note for note in run(workload(module.Rows()))[0].notes if "process" in note] == []
+    assert told_of(module, "settings_of_a_job") == []
     for each in (module.attributes, module.space, module.held, module.slots, module.nested["inner"], module.Config):
         each.SIZE = 2
     dict.update(module.frozen, SIZE=2)
@@ -133,7 +140,7 @@ def test_objects_of_settings_and_classes_are_changed_in_place_as_the_script_has_
     # THEN those that are replaced are told of, too, and what cannot be known is
     module.space, module.attributes.lock = SimpleNamespace(SIZE=9), threading.Lock()
     module.limit = 10
-    (with_values, without) = [note for note in run(workload(module.Rows()))[0].notes if "process" in note]
+    (with_values, without) = told_of(module, "settings_of_a_job")
     assert "settings_of_a_job.space" in with_values
     assert without == "The trials run without what this process may have set in: settings_of_a_job.attributes."
 
@@ -166,15 +173,16 @@ def checked():
 
 
 @pytest.mark.process
-def test_what_the_script_registers_with_a_library_is_in_the_process_of_the_bursts(module, tmp_path, monkeypatch):
+def test_what_the_script_registers_with_a_library_is_in_the_process_of_the_bursts(
+    module, tmp_path, monkeypatch, request
+):
     folder = tmp_path / "site-packages"
     folder.mkdir()
     (folder / "a_registry.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "a_registry", raising=False)
     import a_registry
 
-    monkeypatch.setitem(sys.modules, "a_registry", a_registry)  # taken out again, whatever happens
+    request.addfinalizer(lambda: sys.modules.pop("a_registry"))
     script = {"__name__": "__main__", "lock": threading.Lock()}
     exec("def rows(): return 12\nclass Kind: pass\ndef locked(): return lock", script)
     a_registry.registry.update(rows=script["rows"], pair=(script["rows"], None), built_in=len)
