@@ -233,6 +233,7 @@ class Caution(Table):
     STARTS_ANEW = "With start method {method} each worker imports and unpickles everything again in each epoch: {why}."
     IDLE_WORKERS = "{idle} of {workers:# worker} delivered no batch."
     NOTE = "{text}"
+    LACKS = "Samples and steps of the training may take another time than in trials ({step:seconds} a step): {text}"
 
 
 class Source(Table):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from autotune_loader.diagnosis.tables import Answer, Choice, Ended, Undecided, answer
+from autotune_loader.diagnosis.tables import Answer, Caution, Choice, Ended, Undecided, answer
 from autotune_loader.diagnosis.units import (
     UNKNOWN,
     bytes_text,
@@ -57,13 +57,15 @@ def sentences_of(result: TuningRecord) -> list[Finding]:
 
 def report_of(result: TuningRecord, width: int = WIDTH) -> str:
     """The whole result: choice, table, bottleneck, stages, advice, warnings, how it was found."""
+    differs = [each for each in result.warnings if Caution.LACKS.said_by(each)]
     blocks = [
+        [wrapped(each, width, indent="") for each in differs],
         [wrapped(" ".join(_choice(result)), width, indent="")],
         [configurations_of(result, width)],
         [wrapped(each, width) for each in _facts(result)],
         _stage_lines(result.stages, width),
         ["Next:", *(wrapped(f"- {each}", width) for each in result.advice)] if result.advice else [],
-        [wrapped(f"Warning: {each}", width) for each in result.warnings],
+        [wrapped(f"Warning: {each}", width) for each in result.warnings if each not in differs],
         [wrapped(" ".join(_how(result)), width, indent="")],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)

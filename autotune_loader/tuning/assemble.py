@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from statistics import fmean
 
+from autotune_loader.bursts.settings import LACKS
 from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT
 from autotune_loader.diagnosis.judge import changes_in_training, source_of
@@ -177,7 +178,9 @@ def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
         starts = (belief.sustained.paths - belief.draws.paths).mean(axis=0)
         if any(log > belief.tolerance for config, log in zip(belief.configs, starts, strict=True) if config in tried):
             yield Caution.EPOCH_STARTS()
-    yield from (Caution.NOTE(text=each) for each in search.run.notes)
+    for each in search.run.notes:
+        step_s = search.bursts.context.step_s or 0.0
+        yield Caution.LACKS(text=each, step=step_s) if each.startswith(LACKS) else Caution.NOTE(text=each)
     if busy := _disturbed(belief):
         yield Caution.DISTURBED(limit=FOREIGN_CPU_LIMIT, busy=busy, rounds=len(belief.rounds))
     failures = [trial.failure for trial in search.trials if trial.failure is not None]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from report.example import FULL, KILLED, exactly, ran
 
-from autotune_loader.diagnosis import Source, Undecided
+from autotune_loader.diagnosis import Caution, Source, Undecided
 from autotune_loader.report.progress import make_progress
 from autotune_loader.report.result import Comparison, TuningResult
 from autotune_loader.report.text import configurations_of, report_of
@@ -59,6 +59,14 @@ ALIKE = """\
 kept        0         -        400    390–410   12%  640 MiB
 
 wait: share of the time that the training loop waits for data."""
+
+
+def test_what_trials_lack_of_the_training_is_said_first_and_once():
+    lacks = Caution.LACKS(text="The trials run without cfg.", step=0.02)
+    report = " ".join(replace(SMALL, warnings=(Caution.NOTE(text="Else."), lacks)).report().split())
+    assert report.startswith("Samples and steps of the training may take another time than in trials (20 ms a step)")
+    assert report.count("without cfg") == 1
+    assert "Warning: Else." in report
 
 
 def test_draws_the_table_with_what_each_row_is_a_legend_and_options_where_they_differ():
