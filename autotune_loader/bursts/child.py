@@ -72,8 +72,9 @@ def main(connection_fd: int, fds: tuple[int, ...], seed: int, notes: list[str]) 
     settings_fd, data_fd, training_fd, *_ = fds
 
     def read_training() -> TrainingSide:
+        known = set(sys.modules)
         training: TrainingSide = read_archive(training_fd)
-        notes.extend(settings.set_modules())  # of modules that it has imported
+        notes.extend(settings.set_modules(known))  # of modules that it has imported; others may have been used
         return training
 
     def make_bench() -> Bench:

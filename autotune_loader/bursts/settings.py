@@ -101,22 +101,27 @@ class Settings:
         changed = set_torch(self.torch)
         return [f"The trials use the settings of this process: {', '.join(changed)}."] if changed else []
 
-    def set_modules(self) -> list[str]:
-        """Set what differs in the modules that were imported meanwhile; notes of what is the user's."""
+    def set_modules(self, but: Collection[str] = ()) -> list[str]:
+        """Set what differs in the modules that were imported meanwhile, `but` these; notes of what is the user's."""
         changed, kept = [], []
         for name, values in self.values.items():
-            owner = _owner(name)
+            owner = None if name.partition(":")[0] in but else _owner(name)
             for key, value in {} if owner is None else values.items():
                 present = _members(owner).get(key)
                 if type(present) is not type(value) or present != value:
                     _put(owner, key, value)
                     changed += [f"{name}.{key}={reprlib.repr(value)}"] if is_users(name.partition(":")[0]) else []
         for places, data in self.objects:
-            names = [f"{name}.{key}" for name, key in places if name in sys.modules]
+            places = [(name, key) for name, key in places if name in sys.modules and name not in but]
+            names = [f"{name}.{key}" for name, key in places]
             is_set = _set_object(places, data)
             changed += names if is_set else []
             kept += names if is_set is False else []
-        put = {place: _put_function(owner, data) for place, (owner, data) in self.functions.items()}
+        put = {
+            place: _put_function(owner, data)
+            for place, (owner, data) in self.functions.items()
+            if owner.partition(":")[0] not in but
+        }
         told = {
             "with values that this process set in modules": changed,
             "without what this process may have set in": kept,
@@ -282,10 +287,7 @@ def _put_function(place: str, data: bytes) -> bool | None:
 def _set_object(places: list[tuple[str, str]], data: bytes) -> bool | None:
     """Whether an object could be set in these modules; None where it is as a fresh import has it."""
     try:
-        known, value = (
-            [(sys.modules[name], key) for name, key in places if name in sys.modules],
-            cloudpickle.loads(data),
-        )
+        known, value = [(sys.modules[name], key) for name, key in places], cloudpickle.loads(data)
         stale = [(module, key) for module, key in known if not _is_same(_members(module).get(key), value)]
         for module, key in stale:
             _put(module, key, value)

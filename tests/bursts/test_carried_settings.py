@@ -93,6 +93,17 @@ class Seen(Rows):
 """
 
 
+MODULE += """
+class Growing(Rows):
+    def __getitem__(self, index):
+        import torch
+        if len(names) < held.SIZE: raise RuntimeError("what a batch has changed was set once more")
+        names.append("b")
+        held.SIZE = len(names)
+        return torch.zeros(2)
+"""
+
+
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """A module of the user's that is on the path of this process only, and its dataset."""
@@ -215,6 +226,11 @@ def test_what_the_script_registers_with_a_library_is_in_the_process_of_the_burst
         match=r"not registered.*without functions that this process registered: .*'kind'.*in a fresh process",
     ):
         run(workload(module.Rows(), training=TrainingSide(train_step=fail)))
+
+
+@pytest.mark.process
+def test_what_batches_change_stays_though_the_step_is_made_after_them(module):
+    run(workload(module.Growing(), training=TrainingSide(train_step=lambda model, batch: None)), ALONE, ALONE)
 
 
 @pytest.mark.process
