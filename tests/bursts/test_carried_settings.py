@@ -97,9 +97,10 @@ MODULE += """
 class Growing(Rows):
     def __getitem__(self, index):
         import torch
-        if len(names) < held.SIZE: raise RuntimeError("what a batch has changed was set once more")
+        most = globals().setdefault("__most", [len(names)])
+        if len(names) < most[0]: raise RuntimeError("what a batch has changed was set once more")
         names.append("b")
-        held.SIZE = len(names)
+        most[0] = len(names)
         return torch.zeros(2)
 """
 
