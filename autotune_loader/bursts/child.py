@@ -189,7 +189,8 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
     start_s = time.time() - begun
     threading.excepthook = functools.partial(_of_thread, bench, connection)
     fetcher: Bench | Fetcher = bench
-    if initialized_accelerator() is None:  # else no fork could use what the data lie on
+    # No fork could use what the data lie on, nor has it the threads that their modules have started.
+    if initialized_accelerator() is None and threading.active_count() == 1:
         fetcher = Fetcher(bench, threads, in_forks=in_forks)
     torch.set_num_threads(threads)
     message, place = fetcher.look()

@@ -63,8 +63,8 @@ PATHS = re.compile(
 )
 WAL_HEADER = re.compile(rb"SQLite format 3\0..\x02\x02", re.DOTALL)
 """How a database begins of which SQLite keeps an index of recent changes beside it: readers write that, too."""
-MOST_LINKS = 1000
-"""Files of the temporary folder that scratch has links to: 20 ms to make and remove."""
+MOST_AT_TOP, MOST_LINKS = 10_000, 1000
+"""Entries of the temporary folder that scratch has, and of the folders there: 1,000 take 20 ms to make and remove."""
 OWN_NAMES = ("autotune-loader-", "pymp-", "mlflow", "torchinductor")
 """How names begin that are made in a scratch folder itself, or that another process has there."""
 STEP_WRITES = "{step} writes {path}, but trials do not change your files: leave saving and logging out of the step"
@@ -113,18 +113,19 @@ def link_temporary_files(scratch: str) -> None:
     left, folders = MOST_LINKS, deque([(tempfile.gettempdir(), Path(scratch))])
     while folders:
         source, target = folders.popleft()
+        is_top = target == Path(scratch)
         with contextlib.suppress(OSError):  # of another user, or gone
             with os.scandir(source) as found:
-                entries = list(islice(found, left + 1))
-            is_top = target == Path(scratch)
+                entries = list(islice(found, MOST_AT_TOP if is_top else left + 1))
             if len(entries) > left and not is_top:
                 target.symlink_to(source)
                 continue
+            left -= 0 if is_top else len(entries)
             target.mkdir(exist_ok=True)
-            for entry in entries[:left]:
+            for entry in entries:
+                place = target / entry.name
                 if is_top and entry.name.startswith(OWN_NAMES):
                     continue
-                left, place = left - 1, target / entry.name
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((entry.path, place))
                 elif entry.is_file(follow_symlinks=False) and not entry.stat().st_size:

@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import pickle
+import socket
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ import torch
 
 from autotune_loader.machine.kernel import memfd
 from autotune_loader.pipeline.by_value import put_classes_into_modules
-from autotune_loader.pipeline.workload import DataSide, Workload
+from autotune_loader.pipeline.workload import DataSide, Workload, is_users
 
 SMALLEST_BUFFER, ALIGNMENT = 256, 64
 """A smaller buffer stays in the pickle: its place in the table would cost as much. Torch aligns its own memory so."""
@@ -39,6 +40,9 @@ OWN_FILE = -1
 """In a table, in the place of a descriptor."""
 SEARCH_DEPTH, SEARCHED_BYTES = 6, 1 << 26
 """How deep an attribute that cannot be pickled is looked for, and in how large a part."""
+LIVE = (io.IOBase, socket.socket, Iterator)
+PICKLING = {"__getstate__", "__reduce__", "__reduce_ex__"}
+"""What settings are not: objects of these kinds, and of classes of the user's with one of these methods."""
 TENSORS = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)
 MOST_TENSORS = 245
 """The kernel passes at most 253 descriptors at once, of which a fork server needs four, and a worker's two queues four."""
@@ -142,7 +146,12 @@ def _mapped(fd: int) -> memoryview:
 
 
 def pickled(value: Any, max_bytes: float) -> bytes:
-    """A small value, with the memory of its tensors and arrays in the pickle; raises TooLargeError where it is larger."""
+    """Settings of another process as they are now, with the memory of small tensors and arrays in the pickle.
+
+    Raises:
+        TooLargeError: They would be larger.
+        pickle.PicklingError: They hold what may be changed by being copied, or by the end of a copy.
+    """
     memory = io.BytesIO()
     file = _Limited(max_bytes, memory)
 
@@ -150,7 +159,7 @@ def pickled(value: Any, max_bytes: float) -> bytes:
         file.count(buffer.raw().nbytes)
         return True
 
-    _ArchivePickler(file, is_copied).dump(value)
+    _SettingsPickler(file, is_copied).dump(value)
     return memory.getvalue()
 
 
@@ -274,6 +283,19 @@ class _ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise pickle.PicklingError(f"shared memory {value.name!r}, which another process would remove at its end")
         if isinstance(value, np.memmap) and (place := _place_in_file(value)) is not None:
             return np.memmap, place
+        return super().reducer_override(value)
+
+
+class _SettingsPickler(_ArchivePickler):
+    """The same, which runs no code of the user's: live objects, such as a client or a file, are the script's alone."""
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if not isinstance(value, (type, types.FunctionType)):
+            is_own = any(is_users(each.__module__) for each in kind.__mro__ if vars(each).keys() & PICKLING)
+            of_device = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+            if is_own or of_device or issubclass(kind, LIVE) or hasattr(kind, "__del__"):
+                raise pickle.PicklingError(f"a {kind.__qualname__} is the script's alone")
         return super().reducer_override(value)
 
 

@@ -70,6 +70,7 @@ UNSENT = (
     "No worker that {method} starts can be sent the {fault}, in training neither, so none are tried (num_workers=0). Make on "
     "first use in each process what cannot be pickled; multiprocessing_context='fork' would work."
 )
+HANGS = "no answer within"
 UNLIKE = (
     "in a fresh process, which has what modules register as they are imported, and not all that the script has: codecs, for "
     "one, are to be registered in the module of the dataset"
@@ -147,6 +148,7 @@ def open_probe(
             except WorkloadError as fork:
                 if isinstance(fresh, WorkloadError):  # with how the arguments were read
                     fails_here = fork.message == fresh.message or fork.message.endswith(ENDS_TRAINING)
+                    fails_here = fails_here or fresh.message.startswith(HANGS)
                     told = fresh.message if fails_here else f"{reason} ({UNLIKE})"
                     raise WorkloadError("; ".join((told, *workload.notes)), fresh.user_traceback) from None
                 told = NEITHER.format(part=part_at_fault(workload), reason=reason, fork=str(fork).splitlines()[0])
@@ -340,7 +342,7 @@ class _Child:
                 code = self._process.wait(DEATH_S)
             return Message(failure=failure_of_death(code, phase, self._last_words()))
         self.is_lost = True
-        message = f"no answer within {deadline_s:.0f} s, hanging in phase {phase!r}"
+        message = f"{HANGS} {deadline_s:.0f} s, hanging in phase {phase!r}"
         message += "; a longer budget= waits for as long" if request is None else ""
         words = self._last_words() or None
         return Message(failure=Failure(kind="deadline", phase=phase, message=message, traceback=words))

@@ -174,6 +174,28 @@ def test_objects_that_are_large_or_hold_what_cannot_travel_are_left_out_and_noth
     assert all(data for _, data in read.objects)
 
 
+class Client:
+    """Gives away what it has when it is pickled, as the usual wrapper of LMDB does."""
+
+    def __getstate__(self):
+        self.connection = None
+        return vars(self)
+
+
+def test_live_objects_of_the_script_are_neither_pickled_nor_changed(module, tmp_path):
+    (tmp_path / "lines").write_text("one")
+    client = Client()
+    client.connection = "open"
+    with (tmp_path / "lines").open() as lines:
+        objects = {"client": client, "lines": lines, "rows": iter(range(9)), "inner": SimpleNamespace(client=client)}
+        vars(module).update(objects)
+        read = Settings.read(workload(module.Rows()))
+        assert (lines.tell(), next(objects["rows"])) == (0, 0)
+    names = {key for places, data in read.objects for _, key in places if data}
+    assert not names & {*objects}
+    assert client.connection == "open"
+
+
 LIBRARY = """
 registry = {}
 class Registry:

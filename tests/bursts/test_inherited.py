@@ -3,6 +3,7 @@
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -95,6 +96,23 @@ def test_the_first_batch_is_that_of_a_worker_and_what_is_made_once_counts_once()
         torch.set_num_threads(threads)
     assert probe.warmup.first_fetch_s < 0.5 < 1.5 < probe.warmup.first_batch_s
     assert probe.warmup.default_threads == 2
+
+
+class WithPool(Rows):
+    """Has a pool of threads from the moment it is unpickled."""
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.pool = ThreadPoolExecutor(1)
+        self.pool.submit(int).result()
+
+    def __getitem__(self, index):
+        return self.pool.submit(torch.zeros, 1).result()
+
+
+def test_what_needs_threads_of_its_process_is_read_there():
+    dataset = WithPool("")
+    run(workload(dataset), ALONE, ALONE)
 
 
 class Slow(Made):
