@@ -269,6 +269,17 @@ class _ArchivePickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=is_copied)
         self._layouts: dict[Any, Any] = {}
 
+    def dump(self, value: Any) -> None:
+        main = sys.modules.get("__mp_main__")  # the script, in a process that `multiprocessing` has spawned
+        if main is None or main.__name__ in cloudpickle.list_registry_pickle_by_value():
+            super().dump(value)
+            return
+        cloudpickle.register_pickle_by_value(main)
+        try:
+            super().dump(value)
+        finally:
+            cloudpickle.unregister_pickle_by_value(main)
+
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor and _is_plain(value):
             # Less for pickle to remember than torch's: a dataset may be a list of a million tensors. On a GPU torch would send

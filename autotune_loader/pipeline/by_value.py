@@ -38,6 +38,8 @@ def put_classes_into_modules() -> None:
         module = getattr(each, "__module__", None)
         if isinstance(each, type) and isinstance(module, str) and "<locals>" not in each.__qualname__:
             owner: Any = sys.modules.setdefault(module, types.ModuleType(module))
+            if module == "__mp_main__":  # the script, of which a worker knows as little
+                cloudpickle.register_pickle_by_value(owner)
             *outer, last = each.__qualname__.split(".")
             for name, value in [*((name, types.SimpleNamespace()) for name in outer), (last, each)]:
                 if not hasattr(owner, name):

@@ -15,6 +15,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import ModuleType
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -198,6 +199,20 @@ def test_classes_of_a_notebook_cannot_be_sent(monkeypatch):
     exec("class Rows: pass", vars(cell))
     monkeypatch.setitem(sys.modules, "__main__", cell)
     assert "Rows is of a notebook" in why_not_sent(DataSide(dataset=cell.Rows(), batch_size=1), "spawn")
+
+
+def test_classes_of_a_script_that_multiprocessing_has_spawned_travel_too(monkeypatch):
+    script = ModuleType("__mp_main__")
+    exec("class Rows:\n    def count(self): return 7", vars(script))
+    registered = cloudpickle.list_registry_pickle_by_value()
+    with os.fdopen(os.memfd_create("test"), "rb") as file:
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "__mp_main__", script)
+            write_archive(file.fileno(), script.Rows(), MIB)
+        assert cloudpickle.list_registry_pickle_by_value() == registered
+        monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))  # another one
+        assert read_archive(file.fileno()).count() == 7
+    cloudpickle.unregister_pickle_by_value(sys.modules["__mp_main__"])
 
 
 @pytest.mark.process
