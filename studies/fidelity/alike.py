@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -18,7 +19,6 @@ import sqlite3
 import sys
 import tempfile
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -39,8 +39,16 @@ SETTINGS = """
 from types import SimpleNamespace
 class AttrDict(dict):
     __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
-cfg, space = AttrDict(ROUNDS=1), SimpleNamespace(rounds=1)
+cfg, space = AttrDict(rounds=1), SimpleNamespace(rounds=1)
 """
+DATA = """
+import settings_of_alike
+from studies.fidelity.alike import Spun
+class Rows(Spun):
+    def __init__(self, name): self.name = name
+    def rounds(self): return getattr(settings_of_alike, self.name).rounds
+"""
+"""A script's modules: settings that it changes, and a dataset that reads them."""
 
 
 @dataclass(frozen=True)
@@ -167,26 +175,11 @@ def settings(name: str) -> Job:
     """Of a module whose object of settings the script has changed."""
     folder = Path(tempfile.mkdtemp())
     (folder / "settings_of_alike.py").write_text(SETTINGS)
+    (folder / "data_of_alike.py").write_text(DATA)
     sys.path.insert(0, str(folder))
-    import settings_of_alike as module  # type: ignore[import-not-found]
-
-    if name == "cfg":
-        module.cfg.ROUNDS = 20
-        return by_hand(Spun(types.FunctionType(_of_cfg.__code__, globals())))
-    module.space.rounds = 20
-    return by_hand(Spun(_of_space))
-
-
-def _of_cfg() -> int:
-    import settings_of_alike
-
-    return settings_of_alike.cfg.ROUNDS  # type: ignore[no-any-return]
-
-
-def _of_space() -> int:
-    import settings_of_alike
-
-    return settings_of_alike.space.rounds  # type: ignore[no-any-return]
+    data = importlib.import_module("data_of_alike")
+    getattr(sys.modules["settings_of_alike"], name).rounds = 20
+    return by_hand(data.Rows(name))
 
 
 def database() -> Job:

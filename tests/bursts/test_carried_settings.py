@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from autotune_loader.bursts import settings
 from autotune_loader.bursts.settings import MOST_BYTES, Settings, read_entries, read_torch, read_values, set_torch
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import WorkloadError
@@ -110,6 +111,8 @@ def module(tmp_path, monkeypatch):
     """A module of the user's that is on the path of this process only, and its dataset."""
     (tmp_path / "settings_of_a_job.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
+    # Modules of other tests in this process may have been changed, too.
+    monkeypatch.setattr(settings, "is_users", lambda name: name in ("settings_of_a_job", "__main__"))
     import settings_of_a_job
 
     yield settings_of_a_job
