@@ -42,6 +42,7 @@ static double until(const Device *device, long long at) {
     double whole = 0, sum = 0;
     long long cycle = 0, rest;
     for (int i = 0; i < device->levels; i++) cycle += device->us[i], whole += device->us[i] * device->percent[i];
+    if (!cycle) return 0;  /* nobody has opened the library yet */
     sum = (double)(at / cycle) * whole, rest = at % cycle;
     for (int i = 0; i < device->levels && rest > 0; i++, rest -= device->us[i - 1])
         sum += (rest < device->us[i] ? rest : device->us[i]) * device->percent[i];
