@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune_loader.search.belief import CERTAIN, Belief
+from autotune_loader.search.belief import CERTAIN, Belief, starting_s
 from autotune_loader.search.draws import PATHS, Draws, Sufficient, choose, equally_fast, sufficient, with_sufficiency
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import Context, Space
@@ -211,3 +211,22 @@ def test_many_bursts_of_enough_workers_are_not_outvoted_by_the_luckiest_of_other
     # THEN what is measured to be 7% faster, without workers, is chosen, and nothing is as fast as it
     assert choose(draws, [(count,) for count in range(102)], 0.02) == 0
     assert equally_fast(draws.of([0, 1]), 0.02) == [0]
+
+
+@pytest.mark.parametrize(
+    ("workers", "begun", "start_s", "seconds"),
+    [
+        (0, {2: 3.0}, 1.5, 0.0),
+        (4, {}, 1.5, 3.0),  # as many at once as there are cores
+        (2, {2: 3.0}, 1.5, 3.0),
+        (32, {2: 3.0, 8: 10.0}, 1.5, 40.0),
+        (4, {}, 0.0, 0.0),  # forked
+    ],
+)
+def test_the_start_of_workers_is_scaled_by_their_number(workers, begun, start_s, seconds):
+    trials = [
+        replace(trial, measurement=replace(trial.measurement, first_batch_s=begun[count] + trial.measurement.service_s))
+        for count in begun
+        for trial in simulated_trials(SimulatedMachine(), with_workers(count))
+    ]
+    assert starting_s(trials, workers, Context(usable_cores=2, start_s=start_s)) == pytest.approx(seconds)
