@@ -198,14 +198,14 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
         with_worker, place = bench.look(workers=1)
         message = message if with_worker.ready is None else with_worker
     if message.ready is None:
-        send(connection, with_lacks(message, notes))
+        send(connection, _with_lacks(message, notes))
         return
     seen = bench.judged(replace(message.ready, start_s=start_s))
     alone: Bench | Fetcher = fetcher if in_forks or seen.most_workers != 0 else bench
     trainer = bench if seen.most_workers != 0 else alone
     message = trainer.prepare(seen)
     if message.ready is None:
-        send(connection, with_lacks(message, notes))
+        send(connection, _with_lacks(message, notes))
         return
     send(connection, Message(ready=replace(message.ready, notes=tuple(dict.fromkeys((*notes, *message.ready.notes))))))
     warm = [trainer]
@@ -223,7 +223,7 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
         send(connection, answer)
 
 
-def with_lacks(message: Message, notes: list[str]) -> Message:
+def _with_lacks(message: Message, notes: list[str]) -> Message:
     """A failure with what this process lacks, which may be why."""
     lacks = [note.rstrip(".") for note in notes if note.startswith(LACKS)]
     if message.failure is None or not lacks:
@@ -251,11 +251,6 @@ class Fetcher:
         in_forks: Whether each call runs in another fork, but for the warm-up.
     """
 
-    look: Callable[[], tuple[Message, Any]]
-    prepare: Callable[[WarmupReport], Message]
-    run: Callable[[Request, Any], tuple[Message, Any]]
-    may_use: Callable[[torch.device], bool]
-
     def __init__(self, bench: Bench, threads: int, *, in_forks: bool) -> None:
         caller = os.getpid()
         self._connection, theirs = multiprocessing.Pipe()
@@ -281,8 +276,10 @@ class Fetcher:
         theirs.close()
         bench.apart = [self._pid]
         bench.reads_alone = functools.partial(self._ask, "reads_alone")
-        for name in ("look", "prepare", "run", "may_use"):
-            setattr(self, name, functools.partial(self._ask, name))
+        self.look: Callable[[], tuple[Message, Any]] = functools.partial(self._ask, "look")
+        self.prepare: Callable[[WarmupReport], Message] = functools.partial(self._ask, "prepare")
+        self.run: Callable[[Request, Any], tuple[Message, Any]] = functools.partial(self._ask, "run")
+        self.may_use: Callable[[torch.device], bool] = functools.partial(self._ask, "may_use")
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         try:

@@ -117,8 +117,6 @@ class TrainingStep:
     """A `GradScaler` that scales the loss."""
     trained: int = 0
     """Batches that went backward so far."""
-    has_stepped: bool = True
-    """Whether the latest one of them was the last of a step of the optimizer."""
     notes: list[str] = field(default_factory=list)
     description: str = ""
     """What is done with a batch, in words; empty at first."""
@@ -199,12 +197,16 @@ class TrainingStep:
         with contextlib.ExitStack() as autocast_off:  # which loops leave before backward
             for kind in filter(torch.is_autocast_enabled, AUTOCAST):
                 autocast_off.enter_context(torch.autocast(kind, enabled=False))
-            if self.optimizer is not None and self.has_stepped:
+            # The first one is a whole step, so that the optimizer has its memory from then on.
+            number, self.trained = self.trained, self.trained + 1
+            is_first, is_last = (
+                not number or number % self.accumulate == 1 % self.accumulate,
+                not number % self.accumulate,
+            )
+            if self.optimizer is not None and is_first:
                 self.optimizer.zero_grad(set_to_none=True)
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            # The first one is a whole step, so that the optimizer has its memory from then on.
-            self.trained, self.has_stepped = self.trained + 1, not self.trained % self.accumulate
-            if self.optimizer is None or not self.has_stepped:
+            if self.optimizer is None or not is_last:
                 return
             if self.scaler is None:
                 self.optimizer.step()

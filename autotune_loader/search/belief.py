@@ -110,9 +110,7 @@ class Belief:
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
         """The paired rounds, in order."""
-        numbers = sorted({trial.round for trial in self.trials if trial.round is not None})
-        rounds = (_round([trial for trial in self.trials if trial.round == number]) for number in numbers)
-        return tuple(each for each in rounds if each.rates)
+        return tuple(each for each in rounds_of(self.trials).values() if each.rates)
 
     # The choice
 
@@ -286,6 +284,12 @@ def _odd(config: LoaderConfig) -> frozenset[tuple[str, Any]]:
     """What it sets, beside workers and prefetch, to another value than torch's default."""
     usual = LoaderConfig()
     return frozenset((name, value) for name in UNMODELLED if (value := getattr(config, name)) != getattr(usual, name))
+
+
+def rounds_of(trials: Sequence[Trial]) -> dict[int, Round]:
+    """The rounds of trials that are part of one, in order, by their numbers."""
+    numbers = sorted({trial.round for trial in trials if trial.round is not None})
+    return {number: _round([trial for trial in trials if trial.round == number]) for number in numbers}
 
 
 def _round(trials: Sequence[Trial]) -> Round:

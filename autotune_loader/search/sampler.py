@@ -17,7 +17,7 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -28,9 +28,9 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.search.belief import Belief
+from autotune_loader.search.belief import Belief, rounds_of
 from autotune_loader.search.rule import begin_with
-from autotune_loader.search.space import SEARCHED, Context, Space, nearest
+from autotune_loader.search.space import SEARCHED, Context, Space, closest
 from autotune_loader.search.turns import LEAST_ROUNDS, StopReason, bursts_s, in_turns, what_next
 from autotune_loader.values import (
     BURSTS_DIFFER,
@@ -165,8 +165,9 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         found = [self._known.get(each.number) or self._read(each, has_records) for each in done]
         # No burst sees whether workers are kept: all have it as it is decided now.
         known = [replace(each, config=self.space.as_kept(each.config)) for each in found if each is not None]
-        before = _rounds([each for each in known if each.round is not None and each.round < self.since])
-        after = _rounds([each for each in known if each.round is not None and each.round >= self.since])
+        rounds = rounds_of([each for each in known if each.log_rate is not None])
+        before = {number: each for number, each in rounds.items() if number < self.since}
+        after = {number: each for number, each in rounds.items() if number >= self.since}
         if not after or not _contradicts(after[min(after)], [*before.values()]):
             return known
         return [replace(each, round=min(before)) if each.round in before else each for each in known]
@@ -187,7 +188,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         barred = {config.key() for number, config in self._proposed.items() if number in ended}
         barred -= {each.config.key() for each in done}
         if (workers := asked.get("num_workers")) is not None:
-            barred |= {c.key() for c in space.candidates() if nearest(workers, c.num_workers) != c.num_workers}
+            barred |= {c.key() for c in space.candidates() if closest(workers, c.num_workers) != c.num_workers}
         version = (space, self.context, is_open, tuple((each.number, each.round) for each in trials), len(barred))
         if self._belief is None or self._belief[0] != version:
             known = Belief(space, self.context, trials, tolerance=self.tolerance, is_open=is_open, barred=barred)
@@ -308,12 +309,10 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             value = getattr(config, param_name)
             if param_name == "prefetch_factor" and value is None:
                 value = TORCH_PREFETCH_FACTOR  # asked for also without workers
-            value = nearest(param_distribution, value)
-        return (
-            value
-            if value is not None
-            else self._random.sample_independent(study, trial, param_name, param_distribution)
-        )
+            value = closest(param_distribution, value)
+        if value is None:
+            return self._random.sample_independent(study, trial, param_name, param_distribution)
+        return value
 
     def _is_open(self, study: optuna.Study) -> bool:
         return study.sampler is self if self.is_open is None else self.is_open
@@ -360,15 +359,6 @@ def _maximises(study: optuna.Study) -> bool:
 def _refuse_several(study: optuna.Study) -> None:
     if len(study.directions) > 1:
         raise ValueError(f"TwinSampler maximises one value, and this study has {len(study.directions)}; {WORKS}")
-
-
-def _rounds(trials: Sequence[Trial]) -> dict[int, Round]:
-    """The rounds of trials that are part of one, by their numbers."""
-    rates: dict[Any, dict[Hashable, float]] = {}
-    for each in trials:
-        if each.samples_per_s:
-            rates.setdefault(each.round, {})[each.config.key()] = each.samples_per_s
-    return {number: Round(rates=of) for number, of in rates.items()}
 
 
 def _contradicts(new: Round, before: Sequence[Round]) -> bool:

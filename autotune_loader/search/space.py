@@ -124,9 +124,9 @@ class Space:
         known: dict[str, Any] = {}
         workers, prefetch = (distributions.get(name) for name in ("num_workers", "prefetch_factor"))
         if workers is not None:
-            known["max_workers"] = nearest(workers, self.max_workers)
+            known["max_workers"] = closest(workers, self.max_workers)
         if prefetch is not None:
-            known["prefetch_factors"] = tuple(nearest(prefetch, each) for each in self.prefetch_factors)
+            known["prefetch_factors"] = tuple(closest(prefetch, each) for each in self.prefetch_factors)
         elif is_whole:
             known["prefetch_factors"] = (TORCH_PREFETCH_FACTOR,)
         for name, axis in AXES.items():
@@ -269,7 +269,7 @@ class Space:
                         yield from (replace(plain, **{name: value}) for value in values[1:])
 
 
-def nearest(distribution: Any, value: float | None) -> Any:
+def closest(distribution: Any, value: float | None) -> Any:
     """The value of one of Optuna's distributions that is nearest to a setting, of None the lowest; None where it has none."""
     value = value or 0
     if hasattr(distribution, "choices"):
@@ -298,7 +298,7 @@ def _values(distribution: Any) -> Iterator[Any]:
     low, high = distribution.low, max(distribution.high, 1)
     yield low
     for index in range(MOST_VALUES):
-        yield nearest(distribution, max(low, 1) * (high / max(low, 1)) ** (index / (MOST_VALUES - 1)))
+        yield closest(distribution, max(low, 1) * (high / max(low, 1)) ** (index / (MOST_VALUES - 1)))
 
 
 def _legal(name: str, values: Iterable[Any]) -> list[Any]:

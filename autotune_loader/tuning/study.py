@@ -259,13 +259,11 @@ class Search:
         else:
             trial = Trial(number=asked.number, config=config, failure=failure, seconds=self.budget.clock() - begun)
         self.twin.record(asked, trial)
-        if (
-            trial.measurement is not None
-            and (fastest := self.fastest()) is not None
-            and not run.space.persistent_workers
-        ):
+        fastest = self.fastest()
+        if fastest is not None and trial.measurement is not None and not run.space.persistent_workers:
             self.keep_workers_of(fastest.config)
-        self._progress.trial(trial, self.fastest(), self.budget.left())
+            fastest = self.fastest()  # told as it is kept
+        self._progress.trial(trial, fastest, self.budget.left())
         if trial.failure is not None:  # samplers ignore a bare FAIL and propose it again
             raise optuna.TrialPruned(trial.failure.message)
         assert trial.samples_per_s is not None
