@@ -29,8 +29,8 @@ from autotune_loader.machine.limits import affinity, shared_memory
 from autotune_loader.machine.nursery import Home
 from autotune_loader.machine.processes import (
     TreeUse,
+    borrowed_bytes,
     host_busy_s,
-    private_bytes,
     tree,
     tree_pss,
     tree_use,
@@ -337,12 +337,10 @@ class Window:
             shm_bytes = None if shm is None or before is None else max(0, before.free_bytes - shm.free_bytes)
             more = without_nursery(workers, nursery) if nursery else (0, 0)
             if more is not None:
-                pss_bytes = tree_pss([*members, *self._apart])
-                if pss_bytes is not None:
-                    pss_bytes -= sum(private_bytes(pid) or 0 for pid in self._apart)
+                pss_bytes = tree_pss(members)
                 memory = MemoryUse(
                     rss_bytes=taken.rss_bytes + more[0],
-                    pss_bytes=None if pss_bytes is None else pss_bytes + more[1],
+                    pss_bytes=None if pss_bytes is None else pss_bytes + more[1] + borrowed_bytes(self._apart),
                     shm_bytes=shm_bytes,
                 )
         return {"memory": memory, "read_bytes": read_bytes, "cpu_share": cpu_share, "foreign_cpu_share": foreign_share}

@@ -162,6 +162,19 @@ def without_nursery(workers: Sequence[int], nursery: Sequence[int], root: Path =
     return rss, -sum(rows[pid]["Pss_Anon"] for pid in nursery)
 
 
+def borrowed_bytes(pids: Sequence[int], root: Path = PROC) -> int:
+    """What the PSS of other processes would be more without these, which are forks of one of them, or it: their shared memory.
+
+    Pages of files, such as libraries, have so many sharers that one more is no matter. Of what has ended nothing is shared.
+    """
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            rows = _rollup(root / str(pid))
+            total += max(0, rows["Pss_Anon"] - rows["Private_Dirty"])
+    return total
+
+
 def _rollup(process: Path) -> dict[str, int]:
     """Rows of `smaps_rollup` in bytes."""
     rows = (row.split() for row in (process / "smaps_rollup").read_text().splitlines()[1:])
