@@ -1,6 +1,7 @@
 """A burst changes no file of the user's: what would is refused, ends the run, and is named with what to do."""
 
 import contextlib
+import importlib
 import mmap
 import os
 import queue
