@@ -250,6 +250,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
                 seconds_left=left_s,
                 elsewhere=elsewhere,
                 least_rounds=0 if is_watched else LEAST_ROUNDS,
+                rounds_before=len({each.round for each in belief.trials if each.round is not None and each.round < self.since}),
             )
             configs, is_round = found.configs, found.is_round
             if (is_round or found.stop in DECIDED) and (

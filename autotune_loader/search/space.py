@@ -233,13 +233,23 @@ class Space:
 
     def cost(self, config: LoaderConfig) -> tuple[float, ...]:
         """What a configuration costs, most important first: another batch size, workers, their memory, odd settings."""
-        free = min(CHEAP_BYTES, CHEAP_SHARE * (self.limits.memory_bytes or math.inf))  # each doubling beyond is dearer
-        queue = config.batches_in_flight * self._batch_bytes(config) if config.num_workers else 0.0
-        memory = max(0, math.ceil(math.log2(max(queue, 1.0) / free)))
+        memory = max(0, math.ceil(self._dearness(config)))
         # Where memory is no matter, a deeper queue is hardly ever slower, and it evens out the slow batches that no burst has
         # seen: with the shallow first 89 instead of 95% of 300 simulated machines are within 2% (studies/regret/README.md).
         depth = -(config.prefetch_factor or 0)
         return (config.batch_size is not None, config.num_workers, memory, not self.is_modelled(config), depth)
+
+    def is_cheap(self, config: LoaderConfig) -> bool:
+        """Whether its queue costs nothing, so that a deep one may bridge slow batches that no burst has seen."""
+        return self._dearness(config) <= 0
+
+    def _dearness(self, config: LoaderConfig) -> float:
+        """Doublings by which its queue takes more than costs nothing. Torch locks pages by powers of two."""
+        if not config.num_workers:
+            return 0.0
+        free = min(CHEAP_BYTES, CHEAP_SHARE * (self.limits.memory_bytes or math.inf))
+        size = max(self._batch_bytes(config), 1.0)
+        return math.log2(config.batches_in_flight * (2 ** math.ceil(math.log2(size)) if config.pin_memory else size) / free)
 
     def _own(self, config: LoaderConfig) -> LoaderConfig | None:
         """The user's own configuration that has the same parameters."""

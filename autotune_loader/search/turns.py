@@ -2,8 +2,8 @@
 
     one burst    of what would be chosen, or of its rival, where it never ran
     a round      the choice and its rival in turns, and the caller's own while it may be nearly as fast
-    the end      the choice loses no more than the tolerance, almost certainly; or it is as fast as the step alone; or another
-                 pair is not worth its seconds, and the caller's own is not in doubt; or the budget has no room for it
+    the end      the choice loses no more than the tolerance, almost certainly; or it is as fast as the ceiling; or it is expected
+                 to lose no more, and another pair is not worth its seconds; or the budget has no room for it
 
 The bursts that led to a choice make it look better than it is: it runs in two rounds at least, and rates are reported of rounds
 alone. Nothing here runs anything or knows a clock.
@@ -26,7 +26,8 @@ WORTH = 0.01
 """A pair must add this much to the probability of a good choice for each of its seconds: with 2 to 5 times as much up to 1
 point fewer choices are near the best, 1 to 3 s earlier (studies/regret/README.md)."""
 LEAST_ROUNDS = 2  # one burst gives no interval
-MOST_ROUNDS, MOST_ALONE = 40, 16  # a search ends, also one of so many configurations that ran by themselves
+MOST_ROUNDS = 100  # of one run: what the arithmetic takes grows with them
+MOST_ALONE = 16  # configurations that run by themselves, whoever has proposed them
 CLEARLY = 2.0  # the caller's own sits out once it is slower by more than so many times the tolerance, almost certainly
 MOST_OVERRUN_S = 2.0  # by which a first round may overrun the budget
 START_S, FEWEST_BATCHES = 0.5, 3  # of a burst that never ran, where its batches are slow
@@ -53,16 +54,18 @@ def what_next(
     seconds_left: float = math.inf,
     elsewhere: Collection[LoaderConfig] = (),
     least_rounds: int = LEAST_ROUNDS,
+    rounds_before: int = 0,
 ) -> Next:
     """The next burst, or the next round, of a search in which something has succeeded.
 
     Args:
         belief: what is known.
         baseline: the caller's own configuration; None where it has none, or has failed.
-        ceiling: samples/s of the step alone; None where that is unknown.
+        ceiling: samples/s that no configuration can exceed; None where that is unknown.
         seconds_left: of the budget.
         elsewhere: what others measure at this moment, as keys.
         least_rounds: in which the choice has to run.
+        rounds_before: of earlier runs with the same study.
     """
     choice, tried = belief.choice, {trial.config.key() for trial in belief.trials}
     assert choice is not None
@@ -71,37 +74,45 @@ def what_next(
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
     rival, worth = belief.rival(choice) or (choice, 0.0)
     stop: StopReason | None = None
-    is_exhausted = len(belief.rounds) >= MOST_ROUNDS or len(tried) >= MOST_ALONE
     if is_at_ceiling(belief, choice, ceiling):
         stop = "CEILING"
     elif belief.probability(choice) >= CERTAIN:
         stop = "SAFE"
-    elif is_exhausted or worth < WORTH * max(bursts_s(belief, [choice, rival]), 1.0):
+    elif len(belief.rounds) - rounds_before >= MOST_ROUNDS:
+        stop = "NOT_WORTH_IT"
+    elif worth < WORTH * max(bursts_s(belief, [choice, rival]), 1.0) and not _may_lose_much(belief, choice, own):
         stop = "NOT_WORTH_IT"
     # Once workers have failed, more of them than have succeeded are tried before they are chosen.
     bold = belief.choice_of(belief.configs)
     alone = [*([] if bold.key() in belief.proven else [bold]), *([] if stop else [rival])]
     untried = [each for each in alone if each.key() not in tried and each.key() not in elsewhere]
-    if untried:
+    if untried and len(tried) < MOST_ALONE:
         needs_s = bursts_s(belief, [untried[0]]) + bursts_s(belief, [choice, own])
         if len(tried) < 2 or needs_s <= seconds_left:
             return Next(configs=(untried[0],))
     ran, beside = [sum(each in r.rates for r in belief.rounds) for each in (choice, own)]
-    # What is undecided leaves the caller its own: while that may lose much, it matters which of the two is faster.
-    is_dear = own.key() != choice.key() and belief.loss(own) > belief.tolerance
-    is_in_doubt = is_dear and belief.is_faster(choice, own) < CERTAIN and len(belief.rounds) < MOST_ROUNDS
-    if stop and ran >= least_rounds and not (stop == "NOT_WORTH_IT" and is_in_doubt):
+    if stop and ran >= least_rounds:
         return Next(stop=stop)
     is_slower = belief.is_faster(choice, own, 1 + CLEARLY * belief.tolerance) >= CERTAIN
     is_out = is_slower and min(ran, beside) >= LEAST_ROUNDS
-    sides = dict.fromkeys([choice, *([] if is_out else [own]), *([] if stop else [rival])])
     room_s = seconds_left + (0.0 if belief.rounds else MOST_OVERRUN_S)
-    for entrants in ([*sides], [each for each in sides if each != rival or each == own]):
-        if bursts_s(belief, entrants) <= room_s:
-            return Next(configs=tuple(in_turns(entrants, len(belief.rounds))), is_round=True)
+    for entrants in ([choice, rival, *([] if is_out else [own])], [choice, rival], [choice, own]):
+        sides = list(dict.fromkeys(entrants))
+        if bursts_s(belief, sides) <= room_s:
+            return Next(configs=tuple(in_turns(sides, len(belief.rounds))), is_round=True)
     if own.key() not in tried and bursts_s(belief, [own]) <= room_s:
         return Next(configs=(own,))
     return Next(stop="BUDGET")
+
+
+def _may_lose_much(belief: Belief, choice: LoaderConfig, own: LoaderConfig) -> bool:
+    """Whether the choice is expected to lose more than the tolerance; or the caller's own, and it is not known to be slower.
+
+    What is undecided leaves the caller its own: while that may lose much, it matters which of the two is faster.
+    """
+    if belief.loss(choice) > belief.tolerance:
+        return True
+    return belief.loss(own) > belief.tolerance and belief.is_faster(choice, own) < CERTAIN
 
 
 def is_at_ceiling(belief: Belief, config: LoaderConfig, ceiling: float | None) -> bool:

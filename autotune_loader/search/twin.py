@@ -32,6 +32,7 @@ from autotune_loader.values import LoaderConfig
 FEEDING_ROOM, FILLING_ROOM, MORE_WORKERS = 2.5, 1.5, 2
 """Room beyond the workers that keep the loop busy, for slow batches; and beyond those that fill the cores: while some wait for
 their turn others compute. Without this bound 90.0 instead of 93.5% of choices are near the best (studies/regret/README.md)."""
+NEAR_BEST = 0.8  # of the best rate: configurations that are slower do not tell how deep a queue has to be
 FIXED_POINT_ROUNDS = 30  # each goes half of the way to the load that follows from it: 1e-9 of the way is left
 FIRST_BATCH_SD = 0.3  # relative, of the stage times of the very first batch, which finds cold caches
 ALPHA_PRIOR, BETA_PRIOR = (0.03, 0.05), (0.0, 0.004)
@@ -176,6 +177,23 @@ class Twin:
             samples_per_s=rate * np.mean([o.batch_size for o in self.observations]),
             loop_use=np.minimum(rate * stages.loop_s, 1.0),
         )
+
+    def needed_prefetch(self, configs: Sequence[LoaderConfig], tolerance: float) -> int:
+        """The shallowest queue with which none of those near the best is slower than with a deeper one.
+
+        It bridges the slow batches of all bursts together, as one burst cannot know of those that are rare. Only where all
+        have a queue of one batch it is one: a worker that has delivered would wait for its next order.
+        """
+        rates = dict(zip(configs, self.predict(configs).samples_per_s.tolist(), strict=True))
+        near = [config for config, rate in rates.items() if config.num_workers and rate >= NEAR_BEST * max(rates.values())]
+        depths = sorted({config.prefetch_factor or 1 for config in near}, reverse=True)
+        needed = depths[0] if depths else 1
+        for depth in depths[1:]:
+            pairs = [(each, replace(each, prefetch_factor=needed)) for each in near if each.prefetch_factor == depth]
+            if depth == 1 or any(rates[one] < (1 - tolerance) * rates.get(deeper, 0.0) for one, deeper in pairs):
+                break
+            needed = depth
+        return needed
 
     @property
     def useful_workers(self) -> int:

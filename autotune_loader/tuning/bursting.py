@@ -20,6 +20,10 @@ from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement
 
 CEILING_BURST = BurstPlan(max_s=0.6, min_s=0.2, relative_error=0.01)
 """The step alone, on a batch that lies ready: more exact than a burst of the search, because it bounds them all."""
+HAND_OVER_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01)
+"""Copies of the first batch, as fast as workers can hand them over."""
+HAND_OVER_WORKERS = 4
+"""Writing a copy is quick: with so many the loop hardly waits for it, and with more it would for their locks."""
 SEARCH_BURST = BurstPlan(max_s=0.6, min_s=0.3, relative_error=0.015, stages=True)
 """One burst of the search: it need only rank and feed the twin; the rounds measure."""
 ROUND_BURST = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.003)
@@ -91,6 +95,12 @@ class Bursts:
             cores = min(cores, measured.cpu_share * self.context.usable_cores)
         self.context = replace(self.context, step_s=measured.step_s, step_cores=cores)
         return measured
+
+    def hand_over(self, config: LoaderConfig) -> Measurement | None:
+        """Batches that lie ready, through the workers and the device of this configuration; None where that fails."""
+        plan = replace(HAND_OVER_BURST, deadline_s=self._deadline_s(config, HAND_OVER_BURST, self._trials()))
+        measured = self._probe.hand_over(config, plan)
+        return None if isinstance(measured, Failure) else measured
 
     def run(
         self, config: LoaderConfig, number: int, round_: int | None = None, predicted: float | None = None

@@ -23,9 +23,9 @@ from autotune_loader.search.belief import Belief, starting_s
 from autotune_loader.search.rule import begin_with
 from autotune_loader.search.sampler import ROUND, TwinSampler, quiet_optuna
 from autotune_loader.tuning.arguments import in_a_loader, refuse
-from autotune_loader.tuning.bursting import Budget, Bursts
+from autotune_loader.tuning.bursting import HAND_OVER_WORKERS, Budget, Bursts
 from autotune_loader.tuning.run import Run
-from autotune_loader.values import LoaderConfig, Measurement, Trial, what_works
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, LoaderConfig, Measurement, Trial, what_works
 
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
@@ -138,6 +138,8 @@ class Search:
         """What the bursts of this round were proposed by."""
         self.ceiling: Measurement | None = None
         """The step alone; None without one."""
+        self.handed_over: Measurement | None = None
+        """Batches that lie ready through DataLoader to an accelerator; None without one."""
         self.ended = Ended.ASKED
 
     @property
@@ -163,6 +165,7 @@ class Search:
             try:
                 if self.run.workload.has_step:
                     self.ceiling = self.bursts.step_alone()
+                self._hand_over()
                 self._kept(self._search)
             except (KeyboardInterrupt, UnboundLocalError) as error:
                 # Optuna's `_run_trial` answers a Ctrl-C within its `tell` with an UnboundLocalError.
@@ -220,14 +223,31 @@ class Search:
             self.twin.go_on_in(self.study)
             return call()
 
+    def _hand_over(self) -> None:
+        """Measure what any number of workers can hand over to an accelerator; that decides whether batches are pinned."""
+        run, space = self.run, self.run.space
+        if run.workload.on_cpu or run.warmup.on_accelerator or not space.max_workers:
+            return
+        workers = min(HAND_OVER_WORKERS, run.context.usable_cores, space.max_workers)
+        config = space.as_set(LoaderConfig().with_workers(workers, TORCH_PREFETCH_FACTOR))
+        tried = {pinned: self.bursts.hand_over(replace(config, pin_memory=pinned)) for pinned in space.pin_memory}
+        measured = {pinned: each for pinned, each in tried.items() if each is not None}
+        if measured:
+            # Pinned first, which is kept unless the other is faster.
+            best = max(measured, key=lambda pinned: measured[pinned].samples_per_s.value)
+            self.handed_over = measured[best]
+            self.run = replace(run, space=replace(space, pin_memory=(best,)))
+            self.twin.space = self.run.space
+
     def _search(self) -> None:
         """The twin proposes everything; or another sampler for a while, and then the twin rounds of the best of it."""
         run, study, twin = self.run, self.study, self.twin
         study.set_user_attr(JOB, run.identity)
         study.set_user_attr(BATCH_BYTES, max(run.warmup.batch_bytes, 1))
         twin.context, twin.seconds_left, twin.is_open = self.bursts.context, self.budget.left, self._sampler is None
-        if self.ceiling is not None and len(run.space.batch_sizes) == 1:  # batches of another size have another ceiling
-            twin.ceiling = self.ceiling.samples_per_s.value
+        ceiling = self.handed_over or self.ceiling
+        if ceiling is not None and len(run.space.batch_sizes) == 1:  # batches of another size have another ceiling
+            twin.ceiling = ceiling.samples_per_s.value
         twin.first = begin_with(run.space, twin.context, own=run.baseline, suggested=self._suggestions)
         study.sampler = self._sampler or twin
         if self._sampler is None:

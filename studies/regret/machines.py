@@ -20,7 +20,7 @@ HOPELESS = 0.7
 # A first look at every configuration, and a long one at the fastest of them and at those that are chosen.
 GLANCE_BATCHES, TRUTH_BATCHES, LONG_LOOKS = 800, 6000, 12
 CORES = (4, 4, 8, 8, 16, 32, 64, 128)
-FOREIGN = ("compile", "noisy", "receipt", "slow", "smt", "storage")
+FOREIGN = ("apart", "compile", "depth", "locking", "noisy", "pinning", "receipt", "slow", "smt", "storage")
 """Kinds of machines whose laws are not the twin's; by turns, so that seeds in a row have as many of each."""
 
 
@@ -65,13 +65,28 @@ def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
 
 
 def foreign_machine(seed: int) -> tuple[str, SimulatedMachine]:
-    """A machine with a law that the twin lacks, a start of a minute, slow batches, or bursts that scatter by 10 to 20%."""
+    """A machine with a law that the twin lacks, a start of a minute, slow batches, or bursts that scatter by 10 to 20%.
+
+    `apart`: noise hits workers alone, the loop has its own. `depth`: each doubling of the queue makes all slower. `pinning`: a
+    thread beside the loop pins large batches, and slows the step down. `locking`: it also locks pages within bursts.
+    """
     rng, kind = random.Random(seed), FOREIGN[seed % len(FOREIGN)]
     cores, cpu_s = rng.choice((8, 16, 32, 64)), 10 ** rng.uniform(-2.0, -1.0)
     step_s, receive_s, noise_sd = cpu_s / rng.uniform(2, cores), 10 ** rng.uniform(-3.7, -3.0), rng.uniform(0.03, 0.06)
+
+    def pinning() -> dict[str, float]:
+        pin_s = cpu_s / rng.uniform(2, cores)
+        in_loop, copied = rng.uniform(1.0, 2.0), rng.uniform(0.3, 1.2)
+        size = {"pin_s": pin_s, "copy_s": copied * pin_s, "batch_bytes": round(3e9 * pin_s)}
+        return {**size, "step_s": pin_s * rng.uniform(0.3, 1.2), "in_loop": in_loop, "cores": min(cores, 32)}
+
     more = {
+        "apart": lambda: {"noise_is_of_workers": True, "noise_sd": rng.uniform(0.04, 0.1)},
         "compile": lambda: {"probe_s": 60.0},
+        "depth": lambda: {"depth_growth": rng.uniform(0.01, 0.04)},
+        "locking": lambda: {**(size := pinning()), "lock_s": 5.0 * size["pin_s"]},
         "noisy": lambda: {"noise_sd": rng.uniform(0.1, 0.2)},
+        "pinning": pinning,
         "receipt": lambda: {"step_s": 0.3 * step_s, "receive_growth": rng.choice((0.02, 0.05, 0.2))},
         "slow": lambda: {"cores": 32, "cpu_s": rng.uniform(1.0, 8.0), "step_s": rng.uniform(0.3, 2.0)},
         "smt": lambda: {"alpha": 0.0, "full_cores": cores / 2, "further_core": 0.3},
@@ -94,8 +109,10 @@ def foreign_machine(seed: int) -> tuple[str, SimulatedMachine]:
 
 
 LAWS = {"usual": random_machine, "foreign": foreign_machine}
-Truths = dict[tuple[int, int], float]
-"""Samples/s by workers and prefetch."""
+Setting = tuple[int, int, bool]
+"""Workers, prefetch, and whether batches are pinned."""
+Truths = dict[Setting, float]
+"""Samples/s by setting."""
 
 
 class Oracle:
@@ -108,34 +125,35 @@ class Oracle:
 
     def __init__(self, machine: SimulatedMachine, truths: Truths | None = None) -> None:
         self._machine, self.truths = machine, dict(truths or {})
-        for workers, prefetch in () if truths else self._fastest_at_a_glance():
-            self._truth(workers, prefetch)
+        for setting in () if truths else self._fastest_at_a_glance():
+            self._truth(setting)
         self._best = max(self.truths.values())
 
     def regret(self, config: LoaderConfig) -> float:
         """1 - rate / the best rate there is."""
-        return max(0.0, 1 - self._truth(config.num_workers, config.prefetch_factor or 0) / self._best)
+        setting = config.num_workers, config.prefetch_factor or 0, config.pin_memory and self._machine.pin_s > 0
+        return max(0.0, 1 - self._truth(setting) / self._best)
 
-    def _fastest_at_a_glance(self) -> Sequence[tuple[int, int]]:
-        glances = {(workers, 2 if workers else 0): 0.0 for workers in COUNTS}
-        glances = {each: self._run(*each, GLANCE_BATCHES) for each in glances}
-        worth = [
-            workers for (workers, _), rate in glances.items() if workers and rate > HOPELESS * max(glances.values())
-        ]
-        for each in ((workers, prefetch) for workers in worth for prefetch in PREFETCH_FACTORS):
+    def _fastest_at_a_glance(self) -> Sequence[Setting]:
+        kinds = (False, True) if self._machine.pin_s else (False,)
+        shallow = [(workers, 2 if workers else 0, pinned) for workers in COUNTS for pinned in kinds]
+        glances = {each: self._run(each, GLANCE_BATCHES) for each in shallow}
+        worth = [each for each, rate in glances.items() if each[0] and rate > HOPELESS * max(glances.values())]
+        for each in ((workers, prefetch, pinned) for workers, _, pinned in worth for prefetch in PREFETCH_FACTORS):
             if each not in glances:
-                glances[each] = self._run(*each, GLANCE_BATCHES)
+                glances[each] = self._run(each, GLANCE_BATCHES)
         return sorted(glances, key=lambda each: -glances[each])[:LONG_LOOKS]
 
-    def _truth(self, workers: int, prefetch: int) -> float:
-        if (workers, prefetch) not in self.truths:
-            self.truths[workers, prefetch] = self._run(workers, prefetch, TRUTH_BATCHES)
-        return self.truths[workers, prefetch]
+    def _truth(self, setting: Setting) -> float:
+        if setting not in self.truths:
+            self.truths[setting] = self._run(setting, TRUTH_BATCHES)
+        return self.truths[setting]
 
-    def _run(self, workers: int, prefetch: int, batches: int) -> float:
+    def _run(self, setting: Setting, batches: int) -> float:
         # A fresh probe: the event simulation itself, without noise, drift and spikes.
         warm = 2 * max(COUNTS) * (max(PREFETCH_FACTORS) + 1) + 1
-        config = LoaderConfig().with_workers(workers, prefetch or None)
+        workers, prefetch, pinned = setting
+        config = replace(LoaderConfig().with_workers(workers, prefetch or None), pin_memory=pinned)
         return SimulatedProbe(self._machine, FakeClock()).truth(config, batches=batches, warm=warm)
 
 
@@ -143,7 +161,7 @@ def oracle_of(laws: str, seed: int, machine: SimulatedMachine, kept: Path | None
     """The oracle of a machine; taken from, or put into, a folder of those that were computed before."""
     path = None if kept is None else kept / f"{laws}_{seed}.json"
     if path is not None and path.exists():
-        return Oracle(machine, {(workers, prefetch): rate for workers, prefetch, rate in json.loads(path.read_text())})
+        return Oracle(machine, {(*setting,): rate for *setting, rate in json.loads(path.read_text())})
     oracle = Oracle(machine)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, BurstPlan, Failure, LoaderConfig, Measurement, MemoryUse
+from autotune_loader.values import (
+    MAIN_PROCESS,
+    TORCH_PREFETCH_FACTOR,
+    BatchTrace,
+    BurstPlan,
+    Failure,
+    LoaderConfig,
+    Measurement,
+    MemoryUse,
+)
 
 BASE_BYTES = 500 << 20  # What training needs without any worker
+IN_HAND = 3  # Batches pinned beside those in flight
 SPIKE_FACTOR = 1.5  # How much slower a burst is that something disturbs
 
 
@@ -56,6 +66,12 @@ class SimulatedMachine:
     further_core: float = 1.0
     servers: int | None = None  # Workers whose waiting storage serves at once; None: all
     receive_growth: float = 0.0  # Relative growth of `receive_s` per worker
+    depth_growth: float = 0.0  # Relative growth of CPU seconds and of `receive_s` per doubling of a worker's batches ahead
+    pin_s: float = 0.0  # Seconds in which a thread beside the loop pins a batch, with pin_memory
+    lock_s: float = 0.0  # Seconds more where it has to lock new pages, as more batches than ever are in use
+    copy_s: float = 0.0  # Seconds in which the loop copies a batch to the device that is not pinned
+    in_loop: float = 1.0  # Factor on the step beside the threads that receive batches: they share an interpreter
+    memory_bytes_per_s: float = 4e9  # At which a worker writes a batch that lies ready into shared memory
     probe_s: float = 1.5  # Until a probe is warm: its start, imports, compilation; 1.1 s for a small model in memory
     start_s: float = 0.05
     worker_start_s: float = 0.02  # Workers start one after the other, then the first indices are handed out
@@ -63,6 +79,7 @@ class SimulatedMachine:
     batch_bytes: int = 1 << 20
     worker_bytes: int = 100 << 20  # Private memory of one worker
     noise_sd: float = 0.0  # Relative standard deviation between bursts of one configuration
+    noise_is_of_workers: bool = False  # Whether step and receipt scatter by themselves, and not with the workers
     drift_per_hour: float = 0.0  # Relative growth of all times per hour of the probe's clock
     spike_share: float = 0.0  # Share of bursts that something disturbs
     neighbours: float | None = None  # Cores that others want; None: none, and nothing measures the use of CPUs
@@ -74,8 +91,9 @@ class SimulatedProbe:
     """A `Probe` that trains on a `SimulatedMachine`: workers, cores and queues are simulated event by event.
 
     Queues and the equal sharing of cores emerge from the events. `alpha` and `beta` are the twin's own law of contention;
-    a machine with `full_cores`, `servers` or `receive_growth` has a law that the twin lacks. The dataset has `epoch_batches`
-    batches, or never ends where that is None.
+    a machine with `full_cores`, `servers`, `receive_growth` or `depth_growth` has a law that the twin lacks. The dataset has
+    `epoch_batches` batches, or never ends where that is None. As many batches have locked pages as a loop of as many workers as
+    cores has in use.
     """
 
     def __init__(self, machine, clock, *, seed=0, epoch_batches=None) -> None:
@@ -83,6 +101,7 @@ class SimulatedProbe:
         self.bursts: list[LoaderConfig] = []
         """Every configuration that was asked for, in order."""
         self._clock, self._rng, self._truths = clock, random.Random(seed), dict[LoaderConfig, float]()
+        self._locked = [TORCH_PREFETCH_FACTOR * machine.cores + IN_HAND]
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train for a moment of simulated time, by which the clock moves on."""
@@ -91,9 +110,18 @@ class SimulatedProbe:
         if failure:
             self._clock.advance(self.machine.start_s)
             return failure
-        disturbed, begun, traces = self._disturbed(), self._clock(), list[BatchTrace]()
+        return self._train(self.machine, config, plan)
+
+    def hand_over(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """Train on copies of the first batch."""
+        ready = {"wait_s": 0.0, "service_cv": 0.0, "tail_share": 0.0, "first_batch_extra_s": 0.0, "servers": None}
+        copied_s = self.machine.batch_bytes / self.machine.memory_bytes_per_s
+        return self._train(replace(self.machine, cpu_s=copied_s, **ready), config, plan)
+
+    def _train(self, machine: SimulatedMachine, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        disturbed, begun, traces = self._disturbed(machine), self._clock(), list[BatchTrace]()
         next_check = begun
-        for trace in Run(disturbed, config, self._order(plan.seed), begun, plan.prefill_s).batches():
+        for trace in Run(disturbed, config, self._order(plan.seed), begun, plan.prefill_s, self._locked).batches():
             traces.append(trace)
             if (now := trace.step_end) - begun > plan.deadline_s:
                 self._clock.advance(plan.deadline_s)
@@ -108,7 +136,7 @@ class SimulatedProbe:
 
     def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
         """Step on one batch again and again."""
-        disturbed, traces = self._disturbed(), list[BatchTrace]()
+        disturbed, traces = self._disturbed(self.machine), list[BatchTrace]()
         begun = now = self._clock()
         while now - begun < plan.min_s or len(traces) < 3:
             end = now + disturbed.step_seconds / disturbed.step_speed
@@ -125,7 +153,7 @@ class SimulatedProbe:
         """
         if config not in self._truths:
             warm = warm or 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
-            run = Run(Disturbed(self.machine, 1.0), config, self._order(0), 0.0)
+            run = Run(Disturbed(self.machine, 1.0, 1.0), config, self._order(0), 0.0)
             ends = [trace.step_end for trace in itertools.islice(run.batches(), warm + batches)]
             wave = min(max(config.num_workers, 1), batches // 2)
             begun, ended = sum(ends[warm : warm + wave]) / wave, sum(ends[-wave:]) / wave
@@ -139,13 +167,16 @@ class SimulatedProbe:
         rng, dataset = random.Random(seed), range(self.epoch_batches)
         return itertools.chain.from_iterable(rng.sample(dataset, len(dataset)) for _ in itertools.count())
 
-    def _disturbed(self) -> Disturbed:
-        machine = self.machine
-        slower = math.exp(self._rng.gauss(0.0, machine.noise_sd))
-        slower *= 1.0 + machine.drift_per_hour * self._clock() / 3600.0
-        slower *= SPIKE_FACTOR if self._rng.random() < machine.spike_share else 1.0
+    def _disturbed(self, machine: SimulatedMachine) -> Disturbed:
+        slower = loop_slower = math.exp(self._rng.gauss(0.0, machine.noise_sd))
+        if machine.noise_is_of_workers:
+            loop_slower = math.exp(self._rng.gauss(0.0, machine.noise_sd))
+        drift = 1.0 + machine.drift_per_hour * self._clock() / 3600.0
+        slower *= drift
+        loop_slower *= drift
+        spike = SPIKE_FACTOR if self._rng.random() < machine.spike_share else 1.0
         are_there = machine.neighbours and self._rng.random() < machine.neighbours_share
-        return Disturbed(machine, slower, (machine.neighbours or 0.0) if are_there else 0.0)
+        return Disturbed(machine, slower * spike, loop_slower * spike, (machine.neighbours or 0.0) if are_there else 0.0)
 
     def _measurement(self, config, traces, begun, disturbed) -> Measurement:
         own, foreign = disturbed.cpu_shares(traces)
@@ -158,12 +189,15 @@ class SimulatedProbe:
 
 
 class Disturbed:
-    """A machine during one burst, in which everything takes `slower` times as long and others want `neighbours` cores."""
+    """A machine during one burst, in which fetching takes `slower` and the loop's work `loop_slower` times as long.
 
-    def __init__(self, machine: SimulatedMachine, slower: float, neighbours: float = 0.0) -> None:
-        self.machine, self.slower, self.neighbours = machine, slower, neighbours
+    Others want `neighbours` cores.
+    """
+
+    def __init__(self, machine: SimulatedMachine, slower: float, loop_slower: float, neighbours: float = 0.0) -> None:
+        self.machine, self.slower, self.loop_slower, self.neighbours = machine, slower, loop_slower, neighbours
         self.step_cores = min(machine.step_cores, machine.cores)
-        self.step_seconds = machine.step_s * slower
+        self.step_seconds = machine.step_s * loop_slower
         demand = self.step_cores + neighbours
         # Of its own speed, what a step gets beside neighbours.
         self.step_speed = min(1.0, machine.cores / demand) if self.step_cores else 1.0
@@ -186,9 +220,11 @@ class Disturbed:
         factor = factor / (1.0 + machine.tail_share * (machine.tail_factor - 1.0)) * self.slower
         return machine.cpu_s * factor + (machine.first_batch_extra_s if is_first else 0.0), machine.wait_s * factor
 
-    def step_of(self, index: int) -> float:
-        """Seconds of the step of the batch with this index."""
-        return self.step_seconds * max(0.1, random.Random(~index).gauss(1.0, self.machine.step_cv))
+    def step_of(self, index: int, config: LoaderConfig) -> float:
+        """Seconds of the step of the batch with this index, its copy included."""
+        step_s = self.step_seconds * max(0.1, random.Random(~index).gauss(1.0, self.machine.step_cv))
+        copy_s = 0.0 if config.pin_memory else self.machine.copy_s * self.loop_slower
+        return copy_s + step_s * (self.machine.in_loop if config.num_workers else 1.0)
 
 
 @dataclass(slots=True)
@@ -202,6 +238,7 @@ class Batch:
     whole: float = 0.0
     requested: float = 0.0
     received: float = 0.0
+    pinning: tuple[float, float] | tuple[()] = ()
 
     def trace(self, step_end: float, samples: int) -> BatchTrace:
         fetched = self.begun + 0.9 * (self.whole - self.begun)
@@ -214,11 +251,23 @@ class Run:
 
     Three clocks: `now`, the work that each computing worker has got so far, and the work that the step has got; the
     last two run at the speed that the cores allow at the moment. The loop asks for its first batch `pause_s` seconds
-    after the workers have started.
+    after the workers have started. `locked` is how many batches have had locked pages at once so far.
     """
 
-    def __init__(self, disturbed: Disturbed, config: LoaderConfig, order: Iterator[int], begun: float, pause_s=0.0):
+    def __init__(
+        self,
+        disturbed: Disturbed,
+        config: LoaderConfig,
+        order: Iterator[int],
+        begun: float,
+        pause_s: float = 0.0,
+        locked: list[float] | None = None,
+    ) -> None:
         self.config, self.order = config, order
+        self.locked = [math.inf] if locked is None else locked
+        self.pinned = 0
+        self.pinning_until = 0.0
+        self.deeper = 1.0 + disturbed.machine.depth_growth * math.log2(config.prefetch_factor or 1)
         self.disturbed, self.machine = disturbed, disturbed.machine
         workers = config.num_workers
         self.now = begun + (self.machine.start_s + workers * self.machine.worker_start_s)
@@ -259,7 +308,7 @@ class Run:
         for index, number in enumerate(self.order):
             cpu_s, wait_s = self.disturbed.fetch_seconds(number, is_first=index in self.fresh)
             requested, fetched = self.now, self.now + cpu_s * crowding + wait_s
-            self.now = fetched + self.disturbed.step_of(index) / self.disturbed.step_speed
+            self.now = fetched + self.disturbed.step_of(index, self.config) / self.disturbed.step_speed
             batch = Batch(index, MAIN_PROCESS, cpu_s, requested, fetched, requested, fetched)
             yield batch.trace(self.now, self.machine.batch_size)
 
@@ -281,6 +330,7 @@ class Run:
         self.idle.discard(worker)
         number, batch = self.tasks[worker].popleft()
         batch.cpu_s, wait_s = self.disturbed.fetch_seconds(number, is_first=worker in self.fresh)
+        batch.cpu_s *= self.deeper
         self.fresh.discard(worker)
         batch.begun = served = self.now
         if self.served_until:
@@ -295,7 +345,22 @@ class Run:
         batch.whole = self.now
         batch.cpu_s *= self._stretched(len(self.computing) + 1)
         self._fetch(batch.worker)
-        self.ready[batch.index] = batch
+        if self.config.pin_memory and self.machine.pin_s:
+            self._pin(batch)
+        else:
+            self.ready[batch.index] = batch
+
+    def _pin(self, batch: Batch) -> None:
+        """A thread beside the loop pins one batch after the other, and locks new pages where more than ever are in use."""
+        self.pinned += 1
+        lock_s = 0.0
+        if self.pinned - self.done > self.locked[0]:
+            self.locked[0] += 1
+            lock_s = self.machine.lock_s
+        begun = max(self.now, self.pinning_until)
+        self.pinning_until = begun + self.machine.pin_s * self.disturbed.loop_slower + lock_s
+        batch.pinning = begun, self.pinning_until
+        self._at(self.pinning_until, lambda pinned: self.ready.__setitem__(pinned.index, pinned), batch)
 
     def _request(self) -> None:
         """The training loop takes the batch it wants next, where that is ready and the step lets it."""
@@ -306,15 +371,15 @@ class Run:
         if self.received in self.ready:
             self.is_receiving = True
             batch = self.ready.pop(self.received)
-            grown = 1.0 + self.machine.receive_growth * self.config.num_workers
-            self._at(self.now + self.machine.receive_s * grown * self.disturbed.slower, self._receive, batch)
+            grown = (1.0 + self.machine.receive_growth * self.config.num_workers) * self.deeper
+            self._at(self.now + self.machine.receive_s * grown * self.disturbed.loop_slower, self._receive, batch)
 
     def _receive(self, batch: Batch) -> None:
         batch.requested, batch.received = self.requested_at, self.now
         self.is_receiving, self.requested_at = False, math.nan
         self.received += 1
         self._hand_out(self.handed_out % self.config.num_workers)
-        self.stepping, self.step_left = batch, self.disturbed.step_of(batch.index)
+        self.stepping, self.step_left = batch, self.disturbed.step_of(batch.index, self.config)
 
     def _stretched(self, computing: int) -> float:
         """How much longer computing takes for one of so many."""
