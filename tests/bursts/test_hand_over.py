@@ -1,23 +1,21 @@
 """The ceiling of handing over: workers give copies of the first batch, and nothing of the user's dataset runs or moves on."""
 
-import multiprocessing
 import threading
 from collections import OrderedDict
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import torch
 
-from autotune_loader.bursts.bench import Bench
+from autotune_loader.bursts import bench
 from autotune_loader.bursts.protocol import Allowance, Request
 from autotune_loader.pipeline.batches import fields_of
 from autotune_loader.pipeline.workload import DataSide, TrainingSide
-from autotune_loader.values import Measurement
+from autotune_loader.values import Failure, Measurement
 from tests.support.bursts import QUICK, TWO_WORKERS, Made, opened, orphaned_segments, workload
-
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
 
 
 class Pair(NamedTuple):
@@ -62,6 +60,7 @@ MADE = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("made", "method"), [*((made, "fork") for made in MADE), ("a tensor", "spawn"), ("a dict", "forkserver")]
 )
@@ -73,39 +72,35 @@ def test_copies_of_the_first_batch_reach_the_step_whatever_the_batch_and_however
     )
     with opened(job) as probe:
         demand.touch()
-        found = probe.probe.hand_over(TWO_WORKERS, replace(QUICK, again=True))
-        assert isinstance(found, Measurement), found
+        left = []
+        for _ in range(2):
+            found = probe.probe.hand_over(TWO_WORKERS, QUICK)
+            assert isinstance(found, Measurement), found
+            left.append({each.pid for each in psutil.Process(probe.probe._child.pid).children(recursive=True)})
         assert {trace.worker for trace in found.traces} == {0, 1}
         assert {trace.samples for trace in found.traces} == {4}
-        assert found.batch_bytes >= 48 or made == "an object"
+        assert found.batch_bytes >= 48
         assert (found.pin_s, found.stages, found.memory) == (None, None, None)
-        demand.unlink()
-        # AND no worker and no nursery stays
-        workers = [each for each in psutil.Process().children(recursive=True) if "Bench" in each.name()]
-        assert workers == []
+        # AND no worker and no nursery stays: only what these are cloned from, and the fetcher
+        assert left[0] == left[1]
+        assert len(left[0]) == 1 or method != "fork"
     assert orphaned_segments() == before
 
 
-def bench_of(dataset, **parts):
-    data = DataSide.from_dataset(dataset, batch_size=4, **parts)
-    bench = Bench(data, TrainingSide, lambda: data, lambda message: None, 1, Allowance())
-    message, place = bench.look()
-    assert bench.prepare(message.ready).ready is not None
-    return bench, place
-
-
-def test_reading_goes_on_where_it_was():
-    bench, place = bench_of(Made(lambda index: torch.zeros(3), 4096), multiprocessing_context="fork")
-    request = Request(what="hand_over", plan=QUICK, config=TWO_WORKERS)
-    message, after = bench.run(request, place)
-    assert message.measurement is not None
-    assert after == place
-
-
-def test_a_batch_that_no_worker_could_send_is_a_failure_and_no_end_of_the_run():
-    locked = Made(lambda index: torch.zeros(3), 4096), lambda rows: {"x": torch.stack(rows), "lock": threading.Lock()}
-    bench, place = bench_of(locked[0], collate_fn=locked[1], multiprocessing_context="fork")
-    message, _ = bench.run(Request(what="hand_over", plan=QUICK, config=TWO_WORKERS), place)
-    assert message.failure.kind == "pickling"
-    assert not message.ends_run
-    assert multiprocessing.active_children() == []
+@pytest.mark.parametrize(
+    ("collate", "kind"),
+    [(torch.stack, "crashed"), (lambda rows: {"lock": threading.Lock(), "x": torch.stack(rows)}, "pickling")],
+)
+def test_reading_goes_on_where_it_was_and_a_batch_that_no_worker_could_send_is_no_end_of_the_run(
+    collate, kind, monkeypatch
+):
+    made, failure = [], Failure(kind="crashed", phase="batches", message="")
+    run = SimpleNamespace(measured=lambda make_loader: made.append(make_loader()) or failure)
+    monkeypatch.setattr(bench, "LoopRun", lambda *_: run)
+    data = DataSide.from_dataset(Made(lambda index: torch.zeros(3), 4096), batch_size=4, collate_fn=collate)
+    own = bench.Bench(data, TrainingSide, lambda: data, lambda message: None, 1, Allowance())
+    message, place = own.look()
+    assert own.prepare(message.ready).ready is not None
+    message, after = own.run(Request(what="hand_over", plan=replace(QUICK, again=True), config=TWO_WORKERS), place)
+    assert (message.failure.kind, message.ends_run, after) == (kind, False, place)
+    assert [each.num_workers for each in made] == [2] * (kind == "crashed")
