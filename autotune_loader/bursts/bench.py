@@ -17,6 +17,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
+from torch.utils.data import SequentialSampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from autotune_loader.bursts.device import Timeline
@@ -31,7 +32,7 @@ from autotune_loader.bursts.failures import (
 from autotune_loader.bursts.files import STEP_WRITES, confine, refused_path
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.packing import read_archive, write_archive
-from autotune_loader.bursts.protocol import Message, Request, WarmupReport
+from autotune_loader.bursts.protocol import Allowance, Message, Request, WarmupReport
 from autotune_loader.bursts.repeats import workers_repeat_each_other
 from autotune_loader.bursts.step import StepError, StepInferenceError, TrainingStep, build_step
 from autotune_loader.machine.elsewhere import (
@@ -45,7 +46,7 @@ from autotune_loader.machine.elsewhere import (
 from autotune_loader.machine.facts import start_method
 from autotune_loader.machine.kernel import memfd
 from autotune_loader.machine.nursery import Home, Root
-from autotune_loader.pipeline.batches import BatchShape, accelerator, fresh, move, samples_in
+from autotune_loader.pipeline.batches import BatchShape, Copies, accelerator, fresh, locked_bytes, move, samples_in
 from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.reading import FRESH_STARTS, Reading
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
@@ -64,10 +65,10 @@ SLOW_BATCHES = (
     "A batch takes {seconds:.0f} s to load in one process, and a trial needs several: raise the budget, or tune "
     "with a smaller batch_size."
 )
-IN_HAND, MOST_PINNING_S = 3, 2.0
+IN_HAND, MOST_PINNING_S, MOST_PINNED = 3, 2.0, 0.1
 """Batches pinned beside those in flight: one being pinned, one on its way, one that the loop keeps. Locking the pages of each
-takes long the first time (H200: 55 ms for 38.5 MB, 8 ms for a later copy into them). Training pays for it once, so it is no
-part of a rate; a burst takes no longer than this for it."""
+takes long the first time. Training pays for it once, so it is no part of a rate, and is done before all bursts: in no more
+seconds than these, and with no more than this share of the memory."""
 HANDLES = ("lmdb.Environment", "environment_t.Environment", "h5py._hl.files.File", "sqlite3.Connection")
 """Classes whose open objects forked workers must not share; other open files are seen by their positions."""
 HANDLE = (
@@ -98,6 +99,7 @@ class Bench:
         read_data: Gives a data side whose caches and handles a burst without workers may fill.
         say: Sends a message to the parent.
         seed: Another one begins to read at another place.
+        allowed: Of it, pinned memory takes a part.
 
     Attributes:
         apart: Processes of this workload whose memory and time are no part of a burst's.
@@ -111,17 +113,18 @@ class Bench:
         read_data: Callable[[], DataSide],
         say: Callable[[Message], None],
         seed: int,
+        allowed: Allowance,
     ) -> None:
         sharing, inner = torch.multiprocessing.get_sharing_strategy(), data.worker_init_fn
         self._data = replace(data, worker_init_fn=functools.partial(begin_worker, inner, sharing))
-        self._read_training, self._read_data, self._say = read_training, read_data, say
+        self._read_training, self._read_data, self._say, self._allowed = read_training, read_data, say, allowed
         self._reading, self._seed, self._home = Reading(self._data, seed), seed, Home()
         self._first: Cached | None = None
         self._file = memfd("first-batch")
         """The first batch, on its way to another process; empty where it cannot go there."""
         self._step: TrainingStep | None = None
         self._name = "the step"
-        self._pinned, self._copy_s = 0, dict[bool, float | None]()
+        self._copy_s = dict[bool, float | None]()
         """Of the first batch, by whether it is pinned, where the step is the user's own; empty off a device."""
         self.apart: list[int] = []
         self.reads_alone: Callable[[Raised], bool] = lambda raised: raised.is_of_workers(self._read_data)
@@ -160,9 +163,10 @@ class Bench:
                 loader = make_traced_loader(data, LoaderConfig(num_workers=workers), self._reading, on_error=Raised.of)
                 begun, batches = time.monotonic(), open_loader.open(loader)
                 while len(took) < 2 and sum(wall_s for wall_s, _ in took) <= MOST_FOR_SECOND_S:
-                    batch, fetch = next(batches)
+                    handed = next(batches)
+                    fetch = handed.fetch
                     if not took:
-                        self._first = Cached(checked(batch), fetch[5])
+                        self._first = Cached(checked(handed.batch), fetch[5])
                         took.append((time.monotonic() - begun, fetch[4]))
                     else:
                         took.append((fetch[3] - fetch[1], fetch[4]))
@@ -198,6 +202,8 @@ class Bench:
             step = build_step(side, self._first.batch)
             self._timeline = None if accelerator(step.device) is None else Timeline(step.device)
             warm_up(step, self._first.batch, self._timeline)
+            if self._timeline is not None:
+                lock_pages(self._first.batch, self._allowed, seen.most_workers)
             self._step = step
         except Exception as error:
             return self._answer_to(error, "step")
@@ -213,7 +219,7 @@ class Bench:
         )
 
     def run(self, request: Request, place: Any) -> tuple[Message, Any]:
-        """A burst, or the step on the first batch again and again, after `prepare`; and where reading goes on.
+        """A burst, or the step on the first batch or copies of it, after `prepare`; and where reading goes on.
 
         `place` is where the latest burst has stopped, in whatever process it ran.
         """
@@ -221,26 +227,34 @@ class Bench:
         return self._run(request), self._reading.place
 
     def _run(self, request: Request) -> Message:
-        step = self._step
+        step, first, is_burst = self._step, self._first, request.what == "burst"
         assert step is not None
-        if request.plan.again:
+        assert first is not None
+        if request.what == "hand_over" and (faults := why_batch_not_sent(first.batch)):
+            return Message(failure=Failure(kind="pickling", phase="plan", message=faults[0]))
+        if is_burst and request.plan.again:
             self._reading.rewind()
         config, stages, has_workers = request.config, request.plan.stages, request.config.num_workers > 0
+        home = self._home if is_burst else Home()  # whose nursery has the copies
 
         def make_loader() -> Any:
             if request.what == "step_ceiling":
-                return self._first
-            if self._timeline is not None:
-                self._begin_copies(config, step, self._timeline)
+                return first
+            if self._timeline is not None and step.is_own:
+                self._time_copy(config.pin_memory, step, self._timeline)
             data = self._data  # in which no burst without workers may fill a cache
-            if not has_workers and not draws_nothing(data.dataset, data.collate):
-                data = self._read_data()
-            loader = make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
-            if request.plan.anew:
-                self._home.close()
+            if not is_burst:
+                data = copies_of(first, data.multiprocessing_context)
+                loader = make_traced_loader(data, replace(config, batch_size=None), Reading(data))
+            else:
+                if not has_workers and not draws_nothing(data.dataset, data.collate):
+                    data = self._read_data()
+                loader = make_traced_loader(data, config, self._reading, stages=stages, on_error=Raised.of)
+            if is_burst and request.plan.anew:
+                home.close()
                 Root.end()
             elif has_workers and start_method(data.multiprocessing_context or config.multiprocessing_context) != "fork":
-                clone_workers(loader, self._home)
+                clone_workers(loader, home)
             return loader
 
         def on_error(error: Exception, phase: FailurePhase) -> None:
@@ -248,17 +262,20 @@ class Bench:
                 self._answer_to(error, phase, config)
 
         try:
-            run = LoopRun(request, step, self._timeline, self._announce, on_error, self._home, self.apart)
-            run.reading = self._reading if request.what == "burst" else None
+            run = LoopRun(request, step, self._timeline, self._announce, on_error, home, self.apart)
+            run.reading = self._reading if is_burst else None
             outcome = run.measured(make_loader)
         except (Raised, StepError) as error:
             if isinstance(error, Raised) and has_workers and self.reads_alone(error):
                 alone = f"{error.failure.message}, in a worker, and not when it is read again alone"
                 return Message(failure=replace(error.failure, message=alone))
             return self._answer_to(error, "step", config)
+        finally:
+            if not is_burst:
+                home.close()
         if isinstance(outcome, Failure):
             return Message(failure=outcome)
-        if step.is_own and request.what == "burst" and not config.device_prefetch:
+        if step.is_own and request.what != "step_ceiling" and not config.device_prefetch:
             # Its copy is in its step, which may copy a part of the batch.
             alone_s = self._copy_s.get(config.pin_memory)
             outcome = replace(outcome, copy_s=alone_s and min(alone_s, outcome.step_s))
@@ -291,19 +308,16 @@ class Bench:
             os._exit(0)
         return message
 
-    def _begin_copies(self, config: LoaderConfig, step: TrainingStep, timeline: Timeline) -> None:
-        """Pin as much memory as a burst will have in use, and time once a copy such as the user's step makes."""
+    def _time_copy(self, is_pinned: bool, step: TrainingStep, timeline: Timeline) -> None:
+        """Time once a copy such as the user's step makes."""
+        if is_pinned in self._copy_s:
+            return
         assert self._first is not None
-        batch, held = self._first.batch, list[Any]()
-        if config.pin_memory and config.batches_in_flight + IN_HAND > self._pinned:
-            until = time.monotonic() + MOST_PINNING_S
-            while len(held) < config.batches_in_flight + IN_HAND and time.monotonic() < until:
-                held.append(pin_memory(fresh(batch)))
-            self._pinned = max(self._pinned, len(held))
-        if step.is_own and config.pin_memory not in self._copy_s:
-            self._copy_s[config.pin_memory] = None
-            with suppress(Exception):  # only its step knows how it moves; it may not fit as a whole
-                self._copy_s[config.pin_memory] = copy_s([*held, *[batch] * IN_HAND][:IN_HAND], step.device, timeline)
+        batch = self._first.batch
+        self._copy_s[is_pinned] = None
+        with suppress(Exception):  # only its step knows how it moves; it may not fit as a whole
+            batches = [pin_memory(fresh(batch)) if is_pinned else batch for _ in range(IN_HAND)]
+            self._copy_s[is_pinned] = copy_s(batches, step.device, timeline)
 
     def step_writes(self, path: str, error: BaseException) -> Failure:
         """The failure of a step that writes to a file of the user's."""
@@ -351,6 +365,31 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
         costs_more_than_it_tells = len(took) * min(took) > WARM_UP_S or len(took) >= MOST_WARM_UP_STEPS
         if settled or (len(took) > 1 and costs_more_than_it_tells):
             return
+
+
+def lock_pages(batch: Any, allowed: Allowance, most_workers: int | None) -> None:
+    """Pin such batches, all at once, as a loop with a worker on every core has in use: torch keeps their memory."""
+    workers = allowed.usable_cores if most_workers is None else min(allowed.usable_cores, most_workers)
+    count = LoaderConfig().with_workers(workers, 2).batches_in_flight + IN_HAND
+    if allowed.memory_bytes is not None:
+        count = min(count, int(MOST_PINNED * allowed.memory_bytes) // max(1, locked_bytes(batch)))
+    held, until = list[Any](), time.monotonic() + MOST_PINNING_S
+    with suppress(Exception):  # what cannot be pinned, its bursts tell
+        while len(held) < count and time.monotonic() < until:
+            held.append(pin_memory(fresh(batch)))
+
+
+def copies_of(first: Cached, method: str | None) -> DataSide:
+    """What hands over copies of the first batch, with workers that begin as those of a burst, and nothing of the user's."""
+    dataset, sharing = Copies(first.batch, first.samples), torch.multiprocessing.get_sharing_strategy()
+    return DataSide(
+        dataset=dataset,
+        batch_size=first.samples,
+        sampler=SequentialSampler(dataset),
+        collate_fn=lambda batch: batch,
+        worker_init_fn=functools.partial(begin_worker, None, sharing),
+        multiprocessing_context=method,
+    )
 
 
 def copy_s(batches: list[Any], device: torch.device, timeline: Timeline) -> float:

@@ -39,7 +39,7 @@ from autotune_loader.bursts.bench import Bench, leave_segments
 from autotune_loader.bursts.failures import AGAINST_SECONDS, failure_of
 from autotune_loader.bursts.files import confine, environment, refused_path
 from autotune_loader.bursts.packing import read_archive
-from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
+from autotune_loader.bursts.protocol import Allowance, Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import LACKS, Settings
 from autotune_loader.machine.elsewhere import (
     cut_channels,
@@ -60,7 +60,9 @@ IN_USE = f"this process uses {{device}}, which no fork of it can; {AGAINST_SECON
 """Or has asked `torch.cuda.is_available()`."""
 
 
-def main(connection_fd: int, fds: tuple[int, ...], seed: int, notes: list[str]) -> NoReturn:
+def main(
+    connection_fd: int, fds: tuple[int, ...], seed: int, allowed: tuple[int, int | None], notes: list[str]
+) -> NoReturn:
     """The whole life of a fresh process, which is confined already, as `notes` tell.
 
     `connection_fd` is that of requests and answers, `fds` those of the archives of settings, data and training, and
@@ -80,7 +82,7 @@ def main(connection_fd: int, fds: tuple[int, ...], seed: int, notes: list[str]) 
     def make_bench() -> Bench:
         data = read_archive(data_fd)
         notes.extend(settings.set_modules())
-        return Bench(data, read_training, functools.partial(read_archive, data_fd), say, seed)
+        return Bench(data, read_training, functools.partial(read_archive, data_fd), say, seed, Allowance(*allowed))
 
     def run() -> None:
         notes.extend(settings.set_process())
@@ -92,7 +94,7 @@ def main(connection_fd: int, fds: tuple[int, ...], seed: int, notes: list[str]) 
     _live(run)
 
 
-def fork(workload: Workload, connection: int, output: int, scratch: str, seed: int) -> int:
+def fork(workload: Workload, connection: int, output: int, scratch: str, seed: int, allowed: Allowance) -> int:
     """Fork a process that serves requests with the caller's objects as it has them; its ID, which is that of its group, too.
 
     `connection` is the descriptor of requests and answers, `output` that of what it prints, `scratch` its temporary folder.
@@ -109,7 +111,7 @@ def fork(workload: Workload, connection: int, output: int, scratch: str, seed: i
             return
         notes, in_forks = confine(), module is None  # no fork of a process that uses CUDA can use it
         say = functools.partial(send, to := Connection(connection))
-        bench = Bench(workload.data, lambda: workload.training, lambda: workload.data, say, seed)
+        bench = Bench(workload.data, lambda: workload.training, lambda: workload.data, say, seed, allowed)
         serve(to, lambda: bench, notes, in_forks=in_forks)
 
     caller = os.getpid()
@@ -216,7 +218,7 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
         runner = alone if request.what == "burst" and not request.config.num_workers else trainer
         if runner not in warm:
             warm.append(runner)
-            if (failed := runner.prepare(seen)).ready is None:
+            if (failed := runner.prepare(replace(seen, most_workers=0))).ready is None:  # it has none
                 send(connection, failed)
                 return
         answer, place = runner.run(request, place)

@@ -75,6 +75,7 @@ class Passage(NamedTuple):
     """One batch as the host saw it, with the marks behind its copy and its step that the device passes later."""
 
     fetch: Fetch
+    pinned: tuple[float | None, float | None]
     requested: float
     received: float
     copied: Any
@@ -140,4 +141,5 @@ class Passages:
             )
         received = max(seen.received, collate_end, requested, copied)
         self._free = max(seen.step_end, received, done)
-        return BatchTrace(worker, fetch_start, fetch_end, collate_end, cpu_s, samples, requested, received, self._free)
+        fetched = worker, fetch_start, fetch_end, collate_end, cpu_s, samples
+        return BatchTrace(*fetched, requested, received, self._free, *seen.pinned)

@@ -39,7 +39,7 @@ from autotune_loader.machine.processes import (
 from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.throughput import is_enough, summarise
-from autotune_loader.pipeline.tracing import Fetch, forget_open_batch
+from autotune_loader.pipeline.tracing import Handed, Stamp, forget_open_batch
 from autotune_loader.values import (
     MAIN_PROCESS,
     BatchTrace,
@@ -73,7 +73,7 @@ class Cached:
     def __iter__(self) -> Iterator[Any]:
         while True:
             now = time.monotonic()
-            yield fresh(self.batch), (MAIN_PROCESS, now, now, now, 0.0, self.samples, None)
+            yield Handed(Stamp(), fresh(self.batch), Stamp(), (MAIN_PROCESS, now, now, now, 0.0, self.samples, None))
 
 
 class LoopRun:
@@ -172,13 +172,12 @@ class LoopRun:
     def deliver(self, batches: Iterator[Any], on_arrival: Callable[[], None] = lambda: None) -> bool:
         """Take one batch and train on it, or hand it to the device; False when the loader has ended."""
         step, timeline, now = self.step, self.timeline, self.now
-        fetch: Fetch
         requested = now()
         try:
-            self._batch, fetch = next(batches)
+            handed: Handed = next(batches)
         except StopIteration:
             return False
-        checked(self._batch)
+        self._batch, fetch = checked(handed.batch), handed.fetch
         received, self._delivered = now(), self._delivered + 1
         on_arrival()
         if self._shape is None:
@@ -187,13 +186,13 @@ class LoopRun:
             self._stages.append(fetch[6])
         if timeline is None:
             step.run(self._batch)
-            self._traces.append(BatchTrace(*fetch[:6], requested, received, now()))
+            self._traces.append(BatchTrace(*fetch[:6], requested, received, now(), *handed.pinned))
             return True
         on_device = step.move(self._batch)
         copied = timeline.mark()
         step.train(on_device)
         assert self._passages is not None
-        self._passages.note(Passage(fetch, requested, received, copied, timeline.mark(), now()))
+        self._passages.note(Passage(fetch, handed.pinned, requested, received, copied, timeline.mark(), now()))
         return True
 
     def knows_enough(self) -> bool:

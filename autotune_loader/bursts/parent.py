@@ -33,7 +33,7 @@ from autotune_loader.bursts import child
 from autotune_loader.bursts.failures import ENDS_TRAINING, MEMORY_ADVICE, failure_of_death, needs_new_process
 from autotune_loader.bursts.files import environment, link_temporary_files
 from autotune_loader.bursts.packing import NotSentError, Packed, packed, part_at_fault, why_not_sent
-from autotune_loader.bursts.protocol import Message, Request, WarmupReport, receive, send
+from autotune_loader.bursts.protocol import Allowance, Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import Settings
 from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
 from autotune_loader.machine.facts import Machine, start_method
@@ -61,7 +61,7 @@ RUN = (
     "import sys; sys.path[:] = {path!r}; "
     "from autotune_loader.machine.elsewhere import die_with_parent; die_with_parent({parent}); "
     "from autotune_loader.bursts.files import confine; notes = confine(); "
-    "from autotune_loader.bursts.child import main; main({connection}, {fds}, {seed}, notes)"
+    "from autotune_loader.bursts.child import main; main({connection}, {fds}, {seed}, {allowed}, notes)"
 )
 """The path is set before anything is imported: a `dataclasses.py` beside the script may be first on it. Torch, and all that is
 the user's, is imported once the process is confined."""
@@ -225,6 +225,9 @@ class ProcessProbe:
     def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
         return self._run(Request(what="step_ceiling", plan=plan))
 
+    def hand_over(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        return self._run(Request(what="hand_over", plan=plan, config=config, reads_pss=False))
+
     def close(self) -> None:
         """Kill the process and everything it started."""
         if self._child is not None:
@@ -236,7 +239,7 @@ class ProcessProbe:
         self.close()
         self._starts += 1
         begun = time.monotonic()
-        self._child = _Child(self._source, self._starts)
+        self._child = _Child(self._source, self._starts, Allowance(self._usable_cores, self._memory_budget_bytes))
         message = self._child.ask(None, self._start_s)
         self._started_s = time.monotonic() - begun
         if message.ready is None:
@@ -277,7 +280,7 @@ class ProcessProbe:
 class _Child:
     """One process of bursts and the connection to it."""
 
-    def __init__(self, source: Sequence[int] | Workload, seed: int) -> None:
+    def __init__(self, source: Sequence[int] | Workload, seed: int, allowed: Allowance) -> None:
         with contextlib.ExitStack() as held:  # given back at once where no process can start
             ours, theirs = map(held.enter_context, socket.socketpair())
             root = scratch_root()
@@ -287,13 +290,15 @@ class _Child:
             link_temporary_files(self._scratch)
             self._process: subprocess.Popen[bytes] | psutil.Process
             if isinstance(source, Workload):
-                pid = child.fork(source, theirs.fileno(), self._output.fileno(), self._scratch, seed)
+                pid = child.fork(source, theirs.fileno(), self._output.fileno(), self._scratch, seed, allowed)
                 self._process = psutil.Process(pid)
             else:
                 # A fresh interpreter with the flags of this one, which finds what this one finds.
                 path = [*(each for each in sys.path if isinstance(each, str)), str(Path(__file__).resolve().parents[2])]
                 fds = (theirs.fileno(), *source)
-                run = RUN.format(path=path, parent=os.getpid(), connection=fds[0], fds=fds[1:], seed=seed)
+                run = RUN.format(
+                    path=path, parent=os.getpid(), connection=fds[0], fds=fds[1:], seed=seed, allowed=(*allowed,)
+                )
                 self._process = subprocess.Popen(
                     [sys.executable, *util._args_from_interpreter_flags(), "-c", run],  # type: ignore[attr-defined]
                     pass_fds=fds,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -26,6 +26,18 @@ class Probe(Protocol):
     def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
         """Step on one batch that is in memory again and again: the rate that no loader can exceed."""
         ...
+
+    def hand_over(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        """Train on copies of the first batch that workers hand over: what any number of them can feed this step."""
+        ...
+
+
+class Allowance(NamedTuple):
+    """What bursts may have of the machine."""
+
+    usable_cores: int = 1
+    memory_bytes: int | None = None
+    """None for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +77,7 @@ class WarmupReport:
 class Request:
     """One thing to run."""
 
-    what: Literal["burst", "step_ceiling"]
+    what: Literal["burst", "step_ceiling", "hand_over"]
     plan: BurstPlan
     config: LoaderConfig = field(default_factory=LoaderConfig)
     usable_cores: int = 1

@@ -42,8 +42,8 @@ def workers_repeat_each_other(data: DataSide, first_fetch_s: float) -> bool:
         is_forked = start_method(data.multiprocessing_context) == "fork"
         shortest_s = SHORTEST_TIMEOUT_S if is_forked else SPAWNED_TIMEOUT_S
         loader.timeout = max(shortest_s, TIMEOUT_FACTOR * first_fetch_s)
-        for batch, fetch in islice(open_loader.open(loader), 2 * TWO_WORKERS.num_workers):
-            first.setdefault(fetch[0], batch)
+        for handed in islice(open_loader.open(loader), 2 * TWO_WORKERS.num_workers):
+            first.setdefault(handed.fetch[0], handed.batch)
     return len(first) == TWO_WORKERS.num_workers and are_repeated(*first.values())
 
 

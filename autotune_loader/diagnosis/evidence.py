@@ -194,8 +194,8 @@ class Evidence:
 
 
 def ready_s(measured: Measurement) -> float:
-    """Seconds in which the loop receives a batch that lies ready; 0 where most had to be waited for."""
+    """Seconds in which the loop receives a batch that is whole, pinning included; 0 where most had to be waited for."""
     if not measured.traces:
         return measured.receive_s
-    ready = [trace.receive_s for trace in measured.traces[1:] if trace.collate_end <= trace.requested]
+    ready = [trace.wait_s for trace in measured.traces[1:] if trace.collate_end <= trace.requested]
     return statistics.median(ready) if 2 * len(ready) >= len(measured.traces) else 0.0

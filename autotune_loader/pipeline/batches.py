@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, default_collate
 
 from autotune_loader.values import LoaderConfig, require_int
 
@@ -115,6 +116,31 @@ def move(batch: Any, device: Any) -> Any:
 def fresh(batch: Any) -> Any:
     """The batch in containers of its own, for a step that takes things out of them or moves them; tensors are the same."""
     return _rebuilt(batch, fresh)
+
+
+def copied(batch: Any) -> Any:
+    """The batch in containers of its own and memory of its own, which in a worker is shared: as collating makes it."""
+    if not isinstance(batch, torch.Tensor):
+        return _rebuilt(batch, copied)
+    return default_collate([batch.detach()])[0] if batch.layout is torch.strided else batch.clone()
+
+
+class Copies(Dataset[Any]):
+    """A dataset of one batch of so many samples: whoever asks for any batch gets a copy."""
+
+    def __init__(self, batch: Any, samples: int) -> None:
+        self._batch, self._samples = batch, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitems__(self, keys: list[int]) -> Any:
+        return copied(self._batch)
+
+
+def locked_bytes(batch: Any) -> int:
+    """Memory that torch locks to pin a batch: a block for each tensor, whose size is a power of two."""
+    return sum(1 << (_bytes_of(tensor) - 1).bit_length() for tensor in tensors_in(batch) if _bytes_of(tensor))
 
 
 def _moves(batch: Any) -> bool:

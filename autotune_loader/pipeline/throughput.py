@@ -12,6 +12,9 @@ without pausing. Nothing is assumed about how long queues are or how service tim
 Batches of seconds come in waves, of which a burst does not wait for three. What it consumed then tells nothing: the rate is
 the lower of what the workers make and what the loop could take, by the batches that there are, be they the workers' first.
 
+Where a thread pins batches, it locks the pages of some for the first time, which training does once: `once_locked` takes the
+histories to where it is done.
+
 Where loader and step are in balance and service times irregular, a window of a few rounds from empty queues reads low
 (simulated: up to 11% at a variation of 30%, 2% at 5%).
 """
@@ -22,7 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Literal
 
 from autotune_loader.values import (
@@ -43,6 +46,9 @@ HOLDING_UP = 0.9
 """Workers that make less than this share of what the loop could take hold it up."""
 MADE_SD = 0.05
 """What the workers are said to make leaves things out, such as slow batches that hold up the others: so much, relatively."""
+FIRST_LOCKING = 3.0
+"""Torch's allocator locks the pages of a block once and keeps it. What takes more than so many times the median is taken for
+that (H200: 55 ms for 38.5 MB, 8 ms for a later copy into them)."""
 RUNS, MOST_FOR_RUNS_S = 2, 3.0
 """A window of whole runs has seen as many loads of a shard, wherever it begins. No burst is longer for their sake."""
 SLOWER_BY_CHANCE = 0.01
@@ -56,6 +62,7 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
     """
     if len(traces) < 2:
         raise ValueError(f"{len(traces)} batches do not make a window; a burst needs at least 2")
+    traces = once_locked(traces)
     first, stock = _open(traces, workers)
     inside = traces[first:]
     window_s = inside[-1].step_end - traces[first - 1].step_end
@@ -65,10 +72,35 @@ def summarise(traces: Sequence[BatchTrace], *, workers: int, started: float) -> 
         rate,
         window_s=window_s,
         # A batch that lay ready when it was first asked for was there before.
-        first_batch_s=traces[0].collate_end - started + traces[0].receive_s,
+        first_batch_s=traces[0].ready - started + traces[0].receive_s,
         # Summed up over a short window instead, waiting depends on how full the queues were when it opened.
         wait_share=1 - rate.value * sum(trace.step_s for trace in inside) / sum(trace.samples for trace in inside),
     )
+
+
+def once_locked(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
+    """The histories as they are once no pages are to be locked: a batch whose pinning locked some is pinned like the others.
+
+    Workers make batches when they did; the thread takes them in the same order, and so does the loop, each as soon as it can.
+    """
+    usual_s = median([trace.pin_s for trace in traces])
+    if all(trace.pin_s <= FIRST_LOCKING * usual_s for trace in traces):
+        return traces
+    pinned, was, free = dict[float, tuple[float, float]](), -math.inf, -math.inf
+    for trace in sorted(traces, key=lambda trace: trace.ready):
+        begun = max(trace.collate_end, free) + trace.ready - trace.pin_s - max(trace.collate_end, was)
+        free = begun + (trace.pin_s if trace.pin_s <= FIRST_LOCKING * usual_s else usual_s)
+        pinned[trace.ready], was = (begun, free), trace.ready
+    found, was, free = list[BatchTrace](), traces[0].requested, traces[0].requested
+    for trace in traces:
+        begun, end = pinned[trace.ready]
+        requested = free + trace.requested - was
+        received = max(requested, end) + trace.receive_s
+        was, free = trace.step_end, received + trace.step_s
+        found.append(
+            trace._replace(requested=requested, received=received, step_end=free, pin_start=begun, pin_end=end)
+        )
+    return found
 
 
 def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:
@@ -142,19 +174,24 @@ def _sustained(traces: Sequence[BatchTrace], workers: int, first: int, stock: st
     if len(inside) < 2 * workers:
         # What was consumed depends on where in a round the window was cut; what either side needs for a batch does not.
         # The first is handed over while workers still start.
-        consumer = mean_interval([trace.receive_s + trace.step_s for trace in traces[1:]])
+        consumer = mean_interval([_taken_s(trace) for trace in traces[1:]])
         taken = _rate(consumer, fmean(trace.samples for trace in traces), len(traces))
         slower = min(made, taken, key=lambda each: each.value)
         factor = math.exp(math.hypot(math.log(slower.high / slower.value), Z_95 * MADE_SD))
         return replace(slower, low=slower.value / factor, high=slower.value * factor, count=rate.count)
     if stock == "left" and made.value < rate.value:
         return replace(made, count=rate.count)
-    consumer_s = fmean(trace.receive_s + trace.step_s for trace in inside)
+    consumer_s = fmean(_taken_s(trace) for trace in inside)
     if made.value * consumer_s > HOLDING_UP * fmean(trace.samples for trace in inside):
         return rate
     if stock == "none":
         made = _made(traces, workers, fmean(_pauses_s(traces, since=inside[0].requested)))
     return _middle(rate, made)
+
+
+def _taken_s(trace: BatchTrace) -> float:
+    """Seconds in which a batch that is whole is taken, by the slower of the loop and the thread that pins beside it."""
+    return max(trace.pin_s, trace.receive_s + trace.step_s)
 
 
 def _middle(consumed: Interval, made: Interval) -> Interval:

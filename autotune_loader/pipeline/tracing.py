@@ -1,9 +1,10 @@
 """A dataset and a collate function that note when they ran and what raised, so that every batch carries its own history.
 
-A batch leaves the worker as `(batch, fetch)`, where `fetch` is a plain tuple: it takes the same road as the batch itself
-(queue, pinning thread). Without workers the main process makes the same pair.
+A batch leaves the worker as `Handed`, with what was noted as a plain tuple: it takes the same road as the batch itself
+(queue, pinning thread). Without workers the main process makes the same.
 
     fetch_start  first sample asked for          fetch_end  last sample there          collate_end  batch whole
+    pin_start    the thread has the batch        pin_end    the batch is pinned
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,32 @@ from autotune_loader.values import MAIN_PROCESS, LoaderConfig, StageSamples
 
 Fetch = tuple[int, float, float, float, float, int, StageSamples | None]
 """worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what clocks in the worker have seen"""
+
+
+class Stamp:
+    """Notes when torch pins what a batch holds: it calls this method of any object."""
+
+    at: float | None = None
+
+    def pin_memory(self) -> Stamp:
+        self.at = time.monotonic()
+        return self
+
+
+class Handed(NamedTuple):
+    """A batch on its way to the loop, between two stamps: torch pins the items of a tuple in their order."""
+
+    before: Stamp
+    batch: Any
+    behind: Stamp
+    fetch: Fetch
+
+    @property
+    def pinned(self) -> tuple[float | None, float | None]:
+        """When the pinning thread had the batch, and had pinned it; None where there is none."""
+        return (None, None) if self.fetch[0] == MAIN_PROCESS else (self.before.at, self.behind.at)
+
+
 RAISED = (Exception, SystemExit)
 """What a sample may raise."""
 OnError = Callable[[BaseException, str, Sequence[Any]], Any]
@@ -77,7 +104,7 @@ class TracedCollate(ByValue):
     def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, on_error: OnError) -> None:
         self._collate_fn, self._batched, self._on_error = collate_fn, batched, on_error
 
-    def __call__(self, samples: Any) -> tuple[Any, Fetch]:
+    def __call__(self, samples: Any) -> Handed:
         here = _here
         here.begin()
         fetch_end, clock = time.monotonic(), here.clock
@@ -95,7 +122,7 @@ class TracedCollate(ByValue):
         if count is None:
             count = samples_in(batch) or 1
         report = None if clock is None else clock.batch(cpu_s, count)
-        return batch, (here.worker, start, fetch_end, end, cpu_s, count, report)
+        return Handed(Stamp(), batch, Stamp(), (here.worker, start, fetch_end, end, cpu_s, count, report))
 
 
 class _Wrapped(ByValue):

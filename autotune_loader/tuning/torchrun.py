@@ -154,6 +154,9 @@ class _Everywhere:
     def step_ceiling(self, plan: Any) -> Measurement | Failure:
         return self._ask("step_ceiling", replace(plan, min_s=plan.max_s))
 
+    def hand_over(self, config: Any, plan: Any) -> Measurement | Failure:
+        return self._ask("hand_over", config, replace(plan, min_s=plan.max_s))
+
     def _ask(self, *asked: Any) -> Measurement | Failure:
         return slowest(self._ranks.from_all(_outcome(self._own, *self._ranks.from_rank_0(*asked))))
 

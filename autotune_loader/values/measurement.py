@@ -72,6 +72,8 @@ class Measurement:
     service_cpu_s: float  # mean CPU seconds a worker spent on one batch
     receive_s: float  # mean seconds to hand over a batch that was ready (u)
     step_s: float  # mean seconds of one training step (g)
+    pin_s: float | None = None
+    """Mean seconds in which a thread pins a batch, without those of locking pages for the first time; None where none does."""
     cpu_share: float | None = None  # CPU use of the loop and its workers in the window, as a share of the usable cores
     foreign_cpu_share: float | None = None  # of the CPUs in the affinity mask, kept busy by everything else: noise
     read_bytes: int | None = None  # read from storage in the window; 0 where the data came from memory
@@ -102,6 +104,7 @@ class Measurement:
         wait_share: float,
     ) -> Measurement:
         """What the batches of a window say, beside what is known; the share of waiting is limited to 0 to 1."""
+        pins = [trace.pin_s for trace in traces if trace.pin_end is not None]
         return cls(
             samples_per_s=rate,
             window_s=window_s,
@@ -113,6 +116,7 @@ class Measurement:
             service_cpu_s=fmean(trace.cpu_s for trace in traces),
             receive_s=fmean(trace.receive_s for trace in traces),
             step_s=fmean(trace.step_s for trace in traces),
+            pin_s=fmean(pins) if pins else None,
         )
 
     @property
@@ -182,7 +186,7 @@ def averaged(bursts: Sequence[Measurement]) -> Measurement:
     begun = [each.first_batch_s for each in bursts if each.first_batch_s is not None]
     names = (
         *("wait_share", "cpu_share", "foreign_cpu_share", "gpu_busy_share", "gpu_utilization"),
-        *("service_s", "service_cpu_s", "receive_s", "step_s", "copy_s"),
+        *("service_s", "service_cpu_s", "receive_s", "step_s", "pin_s", "copy_s"),
     )
     known = {name: [v for each in bursts if (v := getattr(each, name)) is not None] for name in names}
     means: dict[str, Any] = {name: fmean(values) if values else None for name, values in known.items()}

@@ -3,7 +3,8 @@
 Times are seconds on the machine's monotonic clock, the same in every process of one machine.
 
 worker     fetch_start ── __getitem__ ── fetch_end ── collate ── collate_end
-consumer                     requested ──────── wait ──────────────── received ── step ── step_end
+thread                                                                pin_start ── pin_end    where one pins
+consumer                     requested ──────── wait ──────────────────────────── received ── step ── step_end
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class BatchTrace(NamedTuple):
     requested: float  # when the training loop asked for the batch, in seconds
     received: float  # when the training loop had it, in seconds
     step_end: float  # when the training step was done, in seconds
+    pin_start: float | None = None  # when torch's pinning thread had the batch, in seconds; None where no thread pins
+    pin_end: float | None = None  # when the batch was pinned, in seconds
 
     @property
     def service_s(self) -> float:
@@ -47,9 +50,19 @@ class BatchTrace(NamedTuple):
         return self.received - self.requested
 
     @property
+    def ready(self) -> float:
+        """When the training loop could have it: it was whole, and pinned where a thread does that."""
+        return self.collate_end if self.pin_end is None else self.pin_end
+
+    @property
     def receive_s(self) -> float:
-        """Seconds to hand over a batch that was ready: transport, rebuild, pinning."""
-        return self.received - max(self.requested, self.collate_end)
+        """Seconds in which the training loop takes a batch that is ready: transport and rebuild are the thread's, if any."""
+        return self.received - max(self.requested, self.ready)
+
+    @property
+    def pin_s(self) -> float:
+        """Seconds of pinning in a thread; 0 without one."""
+        return 0.0 if self.pin_start is None or self.pin_end is None else self.pin_end - self.pin_start
 
     @property
     def step_s(self) -> float:

@@ -11,11 +11,12 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from autotune_loader.bursts import bench, loop
 from autotune_loader.bursts.loop import LoopRun, OpenLoader, Window
-from autotune_loader.bursts.protocol import Request
+from autotune_loader.bursts.protocol import Allowance, Request
 from autotune_loader.bursts.step import TrainingStep
 from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.machine.processes import TreeUse
 from autotune_loader.pipeline.throughput import is_enough
+from autotune_loader.pipeline.tracing import Handed, Stamp
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import MAIN_PROCESS, BurstPlan, LoaderConfig
 from tests.support import FakeClock
@@ -89,7 +90,7 @@ class Batches:
             whole = begun + self.fetch_s
             self.clock.advance(max(0.0, whole - self.clock()))
             worker = 0 if self.workers else MAIN_PROCESS
-            yield "batch", (worker, begun, whole, whole, self.fetch_s, 4, None)
+            yield Handed(Stamp(), "batch", Stamp(), (worker, begun, whole, whole, self.fetch_s, 4, None))
 
 
 def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=None):
@@ -192,6 +193,30 @@ def test_the_step_is_warmed_up_until_it_has_settled(seconds, steps, monkeypatch)
     step = TrainingStep(lambda batch: timeline.launch(next(left)), "a step", torch.device("cpu"))
     bench.warm_up(step, torch.ones(1), timeline)
     assert len(list(left)) == len(seconds) - steps
+
+
+@pytest.mark.parametrize(
+    ("allowed", "most_workers", "pinning_s", "blocks"),
+    [
+        (Allowance(4), None, 0.1, 4 * 2 + 1 + 3),  # what a worker a core has in its queue and in hand, and the loop's
+        (Allowance(4), 1, 0.1, 2 + 1 + 3),
+        (Allowance(4), 0, 0.1, 1 + 3),
+        (Allowance(64), None, 0.3, 7),  # 2 s
+        (Allowance(64, 1000), None, 0.0, 6),  # a tenth of the memory in blocks of 16 bytes
+        (Allowance(64, 100), None, 0.0, 0),
+    ],
+)
+def test_pages_are_locked_once_for_what_a_loop_has_in_use_and_never_more_than_fits(
+    allowed, most_workers, pinning_s, blocks, monkeypatch
+):
+    clock, batch, pinned = FakeClock(), [torch.zeros(3)], []
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(bench, "pin_memory", lambda batch: pinned.append(batch) or clock.sleep(pinning_s))
+    bench.lock_pages(batch, allowed, most_workers)
+    assert len(pinned) == blocks
+    # AND what cannot be pinned is no trouble here
+    monkeypatch.setattr(bench, "pin_memory", None)
+    bench.lock_pages(batch, allowed, most_workers)
 
 
 WORKER, LATE = 7, 8

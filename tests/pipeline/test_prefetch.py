@@ -9,7 +9,15 @@ import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
-from autotune_loader.pipeline.batches import DevicePrefetcher, fresh, move, prefetched, prefetched_as_tuned
+from autotune_loader.pipeline.batches import (
+    Copies,
+    DevicePrefetcher,
+    fresh,
+    locked_bytes,
+    move,
+    prefetched,
+    prefetched_as_tuned,
+)
 from autotune_loader.values import LoaderConfig
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -103,6 +111,18 @@ def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(
     assert same_structure == structure
     assert fresh(batch) is not batch
     assert all(value is own for value, own in zip(again, before, strict=True))
+    # AND a copy has equal ones
+    copies, same_structure = tree_flatten(Copies(batch, 2).__getitems__([0, 1]))
+    assert same_structure == structure
+    for value, own in zip(copies, before, strict=True):
+        is_tensor = isinstance(own, torch.Tensor)
+        assert torch.equal(value, own) and value.data_ptr() != own.data_ptr() if is_tensor else value is own
+
+
+def test_pinned_memory_comes_in_blocks_of_a_power_of_two_for_each_tensor():
+    sizes = {0: 0, 1: 4, 3: 16, 4: 16, 5: 32, 9_625_600: 64 << 20}  # 38.5 MB
+    assert {count: locked_bytes([torch.empty(count)]) for count in sizes} == sizes
+    assert locked_bytes({"x": torch.empty(3), "y": (torch.empty(5), "name")}) == 48
 
 
 def test_what_moves_in_its_own_way_is_moved_so():

@@ -46,7 +46,7 @@ class Run:
         if again:
             self.reading.rewind()
         iterator = iter(make_traced_loader(self.data, LoaderConfig(**config), self.reading))
-        read = [torch.as_tensor(batch).tolist() for batch, _ in itertools.islice(iterator, batches)]
+        read = [torch.as_tensor(handed.batch).tolist() for handed in itertools.islice(iterator, batches)]
         forget_open_batch()
         return read
 

@@ -243,7 +243,7 @@ def test_waiting_and_computing_are_told_apart_in_workers_however_many_and_here_n
     reports = []
     for workers, batches in ((6, 24), (0, 2)):
         loader = make_traced_loader(data, LoaderConfig(num_workers=workers), Reading(data), stages=True)
-        reports.append([fetch[6] for _, fetch in itertools.islice(loader, batches)])
+        reports.append([handed.fetch[6] for handed in itertools.islice(loader, batches)])
     assert not any(reports[1])
     assert not hasattr(wait, "__wrapped__")
     found = {each.stage: each for each in stage_times(pooled(reports[0]))}

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from autotune_loader.pipeline.throughput import is_enough, queued_share, relative_error, summarise
+from autotune_loader.pipeline.throughput import is_enough, once_locked, queued_share, relative_error, summarise
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, BurstPlan
 
 SAMPLES = 8
@@ -188,3 +188,58 @@ def test_what_goes_into_queues_is_told_while_they_fill():
     waited_for, none = simulate(40, workers=2, service_s=0.04), simulate(40, workers=0)
     for traces, workers, share in ((filling, 4, 0.5), (full, 4, 0), (waited_for, 2, 0), (none, 0, 0)):
         assert queued_share(traces, workers=workers) == pytest.approx(share, abs=0.03)
+
+
+USUAL_S, LOCKING_S = 0.008, 0.055
+
+
+def pinned(pins_s, *, made_every_s, step_s, swapped=False):
+    """Batches of two workers that a thread pins as they come, in so many seconds each, and the loop takes in order."""
+    whole = [0.1 + made_every_s * number for number in range(len(pins_s))]
+    if swapped:  # each second one is whole before the one that the loop takes first
+        whole = [whole[number ^ 1] for number in range(len(whole))]
+    stamps, free = {}, 0.0
+    for number in sorted(range(len(whole)), key=lambda number: whole[number]):
+        begun = max(whole[number], free) + 0.001
+        free = begun + pins_s[number]
+        stamps[number] = begun, free
+    traces, requested = [], 0.0
+    for number, (begun, end) in sorted(stamps.items()):
+        received = max(requested, end) + 0.0005
+        step_end = received + step_s
+        start = whole[number] - 0.02
+        traces.append(
+            BatchTrace(
+                number % 2, start, start, whole[number], 0.02, SAMPLES, requested, received, step_end, begun, end
+            )
+        )
+        requested = step_end + 1e-4
+    return traces
+
+
+@pytest.mark.parametrize("locks", [(), (0,), (3, 4, 11), range(0, 20, 3)])
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"made_every_s": 0.001, "step_s": 0.030},  # the loop binds
+        {"made_every_s": 0.001, "step_s": 0.002},  # the thread binds
+        {"made_every_s": 0.040, "step_s": 0.002},  # the workers bind, and catch up what a locking costs
+        {"made_every_s": 0.020, "step_s": 0.019, "swapped": True},
+    ],
+)
+def test_first_lockings_of_pages_are_no_part_of_a_rate(job, locks):
+    usual = pinned([USUAL_S] * 40, **job)
+    traces = pinned([LOCKING_S if number in locks else USUAL_S for number in range(40)], **job)
+    for found, known in zip(once_locked(traces), usual, strict=True):
+        assert found == pytest.approx(known)
+    measured, known = (summarise(each, workers=2, started=0.0) for each in (traces, usual))
+    assert measured.samples_per_s.value == pytest.approx(known.samples_per_s.value)
+    assert (measured.pin_s, measured.receive_s) == pytest.approx((USUAL_S, 0.0005))
+    # AND a loop that waits for its workers or the thread takes no longer to receive a batch
+    assert all(trace.receive_s == pytest.approx(0.0005) for trace in traces)
+
+
+def test_without_a_thread_that_pins_histories_are_as_they_were():
+    traces = simulate(40, workers=2, variation=1.0)
+    assert once_locked(traces) is traces
+    assert (summarise(traces, workers=2, started=0.0).pin_s, traces[0].pin_s) == (None, 0.0)

@@ -1,19 +1,21 @@
 """The traced loader delivers what the user's own loader would, whatever it is made of (in this process, real workers)."""
 
 import itertools
+import time
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from autotune_loader.pipeline.batches import BatchShape
 from autotune_loader.pipeline.reading import Reading
-from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
+from autotune_loader.pipeline.tracing import Handed, Stamp, forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values import LoaderConfig
+from autotune_loader.values import MAIN_PROCESS, LoaderConfig
 from tests.support.schedules import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -23,7 +25,7 @@ def take(loader, count, workers=0, **config):
     """The first batches with their history, which is checked; the workers are gone afterwards."""
     data = DataSide.from_loader(loader)
     iterator = iter(make_traced_loader(data, LoaderConfig(num_workers=workers, **config), Reading(data)))
-    taken = list(itertools.islice(iterator, count))
+    taken = [(handed.batch, handed.fetch) for handed in itertools.islice(iterator, count)]
     for _, (_worker, start, fetched, collated, cpu_s, samples, _report) in taken:
         assert start <= fetched <= collated
         assert cpu_s >= 0
@@ -113,3 +115,32 @@ def test_samples_are_counted_and_weighed_whoever_makes_the_batches(loader, sampl
     ((batch, fetch),) = take(loader, 1)
     assert (fetch[5], BatchShape.of(batch).bytes) == (samples, size)
     assert isinstance(batch, Point) == (loader.dataset is POINTS)
+
+
+class PinsItself:
+    """Takes a moment."""
+
+    was_pinned_at = None
+
+    def pin_memory(self):
+        self.was_pinned_at = time.monotonic()
+        return self
+
+
+AROUND = lambda one: one, lambda one: (one, "name"), lambda one: {"x": [one]}, lambda one: Point(one, {})
+
+
+@pytest.mark.parametrize("make", AROUND)
+def test_torchs_pinning_leaves_stamps_around_a_batch_which_arrives_as_it_was(make):
+    one = PinsItself()
+    batch = make(one)
+    for worker in (0, MAIN_PROCESS):
+        handed = Handed(Stamp(), batch, Stamp(), (worker, 1.0, 2.0, 3.0, 0.1, 4, None))
+        assert handed.pinned == (None, None)
+        begun, pinned, ended = time.monotonic(), pin_memory(handed), time.monotonic()
+        assert (type(pinned.batch), pinned.fetch) == (type(batch), handed.fetch)
+        assert pinned.batch == batch
+        start, end = pinned.pinned
+        # without workers the loop pins by itself, and waits for it
+        assert worker == MAIN_PROCESS or begun <= start <= one.was_pinned_at <= end <= ended
+        assert (start is None) == (end is None) == (worker == MAIN_PROCESS)

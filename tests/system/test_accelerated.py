@@ -142,6 +142,73 @@ def test_a_burst_has_the_devices_times(simulated, times, of_configs):
         assert wait == pytest.approx(known[3], abs=0.04)
 
 
+class SlowToPin(dict):
+    """Takes 20 ms for it."""
+
+    def pin_memory(self):
+        time.sleep(0.02)
+        return SlowToPin({name: value.pin_memory() for name, value in self.items()})
+
+
+class OfOneKind:
+    """A step that takes batches like the first alone, and pinned ones alone where all shall be once it is warm."""
+
+    def __init__(self, model, pinned):
+        self.model, self.pinned, self.first, self.steps = model, pinned, None, 0
+
+    def __call__(self, _, batch):
+        self.first, self.steps = batch if self.first is None else self.first, self.steps + 1
+        assert type(batch) is type(self.first)
+        assert all(torch.equal(value, self.first[name]) for name, value in batch.items())
+        assert self.steps <= 10 or batch["x"].is_pinned() == self.pinned
+        return self.model(batch["x"].to("sim", non_blocking=True))
+
+
+def stamped():
+    """By configuration: seconds of pinning, of receiving, of waiting; and how many batches have stamps, of how many."""
+    data, model, step = job(fetch_s=0.02, own=True)
+    side = TrainingSide(model=model, train_step=step, device="sim")
+    own = workload(data, BATCH, side, collate_fn=lambda rows: SlowToPin(torch.utils.data.default_collate(rows)))
+    found = {}
+    with opened(own) as probe:
+        for config in (PINNED, PAGEABLE, AHEAD, LoaderConfig(pin_memory=True)):
+            burst = measured(probe.probe, config, PLAN)
+            stamps = [each for each in burst.traces if each.pin_end is not None]
+            assert all(each.collate_end <= each.pin_start <= each.pin_end <= each.received for each in stamps)
+            waited_s = sum(each.wait_s for each in burst.traces[1:]) / len(burst.traces[1:])
+            found[config] = burst.pin_s, burst.receive_s, waited_s, len(stamps) / len(burst.traces)
+    return found
+
+
+def test_the_thread_that_pins_leaves_its_times_and_workers_that_bind_are_waited_for(simulated):
+    # GIVEN a worker that takes 80 ms for a batch, a thread that takes 20 to pin it, and a step of 10
+    found = simulated.call(stamped)
+    for config in (PINNED, AHEAD):
+        pin_s, receive_s, waited_s, share = found[config]
+        assert (pin_s, share) == (pytest.approx(0.02, abs=0.005), 1)
+        # THEN what the loop waits for is neither the worker's nor the thread's time taken for that of receiving
+        assert 5 * receive_s < waited_s or config == AHEAD
+    assert [(found[each][0], found[each][3]) for each in (PAGEABLE, LoaderConfig(pin_memory=True))] == [(None, 0)] * 2
+
+
+def handed_over():
+    """What loops on copies measure, pinned and not."""
+    found = []
+    for config in (PINNED, PAGEABLE):
+        data, model, _ = job(fetch_s=0.1, copy_s=0.02, step_s=0.01)
+        side = TrainingSide(model=model, train_step=OfOneKind(model, config.pin_memory), device="sim")
+        with opened(workload(data, BATCH, side)) as probe:
+            found.append(probe.probe.hand_over(config, PLAN))
+    return [(BATCH / each.samples_per_s.value, each.step_s, each.pin_s is None, each.copy_s) for each in found]
+
+
+def test_handing_over_is_measured_with_its_copies_and_without_the_dataset(simulated):
+    for found, known in zip(simulated.call(handed_over), ((0.03, False, 0.02), (0.05, True, 0.04)), strict=True):
+        period_s, step_s, is_pageable, copy_s = found
+        assert (period_s, step_s) == pytest.approx((known[0], known[0]), rel=0.1)
+        assert (is_pageable, copy_s) == (known[1], pytest.approx(known[2], abs=0.002))
+
+
 UUID = "aaaaaaaa-1111-2222"
 DEVICE = f"GPU-{UUID} 50000 {{mig}} 0 0 {3 << 30} 1000:64"
 """Of the stand-in of NVML: 64% busy with all that runs there."""
