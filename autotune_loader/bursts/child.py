@@ -221,7 +221,9 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
             if (failed := runner.prepare(replace(seen, most_workers=0))).ready is None:  # it has none
                 send(connection, failed)
                 return
-        answer, place = runner.run(request, place)
+        elsewhere = request.plan.place
+        answer, after = runner.run(request, place if elsewhere is None else elsewhere)
+        place = after if elsewhere is None else place
         send(connection, answer)
 
 

@@ -107,19 +107,20 @@ def open_probe(
     *,
     budget_s: float = 0.0,
     beside: Packed | None = None,
+    seed: int = 0,
 ) -> Iterator[OpenProbe]:
     """A warm probe in a fresh process, or in a fork where that has what a fresh one lacks; closed with all that it started.
 
     `memory_budget_bytes` is the most memory of the bursts' processes, None sets no limit. A start may take as long as the
     caller's `budget_s`, where that is longer than it may take anyway. Probes
-    `beside` each other have memory of their data in common.
+    `beside` each other have memory of their data in common, and another `seed` each: they read elsewhere.
 
     Raises:
         WorkloadError: the dataset, model or step failed on the very first batch, or can be taken to no other process.
     """
 
     def started(source: Sequence[int] | Workload, start_s: float, *notes: str) -> OpenProbe:
-        probe = ProcessProbe(source, memory_budget_bytes, start_s, machine.usable_cores)
+        probe = ProcessProbe(source, memory_budget_bytes, start_s, machine.usable_cores, seed)
         exits.callback(probe.close)
         warmup = probe.start()
         known = replace(warmup, most_workers=0) if unsent else warmup
@@ -189,11 +190,16 @@ class ProcessProbe:
     """
 
     def __init__(
-        self, source: Sequence[int] | Workload, memory_budget_bytes: int | None, start_s: float, usable_cores: int = 1
+        self,
+        source: Sequence[int] | Workload,
+        memory_budget_bytes: int | None,
+        start_s: float,
+        usable_cores: int = 1,
+        seed: int = 0,
     ) -> None:
         self._source, self._memory_budget_bytes, self._start_s = source, memory_budget_bytes, start_s
         self._usable_cores = usable_cores
-        self._starts, self._started_s = 0, 0.0
+        self._seed, self._started_s = seed, 0.0
         self._child: _Child | None = None
         self._memory: dict[LoaderConfig, MemoryUse | None] = {}
         """As it was read at the first burst of a configuration."""
@@ -237,9 +243,9 @@ class ProcessProbe:
     def _start(self) -> Message:
         """What a new child answers: that it is warm, or why not; then there is none."""
         self.close()
-        self._starts += 1
+        self._seed += 1
         begun = time.monotonic()
-        self._child = _Child(self._source, self._starts, Allowance(self._usable_cores, self._memory_budget_bytes))
+        self._child = _Child(self._source, self._seed, Allowance(self._usable_cores, self._memory_budget_bytes))
         message = self._child.ask(None, self._start_s)
         self._started_s = time.monotonic() - begun
         if message.ready is None:

@@ -228,6 +228,10 @@ class Caution(Table):
         "The step alone ran at {alone:rate}, and steps in training at up to {rate:rate}: the ceiling is not shown."
     )
     BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): samples/s are compared, which says nothing about convergence."
+    READ_TWICE = (
+        "The trials read more than the {samples} samples that there are: who read one once more may have had it from memory, "
+        "and the first epoch may differ by more."
+    )
     READ_AHEAD = "Thread {thread} reads batches ahead of training: the wait is that of the thread, not of training."
     WAITS_TOO_LONG = "{name}: the training loop waits {share:share} of its time; --fail-if-wait allows {most:share}."
     STARTS_ANEW = "With start method {method} each worker imports and unpickles everything again in each epoch: {why}."

@@ -8,6 +8,8 @@ all bursts of a run are one long reading of the dataset, and each takes up where
     sampler of yours the same blocks, of what it gives in a tenth of a second; its own order where that keeps to one place of
                      the dataset after another, which may hold a shard in memory
     stream           begun anew by each burst, with another seed, and in another epoch where it has `set_epoch`
+
+An epoch has no end: a reading that begins in its midst has read all of it when it is there again.
 """
 
 from __future__ import annotations
@@ -43,8 +45,12 @@ THIN, THINNEST = 0.05, 2
 """Runs meet where so few neighbours, of the median and at most, are on both sides: shards that follow each other have one."""
 SHORTEST_RUN = 8
 """Samples: fewer come together by chance."""
-FRESH_STARTS = 64
-"""A probe that had to be started anew begins in one of so many places of the epoch, since it does not know what was read."""
+FRESH_STARTS, NEXT_START = 64, 7
+"""By its seed a reading begins in one of so many places of the epoch, and the one of the next seed so many further: a probe
+that had to be started anew does not know what was read."""
+SIDES_APART = 161
+"""Between the seeds of the sides of a comparison, who may have files in common: they begin 0.61 of an epoch apart, however many
+they are, and a stream in other epochs."""
 STREAM = (
     "the dataset is a stream, which every trial restarts: if it always gives the same samples first, the disk was measured "
     "by the first trial only, and the others read from memory"
@@ -54,15 +60,16 @@ STREAM = (
 class Reading:
     """The order in which the bursts of one run read the samples; kept in the process that builds their loaders.
 
-    A run with another seed begins at another place.
+    A run with another seed begins at another place of the same epoch.
     """
 
     def __init__(self, data: DataSide, seed: int = 0) -> None:
-        self._data, self._seed, self._bursts = data, seed, 0
+        self._data, self._seed, self._burst_seed = data, seed, seed * 1000
         self._has_own_order = data.is_iterable or data.has_own_order or not data.samples_per_epoch()
         self._samples = min(data.samples_per_epoch() or 0, MOST_SAMPLES)
         self._block = BLOCK_BATCHES * (data.batch_size or 1)
-        self._at = (seed % FRESH_STARTS) * (self._samples // self._block // FRESH_STARTS) * self._block
+        self._part = seed * NEXT_START % FRESH_STARTS / FRESH_STARTS
+        self._origin = self._at = int(self._part * (self._samples // self._block)) * self._block
         self._pass = 0
         self._begun = self._pass, self._at
         self._own: dict[int | None, Iterator[Any]] = {}
@@ -90,25 +97,30 @@ class Reading:
 
     def begin(self, dataset: Any) -> int:
         """Another burst begins, on this dataset; returns its seed, for all that is random but the order."""
-        self._bursts += 1
+        self._burst_seed += 1
         self._begun, self._given = (self._pass, self._at), {}
         set_epoch = getattr(dataset, "set_epoch", None)
         if self._data.is_iterable and callable(set_epoch):
-            set_epoch(self._seed + self._bursts)
-        return self._seed * 1000 + self._bursts
+            set_epoch(sum(divmod(self._burst_seed, 1000)))
+        return self._burst_seed
 
     @property
     def place(self) -> Any:
         """Where the next burst goes on, for a reading of the same data in another process."""
-        return self._bursts, self._begun, (self._pass, self._at), self._given
+        return self._burst_seed, self._origin, self._begun, (self._pass, self._at), self._given
 
     def go_on(self, place: Any) -> None:
-        """Take up where a reading in another process has stopped; a sampler of the user's goes on by itself here."""
-        self._bursts, self._begun, (self._pass, self._at), self._given = place
+        """Take up where a reading in another process has stopped, or where every reading with this seed begins.
+
+        A sampler of the user's goes on by itself here.
+        """
+        if isinstance(place, int):
+            place = Reading(self._data, place).place
+        self._burst_seed, self._origin, self._begun, (self._pass, self._at), self._given = place
 
     def rewind(self) -> None:
         """Let the next burst read what the latest one has read; a stream is begun with the same seed."""
-        self._bursts, self._again = max(self._bursts - 1, 0), self._given
+        self._burst_seed, self._again = max(self._burst_seed - 1, 0), self._given
         self._pass, self._at = self._begun
 
     def batches(self, size: int | None = None) -> Iterator[Any]:
@@ -129,7 +141,8 @@ class Reading:
             self._at = min(first + size, end)
             if self._data.is_shuffled:
                 stretch, begin = divmod(first, STRETCH)
-                yield _shuffled(self._samples, self._pass, stretch)[begin : begin + self._at - first].tolist()
+                epoch = self._pass - (first < self._origin)
+                yield _shuffled(self._samples, epoch, stretch)[begin : begin + self._at - first].tolist()
             else:
                 yield _spread(np.arange(first, self._at), self._samples, self._block).tolist()
 
@@ -146,22 +159,23 @@ class Reading:
         batches: Iterable[Any] = data.batch_sampler if data.batch_sampler is not None else data.sampler
         if size is not None and data.batch_sampler is None:
             batches = BatchSampler(data.sampler, size, data.drop_last)
-        seed_everything(self._seed)
+        seed, part = self._seed % SIDES_APART, self._part  # sides draw the same, and are far from each other in it
+        seed_everything(seed)
         holders = [data, data.sampler, data.batch_sampler, getattr(data.batch_sampler, "sampler", None)]
         for holder in holders:
             if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
-                generator.manual_seed(self._seed)
+                generator.manual_seed(seed)
         try:
-            for number in itertools.count(self._seed):
+            for number in itertools.count(seed):
                 for holder in holders[1:]:
                     if callable(set_epoch := getattr(holder, "set_epoch", None)):
                         set_epoch(number)
                 epoch, is_empty = iter(batches), True
                 while drawn := _drawn(epoch):
                     self._runs[size] = run = max(self._runs.get(size, 0), run_length(drawn))
-                    order = range(len(drawn)) if run else _spread(np.arange(len(drawn)), len(drawn), BLOCK_BATCHES)
-                    yield from (drawn[at] for at in order)
-                    is_empty = False
+                    order = np.arange(len(drawn)) if run else _spread(np.arange(len(drawn)), len(drawn), BLOCK_BATCHES)
+                    yield from (drawn[at] for at in np.roll(order, -int(part * len(drawn))))
+                    is_empty, part = False, 0.0
                 if is_empty:
                     return
         except Exception:

@@ -126,6 +126,35 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
     return Workload(data=side, training=training, own_config=own_config, notes=tuple(notes))
 
 
+def make_workloads(sides: object, model: Any, **shared: Any) -> dict[str, Workload]:
+    """The sides of a comparison as workloads, by name: loaders, or tuples of one and what is its own in training.
+
+    Raises:
+        TypeError, ValueError: one is neither; the message names it.
+    """
+    works, tuples = 'sides={"now": loader, "then": other_loader}', "(loader, train_step) or (loader, model, train_step)"
+    if not isinstance(sides, Mapping):
+        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works} would work")
+    refuse(len(sides) < 2, f"sides={dict(sides)!r:.60} has fewer than two sides", works, ValueError)
+    found = dict[str, Workload]()
+    for name, side in sides.items():
+        refuse(not (isinstance(name, str) and name), f"sides has the name {name!r}, which is not a string", works)
+        parts = side if isinstance(side, tuple) else (side,)
+        no_pair = isinstance(side, tuple) and len(parts) not in (2, 3)
+        refuse(no_pair, f"sides[{name!r}] is a tuple of {len(parts)}", tuples)
+        loader, *own = parts
+        given = {"model": model, **shared}
+        if len(own) == 1:
+            given["model" if isinstance(own[0], torch.nn.Module) else "train_step"] = own[0]
+        elif own:
+            given["model"], given["train_step"] = own
+        try:
+            found[name] = make_workload(loader, **given)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"sides[{name!r}]: {error}") from error
+    return found
+
+
 def _check_order(data: Any, model: Any) -> None:
     given, in_order = _shown(data), "tune(data, model)"
     if isinstance(data, (str, bytes, os.PathLike)):

@@ -102,11 +102,23 @@ class Bursts:
         measured = self._probe.hand_over(config, plan)
         return None if isinstance(measured, Failure) else measured
 
+    def read_memory(self, trial: Trial) -> bool:
+        """Whether its samples came from no storage: FUSE, for one, does not count what is read, but who waits for it computes
+        little.
+        """
+        computes = self.context.fetch_cpu_s > COMPUTING_SHARE * (self.context.fetch_s or 0.0)
+        return computes and trial.measurement is not None and trial.measurement.read_bytes == 0
+
     def run(
-        self, config: LoaderConfig, number: int, round_: int | None = None, predicted: float | None = None
+        self,
+        config: LoaderConfig,
+        number: int,
+        round_: int | None = None,
+        predicted: float | None = None,
+        place: int | None = None,
     ) -> Trial:
         """A burst of the search, or of the round of this number; one of the search that failed by chance runs once more."""
-        begun, plan = self._budget.clock(), self._plan(config, round_)
+        begun, plan = self._budget.clock(), replace(self._plan(config, round_), place=place)
         outcome = self._probe.burst(config, plan)
         if isinstance(outcome, Failure) and outcome.retryable and round_ is None:
             outcome = self._probe.burst(config, plan)
@@ -117,11 +129,8 @@ class Bursts:
         """Long enough for some turns of the workers, and with a deadline; in a round from queues as full as in training."""
         trials, plan = self._trials(), SEARCH_BURST
         if round_ is not None:
-            last = trials[-1] if trials and trials[-1].round == round_ else None
-            # A side reads what the one before it has read, where that did not come from storage: FUSE, for one, does not
-            # count what is read, but who waits for it computes little.
-            computes = self.context.fetch_cpu_s > COMPUTING_SHARE * (self.context.fetch_s or 0.0)
-            again = computes and last is not None and last.measurement is not None and last.measurement.read_bytes == 0
+            # A side reads what the one before it has read, where that did not come from storage.
+            again = bool(trials) and trials[-1].round == round_ and self.read_memory(trials[-1])
             plan = replace(ROUND_BURST, prefill_s=self._prefill_s(config, trials), again=again)
         least_s = self._least_window_s(config, trials)
         plan = replace(

@@ -2,15 +2,17 @@
 
 sides ─► a probe each ─► the step alone, one burst each ─► rounds ─► ratios with intervals, bottlenecks
 
-Rounds go on until every side is shown to be faster or slower than the first, or as fast, or the budget ends.
+Rounds go on until every side is shown to be faster or slower than the first, or as fast, or the budget ends. While samples come
+from a storage no side reads what another has read, which would come from memory; otherwise those of a round read the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,24 +20,28 @@ import torch
 
 from autotune_loader.bursts.packing import Packed
 from autotune_loader.bursts.parent import OpenProbe, open_probe
-from autotune_loader.diagnosis import Answer, Caution, Evidence, diagnose
+from autotune_loader.diagnosis import Answer, Caution, Evidence, Finding, diagnose
 from autotune_loader.diagnosis.tables import answer
 from autotune_loader.machine.facts import Machine, inspect_machine
+from autotune_loader.pipeline.reading import SIDES_APART
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
 from autotune_loader.report.result import Comparison
 from autotune_loader.results.comparison import Side, ratios_of
+from autotune_loader.results.record import RateUnit
 from autotune_loader.search.belief import MAX_FAILURES
 from autotune_loader.search.turns import in_turns
-from autotune_loader.tuning.arguments import make_workload, refuse
+from autotune_loader.tuning.arguments import make_workloads
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.run import make_context, parse_options
-from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement, Round, Trial, WorkloadError, averaged
+from autotune_loader.values import Failure, LoaderConfig, Measurement, Round, Trial, WorkloadError, averaged
 
 LEAST_ROUNDS = 4
 """With fewer rounds equal sides are called faster or slower too often (`studies.fidelity.selection`)."""
 MOST_ROUNDS = 100
 """What the arithmetic of rounds takes grows with their number, cubed."""
+KNOWN = [row.kind for row in (Answer.FASTER, Answer.SLOWER, Answer.EQUAL)]
+NO_ROOM = "the budget had no room for an A/B round with it; rerun with a larger budget"
 
 
 def compare(
@@ -75,112 +81,87 @@ def compare(
     Raises:
         TypeError, ValueError: An argument is wrong; the message names a value that would work.
     """
-    _check_sides(sides)
-    shared = {"train_step": train_step, "loss_fn": loss_fn, "optimizer": optimizer, "device": device}
     options = parse_options(budget=budget, progress=progress)
-    workloads = {name: _workload(name, value, model, shared) for name, value in sides.items()}
+    shared = {"train_step": train_step, "loss_fn": loss_fn, "optimizer": optimizer, "device": device}
+    entrants = {name: _Entrant(workload) for name, workload in make_workloads(sides, model, **shared).items()}
     begun, machine, shown = time.monotonic(), inspect_machine(), make_progress(options.progress)
+    trials, rounds = {name: each.trials for name, each in entrants.items()}, list[Round]()
+
+    def burst(name: str, number: int) -> None:
+        reads_memory = all(entrants[each].bursts.read_memory(trials[each][-1]) for each in working(trials))
+        entrants[name].burst(number, place=number if reads_memory else None)
+
     with contextlib.ExitStack() as exits:
         beside = exits.enter_context(Packed())
-        entrants = {name: _Entrant(workload) for name, workload in workloads.items()}
-        for name, entrant in entrants.items():
+        for number, (name, entrant) in enumerate(entrants.items()):
             shown.announce(f"starting {name}")
-            memory_bytes, budget_s = machine.memory_budget_bytes, options.budget_s
-            try:
-                opening = open_probe(entrant.workload, machine, memory_bytes, budget_s=budget_s, beside=beside)
+            given = entrant.workload, machine, machine.memory_budget_bytes
+            opening = open_probe(*given, budget_s=options.budget_s, beside=beside, seed=number * SIDES_APART)
+            with entrant.failing():
                 entrant.opened = exits.enter_context(opening)
-            except WorkloadError as error:
-                entrant.failure = _failure_of(error)
+        unit = _unit_of(entrants)
         budget_left = Budget(options.budget_s, time.monotonic)
         for entrant in entrants.values():
             entrant.begin(machine, budget_left)
-        works = {name: each.trials[-1].seconds for name, each in entrants.items() if each.failure is None}
-        paired = PairedRounds(works, lambda name, number: entrants[name].burst(number), budget_left, of=len(sides))
-        while paired.run():
-            rates = (f"{name} {rate:,.0f}" for name, rate in paired.rounds[-1].rates.items())
-            shown.announce(f"round {len(paired.rounds)}: {', '.join(rates)}")
-    return _compared(entrants, paired, machine, time.monotonic() - begun)
+        for each in paired_rounds(trials, burst, budget_left):
+            rounds.append(each)
+            rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in each.rates.items())
+            shown.announce(f"round {len(rounds)}: {rates}")
+    works = working(trials)
+    return Comparison(
+        sides=tuple(_side(name, each, machine, works=name in works) for name, each in entrants.items()),
+        rounds=tuple(each for each in rounds if each.rates),
+        rate_unit=unit,
+        seconds=time.monotonic() - begun,
+        notes=tuple(_notes(entrants, works)),
+    )
 
 
-@dataclass(slots=True)
-class PairedRounds:
-    """Rounds of some sides, in each of which those run once that are not yet known beside the first."""
+def paired_rounds(
+    trials: Mapping[str, Sequence[Trial]], burst: Callable[[str, int], object], budget: Budget
+) -> Iterator[Round]:
+    """Rounds, in each of which those sides run once that are not yet known beside the first, until all is decided.
 
-    burst_s: dict[str, float]  # sides by name, with the seconds that the last burst of each took
-    burst: Callable[[str, int], Measurement | Failure]  # a burst of a side in the round of this number, from 0
-    budget: Budget  # a round that does not fit into it is not begun
-    of: int  # number of sides that are compared, with those that failed before
-    rounds: list[Round] = field(default_factory=list)
-    _failed: Counter[str] = field(default_factory=Counter)
-
-    def run(self) -> bool:
-        """Run one more round, if all is not decided and it fits."""
-        names, rates = self._entrants(), dict[str, float]()
-        for name in names:
-            begun = self.budget.clock()
-            outcome = self.burst(name, len(self.rounds))
-            self.burst_s[name] = self.budget.clock() - begun
-            if isinstance(outcome, Measurement):
-                rates[name] = outcome.samples_per_s.value
-            else:
-                self._failed[name] += MAX_FAILURES if outcome.kind == "deadline" else 1  # it would hang again
-        if names:
-            self.rounds.append(Round(rates=rates))
-        return bool(names)
-
-    def works(self) -> list[str]:
-        """Who has not failed too often; the others are compared with the first of them."""
-        return [name for name in self.burst_s if self._failed[name] < MAX_FAILURES]
-
-    def _entrants(self) -> list[str]:
-        """Who runs in the next round, in this order."""
-        number, works = len(self.rounds), self.works()
-        ratios = ratios_of(self.rounds, works, self.of)
-        open_ones = [name for name in works[1:] if name not in ratios or not _is_decided(ratios[name])]
-        if number >= MOST_ROUNDS or not (open_ones or number < LEAST_ROUNDS):
-            return []
-        order = works[:1] + open_ones
-        while sum(self.burst_s[name] for name in order) > self.budget.left():
-            if len(order) <= 2:
-                return []
-            order.remove(max(order[1:], key=self.burst_s.__getitem__))  # the others shall have an answer
-        return in_turns(order, number)
-
-
-def _is_decided(ratio: Interval) -> bool:
-    said = answer("", ratio, "")
-    return ratio.count >= LEAST_ROUNDS and not (Answer.NOT_SHOWN.said_by(said) or Answer.UNSURE.said_by(said))
-
-
-def _check_sides(sides: object) -> None:
-    works = 'sides={"now": loader, "then": other_loader}'
-    if not isinstance(sides, Mapping):
-        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works} would work")
-    refuse(len(sides) < 2, f"sides={dict(sides)!r:.60} has fewer than two sides", works, ValueError)
-    for name in sides:
-        is_name = isinstance(name, str) and name
-        refuse(not is_name, f"sides has the name {name!r}, which is not a string", works)
-
-
-def _workload(name: str, value: Any, model: Any, shared: Mapping[str, Any]) -> Workload:
-    """One side as a workload.
-
-    Raises:
-        TypeError, ValueError: it is none; the message begins with its name.
+    Args:
+        trials: of every side, the last of which tells how long another one takes.
+        burst: adds one to a side's in the round of this number, from 0.
+        budget: a round that does not fit into it is not begun.
     """
-    given, parts = {"model": model, **shared}, value if isinstance(value, tuple) else (value,)
-    no_pair = isinstance(value, tuple) and len(parts) not in (2, 3)
-    works = "(loader, train_step) or (loader, model, train_step)"
-    refuse(no_pair, f"sides[{name!r}] is a tuple of {len(parts)}", works)
-    loader, *rest = parts
-    if len(rest) == 1:
-        given["model" if isinstance(rest[0], torch.nn.Module) else "train_step"] = rest[0]
-    elif rest:
-        given["model"], given["train_step"] = rest
-    try:
-        return make_workload(loader, **given)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"sides[{name!r}]: {error}") from error
+    rounds = list[Round]()
+    while names := _next(trials, rounds, budget):
+        for name in names:
+            burst(name, len(rounds))
+        rates = {name: trials[name][-1].samples_per_s for name in names}
+        rounds.append(Round(rates={name: rate for name, rate in rates.items() if rate is not None}))
+        yield rounds[-1]
+
+
+def working(trials: Mapping[str, Sequence[Trial]]) -> list[str]:
+    """Who has not failed too often; the others are compared with the first of them."""
+    # Who failed out of a round does so for good, and who hung would hang again.
+    is_final = {
+        name: [trial.round is None or failure.kind == "deadline" for trial in each if (failure := trial.failure)]
+        for name, each in trials.items()
+    }
+    return [name for name, failures in is_final.items() if len(failures) < MAX_FAILURES and not any(failures)]
+
+
+def _next(trials: Mapping[str, Sequence[Trial]], rounds: Sequence[Round], budget: Budget) -> list[str]:
+    """Who runs in the next round, in this order."""
+    works = working(trials)
+    ratios = ratios_of(rounds, works, len(trials))
+    known = {
+        name for name, ratio in ratios.items() if ratio.count >= LEAST_ROUNDS and answer(name, ratio, "").kind in KNOWN
+    }
+    open_ones = [name for name in works[1:] if name not in known]
+    if len(rounds) >= MOST_ROUNDS or not (open_ones or len(rounds) < LEAST_ROUNDS):
+        return []
+    entrants, burst_s = works[:1] + open_ones, {name: trials[name][-1].seconds for name in works}
+    while sum(burst_s[name] for name in entrants) > budget.left():
+        if len(entrants) <= 2:
+            return []
+        entrants.remove(max(entrants[1:], key=burst_s.__getitem__))  # the others shall have an answer
+    return in_turns(entrants, len(rounds))
 
 
 @dataclass(slots=True)
@@ -188,11 +169,10 @@ class _Entrant:
     """One side while it is measured."""
 
     workload: Workload
+    trials: list[Trial] = field(default_factory=list)  # every burst, in order; or a first batch that failed
     opened: OpenProbe | None = None  # None where the first batch failed
-    bursts: Bursts | None = None
-    step: Measurement | None = None  # the step alone, data already in memory
-    failure: Failure | None = None  # the last one
-    trials: list[Trial] = field(default_factory=list)  # every burst, in order
+    bursts: Bursts = field(init=False)  # once it has begun
+    step: Measurement | None = None  # alone, data already in memory
 
     @property
     def config(self) -> LoaderConfig:
@@ -208,73 +188,72 @@ class _Entrant:
         self.step = self.bursts.step_alone() if self.workload.has_step else None
         self.burst()
 
-    def burst(self, round_: int | None = None) -> Measurement | Failure:
+    def burst(self, round_: int | None = None, place: int | None = None) -> None:
         """A burst of the round of this number, or a first one."""
-        assert self.bursts is not None
-        number = len(self.trials)
+        with self.failing():
+            self.trials.append(self.bursts.run(self.config, len(self.trials), round_, place=place))
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """What a sample or the step raises in the block, as it would in training, is how this side fails."""
         try:
-            trial = self.bursts.run(self.config, number, round_)
-        except WorkloadError as error:  # a sample or the step raises
-            trial = Trial(number=number, config=self.config, failure=_failure_of(error))
-        self.trials.append(trial)
-        self.failure = trial.failure or self.failure
-        return trial.outcome
+            yield
+        except WorkloadError as error:
+            message, traceback = error.message, error.user_traceback or None
+            failure = Failure(kind="user_exception", phase="batches", message=message, traceback=traceback)
+            self.trials.append(Trial.of(len(self.trials), self.config, failure))
 
 
-def _failure_of(error: WorkloadError) -> Failure:
-    traceback = error.user_traceback or None
-    return Failure(kind="user_exception", phase="batches", message=error.message, traceback=traceback)
+def _unit_of(entrants: Mapping[str, _Entrant]) -> RateUnit:
+    """What all rates count.
 
-
-def _compared(entrants: Mapping[str, _Entrant], paired: PairedRounds, machine: Machine, seconds: float) -> Comparison:
-    counting = {name: each.opened.warmup.counts_batches for name, each in entrants.items() if each.opened}
-    if len(set(counting.values())) > 1:
-        name = next(name for name, counts in counting.items() if counts)
+    Raises:
+        ValueError: some sides count samples, and others batches.
+    """
+    sides = {each.opened.warmup.counts_batches: name for name, each in entrants.items() if each.opened}
+    if len(sides) > 1:
         raise ValueError(
-            f"sides[{name!r}] does not tell the number of samples per batch, and other sides do, so their rates "
+            f"sides[{sides[True]!r}] does not tell the number of samples per batch, and other sides do, so their rates "
             "cannot be compared; tensors whose first dimension is the batch would work"
         )
-    works = paired.works()
-    sides = tuple(_side(name, each, machine, works=name in works) for name, each in entrants.items())
-    notes = [
-        Caution.NOTE(text=f"{name}: {note}")
-        for name, each in entrants.items()
-        for note in (*each.workload.notes, *(each.opened.notes if each.opened else ()))
-    ]
-    measured = {side.name: side.measurement for side in sides if side.measurement is not None}
-    # The largest: the last batch of an epoch may be smaller.
-    sizes = {name: max(each.samples for each in burst.traces) for name, burst in measured.items() if burst.traces}
+    return "batches/s" if True in sides else "samples/s"
+
+
+def _notes(entrants: Mapping[str, _Entrant], works: Sequence[str]) -> Iterator[Finding]:
+    """What should be known of a comparison, and of its sides."""
+    sizes, read = dict[str, int](), Counter[float]()
+    for name in works:
+        entrant, epoch = entrants[name], entrants[name].workload.data.samples_per_epoch() or math.inf
+        for trial in entrant.trials:
+            if (measured := trial.measurement) and not entrant.bursts.read_memory(trial):
+                read[epoch] += measured.samples
+            if measured and measured.traces:
+                sizes[name] = max(trace.samples for trace in measured.traces)  # the last of an epoch may be smaller
     if len(set(sizes.values())) > 1:
-        differ = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        notes.insert(0, Caution.BATCH_SIZES_DIFFER(sizes=differ))
-    return Comparison(
-        sides=sides,
-        rounds=tuple(each for each in paired.rounds if each.rates),
-        rate_unit="batches/s" if any(counting.values()) else "samples/s",
-        seconds=seconds,
-        notes=tuple(notes),
-    )
+        yield Caution.BATCH_SIZES_DIFFER(sizes=", ".join(f"{name} {size}" for name, size in sizes.items()))
+    yield from (Caution.READ_TWICE(samples=epoch) for epoch, samples in read.items() if samples > epoch)
+    for name, each in entrants.items():
+        notes = (*each.workload.notes, *(each.opened.notes if each.opened else ()))
+        yield from (Caution.NOTE(text=f"{name}: {note}") for note in notes)
 
 
 def _side(name: str, entrant: _Entrant, machine: Machine, *, works: bool) -> Side:
     """What was measured of a side, and what limits it, by the same rules as in `tune()`."""
-    config, workload, failure, trials = entrant.config, entrant.workload, entrant.failure, entrant.trials
+    config, data, trials = entrant.config, entrant.workload.data, entrant.trials
     measured = [each.measurement for each in trials if each.measurement is not None and each.round is not None]
     if not (works and measured):
-        if failure is None:
-            no_room = "the budget had no room for an A/B round with it; rerun with a larger budget"
-            return Side(name=name, config=config, error=no_room)
-        error = f"{failure.kind}: {failure.message}"
-        return Side(name=name, config=config, error=error, traceback=failure.traceback)
+        failed = [each.failure for each in trials if each.failure is not None][-1:]
+        error, traceback = next(((f"{each.kind}: {each.message}", each.traceback) for each in failed), (NO_ROOM, None))
+        return Side(name=name, config=config, error=error, traceback=traceback)
     together = averaged(measured)
     evidence = Evidence.of(
         together,
         config=config,
         cores=machine.usable_cores,
         ceiling=None if entrant.step is None else entrant.step.samples_per_s,
-        epoch_batches=workload.data.batches_per_epoch(),
-        on_accelerator=not workload.on_cpu,
-        has_batched_fetch=workload.data.has_batched_fetch,
+        epoch_batches=data.batches_per_epoch(),
+        on_accelerator=not entrant.workload.on_cpu,
+        has_batched_fetch=data.has_batched_fetch,
         trials=tuple(trials),
     )
     return Side(name=name, config=config, measurement=together, bottleneck=diagnose(evidence)[0])

@@ -46,6 +46,7 @@ class BurstPlan:
     anew: bool = True
     """Workers start as in training; otherwise spawned ones are cloned from a process that has the dataset."""
     again: bool = False  # read the samples of the burst before this one once more; otherwise reading goes on
+    place: int | None = None  # number of where to read, the same in every probe; None: each goes on by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

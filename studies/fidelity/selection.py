@@ -1,6 +1,6 @@
 """What does `compare()` show, and how often is it wrong? `python -m studies.fidelity.selection [--runs 1000]`
 
-Its own rounds (`tuning.compare.PairedRounds`) run on simulated bursts of 0.8 s, whose rates scatter by a normal or by a
+Its own rounds (`tuning.compare.paired_rounds`) run on simulated bursts of 0.8 s, whose rates scatter by a normal or by a
 heavy-tailed noise beside a drift of 1% that all bursts of a round share. What is told is what its sentences say.
 
     power     how often is a side that is faster by so much told to be so, and are equal sides told apart?
@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from autotune_loader.diagnosis.tables import Answer, answer
 from autotune_loader.results.comparison import ratios_of
 from autotune_loader.tuning.bursting import Budget
-from autotune_loader.tuning.compare import PairedRounds
-from autotune_loader.values import Interval, LoaderConfig, Measurement
+from autotune_loader.tuning.compare import paired_rounds
+from autotune_loader.values import Interval, LoaderConfig, Measurement, Round, Trial
 from tests.support import FakeClock, SimulatedMachine, simulated_trials
 
 BURST_S, DRIFT_SD, APART_SD = 0.8, 0.01, 0.05
@@ -62,30 +62,35 @@ class Told(NamedTuple):
 def compared(kind: Kind, seed: int) -> Told:
     """One comparison."""
     rng, clock, names = random.Random(f"{kind} {seed}"), FakeClock(), "abcde"[: kind.sides]
+    trials, rounds = {name: [_trial(SHAPE)] for name in names}, list[Round]()
     apart_sd = APART_SD if kind.ratio is None and seed % 4 == 3 else 0.0
     truth = {name: rng.gauss(math.log(kind.ratio or 1.0), apart_sd) for name in names} | {"a": 0.0}
     drifts = [rng.gauss(0.0, DRIFT_SD) for _ in range(200)]
 
-    def burst(name: str, number: int) -> Measurement:
+    def burst(name: str, number: int) -> None:
         clock.advance(BURST_S)
         noise = rng.gauss(0.0, 1.0)
         if kind.is_heavy:  # Student's t of variance 1
             noise *= math.sqrt((HEAVY_FREEDOM - 2) / rng.gammavariate(HEAVY_FREEDOM / 2, 2.0))
         rate = 1000.0 * math.exp(truth[name] + drifts[number] + kind.noise_sd * noise)
-        return replace(SHAPE, samples_per_s=Interval(value=rate, low=rate, high=rate, count=20))
+        found = replace(SHAPE, samples_per_s=Interval(value=rate, low=rate, high=rate, count=20))
+        trials[name].append(_trial(found, number))
 
-    budget = Budget(kind.budget_s + 1e-6, clock)
-    paired = PairedRounds(dict.fromkeys(names, BURST_S), burst, budget, of=len(names))
-    while paired.run():
-        ratios = ratios_of(paired.rounds, list(names), len(names))
-        is_far = all(abs(math.log(each.value)) > LOOKS_DECIDED for each in ratios.values())
-        if kind.is_like_tune and len(paired.rounds) >= (2 if is_far else 3):
+    for each in paired_rounds(trials, burst, Budget(kind.budget_s + 1e-6, clock)):
+        rounds.append(each)
+        ratios = ratios_of(rounds, list(names), len(names))
+        is_far = all(abs(math.log(ratio.value)) > LOOKS_DECIDED for ratio in ratios.values())
+        if kind.is_like_tune and len(rounds) >= (2 if is_far else 3):
             break
     return Told(
         is_equal=not any(truth.values()),
         rows={answer(name, ratio, "a").kind for name, ratio in ratios.items()},
         covered=[each.low <= math.exp(truth[name]) <= each.high for name, each in ratios.items()],
     )
+
+
+def _trial(measured: Measurement, number: int | None = None) -> Trial:
+    return Trial.of(0, LoaderConfig(), measured, round=number, seconds=BURST_S)
 
 
 def _told(told: Sequence[Told], *rows: Answer) -> float:

@@ -1,9 +1,13 @@
-"""How much memory does `compare()` take for sides over one dataset?
+"""How much memory does `compare()` take for sides over one dataset, and does one read what another has just read?
 
     python -m studies.fidelity.sides [--sides 5] [--mib 800]
+    python -m studies.fidelity.sides --cold
 
-A process of its own holds the dataset and compares. Told is the most that it and its descendants take (files in memory, and
-PSS of the rest) beyond what they take of a dataset of 8 MiB, as a multiple of the dataset: 1 is one copy for all sides.
+Memory: a process of its own holds the dataset and compares. Told is the most that it and its descendants take (files in memory,
+and PSS of the rest) beyond what they take of a dataset of 8 MiB, as a multiple of the dataset: 1 is one copy for all sides.
+
+Cold: a sample waits 10 ms if no process has read it before; that of the slower side 5 ms more. Told is the ratio of sides
+over one storage, and over one each, which is the true one.
 """
 
 from __future__ import annotations
@@ -11,18 +15,23 @@ from __future__ import annotations
 import argparse
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
-from autotune_loader import compare
+from autotune_loader import Comparison, compare
 from autotune_loader.machine.processes import tree
 from studies.processes import last_line
+from tests.support.bursts import ColdStore
 
 MIB, SMALL_MIB, WIDTH = 1 << 20, 8, 1 << 16
 """Bytes; a dataset that costs nothing; floats of a sample, 256 KiB."""
+STORED, DECODE_S = 20_000, 0.005
+"""Samples of a cold storage, and what each takes the slower side beyond."""
 
 
 def peak_bytes(sides: int, mib: int) -> int:
@@ -44,6 +53,30 @@ def peak_bytes(sides: int, mib: int) -> int:
     return most - mib * MIB
 
 
+def cold(order: Callable[[ColdStore], dict[str, Any]], *, is_shared: bool) -> Comparison:
+    """Two sides over a storage of which nothing was read, or over one each, in this order."""
+    slow = ColdStore.new(STORED, DECODE_S)
+    fast = ColdStore(slow.path) if is_shared else ColdStore.new(STORED)
+    try:
+        sides = {"slow": slow, "fast": fast}
+        loaders = {name: DataLoader(data, 4, num_workers=2, **order(data)) for name, data in sides.items()}
+        return compare(loaders, budget=20.0, progress=False)
+    finally:
+        for path in {slow.path, fast.path}:
+            path.unlink()
+
+
+class OwnSampler(SequentialSampler):
+    """One that is not torch's."""
+
+
+ORDERS: dict[str, Callable[[ColdStore], dict[str, Any]]] = {
+    "shuffled": lambda data: {"shuffle": True},
+    "in order": lambda data: {},
+    "a sampler of the user's": lambda data: {"sampler": OwnSampler(data)},
+}
+
+
 def taken_bytes() -> int:
     """What this process and its descendants have in memory: files without a name as a whole, and PSS but for these."""
     total = 0
@@ -63,8 +96,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sides", type=int, default=5)
     parser.add_argument("--mib", type=int, default=800)
+    parser.add_argument("--cold", action="store_true", help="ratios over a cold storage, in place of memory")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.cold:
+        print("| order | one storage each | one for both |\n|---|---|---|")
+        for name, order in ORDERS.items():
+            alone, together = (cold(order, is_shared=each).ratios["fast"] for each in (False, True))
+            print(f"| {name} | {alone} | {together} |", flush=True)
+        return
     if asked.one is not None:
         print(peak_bytes(asked.one, asked.mib), flush=True)
         return

@@ -18,7 +18,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from autotune_loader.pipeline.reading import BLOCK_BATCHES, Reading
+from autotune_loader.pipeline.reading import BLOCK_BATCHES, SIDES_APART, Reading
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
 from autotune_loader.values import LoaderConfig
@@ -81,6 +81,34 @@ def test_bursts_read_what_none_before_has_read_and_are_spread_over_an_epoch(name
         assert [np.mean(each) / len(ROWS) for each in bursts] == pytest.approx([0.5] * 8, abs=0.2)
         ahead = [after[0] == before[-1] + 1 for before, after in itertools.pairwise(bursts[0])]
         assert ahead == [number % BLOCK_BATCHES != 0 for number in range(1, BURST)]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_sides_of_a_comparison_read_far_from_each_other_and_the_same_at_a_place_that_they_are_told(name):
+    # GIVEN one side whose sampler, if it is the user's, goes on in this process, and two others
+    sides = [Run(LOADERS[name], 1 + number * SIDES_APART) for number in range(3)]
+    read = [np.hstack([np.ravel(batch) for _ in range(2) for batch in side()]) for side in sides]
+    assert len(set(np.hstack(read).tolist())) == sum(map(len, read))
+    if not LOADERS[name].has_own_order:
+        # WHEN all shall read the same THEN they do, and each goes on where it was
+        before = [side.reading.place for side in sides]
+        for side in sides:
+            side.reading.go_on(5)
+        one, *others = (side() for side in sides)
+        assert [one] * 2 == others
+        for side, place in zip(sides, before, strict=True):
+            side.reading.go_on(place)
+        further = np.hstack([np.ravel(batch) for side in sides for batch in side(3)])
+        assert not set(further.tolist()).intersection(np.hstack(read).tolist())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 33, 1 + SIDES_APART])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_wherever_a_reading_begins_all_is_read_before_anything_is_read_twice(shuffled, seed):
+    burst = Run(loader(range(1000), shuffle=shuffled), seed)
+    first, second = ([index for batch in burst(63) for index in batch] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(1000))
+    assert (first != second) == shuffled
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

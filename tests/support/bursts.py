@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -40,6 +42,36 @@ class Made(Dataset[Any]):
 
 def _made(data: bytes) -> Made:
     return Made(*cloudpickle.loads(data))
+
+
+class ColdStore(Dataset[Any]):
+    """Samples of a storage behind a page cache, which all processes have in common: who is first to read one waits for it.
+
+    `path` is a file of zeros, a byte for each sample, where bursts may write; `decode_s` is what a sample takes beyond.
+    """
+
+    def __init__(self, path: Path, decode_s: float = 0.0, *, cold_s: float = 0.010) -> None:
+        self.path, self.decode_s, self.cold_s = path, decode_s, cold_s
+
+    @classmethod
+    def new(cls, length: int, decode_s: float = 0.0) -> ColdStore:
+        """One of which nothing was read; its owner removes the file."""
+        file, name = tempfile.mkstemp(prefix="autotune-loader-cold-", dir="/dev/shm")
+        os.truncate(file, length)
+        os.close(file)
+        return cls(Path(name), decode_s)
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size
+
+    def __getitem__(self, index: int) -> Any:
+        with self.path.open("r+b", buffering=0) as file:
+            file.seek(index)
+            was_read = file.read(1) != b"\0"
+            file.seek(index)
+            file.write(b"\1")
+        time.sleep(self.decode_s + (0.0 if was_read else self.cold_s))
+        return torch.tensor(index)
 
 
 def workload(dataset: Any, batch_size: int | None = 4, training: TrainingSide | None = None, **parts: Any) -> Workload:

@@ -13,9 +13,9 @@ from autotune_loader import LoaderConfig, TuningResult, compare, load_config, tu
 from autotune_loader.diagnosis import Caution
 from autotune_loader.diagnosis.tables import answer
 from autotune_loader.tuning.bursting import Budget
-from autotune_loader.tuning.compare import LEAST_ROUNDS, PairedRounds
+from autotune_loader.tuning.compare import LEAST_ROUNDS, paired_rounds, working
 from autotune_loader.tuning.study import CHOSEN
-from autotune_loader.values import Failure, Interval, WorkloadError
+from autotune_loader.values import Failure, Interval, Trial, WorkloadError
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, on_simulated_machines, simulated_trials
 
 ROWS = TensorDataset(torch.zeros(100_000, 3), torch.zeros(100_000, dtype=torch.long))
@@ -135,10 +135,10 @@ AT_ONCE = "the first batch failed"
 SHAPE = simulated_trials(FAST, LoaderConfig())[0].measurement
 
 
-def compared(monkeypatch, budget=30, probe_on=SimulatedProbe, **machines):
+def compared(monkeypatch, budget=30, probe_on=SimulatedProbe, length=10**6, **machines):
     """One worker on each machine; a text is what the first batch of a side raises."""
     sizes = {name: getattr(machine, "batch_size", 32) for name, machine in machines.items()}
-    sides = {name: DataLoader([0] * 10**6, size, num_workers=1) for name, size in sizes.items()}
+    sides = {name: DataLoader([0] * length, size, num_workers=1) for name, size in sizes.items()}
     machine_of = {id(sides[name].dataset): machine for name, machine in machines.items()}
     on_simulated_machines(monkeypatch, lambda workload: machine_of[id(workload.data.dataset)], probe_on)
     return compare(sides, train_step=0.001, progress=False, budget=budget)
@@ -177,19 +177,21 @@ def test_ten_percent_are_shown_in_30_seconds_and_equal_sides_are_never_told_apar
 def paired(outcomes, budget_s=30.0, burst_s=1.0):
     """Rounds of sides with these outcomes, a rate or a kind of failure for each round, the last one again and again."""
     clock, begun = FakeClock(), []
+    trials = {name: [Trial.of(0, LoaderConfig(), SHAPE, seconds=burst_s)] for name in outcomes}
 
     def burst(name, number):
         begun.append(name)
         clock.advance(burst_s)
         seen = outcomes[name][min(number, len(outcomes[name]) - 1)]
         if isinstance(seen, str):
-            return Failure(kind=seen, phase="batches", message="no")
-        return replace(SHAPE, samples_per_s=Interval(value=seen, low=seen, high=seen, count=9))
+            found = Failure(kind=seen, phase="batches", message="no")
+        else:
+            found = replace(SHAPE, samples_per_s=Interval(value=seen, low=seen, high=seen, count=9))
+        trials[name].append(Trial.of(0, LoaderConfig(), found, round=number, seconds=burst_s))
 
-    rounds = PairedRounds(dict.fromkeys(outcomes, burst_s), burst, Budget(budget_s, clock), of=len(outcomes))
-    while rounds.run():
+    for _ in paired_rounds(trials, burst, Budget(budget_s, clock)):
         assert clock() <= budget_s
-    return rounds, begun
+    return trials, begun
 
 
 @pytest.mark.parametrize(
@@ -205,8 +207,8 @@ def paired(outcomes, budget_s=30.0, burst_s=1.0):
     ],
 )
 def test_rounds_end_once_all_is_decided_and_who_fails_twice_or_hangs_once_is_out(outcomes, works, runs):
-    rounds, begun = paired(outcomes)
-    assert "".join(rounds.works()) == works
+    trials, begun = paired(outcomes)
+    assert "".join(working(trials)) == works
     assert Counter(begun) == runs
 
 
@@ -251,6 +253,33 @@ def test_sides_of_different_batch_sizes_are_compared_by_samples_and_that_is_said
     found = compared(monkeypatch, 10, ShortEnds, now=FAST, then=SLOW)
     assert found["now"].measurement.batch_size < 0.95 * found["then"].measurement.batch_size
     assert found.notes == ()
+
+
+WAITS = replace(SLOW, cpu_s=0.01, wait_s=0.03)
+PLACES = {
+    # machines, bytes that the second side reads from a disk, and samples: whether rounds read the same, and a note
+    "in memory": ([SLOW, FAST], 0, 10**6, True, False),
+    "in memory, and few": ([SLOW, FAST], 0, 64, True, False),
+    "one from a disk": ([SLOW, FAST], 4096, 10**6, False, False),
+    "one from a disk, and few": ([SLOW, FAST], 4096, 64, False, True),
+    "what does not count": ([SLOW, WAITS], 0, 10**6, False, False),
+}
+
+
+@pytest.mark.parametrize("case", PLACES.values(), ids=PLACES)
+def test_sides_read_the_same_in_a_round_only_where_none_reads_it_for_the_other(monkeypatch, case):
+    (now, then), read_bytes, length, is_same, is_noted = case
+    places = {now: [], then: []}
+
+    class Reading(SimulatedProbe):
+        def burst(self, config, plan):
+            places[self.machine].append(plan.place)
+            return replace(super().burst(config, plan), read_bytes=read_bytes if self.machine == then else 0)
+
+    found = compared(monkeypatch, 10, Reading, length=length, now=now, then=then)
+    rounds = range(len(found.rounds))
+    assert list(places.values()) == [[None, *(number if is_same else None for number in rounds)]] * 2
+    assert [Caution.READ_TWICE.said_by(each) for each in found.notes] == [True] * is_noted
 
 
 LOADER = loader()
