@@ -93,7 +93,7 @@ class Belief:
         drawn = draw(configs, self._mean(solved), _covariance(configs, self.space, solved), self._observed())
         if self.twin is None or solved is None:
             return drawn
-        found = sufficient(configs, self.twin.observations, solved.loop_use)
+        found = sufficient(configs, self.twin.observations, solved.loop_use, self.space.is_modelled)
         return replace(drawn, paths=with_sufficiency(drawn.paths, found))
 
     @cached_property

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -183,9 +183,15 @@ class Sufficient:
 
 
 def sufficient(
-    configs: Sequence[LoaderConfig], observations: Sequence[Observation], loop_use: Sequence[float] | Floats
+    configs: Sequence[LoaderConfig],
+    observations: Sequence[Observation],
+    loop_use: Sequence[float] | Floats,
+    is_modelled: Callable[[LoaderConfig], bool] = lambda config: True,
 ) -> list[Sufficient]:
-    """What the bursts show, and the share of the time in which the loop of each configuration works, as the twin says."""
+    """What the bursts show, and the share of the time in which the loop of each configuration works, as the twin says.
+
+    They tell of configurations that differ from theirs in workers and prefetch alone, which those are that it models.
+    """
     same_workers, alike = defaultdict[LoaderConfig, list[int]](list), defaultdict[LoaderConfig, list[int]](list)
     for position, config in enumerate(configs):
         if config.num_workers:
@@ -198,7 +204,7 @@ def sufficient(
             found.append(Sufficient(position=deepest, log_headroom=math.inf, larger=tuple(shallower)))
     known = _headrooms(observations)
     for group in alike.values():
-        for position in group:
+        for position in group if is_modelled(configs[group[0]]) else ():
             workers = configs[position].num_workers
             log_headroom, sd = known.get(workers, (-math.inf, 0.0))
             larger = tuple(i for i in group if i != position and configs[i].num_workers >= workers)
@@ -241,7 +247,7 @@ def _headrooms(observations: Sequence[Observation]) -> Mapping[int, tuple[float,
     quickest = min(float(each.receive_s.mean()) / step_s for each, step_s in seen)
     bursts = defaultdict[int, list[tuple[float, float]]](list)
     for (each, step_s), variance in zip(seen, sampling_variance([each for each, _ in seen]), strict=True):
-        loop_s = step_s * (1.0 + quickest)
+        loop_s = max(step_s * (1.0 + quickest), each.pin_s)
         log = math.log(each.num_workers * loop_s / max(float(each.service_s.mean()), 1e-12))
         own = float(variance) + float((each.step_s / loop_s).var()) / len(each.step_s)
         bursts[each.num_workers].append((log, own + BURST_SD**2))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autotune_loader.pipeline.throughput import once_locked
 from autotune_loader.search.queue import Floats
 from autotune_loader.values import BatchTrace, LoaderConfig, Measurement, after_first_of_each
 
@@ -33,6 +34,7 @@ class Observation:
     step_s: Floats  # seconds of the step, with the loop's own overhead
     batch_size: float  # mean samples per batch
     batches_per_s: float  # rate that the burst itself measured
+    pin_s: float = 0.0  # mean seconds in which a thread pinned a batch; 0 without one
     at_work: float  # mean number of workers at work in the steady part of the burst
     between_s: float | None = None
     """Seconds of a worker from one batch to the next when its order is there; None where it never was."""
@@ -45,6 +47,8 @@ class Observation:
         by value, so that a genuine heavy tail stays.
         """
         m, traces, workers = measurement, measurement.traces, config.num_workers
+        if traces:
+            traces = once_locked(traces)
         service_s, cpu_s, receive_s, step_s = np.array([[m.service_s], [m.service_cpu_s], [m.receive_s], [m.step_s]])
         if traces:
             warm = after_first_of_each(traces)
@@ -66,6 +70,7 @@ class Observation:
             step_s=step_s,
             batch_size=m.batch_size,
             batches_per_s=batches_per_s,
+            pin_s=m.pin_s or 0.0,
             at_work=min(float(workers), at_work),
             between_s=_between_batches_s(traces, config),
         )

@@ -1,11 +1,12 @@
 """The life of n batches through a DataLoader, for many configurations at once: exact given the times of every stage.
 
 Written from `_MultiProcessingDataLoaderIter` (torch 2.13): `workers * prefetch` indices are handed out at the start,
-and each delivery hands out one more; index i goes to worker `i % workers`. With the sampled times S (service), u
-(receive) and g (step):
+and each delivery hands out one more; index i goes to worker `i % workers`. With the sampled times S (service), t
+(pinning, 0 without a thread that pins), u (receive) and g (step):
 
     C_i = max(P_{i - W pf}, C_{i - W}) + S_i        the worker is free and an index was handed out
-    P_i = max(C_i, D_{i-1}) + u_i                   the training loop takes it over
+    T_i = max(C_i, T_{i-1}) + t                     the pinning thread is free
+    P_i = max(T_i, D_{i-1}) + u_i                   the training loop takes it over
     D_i = P_i + g_i                                 step done
 
 Time 0 is when the workers can begin.
@@ -21,11 +22,13 @@ Ints = NDArray[np.int64]
 FILL_ROUNDS = 3  # of `workers` batches before the steady window: by then the pipeline has left its synchronous start
 
 
-def simulate(service_s: Floats, receive_s: Floats, step_s: Floats, *, workers: Ints, prefetch: Ints) -> Floats:
+def simulate(
+    service_s: Floats, receive_s: Floats, step_s: Floats, *, workers: Ints, prefetch: Ints, pin_s: float = 0.0
+) -> Floats:
     """When each step was done, in seconds from the moment the workers could begin, shape (batches, columns).
 
     `service_s` has that shape, `receive_s` and `step_s` are broadcast to it; workers, and prefetch of at least 1, are those of
-    each column. Without workers the training loop fetches.
+    each column. Without workers the training loop fetches, and nothing is pinned by a thread.
     """
     batches, columns = service_s.shape
     receive, step = (np.broadcast_to(each, service_s.shape) for each in (receive_s, step_s))
@@ -37,6 +40,7 @@ def simulate(service_s: Floats, receive_s: Floats, step_s: Floats, *, workers: I
     here = np.arange(columns)
     handed_out, own_last = ((pad - back) * columns + here for back in (lag, np.maximum(workers, 1)))
     flat_fetched, flat_delivered, has_serial = fetched.ravel(), delivered.ravel(), bool(serial.any())
+    pinning, pinned = np.where(serial, 0.0, pin_s), np.zeros(columns)
     for i in range(batches):
         row, offset = pad + i, i * columns
         ready = fetched[row]
@@ -45,7 +49,9 @@ def simulate(service_s: Floats, receive_s: Floats, step_s: Floats, *, workers: I
             ordered = np.where(serial, done[row - 1], ordered)
         np.maximum(ordered, flat_fetched.take(own_last + offset), out=ready)
         ready += service_s[i]
-        np.add(np.maximum(ready, done[row - 1]), receive[i], out=delivered[row])
+        if pin_s:
+            pinned = np.maximum(ready, pinned) + pinning
+        np.add(np.maximum(pinned if pin_s else ready, done[row - 1]), receive[i], out=delivered[row])
         np.add(delivered[row], step[i], out=done[row])
     return done[pad:]
 

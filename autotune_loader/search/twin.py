@@ -91,7 +91,7 @@ class Stages:
     service_s: Floats
     receive_s: Floats
     step_s: Floats
-    loop_s: Floats  # between two batches that receipt and step allow
+    loop_s: Floats  # between two batches that pinning, receipt and step allow
     cpu_share: Floats  # of the service time, in which a worker wants a CPU
     bound: Floats  # batches per second were every queue endless and every stage steady
 
@@ -135,6 +135,7 @@ class Twin:
             off = np.log(np.maximum(_means(fitted, "step_s"), 1e-12) / (alone_s * _step_share(wanting, threads, cores)))
             disturbance = _starved(wanting, threads, cores) if threads > 1 else at_work
             self._step = _line(disturbance, off, sampling_sd(fitted, "step_s"))
+        self._pin_s = float(np.mean([each.pin_s for each in fitted]))
         # The same stages without workers.
         self._serial_step = float((_means(serial, "step_s") / alone_s).mean()) if serial else 1.0
         self._serial_service_s = float(_means(serial, "service_s").mean()) if serial else self._service_s
@@ -170,7 +171,7 @@ class Twin:
             rates = []
             for service, step in orders:
                 times = np.where(made, 0.0, service * stages.service_s), stages.receive_s, step * stages.step_s
-                rates.append(steady_rate(simulate(*times, workers=workers, prefetch=prefetch), *window))
+                rates.append(steady_rate(simulate(*times, workers=workers, prefetch=prefetch, pin_s=self._pin_s), *window))
             rate = np.mean(rates, axis=0)
             efficiency = np.minimum(rate / stages.bound, 1.0)
         return Solved(
@@ -199,7 +200,7 @@ class Twin:
     def useful_workers(self) -> int:
         """Workers beyond which none could possibly help, as the undisturbed stages say."""
         cores = float(self.context.usable_cores)
-        loop_s = float(self._receive.at(np.array([1.0]))[0]) + self._step_alone_s
+        loop_s = max(float(self._receive.at(np.array([1.0]))[0]) + self._step_alone_s, self._pin_s)
         keep_up, fill_the_cores = enough_workers(self._service_s, self._contention.cpu_s, loop_s, cores)
         return round(
             min(FEEDING_ROOM * max(keep_up, cores), FILLING_ROOM * fill_the_cores, MOST_WORKERS) + MORE_WORKERS
@@ -231,8 +232,8 @@ class Twin:
         service_s = np.where(serial, self._serial_service_s, cpu_wall + fitted.wait_s)
         receive_s = np.where(serial, self._serial_receive_s, self._receive.at(at_work))
         step_s = self._step_alone_s * np.where(serial, self._serial_step, slowed)
-        loop_s = receive_s + step_s
-        slowest = np.where(serial, service_s + loop_s, np.maximum(loop_s, service_s / np.maximum(workers, 1)))
+        loop_s = np.maximum(receive_s + step_s, np.where(serial, 0.0, self._pin_s))
+        slowest = np.where(serial, service_s + receive_s + step_s, np.maximum(loop_s, service_s / np.maximum(workers, 1)))
         return Stages(
             service_s=service_s,
             receive_s=receive_s,

@@ -243,7 +243,7 @@ class Batch:
     def trace(self, step_end: float, samples: int) -> BatchTrace:
         fetched = self.begun + 0.9 * (self.whole - self.begun)
         worker = self.worker, self.begun, fetched, self.whole, self.cpu_s
-        return BatchTrace(*worker, samples, self.requested, self.received, step_end)
+        return BatchTrace(*worker, samples, self.requested, self.received, step_end, *self.pinning)
 
 
 class Run:
