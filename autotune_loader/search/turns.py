@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.values import BURSTS_DIFFER, LoaderConfig
 
-WORTH = 0.01
+WORTH = 0.02
 """A pair must add this much to the probability of a good choice for each of its seconds: with 2 to 5 times as much up to 1
 point fewer choices are near the best, 1 to 3 s earlier (studies/regret/README.md)."""
 LEAST_ROUNDS = 2  # one burst gives no interval
