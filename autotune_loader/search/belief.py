@@ -26,7 +26,7 @@ from autotune_loader.search.queue import Floats
 from autotune_loader.search.rule import deepest_prefetch
 from autotune_loader.search.space import UNMODELLED, WORKER_BASE_BYTES, Context, Space, memory_bytes
 from autotune_loader.search.twin import Solved, Twin
-from autotune_loader.values import TORCH_PREFETCH_FACTOR, Z_95, FailureKind, Interval, LoaderConfig, Round, Trial
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, Z_95, FailureKind, Interval, LoaderConfig, Round, Trial, log_ratios
 
 MODEL_SD = 0.055  # relative error that the twin's shape may have between distant configurations
 ROUGH_SD, ROUGH_SCALE = 0.027, 0.1
@@ -145,13 +145,17 @@ class Belief:
         paths = self.draws.paths
         return float((paths[:, self._where(one)] - paths[:, self._where(other)] > math.log(factor)).mean())
 
+    def is_contradicted(self, choice: LoaderConfig) -> bool:
+        """Whether the rounds alone say that another one is faster by more than the tolerance: nobody would believe the choice."""
+        beside = (log_ratios(self.rounds, other, choice) for other in {key for each in self.rounds for key in each.rates})
+        return any(len(logs) > 1 and statistics.fmean(logs) > math.log1p(self.tolerance) for logs in beside)
+
     # What to measure
 
-    def rival(self, choice: LoaderConfig) -> tuple[LoaderConfig, float] | None:
-        """What the choice may miss, and what a pair of both adds to the probability that the best of them is near the best.
+    def rival(self, choice: LoaderConfig) -> LoaderConfig | None:
+        """What the choice may miss: what most lowers the loss that is expected of the better of the two.
 
-        The configuration that most lowers what the better of the two is expected to lose; among near-equals the cheapest. None
-        where there is no other.
+        Among near-equals the cheapest; None where there is no other.
         """
         losses, here = self.draws.losses, self._where(choice)
         means = np.minimum(losses[:, [here]], losses).mean(axis=0)
@@ -160,7 +164,7 @@ class Belief:
         means[here] = np.inf
         near = np.flatnonzero(means <= means.min() + NEAR_BEST * self.tolerance)
         best = min(map(int, near), key=lambda i: (self.space.cost(self.configs[i]), means[i]))
-        return self.space.as_kept(self.configs[best]), self.draws.worth_of_pair(here, best, self.tolerance)
+        return self.space.as_kept(self.configs[best])
 
     # What failed
 

@@ -36,8 +36,6 @@ TAIL_FREEDOM, REWEIGHTINGS = 4.0, 4
 noise 92.5 instead of 94.0% of choices are near the best (studies/regret/README.md)."""
 LEAST_WEIGHT = 0.01  # points of the grid that are this unlikely are left out
 JITTER = 1e-6  # added to variances so that they stay above zero: 0.1% of a rate, far below any noise
-OUTCOMES = 96  # of a further pair that are imagined to tell what it is worth
-AHEAD = (1, 2, 4)  # pairs that are imagined at once: where one cannot change the choice, some may
 SURE = 0.9  # a configuration counts as equally fast when it is so with this probability
 LIKELY = 0.5  # a probability below this tells little: then what is expected to lose the least counts
 NEAR_BEST = 0.1  # share of the tolerance by which expected losses may differ, and the cheapest is taken
@@ -79,23 +77,6 @@ class Draws:
         """Probability of each that it loses no more than the tolerance."""
         within: Floats = (self.losses <= tolerance).mean(axis=0)
         return within
-
-    def worth_of_pair(self, one: int, other: int, tolerance: float) -> float:
-        """By how much one more pair of these raises the probability that the best choice loses no more than the tolerance.
-
-        Outcomes are imagined by the draws themselves, and each is believed as far as its noise allows.
-        """
-        inside = (self.losses <= tolerance).astype(np.float64)
-        known, logs = inside.mean(axis=0).max(), self.paths[:, one] - self.paths[:, other]
-        worth, normal = 0.0, np.random.default_rng(2).standard_normal(OUTCOMES)
-        truths = logs[:: max(1, len(logs) // OUTCOMES)][:OUTCOMES]
-        for pairs in AHEAD:
-            sd = self.noise_sd * math.sqrt(2 / pairs)
-            off = (truths + sd * normal[: len(truths)])[:, None] - logs[None, :]
-            weights = np.exp(-0.5 * (off / sd) ** 2)
-            weights /= weights.sum(axis=1, keepdims=True)
-            worth = max(worth, (float((weights @ inside).max(axis=1).mean()) - known) / pairs)
-        return worth
 
 
 def draw(keys: Sequence[Hashable], mean: Floats, covariance: Floats, seen: Observed) -> Draws:

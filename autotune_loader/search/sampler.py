@@ -48,7 +48,7 @@ from autotune_loader.values import (
 
 RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
 """Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""
-DECIDED = ("SAFE", "CEILING", "NOT_WORTH_IT")
+DECIDED = ("SAFE", "CEILING", "EXPECTED")
 """Ends of a search that follow from its trials: where these are of an earlier run, a round looks whether they still hold."""
 LOST_S = 60.0  # a trial of another process that runs this long is taken for lost: not every storage knows heartbeats
 LOCK = threading.RLock()  # of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled
@@ -270,7 +270,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         own = self.baseline if self.baseline is not None and self.baseline.key() in belief.configs else choice
         sides = list({config.key(): config for config in (choice, own, *configs)}.values())
         if len(sides) < 2 and (rival := belief.rival(choice)) is not None:
-            sides.append(rival[0])
+            sides.append(rival)
         return tuple(in_turns(sides, len(rounds))) if bursts_s(belief, sides) <= left_s else ()
 
     # What Optuna asks of a sampler

@@ -2,8 +2,8 @@
 
     one burst    of what would be chosen, or of its rival, where it never ran
     a round      the choice and its rival in turns, and the caller's own while it may be nearly as fast
-    the end      the choice loses no more than the tolerance, almost certainly; or it is as fast as the ceiling; or it is expected
-                 to lose no more, and another pair is not worth its seconds; or the budget has no room for it
+    the end      the choice is as fast as the ceiling; or it loses no more than the tolerance, almost certainly or as can be
+                 expected, the rounds say nothing else, and the caller's own is not in doubt; or the budget has no room for more
 
 The bursts that led to a choice make it look better than it is: it runs in two rounds at least, and rates are reported of rounds
 alone. Nothing here runs anything or knows a clock.
@@ -22,9 +22,6 @@ from typing import Literal, TypeVar
 from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.values import BURSTS_DIFFER, LoaderConfig
 
-WORTH = 0.02
-"""A pair must add this much to the probability of a good choice for each of its seconds: with 2 to 5 times as much up to 1
-point fewer choices are near the best, 1 to 3 s earlier (studies/regret/README.md)."""
 LEAST_ROUNDS = 2  # one burst gives no interval
 MOST_ROUNDS = 100  # of one run: what the arithmetic takes grows with them
 MOST_ALONE = 16  # configurations that run by themselves, whoever has proposed them
@@ -34,7 +31,7 @@ START_S, FEWEST_BATCHES = 0.5, 3  # of a burst that never ran, where its batches
 MOST_FAILED = 8  # bursts in a row that fail before a search ends
 
 Side = TypeVar("Side")
-StopReason = Literal["SAFE", "CEILING", "NOT_WORTH_IT", "BUDGET", "FAILING"]
+StopReason = Literal["SAFE", "CEILING", "EXPECTED", "BUDGET", "FAILING"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +69,14 @@ def what_next(
     if len(belief.trials) > MOST_FAILED and all(trial.failure for trial in belief.trials[-MOST_FAILED:]):
         return Next(stop="FAILING")
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
-    rival, worth = belief.rival(choice) or (choice, 0.0)
+    rival = belief.rival(choice) or choice
     stop: StopReason | None = None
     if is_at_ceiling(belief, choice, ceiling):
         stop = "CEILING"
     elif belief.probability(choice) >= CERTAIN:
         stop = "SAFE"
-    elif len(belief.rounds) - rounds_before >= MOST_ROUNDS:
-        stop = "NOT_WORTH_IT"
-    elif worth < WORTH * max(bursts_s(belief, [choice, rival]), 1.0) and not _may_lose_much(belief, choice, own):
-        stop = "NOT_WORTH_IT"
+    elif len(belief.rounds) - rounds_before >= MOST_ROUNDS or not _may_lose_much(belief, choice, own):
+        stop = "EXPECTED"
     # Once workers have failed, more of them than have succeeded are tried before they are chosen.
     bold = belief.choice_of(belief.configs)
     alone = [*([] if bold.key() in belief.proven else [bold]), *([] if stop else [rival])]
@@ -91,7 +86,7 @@ def what_next(
         if len(tried) < 2 or needs_s <= seconds_left:
             return Next(configs=(untried[0],))
     ran, beside = [sum(each in r.rates for r in belief.rounds) for each in (choice, own)]
-    if stop and ran >= least_rounds:
+    if stop and ran >= least_rounds and not belief.is_contradicted(choice):
         return Next(stop=stop)
     is_slower = belief.is_faster(choice, own, 1 + CLEARLY * belief.tolerance) >= CERTAIN
     is_out = is_slower and min(ran, beside) >= LEAST_ROUNDS

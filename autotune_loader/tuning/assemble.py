@@ -101,56 +101,31 @@ def choice_of(search: Search) -> tuple[LoaderConfig, Finding | None]:
     belief, baseline = search.belief, search.run.baseline
     if belief.choice is None:
         return LoaderConfig(), None
-    best = _measured_choice(belief)
-    undecided = None if search.ended is Ended.INTERRUPTED else _why_undecided(search, best)
-    measured = {each.config for each in search.trials if each.measurement is not None}
-    is_there = baseline in measured and {baseline.key(), best.key()} <= {*belief.configs}
-    if undecided is None or best == baseline or not is_there:
-        return best, undecided
-    was_faster = sum(log_ratios(belief.rounds, best, baseline)) >= 0  # or nobody would believe the choice
-    return best if was_faster and belief.is_faster(best, baseline) >= CERTAIN else baseline, undecided
-
-
-def _measured_choice(belief: Belief) -> LoaderConfig:
-    """The cheapest of those that count as equally fast, of those that ran in two rounds, unless another is surely faster.
-
-    None is chosen over a cheaper one that was faster by more than the tolerance in the rounds of both: a choice that the table
-    of rounds contradicts would be believed by nobody.
-    """
     measured = list(dict.fromkeys(each.config for each in belief.trials if each.samples_per_s))
     works = [config for config in measured if config.key() in belief.configs]
     if not works:  # what worked at first has failed since
-        return measured[0]
+        return measured[0], Undecided.NO_ROUNDS()
     ran = [config for config in works if sum(config in each.rates for each in belief.rounds) >= LEAST_ROUNDS]
-    best, cost = belief.choice_of(works), belief.space.cost
-    if ran and belief.is_faster(best, often := belief.choice_of(ran)) < CERTAIN:
-        best = often
-    for each in sorted(ran, key=cost):
-        logs = log_ratios(belief.rounds, each, best)
-        agree = len(logs) > LEAST_ROUNDS or min(logs, default=0.0) > 0
-        if cost(each) < cost(best) and agree and fmean(logs) > math.log1p(belief.tolerance):
-            return each
-    return best
+    best = belief.choice_of(ran or works)
+    undecided = None if search.ended is Ended.INTERRUPTED else _why_undecided(search, best)
+    if undecided is None or best == baseline or baseline not in works:
+        return best, undecided
+    return best if belief.is_faster(best, baseline) >= CERTAIN else baseline, undecided
 
 
 def _why_undecided(search: Search, best: LoaderConfig) -> Finding | None:
     """Why the bursts do not decide, and what would; None where they do."""
-    belief, rounds, tolerance = search.belief, search.belief.rounds, search.run.tolerance
-    busy, had_time = _disturbed(belief), search.ended is Ended.NOT_WORTH_IT
-    if len(belief.configs) > 1 and busy > MUCH_DISTURBED * len(rounds):
-        return Undecided.BUSY(busy=busy, rounds=len(rounds))
-    rates = [(each.config.key(), each.measurement.samples_per_s) for each in search.trials if each.measurement]
-    own = max((rate.value for key, rate in rates if key == best.key()), default=math.inf)
-    if any(rate.is_telling and rate.low > (1 + BURSTS_DIFFER) * own for _, rate in rates):
-        return Undecided.TOO_NOISY(rounds=len(rounds), tolerance=tolerance)  # the table would contradict the choice
-    if search.ended in (Ended.SAFE, Ended.CEILING):
-        return None
-    if not rounds:
-        return Undecided.ONE_TRIED() if len({key for key, _ in rates}) < 2 else Undecided.NO_ROUNDS()
-    if len(rounds) < LEAST_ROUNDS and not had_time:
-        return Undecided.FEW_ROUNDS(rounds=len(rounds))
-    if best.key() not in belief.configs or belief.loss(best) > tolerance:
-        return (Undecided.TOO_NOISY if had_time else Undecided.CLOSE)(rounds=len(rounds), tolerance=tolerance)
+    belief, rounds, tolerance = search.belief, len(search.belief.rounds), search.run.tolerance
+    busy, had_time = _disturbed(belief), search.ended is not Ended.BUDGET
+    tried = {trial.config.key() for trial in belief.trials if trial.samples_per_s}
+    if len(belief.configs) > 1 and busy > MUCH_DISTURBED * rounds:
+        return Undecided.BUSY(busy=busy, rounds=rounds)
+    if belief.loss(best) > tolerance or belief.is_contradicted(best):
+        if not rounds:
+            return Undecided.NO_ROUNDS() if len(tried) > 1 else Undecided.ONE_TRIED()
+        return (Undecided.TOO_NOISY if had_time else Undecided.CLOSE)(rounds=rounds, tolerance=tolerance)
+    if rounds < LEAST_ROUNDS and not had_time:
+        return Undecided.FEW_ROUNDS(rounds=rounds) if rounds else Undecided.NO_ROUNDS()
     return None
 
 
