@@ -167,8 +167,8 @@ class Ended(Table):
     """Why a search tried nothing more."""
 
     SAFE = "Search ended: no other setting{which} is likely to be more than {tolerance:share} faster."
-    CEILING = "Search ended: training is as fast as the step alone."
-    NOT_WORTH_IT = "Search ended: further trials would hardly improve the choice."
+    CEILING = "Search ended: training is as fast as {ceiling}."
+    EXPECTED = "Search ended: no other setting{which} is expected to be more than {tolerance:share} faster."
     BUDGET = "Search ended: the next trial or A/B round would exceed the budget."
     FAILING = "Search ended: one trial after another failed."
     INTERRUPTED = "Search ended: it was interrupted."

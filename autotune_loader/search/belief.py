@@ -36,7 +36,7 @@ LENGTH_SCALE = 1.2  # how far apart, in doublings, configurations still share th
 LEVEL_SD = 0.1  # error of the twin's level: all bursts may have been slow together
 UNKNOWN_SD = 0.7  # without a twin anything may be twice as fast as anything else
 UNMODELLED_SD = 0.1  # what a setting that the twin does not model may change, relative
-NO_SLOWER = float(__import__("os").environ.get("NS",".005"))
+NO_SLOWER = 0.005
 """A queue may be slower than a deeper one by so much, relatively: it takes less memory, and fewer locked pages."""
 CERTAIN = 0.95  # a choice is safe when it loses no more than the tolerance against the best with this probability
 POOREST_BURST_SD = 0.2  # relative, of a burst whose few batches give no better interval
@@ -206,17 +206,32 @@ class Belief:
         queues = [config.batches_in_flight for config, kind in self._failures if _is_of_queue(config, kind)]
         most_in_flight = max(min(queues, default=math.inf) / 2, 1)
         legal = self.space.candidates(most_workers) if self._is_open else ()
-        deepest = max(deepest_prefetch(self.context), min(self.space.prefetch_factors))
-        needed = deepest if self.twin is None else self.twin.needed_prefetch(legal, NO_SLOWER)
         proposed = [
             config
-            for config in (each.key() for each in legal)
+            for config in self._of_useful_depth([each.key() for each in legal])
             if config.num_workers <= self.most_workers
             and config.batches_in_flight <= most_in_flight
-            and ((config.prefetch_factor or 0) <= deepest if self.space.is_cheap(config) else config.prefetch_factor == needed)
             and not bad & _odd(config)
         ]
         return tuple(config for config in dict.fromkeys([*proposed, *tried]) if config not in out)
+
+    def _of_useful_depth(self, configs: Sequence[LoaderConfig]) -> list[LoaderConfig]:
+        """Those with a queue that costs nothing, so that it may bridge slow batches that no burst has seen, or as deep as needed.
+
+        The user's own stays, however deep.
+        """
+        needed = deepest = max(deepest_prefetch(self.context), min(self.space.prefetch_factors))
+        dear = {config.num_workers for config in configs if not self.space.is_cheap(config)}
+        if dear and self.twin is not None:
+            needed = self.twin.needed_prefetch([each for each in configs if each.num_workers in dear], NO_SLOWER)
+        own = {each.key() for each in self.space.also}
+        return [
+            config
+            for config in configs
+            if config in own
+            or config.prefetch_factor == needed
+            or (self.space.is_cheap(config) and (config.prefetch_factor or 0) <= deepest)
+        ]
 
     def _where(self, config: LoaderConfig) -> int:
         return self.configs.index(config.key())

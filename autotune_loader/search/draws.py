@@ -60,7 +60,6 @@ class Draws:
 
     keys: tuple[Hashable, ...]
     paths: Floats  # shape (PATHS, keys)
-    noise_sd: float  # relative standard deviation of one further burst beside others of its round
 
     def of(self, keys: Sequence[Hashable]) -> Draws:
         """The same draws of some of the keys only."""
@@ -89,7 +88,7 @@ def draw(keys: Sequence[Hashable], mean: Floats, covariance: Floats, seen: Obser
     root = np.linalg.cholesky(covariance + JITTER * np.eye(len(keys)))
     errors = rng.standard_normal((PATHS, len(keys))) @ root.T
     if not count:
-        return Draws(keys=tuple(keys), paths=mean + errors, noise_sd=TYPICAL_NOISE)
+        return Draws(keys=tuple(keys), paths=mean + errors)
     shape, off = covariance[np.ix_(seen.where, seen.where)], seen.logs - mean[seen.where]
     luck, common = rng.standard_normal((PATHS, count)), rng.standard_normal((PATHS, int(seen.rounds.max()) + 1))
     scales, noise_sds, round_sds = (axis.ravel() for axis in np.meshgrid(ERROR_SCALES, NOISE_SDS, ROUND_SDS))
@@ -105,7 +104,7 @@ def draw(keys: Sequence[Hashable], mean: Floats, covariance: Floats, seen: Obser
         said += np.sqrt(noises[point]) * luck[taken]
         gain = scale**2 * covariance[:, seen.where] @ explained[point]
         paths[taken] = mean + error + (off - said) @ gain.T
-    return Draws(keys=tuple(keys), paths=paths, noise_sd=float(noise_sds @ np.diff(ends, prepend=0)) / PATHS)
+    return Draws(keys=tuple(keys), paths=paths)
 
 
 def _fitted(

@@ -48,8 +48,6 @@ from autotune_loader.values import (
 
 RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
 """Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""
-DECIDED = ("SAFE", "CEILING", "EXPECTED")
-"""Ends of a search that follow from its trials: where these are of an earlier run, a round looks whether they still hold."""
 LOST_S = 60.0  # a trial of another process that runs this long is taken for lost: not every storage knows heartbeats
 LOCK = threading.RLock()  # of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled
 WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
@@ -236,7 +234,10 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         first = [config for config in first if config.num_workers <= most]
         first += [self.space.config({"num_workers": 0})] if choice is None else []
         untried = next((config for config in first if config.key() not in taken | elsewhere), None)
-        if untried is not None and (left_s > 0 or len(taken) < 2):
+        again = () if choice is None else self._looked_at_again(belief, choice, left_s)
+        if again:
+            self._turns += [(config, place) for place, config in enumerate(again)]
+        elif untried is not None and (left_s > 0 or len(taken) < 2):
             self._turns.append((untried, None))
         elif untried is not None:
             self.stop_reason = "BUDGET"
@@ -253,24 +254,16 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
                 rounds_before=len({each.round for each in belief.trials if each.round is not None and each.round < self.since}),
             )
             configs, is_round = found.configs, found.is_round
-            if (is_round or found.stop in DECIDED) and (
-                again := self._looked_at_again(belief, choice, configs, left_s)
-            ):
-                configs, is_round = again, True
             self.stop_reason = None if configs else found.stop
             self._turns += [(config, place if is_round else None) for place, config in enumerate(configs)]
 
-    def _looked_at_again(
-        self, belief: Belief, choice: LoaderConfig, configs: Sequence[LoaderConfig], left_s: float
-    ) -> tuple[LoaderConfig, ...]:
-        """The first round of a run that goes on with an earlier one's: the choice, the caller's own, and what would run."""
+    def _looked_at_again(self, belief: Belief, choice: LoaderConfig, left_s: float) -> tuple[LoaderConfig, ...]:
+        """The first round of a run that goes on with an earlier one's: the choice, its rival, and the caller's own."""
         rounds = [trial.round for trial in belief.trials if trial.round is not None]
         if not rounds or max(rounds) >= self.since:
             return ()
         own = self.baseline if self.baseline is not None and self.baseline.key() in belief.configs else choice
-        sides = list({config.key(): config for config in (choice, own, *configs)}.values())
-        if len(sides) < 2 and (rival := belief.rival(choice)) is not None:
-            sides.append(rival)
+        sides = list({config.key(): config for config in (choice, own, belief.rival(choice) or choice)}.values())
         return tuple(in_turns(sides, len(rounds))) if bursts_s(belief, sides) <= left_s else ()
 
     # What Optuna asks of a sampler

@@ -50,7 +50,11 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         rate_unit="batches/s" if warmup.counts_batches else "samples/s",
         ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
         undecided=undecided,
-        ended=ended(tolerance=run.tolerance, which="" if search.twin.is_open else " that ran"),
+        ended=ended(
+            tolerance=run.tolerance,
+            which="" if search.twin.is_open else " that ran",
+            ceiling="the step alone" if search.handed_over is None else "DataLoader can transfer batches",
+        ),
         step=warmup.step,
         stages=stage_times(pooled(each.measurement.stages for each in search.trials if each.measurement)),
         warnings=tuple(_cautions(search, best)),
@@ -110,7 +114,8 @@ def choice_of(search: Search) -> tuple[LoaderConfig, Finding | None]:
     undecided = None if search.ended is Ended.INTERRUPTED else _why_undecided(search, best)
     if undecided is None or best == baseline or baseline not in works:
         return best, undecided
-    return best if belief.is_faster(best, baseline) >= CERTAIN else baseline, undecided
+    is_surely_faster = belief.is_faster(best, baseline) >= CERTAIN and not belief.is_contradicted(best)
+    return best if is_surely_faster else baseline, undecided
 
 
 def _why_undecided(search: Search, best: LoaderConfig) -> Finding | None:

@@ -27,7 +27,7 @@ def ratio(belief, one, other):
 def draws_of(means, sd):
     """Normal draws of logarithms of these means."""
     off = np.random.default_rng(0).standard_normal((PATHS, len(means)))
-    return Draws(keys=tuple(range(len(means))), paths=np.array(means) + np.array(sd) * off, noise_sd=0.03)
+    return Draws(keys=tuple(range(len(means))), paths=np.array(means) + np.array(sd) * off)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,7 @@ def test_the_choice_on_a_machine_is_near_the_best_and_cheap():
     assert probe.truth(choice) >= 0.97 * max(probe.truth(with_workers(n, 8), batches=400) for n in range(9))
     # THEN all answers come from the same draws
     assert belief.probability(choice) < CERTAIN
-    rival, worth = belief.rival(choice)
-    assert rival != choice
-    assert worth > 0
+    assert belief.rival(choice) not in (None, choice)
     assert belief.predicted(choice) == pytest.approx(probe.truth(choice), rel=0.1)
     mean, sd = ratio(belief, choice, with_workers(0))
     assert mean > 2 * sd > 0
@@ -180,7 +178,6 @@ def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough(dra
         # THEN they are as fast in every truth that may be, so that no pair of them is worth its time (B5)
         assert np.all(draws.paths[:, 1] >= draws.paths[:, 2] - 1e-9)
         assert np.median(draws.paths[:, 0] - draws.paths[:, 2]) < np.log(0.6)
-        assert draws.worth_of_pair(1, 2, 0.02) == pytest.approx(0.0, abs=1e-6)
 
 
 KEEPING_UP = {
@@ -207,7 +204,7 @@ def test_many_bursts_of_enough_workers_are_not_outvoted_by_the_luckiest_of_other
     noise = np.random.default_rng(0).standard_normal((PATHS, 102))
     paths = np.concatenate([0.07 + 0.015 * noise[:, :1], 0.015 * noise[:, 1:2], 0.1 * noise[:, 2:]], axis=1)
     enough = Sufficient(position=1, log_headroom=1.0, headroom_sd=0.02, least_loss=0.0, larger=tuple(range(2, 102)))
-    draws = Draws(keys=tuple(range(102)), paths=with_sufficiency(paths, [enough]), noise_sd=0.05)
+    draws = Draws(keys=tuple(range(102)), paths=with_sufficiency(paths, [enough]))
     # THEN what is measured to be 7% faster, without workers, is chosen, and nothing is as fast as it
     assert choose(draws, [(count,) for count in range(102)], 0.02) == 0
     assert equally_fast(draws.of([0, 1]), 0.02) == [0]
