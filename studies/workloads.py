@@ -45,9 +45,9 @@ class StudyWorkload:
         return DataLoader(self.dataset, **self.parts(), **config)
 
 
-def opened(study: StudyWorkload) -> AbstractContextManager[OpenProbe]:
-    """A warm probe of the workload as `tune()` would make it, on the CPU."""
-    job = make_workload(study.loader(), study.model, train_step=study.train_step, device="cpu")
+def opened(study: StudyWorkload, device: str = "cpu") -> AbstractContextManager[OpenProbe]:
+    """A warm probe of the workload as `tune()` would make it."""
+    job = make_workload(study.loader(), study.model, train_step=study.train_step, device=device)
     return open_probe(job, inspect_machine(), None)
 
 

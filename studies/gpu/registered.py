@@ -26,18 +26,18 @@ from autotune_loader.autoloader.segments import Segment
 from autotune_loader.pipeline.batches import accelerator
 from studies.gpu.training import parsed, record, synchronize
 
-SHAPE = (64, 3, 224, 224)
+SHAPE, QUICK = (64, 3, 224, 224), (4, 3, 128, 128)
 SEGMENTS, TIMES = 4, 50
 
 
-def batch_over(number: int) -> tuple[Segment, torch.Tensor]:
+def batch_over(number: int, shape: tuple[int, ...]) -> tuple[Segment, torch.Tensor]:
     """A tensor over a segment, and the segment, which must live as long."""
-    size = 4 * torch.Size(SHAPE).numel()
+    size = 4 * torch.Size(shape).numel()
     file = os.memfd_create("batch")
     os.ftruncate(file, size)
     segment = Segment(number, file, size)
     os.close(file)
-    tensor = torch.frombuffer(segment.memory(size), dtype=torch.float32).view(SHAPE)
+    tensor = torch.frombuffer(segment.memory(lambda: None), dtype=torch.float32).view(shape)
     tensor.uniform_()
     return segment, tensor
 
@@ -69,8 +69,9 @@ def first_blocks(batch: torch.Tensor) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.gpu.registered", description=__doc__)
-    device = torch.device(parsed(parser).device)
-    held = [batch_over(number) for number in range(SEGMENTS)]
+    chosen = parsed(parser)
+    device = torch.device(chosen.device)
+    held = [batch_over(number, QUICK if chosen.quick else SHAPE) for number in range(SEGMENTS)]
     batches, module, wait = [batch for _, batch in held], accelerator(device), partial(synchronize, device)
     ways: dict[str, Callable[[torch.Tensor], Any]] = {"pageable": lambda batch: batch.to(device, non_blocking=True)}
     if module is not None:

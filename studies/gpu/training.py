@@ -16,7 +16,11 @@ import torch
 
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult
 from autotune_loader.pipeline.batches import accelerator, move
+from autotune_loader.tuning.bursting import Budget
+from autotune_loader.values import Interval, Round
 from studies.gpu.jobs import SIMULATED_BYTES_PER_S, Job
+from studies.regret import NEAR
+from studies.regret.oracle import paired_ratio
 
 # Batches before the clock starts: workers are up, and queues filled at the start no longer flatter.
 FILLED_ROUNDS = 2
@@ -63,13 +67,41 @@ def recorded(job: str, what: str, rate: Rate) -> Rate:
     return rate
 
 
-def in_turns(job: str, sides: Mapping[str, Callable[[], Rate]], rounds: int) -> dict[str, list[Rate]]:
-    """The rates of each side, which run once in each round, in a mixed order."""
+def in_turns(
+    job: str, sides: Mapping[str, Callable[[], Rate]], rounds: int, budget: Budget | None = None
+) -> dict[str, list[Rate]]:
+    """The rates of each side, which run once in each round, in a mixed order; fewer rounds where the budget ends before."""
     rates: dict[str, list[Rate]] = {side: [] for side in sides}
+    took_s = 0.0
     for number in range(rounds):
+        if number and budget is not None and budget.left() < took_s:
+            break
+        begun = time.perf_counter()
         for side in random.Random(number).sample(list(sides), len(sides)):
             rates[side].append(recorded(job, f"turn: {side}", sides[side]()))
+        took_s = time.perf_counter() - begun
     return rates
+
+
+def verdict_of(ratio: Interval, near: float = NEAR) -> str:
+    """What an interval tells of one side's rate over the other's."""
+    if 1 - near <= ratio.low and ratio.high <= 1 / (1 - near):
+        return f"within {near:.0%}"
+    return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "not told"
+
+
+def record_pairs(job: str, rates: Mapping[str, list[Rate]], side: str, near: float = NEAR) -> dict[str, str]:
+    """Print one side's rate over each other's, paired by round, and what that tells; in words, by the other side."""
+    turns = zip(*rates.values(), strict=True)
+    rounds = [Round(rates={key: rate.samples_per_s for key, rate in zip(rates, each, strict=True)}) for each in turns]
+    told = dict[str, str]()
+    for other in rates:
+        if other != side:
+            ratio = paired_ratio(rounds, side, other)
+            says = verdict_of(ratio, near)
+            record(job, f"{side} over {other}", **asdict(ratio), says=says)
+            told[other] = f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}), {says}"
+    return told
 
 
 def medians(rates: Mapping[str, list[Rate]]) -> dict[str, float]:
