@@ -41,7 +41,7 @@ COLUMNS = (
 def study(name: str, device: str, rounds: int, seconds: float, *, quick: bool) -> list[str]:
     """One job from end to end, as a row. The parent's model is on the device before `tune()` is called, as it often is."""
     budget = Budget(seconds, time.monotonic)
-    size, budget_s, run_s = (QUICK, 2.0, 0.1) if quick else (FULL, 60.0, 2.0)
+    size, budget_s, run_s = (QUICK, 4.0, 0.1) if quick else (FULL, 60.0, 2.0)
     loop = Loop(JOBS[name](size), device, run_s)
     step_limit = recorded(name, "the step alone", loop.step()).samples_per_s
     result = tune(

@@ -28,7 +28,7 @@ from autotune_loader.pipeline.throughput import FIRST_LOCKING, once_locked
 from autotune_loader.tuning.bursting import CEILING_BURST, HAND_OVER_BURST, HAND_OVER_WORKERS, Budget
 from autotune_loader.values import BatchTrace, BurstPlan, Failure, Measurement
 from studies.gpu.jobs import FULL, JOBS, QUICK, Job, picture_step
-from studies.gpu.training import Loop, Rate, in_turns, parsed, record, record_pairs
+from studies.gpu.training import Loop, Rate, attempted, in_turns, parsed, record, record_pairs
 from studies.workloads import opened
 
 JOB = "images"
@@ -118,6 +118,17 @@ def locked(probe: OpenProbe, configs: Sequence[LoaderConfig], seconds: float) ->
         record(JOB, f"locked: {config}, again over first", value=over, apart=apart, says=says)
 
 
+def stations(
+    probe: OpenProbe, configs: Sequence[LoaderConfig], seconds: float, bursts: dict[LoaderConfig, Measurement]
+) -> None:
+    """A burst of each into `bursts`, its stations by its own figures and by those of the first."""
+    found = list[Stations]()
+    for config in configs:
+        bursts[config] = burst(probe, config, seconds)
+        found.append(Stations.of(config, bursts[config].traces))
+        found[-1].record(str(config), *found[:-1][:1])
+
+
 def handed(probe: OpenProbe, best: LoaderConfig, rounds: int) -> None:
     """Copies of one batch handed over, and the best that trains, in turns."""
     few = LoaderConfig(num_workers=min(HAND_OVER_WORKERS, os.cpu_count() or 1))
@@ -126,7 +137,7 @@ def handed(probe: OpenProbe, best: LoaderConfig, rounds: int) -> None:
         return Rate(samples_per_s=measured(run()).samples_per_s.value, gpu_util=None)
 
     sides: dict[str, Callable[[], Rate]] = {str(best): partial(rate, partial(burst, probe, best, 1.0))}
-    for config in {few, replace(few, pin_memory=best.pin_memory)}:
+    for config in dict.fromkeys((few, replace(few, pin_memory=best.pin_memory))):
         sides[f"handing over, {config}"] = partial(rate, partial(probe.probe.hand_over, config, HAND_OVER_BURST))
     record_pairs(JOB, in_turns(JOB, sides, rounds), str(best), NEAR_CEILING)
 
@@ -137,9 +148,10 @@ def in_short_turns(model: Any, batch: Any) -> torch.Tensor:
     return picture_step(model, batch)
 
 
-def record_step(what: str, probe: OpenProbe, in_loop: Measurement) -> None:
-    """Print the step in the loop, which copies its batch, beside that copy and the step alone, one after the other."""
-    alone_s, copy_s = measured(probe.probe.step_ceiling(CEILING_BURST)).step_s, in_loop.copy_s or 0.0
+def switching(what: str, probe: OpenProbe, config: LoaderConfig, seconds: float) -> None:
+    """The step in the loop, which copies its batch, beside that copy and the step alone, one after the other."""
+    alone_s, in_loop = measured(probe.probe.step_ceiling(CEILING_BURST)).step_s, burst(probe, config, seconds)
+    copy_s = in_loop.copy_s or 0.0
     over = in_loop.step_s / (alone_s + copy_s)
     says = "as alone" if over <= 1 + NEAR_ALONE else "longer than alone"
     record(JOB, f"switching: {what}", step_s=in_loop.step_s, alone_s=alone_s, copy_s=copy_s, over=over, says=says)
@@ -160,20 +172,18 @@ def main() -> None:
     job, cores = JOBS[JOB](QUICK if quick else FULL), os.cpu_count() or 1
     counts = (1, 2) if quick else sorted({*(n for n in (4, 6, 8, 12) if n < cores), cores})
     scale, rounds, many = (0.2, 2, 2) if quick else (1.0, 4, 8 if 8 in counts else counts[-1])
-    plain = LoaderConfig(num_workers=many, pin_memory=device != "cpu")
+    plain = LoaderConfig(num_workers=many, prefetch_factor=2, pin_memory=device != "cpu")
+    deep = [plain.with_workers(n, 8) for n in (counts if quick else (6, 14))]
+    bursts = dict[LoaderConfig, Measurement]()
     with opened(job, device) as probe:
-        locked(probe, [plain.with_workers(n, 8) for n in (counts if quick else (6, 14))], 2 * scale)
-        bursts, found = dict[LoaderConfig, Measurement](), list[Stations]()
-        for config in (plain.with_workers(n, 2) for n in counts):
-            bursts[config] = burst(probe, config, 3 * scale)
-            found.append(Stations.of(config, bursts[config].traces))
-            found[-1].record(str(config), *found[:-1][:1])
-        handed(probe, max(bursts, key=lambda each: bursts[each].samples_per_s.value), rounds)
-        config = plain.with_workers(many, 2)
-        record_step("as it is", probe, bursts[config])
+        attempted("locked", partial(locked, probe, deep, 2 * scale))
+        attempted("stations", partial(stations, probe, [plain.with_workers(n) for n in counts], 3 * scale, bursts))
+        best = max(bursts, key=lambda each: bursts[each].samples_per_s.value, default=plain)
+        attempted("handed", partial(handed, probe, best, rounds))
+        attempted("switching", partial(switching, "as it is", probe, plain, 3 * scale))
     with opened(replace(job, train_step=in_short_turns), device) as probe:
-        record_step(f"every {SWITCH_S} s", probe, burst(probe, config, 3 * scale))
-    depth(job, device, config, 2 * scale, rounds, budget)
+        attempted("switching", partial(switching, f"every {SWITCH_S} s", probe, plain, 3 * scale))
+    attempted("depth", partial(depth, job, device, plain, 2 * scale, rounds, budget))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import random
 import statistics
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,6 +41,17 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     if hasattr(module, "configure"):
         module.configure(bytes_per_s=SIMULATED_BYTES_PER_S)
     return chosen
+
+
+def attempted(name: str, run: Callable[[], object]) -> bool:
+    """Whether it ran; what follows is worth its time on a machine that is lent for minutes."""
+    try:
+        run()
+    except Exception:
+        traceback.print_exc()
+        print(f"FAILED: {name}", flush=True)
+        return False
+    return True
 
 
 def record(job: str, what: str, **values: Any) -> None:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +36,7 @@ from studies.gpu.training import (
     Loop,
     Rate,
     Utilisation,
+    attempted,
     in_turns,
     medians,
     parsed,
@@ -285,12 +285,8 @@ def main(arguments: list[str] | None = None) -> int:
         if name in ("hugging_face", "lightning") and device.startswith("sim"):
             print(f"{name} does not know {device}: on the CPU", flush=True)
             device = "cpu"
-        try:
-            USES[name](device, QUICK if chosen.quick else FULL, 0.5 if chosen.quick else 8.0)
-        except Exception:  # what follows is worth its time on a machine that is lent for minutes
-            traceback.print_exc()
-            print(f"FAILED: {name}", flush=True)
-            failed += 1
+        size, seconds = (QUICK, 0.5) if chosen.quick else (FULL, 8.0)
+        failed += not attempted(name, partial(USES[name], device, size, seconds))
     return failed
 
 
