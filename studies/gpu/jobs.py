@@ -52,7 +52,7 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    pictures=16, times=16, picture=(800, 600), crop=32, decoded=128, batch=4, width=4, layers=1, embedding=16,
+    pictures=16, picture=(800, 600), crop=32, decoded=128, batch=4, width=4, layers=1, embedding=16,
     tokens=16, large_bytes=1 << 18,
 )  # fmt: skip
 SIMULATED_BYTES_PER_S = 4e7
