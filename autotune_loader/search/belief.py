@@ -26,7 +26,16 @@ from autotune_loader.search.queue import Floats
 from autotune_loader.search.rule import deepest_prefetch
 from autotune_loader.search.space import UNMODELLED, WORKER_BASE_BYTES, Context, Space, memory_bytes
 from autotune_loader.search.twin import Solved, Twin
-from autotune_loader.values import TORCH_PREFETCH_FACTOR, Z_95, FailureKind, Interval, LoaderConfig, Round, Trial, log_ratios
+from autotune_loader.values import (
+    TORCH_PREFETCH_FACTOR,
+    Z_95,
+    FailureKind,
+    Interval,
+    LoaderConfig,
+    Round,
+    Trial,
+    log_ratios,
+)
 
 MODEL_SD = 0.055  # relative error that the twin's shape may have between distant configurations
 ROUGH_SD, ROUGH_SCALE = 0.027, 0.1
@@ -147,7 +156,9 @@ class Belief:
 
     def is_contradicted(self, choice: LoaderConfig) -> bool:
         """Whether the rounds alone say that another one is faster by more than the tolerance: nobody would believe the choice."""
-        beside = (log_ratios(self.rounds, other, choice) for other in {key for each in self.rounds for key in each.rates})
+        beside = (
+            log_ratios(self.rounds, other, choice) for other in {key for each in self.rounds for key in each.rates}
+        )
         return any(len(logs) > 1 and statistics.fmean(logs) > math.log1p(self.tolerance) for logs in beside)
 
     # What to measure

@@ -1,16 +1,14 @@
 """What one traced burst tells the twin: the times of each stage, and how many workers were busy meanwhile.
 
-worker   fetch ── collate ──┬─ between ─┬ fetch ...          between   handing over, while the next order is there
-loop                        └──────► receive ── step
-
-`Observation.of` chooses the batches that count; `whole_cycles` adds what only some bursts show.
+worker   fetch ── collate ──┬ fetch ...
+loop                        └──► receive ── step
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +17,7 @@ from autotune_loader.search.queue import Floats
 from autotune_loader.values import BatchTrace, LoaderConfig, Measurement, after_first_of_each
 
 FEWEST_SAMPLES = 4
-"""With fewer, warm-up batches are kept (a biased estimate beats none), and pauses of workers are not known."""
+"""With fewer, warm-up batches are kept: a biased estimate beats none."""
 BURST_SD = 0.02  # relative, between the stage times of bursts of one configuration, however many batches they have
 
 
@@ -34,10 +32,8 @@ class Observation:
     step_s: Floats  # seconds of the step, with the loop's own overhead
     batch_size: float  # mean samples per batch
     batches_per_s: float  # rate that the burst itself measured
-    pin_s: float = 0.0  # mean seconds in which a thread pinned a batch; 0 without one
     at_work: float  # mean number of workers at work in the steady part of the burst
-    between_s: float | None = None
-    """Seconds of a worker from one batch to the next when its order is there; None where it never was."""
+    pin_s: float = 0.0  # mean seconds in which a thread pinned a batch; 0 without one
 
     @classmethod
     def of(cls, config: LoaderConfig, measurement: Measurement) -> Observation:
@@ -46,9 +42,8 @@ class Observation:
         The first batch of every worker and the first step are left out by position (lazy imports, cold caches), never
         by value, so that a genuine heavy tail stays.
         """
-        m, traces, workers = measurement, measurement.traces, config.num_workers
-        if traces:
-            traces = once_locked(traces)
+        m, workers = measurement, config.num_workers
+        traces: Sequence[BatchTrace] = once_locked(m.traces) if m.traces else ()
         service_s, cpu_s, receive_s, step_s = np.array([[m.service_s], [m.service_cpu_s], [m.receive_s], [m.step_s]])
         if traces:
             warm = after_first_of_each(traces)
@@ -72,28 +67,7 @@ class Observation:
             batches_per_s=batches_per_s,
             pin_s=m.pin_s or 0.0,
             at_work=min(float(workers), at_work),
-            between_s=_between_batches_s(traces, config),
         )
-
-
-def whole_cycles(observations: Sequence[Observation]) -> tuple[Observation, ...]:
-    """The same bursts, their service with what a worker does between two batches, as far as any burst shows it.
-
-    Handing a batch over occupies a worker as fetching does, but only a worker with an order at hand shows how long. Without
-    this the twin errs by 4.2 instead of 3.3% (studies/fidelity/README.md).
-    """
-    known = [o.between_s for o in observations if o.between_s is not None]
-    typical_s = float(np.mean(known)) if known else 0.0
-
-    def cycle(seen: Observation) -> Observation:
-        between_s = typical_s if seen.between_s is None else seen.between_s
-        longer = 1.0 + between_s / max(float(seen.service_s.mean()), 1e-12)
-        service_s, cpu_s = seen.service_s + between_s, seen.cpu_s + between_s
-        return replace(
-            seen, service_s=service_s, cpu_s=cpu_s, at_work=min(seen.at_work * longer, float(seen.num_workers))
-        )
-
-    return tuple(cycle(each) if each.num_workers else each for each in observations)
 
 
 def sampling_variance(observations: Sequence[Observation], stage: str = "service_s") -> Floats:
@@ -112,26 +86,6 @@ def sampling_sd(observations: Sequence[Observation], stage: str = "service_s") -
     """Relative standard deviation of the same mean, with what differs between bursts."""
     sd: Floats = np.sqrt(BURST_SD**2 + sampling_variance(observations, stage))
     return sd
-
-
-def _between_batches_s(traces: Sequence[BatchTrace], config: LoaderConfig) -> float | None:
-    """Seconds from one batch to the next in a worker that had its next order already: the median.
-
-    The order for batch i leaves with the delivery of batch i - workers x prefetch, so whether it was there is known. In
-    a burst that is limited by the loop most orders are not there in time, and then nothing is known.
-    """
-    if not config.in_order or config.num_workers == 0:
-        return None
-    lag = config.batches_in_flight - 1
-    before: dict[int, float] = {}
-    pauses = []
-    for i, trace in enumerate(traces):
-        ended = before.get(trace.worker)
-        # The first orders lie ready before the workers run, but then they are busy with more than the next batch.
-        if ended is not None and i >= lag and traces[i - lag].received <= ended:
-            pauses.append(max(0.0, trace.fetch_start - ended))
-        before[trace.worker] = trace.collate_end
-    return float(np.median(pauses)) if len(pauses) >= max(FEWEST_SAMPLES, len(traces) // 2) else None
 
 
 def _steps(traces: Sequence[BatchTrace]) -> Floats:

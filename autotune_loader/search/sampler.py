@@ -48,6 +48,8 @@ from autotune_loader.values import (
 
 RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
 """Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""
+MOST_TRIED = 16
+"""Configurations after which none is proposed that never ran."""
 LOST_S = 60.0  # a trial of another process that runs this long is taken for lost: not every storage knows heartbeats
 LOCK = threading.RLock()  # of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled
 WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
@@ -171,8 +173,9 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         return [replace(each, round=min(before)) if each.round in before else each for each in known]
 
     def belief(self, study: optuna.Study) -> Belief:
-        """What the trials say of every configuration; of those that ran alone, where another sampler proposes."""
-        done, is_open = self.trials(study), self._is_open(study)
+        """What the trials say of every configuration; of those that ran alone, where another sampler proposes, or many ran."""
+        done = self.trials(study)
+        is_open = self._is_open(study) and len({each.config.key() for each in done}) < MOST_TRIED
         all_trials, space, asked = study.get_trials(deepcopy=False), self.space, dict[str, BaseDistribution]()
         if self.is_open is None:  # an objective of the user's asks in its own way
             for each in all_trials:
@@ -234,7 +237,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         first = [config for config in first if config.num_workers <= most]
         first += [self.space.config({"num_workers": 0})] if choice is None else []
         untried = next((config for config in first if config.key() not in taken | elsewhere), None)
-        again = () if choice is None else self._looked_at_again(belief, choice, left_s)
+        again = () if choice is None else self._looked_at_again(belief, left_s)
         if again:
             self._turns += [(config, place) for place, config in enumerate(again)]
         elif untried is not None and (left_s > 0 or len(taken) < 2):
@@ -251,20 +254,23 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
                 seconds_left=left_s,
                 elsewhere=elsewhere,
                 least_rounds=0 if is_watched else LEAST_ROUNDS,
-                rounds_before=len({each.round for each in belief.trials if each.round is not None and each.round < self.since}),
+                rounds_before=len(
+                    {each.round for each in belief.trials if each.round is not None and each.round < self.since}
+                ),
             )
             configs, is_round = found.configs, found.is_round
             self.stop_reason = None if configs else found.stop
             self._turns += [(config, place if is_round else None) for place, config in enumerate(configs)]
 
-    def _looked_at_again(self, belief: Belief, choice: LoaderConfig, left_s: float) -> tuple[LoaderConfig, ...]:
-        """The first round of a run that goes on with an earlier one's: the choice, its rival, and the caller's own."""
-        rounds = [trial.round for trial in belief.trials if trial.round is not None]
-        if not rounds or max(rounds) >= self.since:
+    def _looked_at_again(self, belief: Belief, left_s: float) -> tuple[LoaderConfig, ...]:
+        """The first round of a run that goes on with an earlier one's: the best of its rounds, its rival, the caller's own."""
+        ran = [each for each in belief.trials if each.round is not None and each.config.key() in belief.configs]
+        if not ran or max(each.round or 0 for each in ran) >= self.since:
             return ()
-        own = self.baseline if self.baseline is not None and self.baseline.key() in belief.configs else choice
-        sides = list({config.key(): config for config in (choice, own, belief.rival(choice) or choice)}.values())
-        return tuple(in_turns(sides, len(rounds))) if bursts_s(belief, sides) <= left_s else ()
+        best = belief.choice_of([each.config for each in ran])
+        own = self.baseline if self.baseline is not None and self.baseline.key() in belief.configs else best
+        sides = list({config.key(): config for config in (best, own, belief.rival(best) or best)}.values())
+        return tuple(in_turns(sides, len(belief.rounds))) if bursts_s(belief, sides) <= left_s else ()
 
     # What Optuna asks of a sampler
 

@@ -249,7 +249,9 @@ class Space:
             return 0.0
         free = min(CHEAP_BYTES, CHEAP_SHARE * (self.limits.memory_bytes or math.inf))
         size = max(self._batch_bytes(config), 1.0)
-        return math.log2(config.batches_in_flight * (2 ** math.ceil(math.log2(size)) if config.pin_memory else size) / free)
+        return math.log2(
+            config.batches_in_flight * (2 ** math.ceil(math.log2(size)) if config.pin_memory else size) / free
+        )
 
     def _own(self, config: LoaderConfig) -> LoaderConfig | None:
         """The user's own configuration that has the same parameters."""

@@ -24,7 +24,6 @@ from autotune_loader.values import BURSTS_DIFFER, LoaderConfig
 
 LEAST_ROUNDS = 2  # one burst gives no interval
 MOST_ROUNDS = 100  # of one run: what the arithmetic takes grows with them
-MOST_ALONE = 16  # configurations that run by themselves, whoever has proposed them
 CLEARLY = 2.0  # the caller's own sits out once it is slower by more than so many times the tolerance, almost certainly
 MOST_OVERRUN_S = 2.0  # by which a first round may overrun the budget
 START_S, FEWEST_BATCHES = 0.5, 3  # of a burst that never ran, where its batches are slow
@@ -81,7 +80,7 @@ def what_next(
     bold = belief.choice_of(belief.configs)
     alone = [*([] if bold.key() in belief.proven else [bold]), *([] if stop else [rival])]
     untried = [each for each in alone if each.key() not in tried and each.key() not in elsewhere]
-    if untried and len(tried) < MOST_ALONE:
+    if untried:
         needs_s = bursts_s(belief, [untried[0]]) + bursts_s(belief, [choice, own])
         if len(tried) < 2 or needs_s <= seconds_left:
             return Next(configs=(untried[0],))

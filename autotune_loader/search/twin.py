@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune_loader.search.observation import Observation, sampling_sd, whole_cycles
+from autotune_loader.search.observation import Observation, sampling_sd
 from autotune_loader.search.queue import Floats, Ints, simulate, steady_rate, steady_window
 from autotune_loader.search.rule import enough_workers
 from autotune_loader.search.space import MOST_WORKERS, Context
@@ -46,9 +46,7 @@ LINE_SD = 0.3  # how far a stage beside workers lies off the same stage alone, a
 STEADY_BATCHES, MOST_STEADY_BATCHES = 256, 1500
 """Batches in the window of a steady rate; more where batches differ much: a longer run evens out to which worker the slow
 ones fall."""
-LIGHT_VARIATION, HEAVY_ORDERS = 0.4, 3
-"""Standard deviation over mean of service times up to which `STEADY_BATCHES` are enough; beyond it, orders of the batches:
-with one order 90.0 instead of 93.5% of choices are near the best (studies/regret/README.md)."""
+LIGHT_VARIATION = 0.4  # standard deviation over mean of service times up to which `STEADY_BATCHES` are enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +111,7 @@ class Twin:
     """
 
     def __init__(self, observations: Sequence[Observation], context: Context) -> None:
-        self.observations, self.context = whole_cycles(observations), context
+        self.observations, self.context = tuple(observations), context
         serial = [o for o in self.observations if o.num_workers == 0]
         with_workers = [o for o in self.observations if o.num_workers > 0]
         self._fitted = fitted = with_workers or serial
@@ -156,10 +154,7 @@ class Twin:
         wanted = STEADY_BATCHES * (variation / LIGHT_VARIATION) ** 2
         window = steady_window(workers, round(min(max(wanted, STEADY_BATCHES), MOST_STEADY_BATCHES)))
         rng, count = np.random.default_rng(0), int(window[1].max()) + 1
-        orders = [
-            (_quantile_order(services, count, rng), _quantile_order(steps, count, rng))
-            for _ in range(1 if variation < LIGHT_VARIATION else HEAVY_ORDERS)
-        ]
+        service, step = _quantile_order(services, count, rng), _quantile_order(steps, count, rng)
         efficiency = np.ones(len(workers))
         for _ in range(2):
             stages = self._settled(workers, efficiency, cores)
@@ -168,11 +163,9 @@ class Twin:
             headroom = workers * (stages.loop_s / np.maximum(stages.service_s, 1e-12))
             full = workers * prefetch * (variation < LIGHT_VARIATION) * (headroom >= 1.0)
             made = np.arange(count)[:, None] < full
-            rates = []
-            for service, step in orders:
-                times = np.where(made, 0.0, service * stages.service_s), stages.receive_s, step * stages.step_s
-                rates.append(steady_rate(simulate(*times, workers=workers, prefetch=prefetch, pin_s=self._pin_s), *window))
-            rate = np.mean(rates, axis=0)
+            times = np.where(made, 0.0, service * stages.service_s), stages.receive_s, step * stages.step_s
+            done = simulate(*times, workers=workers, prefetch=prefetch, pin_s=self._pin_s)
+            rate = steady_rate(done, *window)
             efficiency = np.minimum(rate / stages.bound, 1.0)
         return Solved(
             samples_per_s=rate * np.mean([o.batch_size for o in self.observations]),
@@ -186,7 +179,9 @@ class Twin:
         have a queue of one batch it is one: a worker that has delivered would wait for its next order.
         """
         rates = dict(zip(configs, self.predict(configs).samples_per_s.tolist(), strict=True))
-        near = [config for config, rate in rates.items() if config.num_workers and rate >= NEAR_BEST * max(rates.values())]
+        near = [
+            config for config, rate in rates.items() if config.num_workers and rate >= NEAR_BEST * max(rates.values())
+        ]
         depths = sorted({config.prefetch_factor or 1 for config in near}, reverse=True)
         needed = depths[0] if depths else 1
         for depth in depths[1:]:
@@ -233,7 +228,9 @@ class Twin:
         receive_s = np.where(serial, self._serial_receive_s, self._receive.at(at_work))
         step_s = self._step_alone_s * np.where(serial, self._serial_step, slowed)
         loop_s = np.maximum(receive_s + step_s, np.where(serial, 0.0, self._pin_s))
-        slowest = np.where(serial, service_s + receive_s + step_s, np.maximum(loop_s, service_s / np.maximum(workers, 1)))
+        slowest = np.where(
+            serial, service_s + receive_s + step_s, np.maximum(loop_s, service_s / np.maximum(workers, 1))
+        )
         return Stages(
             service_s=service_s,
             receive_s=receive_s,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
-from statistics import fmean
 
 from autotune_loader.bursts.settings import LACKS
 from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
@@ -19,7 +17,7 @@ from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.search.draws import equally_fast
 from autotune_loader.search.turns import LEAST_ROUNDS
 from autotune_loader.tuning.study import Search
-from autotune_loader.values import BURSTS_DIFFER, Effects, LoaderConfig, log_ratios, pooled, stage_times
+from autotune_loader.values import Effects, LoaderConfig, pooled, stage_times
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import simulate
 from autotune_loader.search.space import Context
 from autotune_loader.search.twin import Twin, _line
-from autotune_loader.values import BatchTrace, LoaderConfig, MemoryUse, Trial
+from autotune_loader.values import LoaderConfig, MemoryUse, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
 MIB = 2**20
@@ -35,17 +35,6 @@ def test_the_queue_agrees_with_the_event_simulation_of_a_machine(wait_s, workers
 
 
 BURST = simulated_trials(SimulatedMachine(batch_size=8), LoaderConfig())[0].measurement
-
-
-def test_a_worker_that_has_its_order_shows_what_it_does_between_batches():
-    # GIVEN one worker that begins 3 ms after it ended, its next orders long there, and a loop that waits for each batch
-    begun = [i * 0.043 for i in range(20)]
-    traces = [BatchTrace(0, t, t + 0.04, t + 0.04, 0.04, 8, t + 0.01, t + 0.042, t + 0.05) for t in begun]
-    seen = Observation.of(with_workers(1, 4), replace(BURST, traces=tuple(traces)))
-    assert seen.between_s == pytest.approx(0.003)
-    # THEN that is part of what it can deliver
-    rate = Twin([seen], Context(usable_cores=4)).predict([with_workers(1, 4)]).samples_per_s[0]
-    assert rate == pytest.approx(8 / 0.043, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ class SimulatedMachine:
     further_core: float = 1.0
     servers: int | None = None  # Workers whose waiting storage serves at once; None: all
     receive_growth: float = 0.0  # Relative growth of `receive_s` per worker
-    depth_growth: float = 0.0  # Relative growth of CPU seconds and of `receive_s` per doubling of a worker's batches ahead
+    depth_growth: float = (
+        0.0  # Relative growth of CPU seconds and of `receive_s` per doubling of a worker's batches ahead
+    )
     pin_s: float = 0.0  # Seconds in which a thread beside the loop pins a batch, with pin_memory
     lock_s: float = 0.0  # Seconds more where it has to lock new pages, as more batches than ever are in use
     copy_s: float = 0.0  # Seconds in which the loop copies a batch to the device that is not pinned
@@ -176,7 +178,9 @@ class SimulatedProbe:
         loop_slower *= drift
         spike = SPIKE_FACTOR if self._rng.random() < machine.spike_share else 1.0
         are_there = machine.neighbours and self._rng.random() < machine.neighbours_share
-        return Disturbed(machine, slower * spike, loop_slower * spike, (machine.neighbours or 0.0) if are_there else 0.0)
+        return Disturbed(
+            machine, slower * spike, loop_slower * spike, (machine.neighbours or 0.0) if are_there else 0.0
+        )
 
     def _measurement(self, config, traces, begun, disturbed) -> Measurement:
         own, foreign = disturbed.cpu_shares(traces)
