@@ -155,7 +155,7 @@ class Belief:
         return float((paths[:, self._where(one)] - paths[:, self._where(other)] > math.log(factor)).mean())
 
     def is_contradicted(self, choice: LoaderConfig) -> bool:
-        """Whether the rounds alone say that another one is faster by more than the tolerance: nobody would believe the choice."""
+        """Whether the rounds say by themselves that another one is faster by more than the tolerance."""
         beside = (
             log_ratios(self.rounds, other, choice) for other in {key for each in self.rounds for key in each.rates}
         )
@@ -227,7 +227,7 @@ class Belief:
         return tuple(config for config in dict.fromkeys([*proposed, *tried]) if config not in out)
 
     def _of_useful_depth(self, configs: Sequence[LoaderConfig]) -> list[LoaderConfig]:
-        """Those with a queue that costs nothing, so that it may bridge slow batches that no burst has seen, or as deep as needed.
+        """Those with a queue that costs nothing, as it may bridge slow batches that no burst has seen, or is as deep as needed.
 
         The user's own stays, however deep.
         """

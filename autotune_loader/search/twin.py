@@ -125,14 +125,13 @@ class Twin:
         receive = _line(at_work, np.log(receive_s / typical_s), sampling_sd(fitted, "receive_s"))
         # Seconds to take a ready batch over, over the workers at work.
         self._receive = Trend(level=math.log(typical_s) + receive.level, slope=receive.slope)
-        # Factor on a step beside workers and shared cores, over workers at work or, of a parallel step, its starved threads.
+        # Factor on a step beside workers, over those at work, beyond what it loses because they share the cores.
         self._step = Trend()
         if with_workers:
             cores, threads = float(context.usable_cores), context.step_cores
             wanting = _wanting(fitted, self._contention.wait_s)
             off = np.log(np.maximum(_means(fitted, "step_s"), 1e-12) / (alone_s * _step_share(wanting, threads, cores)))
-            disturbance = _starved(wanting, threads, cores) if threads > 1 else at_work
-            self._step = _line(disturbance, off, sampling_sd(fitted, "step_s"))
+            self._step = _line(at_work, off, sampling_sd(fitted, "step_s"))
         self._pin_s = float(np.mean([each.pin_s for each in fitted]))
         # The same stages without workers.
         self._serial_step = float((_means(serial, "step_s") / alone_s).mean()) if serial else 1.0
@@ -222,8 +221,7 @@ class Twin:
         serial, fitted, threads = workers == 0, self._contention, self.context.step_cores
         cpu_wall = fitted.computing_s(wanting, step_busy, self.context, cores)
         beside = np.where(serial, 0.0, wanting)
-        slowed = self._step.at(_starved(beside, threads, cores) if threads > 1 else at_work)
-        slowed = _step_share(beside, threads, cores) * slowed
+        slowed = _step_share(beside, threads, cores) * self._step.at(at_work)
         service_s = np.where(serial, self._serial_service_s, cpu_wall + fitted.wait_s)
         receive_s = np.where(serial, self._serial_receive_s, self._receive.at(at_work))
         step_s = self._step_alone_s * np.where(serial, self._serial_step, slowed)
@@ -294,16 +292,6 @@ def _step_share(wanting: Floats, step_cores: float, cores: float) -> Floats:
     """Factor on the step's time because the workers want the same cores."""
     factor: Floats = np.maximum((wanting + step_cores) / cores, 1.0) / max(step_cores / cores, 1.0)
     return factor
-
-
-def _starved(wanting: Floats, threads: float, cores: float) -> Floats:
-    """Threads of a parallel step that find no free core, weighted by how much the others wait for them.
-
-    An intra-op region ends when its last thread does, so one thread without a core stalls all; a single thread waits for
-    nobody. On 4 cores a 4-thread step took 24 ms alone and 80 ms beside four workers, a 1-thread step 55 and 56 ms.
-    """
-    starved: Floats = np.clip(wanting + threads - cores, 0.0, threads) * (1.0 - 1.0 / max(threads, 1.0))
-    return starved
 
 
 def _means(observations: Sequence[Observation], stage: str) -> Floats:
