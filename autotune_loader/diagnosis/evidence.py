@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values import FailureKind, Interval, LoaderConfig, Measurement, StageTime, Trial
+from autotune_loader.values import BURSTS_DIFFER, FailureKind, Interval, LoaderConfig, Measurement, StageTime, Trial
 
 if TYPE_CHECKING:
     from autotune_loader.pipeline.forking import ParentProcess
@@ -45,6 +45,8 @@ class Evidence:
     """The same of the loop while it receives a batch."""
     receive_s: float | None = None
     """What the loop takes to receive a batch that lies ready; 0 where none did."""
+    pin_s: float | None = None
+    """What a thread takes to pin it; None where none does."""
     copy_s: float | None = None
     """What the copy to the device adds to a step; None off a device."""
     starting_share: float = 0.0
@@ -58,6 +60,8 @@ class Evidence:
     foreign_cpu_share: float | None = None
     ceiling: Interval | None = None
     """Rate of the step alone."""
+    transfer_ceiling: Interval | None = None
+    """Rate of the step on batches that lie ready in DataLoader's workers."""
     on_accelerator: bool = False
     """Whether the step leaves the cores to the loader."""
     has_batched_fetch: bool = True
@@ -83,6 +87,7 @@ class Evidence:
             "fetch_s": measured.service_s,
             "fetch_cpu_s": measured.service_cpu_s,
             "receive_s": ready_s(measured),
+            "pin_s": measured.pin_s,
             "copy_s": measured.copy_s,
             "cpu_share": measured.cpu_share,
             "foreign_cpu_share": measured.foreign_cpu_share,
@@ -119,6 +124,17 @@ class Evidence:
             return None
         gain = self.wait_share / (1 - self.wait_share)
         return None if max(self.rates, default=0.0) > (1 + gain) * self.samples_per_s else gain
+
+    @property
+    def handed_over(self) -> Interval | None:
+        """The rate of the step on batches that lie ready in workers, where that is clearly below the step alone."""
+        if self.ceiling is None or self.transfer_ceiling is None:
+            return None
+        return self.transfer_ceiling if self.transfer_ceiling.value < (1 - BURSTS_DIFFER) * self.ceiling.value else None
+
+    def reaches(self, ceiling: Interval | None) -> bool:
+        """Whether the loop is as fast as that; not where it is not known."""
+        return ceiling is not None and self.samples_per_s >= (1 - NEGLIGIBLE) * ceiling.value
 
     @property
     def fetching_share(self) -> float:

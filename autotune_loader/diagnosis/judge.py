@@ -72,7 +72,7 @@ def diagnose(evidence: Evidence) -> tuple[Finding, tuple[Finding, ...]]:
 def judged(
     result: Result, *, epoch_batches: int | None = None, parent: ParentProcess | None = None, **known: bool
 ) -> Result:
-    """The result with bottleneck and advice; without a ceiling that was passed, which is a warning then.
+    """The result with bottleneck and advice; without a ceiling that was passed: a warning, where it is that of the step.
 
     Args:
         result: figures and trials; its `machine` tells the cores.
@@ -83,6 +83,9 @@ def judged(
     measurement, machine = result.measurement_of(result.best), result.machine
     if measurement is None or result.rate is None or machine is None:
         return replace(result, bottleneck=Bottleneck.NOTHING(), advice=tuple(_start_method(result.best, parent)))
+    transfer = result.transfer_ceiling
+    if transfer is not None and result.rate.value > (1 + BURSTS_DIFFER) * transfer.value:
+        transfer = None
     evidence = Evidence.of(
         measurement,
         config=result.best,
@@ -91,6 +94,7 @@ def judged(
         samples_per_s=result.rate.value,
         wait_share=result.wait_share,
         ceiling=result.ceiling,
+        transfer_ceiling=transfer,
         stages=result.stages,
         trials=result.trials,
         parent=parent,
@@ -99,7 +103,7 @@ def judged(
     bottleneck, advice = diagnose(evidence)
     if (doubt := ceiling_doubt(evidence)) is not None:
         result = replace(result, ceiling=None, warnings=(*result.warnings, doubt))
-    return replace(result, bottleneck=bottleneck, advice=advice)
+    return replace(result, transfer_ceiling=transfer, bottleneck=bottleneck, advice=advice)
 
 
 def ceiling_doubt(evidence: Evidence) -> Finding | None:
@@ -126,10 +130,12 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.LITTLE
     if evidence.starting_share > (LONG_START if evidence.fetch_s is None else max(LONG_START, wait / 2)):
         return Bottleneck.START_UP
-    if evidence.ceiling is not None and evidence.samples_per_s >= (1 - NEGLIGIBLE) * evidence.ceiling.value:
+    if evidence.reaches(evidence.ceiling):
         return Bottleneck.STEP
     if evidence.saved_s > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
         return Bottleneck.COPY
+    if config.num_workers and evidence.reaches(evidence.handed_over):
+        return Bottleneck.TRANSFER
     if wait < NEGLIGIBLE:
         return _never_waiting(evidence)
     if evidence.ran_out is not None:
@@ -182,7 +188,8 @@ def _bottleneck(row: Bottleneck, evidence: Evidence) -> Finding:
 
 def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
     """The figures behind it, a sentence each."""
-    fetch, trial, ceiling, foreign = evidence.undisturbed, evidence.ran_out, evidence.ceiling, evidence.foreign_share
+    fetch, trial, foreign = evidence.undisturbed, evidence.ran_out, evidence.foreign_share
+    ceiling, handed = evidence.ceiling, evidence.handed_over
     match row:
         case Bottleneck.CPU:
             yield Fact.CPU_OF_BATCH(cpu=evidence.fetch_cpu_s, step=evidence.step_s)
@@ -193,6 +200,9 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
             yield _stage_that_waits(evidence)
         case Bottleneck.CORES if evidence.waiting is not None:
             yield Fact.FOR_A_CORE(share=evidence.waiting[1], cores=round(evidence.cores))
+        case Bottleneck.TRANSFER if ceiling is not None and handed is not None and evidence.reaches(handed):
+            yield Fact.HANDED_OVER(handed=evidence.batch_size / handed.value, alone=evidence.batch_size / ceiling.value)
+            yield None if evidence.pin_s is None else Fact.PINNING(pin=evidence.pin_s)
         case Bottleneck.TRANSFER:
             receiving = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
             yield receiving(size=evidence.batch_bytes, receive=evidence.receive_s)
@@ -212,6 +222,8 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         yield None if ceiling is None else Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value)
     elif row is not Bottleneck.START_UP:
         yield from _gain(evidence)
+        if handed is not None and row not in (Bottleneck.TRANSFER, Bottleneck.COPY):
+            yield Fact.WORKERS_AT_MOST(factor=handed.value / evidence.samples_per_s)
 
 
 def _gain(evidence: Evidence) -> Iterator[Finding]:
@@ -263,8 +275,7 @@ def _advice(row: Bottleneck, evidence: Evidence) -> Iterator[Finding]:
             yield Advice.FEWER_WORKERS(workers=config.num_workers) if many else Advice.MORE_CORES()
         case Bottleneck.TRANSFER:
             is_large = evidence.batch_bytes >= LARGE_BATCH_BYTES
-            less = Advice.TRANSFER_LESS if is_large else Advice.LARGER_BATCHES
-            yield less(size=evidence.batch_bytes, receive=evidence.receive_s)
+            yield Advice.TRANSFER_LESS(size=evidence.batch_bytes) if is_large else Advice.LARGER_BATCHES()
             yield Advice.AUTOLOADER_TRANSFERS(workers=config.num_workers)
         case Bottleneck.COPY:
             if not config.device_prefetch:

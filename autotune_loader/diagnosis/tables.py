@@ -58,6 +58,7 @@ class Fact(Table):
     AT_MOST = "With instant data, training would be at most {factor:.2f}x as fast."
     ABOUT = "With instant data, training would be about {factor:.1f}x as fast."
     MUCH = "With instant data, training would be more than 10x as fast."
+    WORKERS_AT_MOST = "DataLoader's workers could make it at most {factor:.2f}x as fast."
     OF_CEILING = "It runs at {rate:rate}; the step alone runs at {ceiling:rate}."
     CPU_OF_BATCH = "Per batch: {cpu:seconds} of CPU to load, {step:seconds} to train."
     CORES = "{share:share} of {cores:# core} are busy."
@@ -71,6 +72,11 @@ class Fact(Table):
     FETCHES = "A worker loads data {share:share} of its time."
     STAGE_WAITS = "{stage} is {share:share} of a worker's wait ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
+    HANDED_OVER = (
+        "DataLoader's workers hand over a batch that lies ready every {handed:seconds}, however many they are; the step alone "
+        "takes {alone:seconds}."
+    )
+    PINNING = "Pinning a batch takes {pin:seconds}."
     COPYING = "Copying a batch of {size:bytes} to the device adds {copy:seconds} to its step."
     RECEIVING_ONE = "Receiving a batch takes {receive:seconds}."
     RAN_OUT = "{config} ran out of memory ({kind})."
@@ -105,7 +111,7 @@ class Advice(Table):
     COPY_AHEAD = (
         'Copy batches ahead of the step: tune(..., allow="device_prefetch") tries it, DevicePrefetcher does it.'
     )
-    LARGER_BATCHES = "Use larger batches: transferring even a small one takes {receive:seconds}."
+    LARGER_BATCHES = "Use larger batches: transferring a small one takes hardly less time."
     AUTOLOADER_TRANSFERS = (
         "Try AutoLoader(dataset, num_workers={workers}, tune=False), which transfers batches with less overhead."
     )

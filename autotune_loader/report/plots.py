@@ -63,7 +63,7 @@ ACTIVITIES = {  # colour and legend, in the order of drawing
 
 
 def plot_workers(result: TuningRecord) -> Figure:
-    """Rates over workers: one point for each number of workers that ran, the chosen setting, failures and the ceiling.
+    """Rates over workers: one point for each number of workers that ran, the chosen setting, failures and the ceilings.
 
     Of settings with equally many workers the chosen one is shown, else the fastest in the A/B rounds, else the fastest.
     """
@@ -80,11 +80,14 @@ def _workers(result: TuningRecord, rows: tuple[Standing, ...], axes: Axes) -> No
         shown.setdefault(row.config.num_workers, row)
     rates = {count: row.rate.value for count, row in sorted(shown.items()) if row.rate}
     top = max(rates.values())
-    if result.ceiling is not None and result.ceiling.value > FAR * top:
-        axes.plot([], [], " ", label=f"the step alone: {rate_text(result.ceiling.value)}, far above")
-    elif result.ceiling is not None:
-        dashes: Any = (0, (6, 3))
-        axes.axhline(result.ceiling.value, label="the step alone", color=BLACK, linewidth=1.2, linestyle=dashes)
+    dashes: tuple[Any, Any] = (0, (6, 3)), (0, (1, 2))
+    for ceiling, label, dash in zip(
+        (result.ceiling, result.transfer_ceiling), ("the step alone", "most that workers transfer"), dashes, strict=True
+    ):
+        if ceiling is not None and ceiling.value > FAR * top:
+            axes.plot([], [], " ", label=f"{label}: {rate_text(ceiling.value)}, far above")
+        elif ceiling is not None:
+            axes.axhline(ceiling.value, label=label, color=BLACK, linewidth=1.2, linestyle=dash)
     axes.plot(list(rates), list(rates.values()), color=BLUE, linewidth=1.2)
     for source, fill, label in (("rounds", BLUE, "A/B rounds, 95%"), ("search", "white", "single trial, 95%")):
         of_source = [row for row in shown.values() if row.source == source]

@@ -57,7 +57,7 @@ class TuningResult(TuningRecord):
         return frames.stages_frame(self) if of == "stages" else frames.trials_frame(self)
 
     def plot_workers(self) -> Figure:
-        """Plot rates over the number of workers, with intervals, the chosen setting and the ceiling."""
+        """Plot rates over the number of workers, with intervals, the chosen setting and the ceilings."""
         return plots.plot_workers(self)
 
     def plot_stages(self) -> Figure:

@@ -176,6 +176,9 @@ def _facts(result: TuningRecord) -> Iterator[str]:
         yield result.bottleneck
     if result.ceiling is not None:
         yield f"Ceiling: {rate_text(result.ceiling.value)}, the rate of the training step alone, with its data in memory."
+    if result.transfer_ceiling is not None:
+        rate = rate_text(result.transfer_ceiling.value)
+        yield f"Transfer: {rate}, the most that DataLoader's workers can hand over to this step."
     if result.gpu_busy_share is not None:
         yield f"GPU: busy {share_text(result.gpu_busy_share)} of the time (from the first to the last kernel of each step)."
     if result.gpu_utilization is not None:

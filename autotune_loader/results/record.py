@@ -120,6 +120,9 @@ class TuningRecord:
     """Rate of the best over that of the baseline, from paired rounds; None where none were run, or they are the same."""
     ceiling: Interval | None = None
     """Rate of the training step alone, data already in memory: no loader can exceed it."""
+    transfer_ceiling: Interval | None = None
+    """Rate of the step on batches that lie ready in DataLoader's workers, which no number of them can exceed; None off an
+    accelerator."""
     wait_share: float | None = None
     """Of the best configuration, like the three below: share of the time in which the loop waited for data."""
     memory_bytes: int | None = None

@@ -31,6 +31,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
     if search.belief.choice is not None:
         best = search.keep_workers_of(best)
     run, data, warmup, belief = search.run, search.run.workload.data, search.run.warmup, search.belief
+    handed = search.handed_over
     status: Status = "complete" if undecided is None else "undecided"
     ended = search.ended
     if belief.choice is None:
@@ -47,6 +48,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         drop_last=data.drop_last,
         rate_unit="batches/s" if warmup.counts_batches else "samples/s",
         ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
+        transfer_ceiling=None if handed is None or best.batch_size or best.device_prefetch else handed.samples_per_s,
         undecided=undecided,
         ended=ended(
             tolerance=run.tolerance,

@@ -55,6 +55,7 @@ NO_STORAGE = {
     "receive_s": 0.004, "wait_share": 0.15, "fetch_s": 0.1, "fetch_cpu_s": 0.001, "fetch_queued_s": 0.001, "ceiling": None,
 }  # fmt: skip
 COPIES = {"copy_s": 0.01, "fetch_s": 0.04}
+HANDED_OVER = {"transfer_ceiling": exactly(1000.0)}
 COPIES_ITSELF = {
     "copy_s": 0.014, "fetch_s": 0.04, "wait_share": 0.01, "step_s": 0.03, "cpu_share": 0.3, "on_accelerator": True,
 }  # fmt: skip
@@ -92,7 +93,16 @@ CASES = {
     "a step beside other processes": ("cpu", {**LONG_STEP, "foreign_cpu_share": 0.4},
         "20% of the time. Other processes used 40% of the CPU. With instant data", ""),
     "transfers": ("transfer", {"receive_s": 0.02}, "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
-    "small batches": ("transfer", SMALL, "90% of the time", "Use larger batches: transferring even a small one takes 0.4 ms."),
+    "small batches": ("transfer", SMALL, "90% of the time", "Use larger batches: transferring a small one takes hardly less"),
+    "handing over": ("transfer", {"transfer_ceiling": exactly(1040.0), "pin_s": 0.03},
+        "a batch that lies ready every 31 ms, however many they are; the step alone takes 16 ms. Pinning a batch takes 30 ms.",
+        "Try AutoLoader(dataset, num_workers=4, tune=False), which transfers"),
+    "handing over, which slows the step": ("transfer", HANDED_OVER | {"wait_share": 0.01}, "every 32 ms", "AutoLoader"),
+    "the CPU, before handing over": ("cpu", {"transfer_ceiling": exactly(1500.0)},
+        "at most 2.00x as fast. DataLoader's workers could make it at most 1.50x as fast.", ""),
+    "handing over as fast as the step": ("cpu", HANDED_OVER | {"ceiling": exactly(1160.0), "step_s": 0.03}, "", ""),
+    "handing over, without workers": ("cpu", HANDED_OVER | {"config": LoaderConfig()}, "", ""),
+    "copies, handed over": ("copy", HANDED_OVER | {"copy_s": 0.01, "fetch_s": 0.04}, "adds 10 ms to its step", ""),
     "copies": ("copy", COPIES, "Copying a batch of 4 MiB to the device adds 10 ms to its step.", "DevicePrefetcher does it."),
     "copies ahead": ("copy", {**COPIES, "config": replace(FOUR, device_prefetch=2)}, "adds 10 ms", "uint8"),
     "workers that copies do not hold up": ("storage", {**READS, "copy_s": 0.014, "fetch_s": 0.124}, "", "Read larger"),
@@ -158,8 +168,9 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
 
 
 def test_a_ceiling_that_was_passed_is_not_in_the_result_and_a_warning_says_why():
-    result = judged(replace(synthetic_result(), ceiling=exactly(10.0)))
+    result = judged(replace(synthetic_result(), ceiling=exactly(10.0), transfer_ceiling=exactly(10.0)))
     assert (result.ceiling, Caution.CEILING_PASSED.said_by(result.warnings[-1])) == (None, True)
+    assert result.transfer_ceiling is None
 
 
 def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():

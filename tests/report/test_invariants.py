@@ -30,6 +30,8 @@ def contradictions(result):
     if rate is not None and ceiling is not None:
         if rate.value > PASSED * ceiling.value:
             yield f"the rate is {rate.value:.0f}, and the step alone has {ceiling.value:.0f}"
+        if (transfer := result.transfer_ceiling) is not None and rate.value > PASSED * transfer.value:
+            yield f"the rate is {rate.value:.0f}, and workers hand over {transfer.value:.0f}"
         if bottleneck is not None and not _same(max(0.0, ceiling.value / rate.value - 1), bottleneck.gain):
             yield f"headroom {bottleneck.gain}, the rate is {rate.value:.0f}, the ceiling {ceiling.value:.0f}"
     if bottleneck is not None and bottleneck.kind not in SAY_NOTHING_OF_WAITING:

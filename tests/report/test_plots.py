@@ -73,16 +73,17 @@ def test_workers_shows_what_ran_by_the_rounds_where_there_are_any_and_tells_of_t
 
 
 @pytest.mark.parametrize(("failing", "crosses"), [((7, 12, 48), [7, 12]), ((), [])])
-def test_what_fails_far_away_and_a_ceiling_far_above_are_told_and_do_not_press_rates_together(result, failing, crosses):
+def test_what_fails_far_away_and_ceilings_far_above_are_told_and_do_not_press_rates_together(result, failing, crosses):
     failed = [replace(result.trials[-1], config=LoaderConfig(num_workers=count)) for count in failing]
-    figure = replace(result, trials=(*result.trials[:-2], *failed), ceiling=exactly(1e6)).plot_workers()
+    far = {"ceiling": exactly(1e6), "transfer_ceiling": exactly(2e6)}
+    figure = replace(result, trials=(*result.trials[:-2], *failed), **far).plot_workers()
     axes, legend = figure.axes[0], [text.get_text() for text in figure.legends[0].get_texts()]
     label = f"failed: {', '.join(map(str, failing))} workers"
     assert (label in legend) == bool(failing)
     assert [count for count, _ in points(axes, label)] == crosses
     assert axes.get_xlim()[1] < 2 * 8
     assert axes.get_ylim()[1] < 2 * result.rate.value
-    assert any("1.00M/s, far above" in text for text in legend)
+    assert [any(f"{rate}.00M/s, far above" in text for text in legend) for rate in (1, 2)] == [True, True]
 
 
 def test_stages_are_drawn_longest_first_and_no_more_than_can_be_read(result):

@@ -88,6 +88,10 @@ DOUBT = {"best": NONE, "status": "undecided", "undecided": Undecided.NO_ROUNDS()
         ({"gpu_busy_share": 0.931}, "GPU: busy 93% of the time (from the first to the last kernel of each step)."),
         ({"gpu_utilization": 0.641}, "GPU 64% busy (NVML)."),
         ({"ceiling": exactly(1300.0)}, "Ceiling: 1,300/s, the rate of the training step alone, with its data in"),
+        (
+            {"transfer_ceiling": exactly(1250.0)},
+            "Transfer: 1,250/s, the most that DataLoader's workers can hand over to t",
+        ),
         ({"trials": ()}, "No configuration was tried."),
         ({"status": "fallback"}, "No setting worked. The fallback is PyTorch's defaults."),
         ({"status": "partial"}, "This is the best so far."),

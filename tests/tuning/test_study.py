@@ -370,6 +370,19 @@ def test_what_is_told_of_the_best_is_of_its_rounds_alone():
     assert found.step_s == pytest.approx(0.005, rel=0.2)
 
 
+PINS = {"pin_s": 0.018, "copy_s": 0.02, "cores": 16, "cpu_s": 0.1, "batch_bytes": 38_500_000}
+PINNING_BINDS, STEP_BINDS = {**PINS, "step_s": 0.0097, "receive_s": 0.008}, {**PINS, "step_s": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("machine", "binds", "handed_s"), [(PINNING_BINDS, "transfer", 0.018), (STEP_BINDS, "step", 0.03)]
+)
+def test_what_workers_hand_over_at_most_tells_whether_that_or_the_step_binds(machine, binds, handed_s):
+    found = simulated_result(SimulatedMachine(**machine))
+    assert found.bottleneck.kind == binds
+    assert 32 / found.transfer_ceiling.value == pytest.approx(handed_s, rel=0.05)
+
+
 @pytest.mark.parametrize(("epoch_batches", "told"), [(20, True), (10_000, False)])
 def test_a_choice_by_whole_epochs_says_so(epoch_batches, told):
     found = simulated_result(SimulatedMachine(worker_start_s=0.2), epoch_batches=epoch_batches)
