@@ -231,7 +231,7 @@ def _consumed(traces: Sequence[BatchTrace], workers: int, first: int) -> Interva
 
 
 def _made_at_best(traces: Sequence[BatchTrace], workers: int) -> Interval:
-    """Samples/s that the workers make while they have orders, idling excluded.
+    """Samples/s that are made ready while workers have orders, idling excluded.
 
     Idling only adds to a pause, so the lower quartile is what a worker with orders needs between two batches.
     """
@@ -240,7 +240,7 @@ def _made_at_best(traces: Sequence[BatchTrace], workers: int) -> Interval:
 
 
 def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interval:
-    """Samples/s that the workers make, from one batch to the next in service time and `pause_s`."""
+    """Samples/s that are made ready, by workers in service time and `pause_s` for each batch, and by a thread that pins."""
     # Before the first request the step did not compete for the cores yet, and a worker's first batch opens files.
     seen = [trace for trace in after_first_of_each(traces) if trace.fetch_start >= traces[0].requested]
     if len(seen) < workers:
@@ -248,7 +248,9 @@ def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interva
     cycles = mean_interval([trace.service_s for trace in seen])
     extra_s = _slowest_mean_s(seen) - cycles.value + pause_s
     shifted = replace(cycles, value=cycles.value + extra_s, low=cycles.low + extra_s, high=cycles.high + extra_s)
-    return _rate(shifted, workers * fmean(trace.samples for trace in seen), len(seen))
+    samples = fmean(trace.samples for trace in seen)
+    made, pinning = _rate(shifted, workers * samples, len(seen)), mean_interval([trace.pin_s for trace in seen])
+    return min(made, _rate(pinning, samples, len(seen)), key=lambda each: each.value) if pinning.value else made
 
 
 def _pauses_s(traces: Sequence[BatchTrace], since: float = -math.inf) -> list[float]:

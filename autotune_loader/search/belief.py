@@ -154,12 +154,14 @@ class Belief:
         paths = self.draws.paths
         return float((paths[:, self._where(one)] - paths[:, self._where(other)] > math.log(factor)).mean())
 
-    def is_contradicted(self, choice: LoaderConfig) -> bool:
-        """Whether the rounds say by themselves that another one is faster by more than the tolerance."""
-        beside = (
-            log_ratios(self.rounds, other, choice) for other in {key for each in self.rounds for key in each.rates}
-        )
-        return any(len(logs) > 1 and statistics.fmean(logs) > math.log1p(self.tolerance) for logs in beside)
+    def contradiction(self, choice: LoaderConfig) -> LoaderConfig | None:
+        """What the rounds by themselves say to be faster by more than the tolerance, by the most; None where they agree."""
+        beside = {key: log_ratios(self.rounds, key, choice) for each in self.rounds for key in each.rates}
+        ahead = {
+            key: statistics.fmean(logs) for key, logs in beside.items() if len(logs) > 1 and key.key() in self.configs
+        }
+        fastest = max(ahead, key=ahead.__getitem__, default=choice)
+        return fastest if ahead.get(fastest, 0.0) > math.log1p(self.tolerance) else None
 
     # What to measure
 
@@ -172,6 +174,8 @@ class Belief:
         means = np.minimum(losses[:, [here]], losses).mean(axis=0)
         if len(means) < 2:
             return None
+        known = means[here] - np.delete(means, here).min() < NEAR_BEST * self.tolerance  # none lowers it
+        means = losses.mean(axis=0) if known else means
         means[here] = np.inf
         near = np.flatnonzero(means <= means.min() + NEAR_BEST * self.tolerance)
         best = min(map(int, near), key=lambda i: (self.space.cost(self.configs[i]), means[i]))

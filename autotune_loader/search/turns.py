@@ -68,7 +68,8 @@ def what_next(
     if len(belief.trials) > MOST_FAILED and all(trial.failure for trial in belief.trials[-MOST_FAILED:]):
         return Next(stop="FAILING")
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
-    rival = belief.rival(choice) or choice
+    contradiction = belief.contradiction(choice)
+    rival = contradiction or belief.rival(choice) or choice
     stop: StopReason | None = None
     if is_at_ceiling(belief, choice, ceiling):
         stop = "CEILING"
@@ -85,7 +86,7 @@ def what_next(
         if len(tried) < 2 or needs_s <= seconds_left:
             return Next(configs=(untried[0],))
     ran, beside = [sum(each in r.rates for r in belief.rounds) for each in (choice, own)]
-    if stop and ran >= least_rounds and not belief.is_contradicted(choice):
+    if stop and ran >= least_rounds and contradiction is None:
         return Next(stop=stop)
     is_slower = belief.is_faster(choice, own, 1 + CLEARLY * belief.tolerance) >= CERTAIN
     is_out = is_slower and min(ran, beside) >= LEAST_ROUNDS

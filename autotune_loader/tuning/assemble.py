@@ -17,7 +17,7 @@ from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.search.draws import equally_fast
 from autotune_loader.search.turns import LEAST_ROUNDS
 from autotune_loader.tuning.study import Search
-from autotune_loader.values import Effects, LoaderConfig, pooled, stage_times
+from autotune_loader.values import Effects, LoaderConfig, log_ratios, pooled, stage_times
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +114,8 @@ def choice_of(search: Search) -> tuple[LoaderConfig, Finding | None]:
     undecided = None if search.ended is Ended.INTERRUPTED else _why_undecided(search, best)
     if undecided is None or best == baseline or baseline not in works:
         return best, undecided
-    is_surely_faster = belief.is_faster(best, baseline) >= CERTAIN and not belief.is_contradicted(best)
-    return best if is_surely_faster else baseline, undecided
+    was_faster = sum(log_ratios(belief.rounds, best, baseline)) >= 0  # or nobody would believe the choice
+    return best if was_faster and belief.is_faster(best, baseline) >= CERTAIN else baseline, undecided
 
 
 def _why_undecided(search: Search, best: LoaderConfig) -> Finding | None:
@@ -125,7 +125,7 @@ def _why_undecided(search: Search, best: LoaderConfig) -> Finding | None:
     tried = {trial.config.key() for trial in belief.trials if trial.samples_per_s}
     if len(belief.configs) > 1 and busy > MUCH_DISTURBED * rounds:
         return Undecided.BUSY(busy=busy, rounds=rounds)
-    if belief.loss(best) > tolerance or belief.is_contradicted(best):
+    if belief.loss(best) > tolerance or belief.contradiction(best) is not None:
         if not rounds:
             return Undecided.NO_ROUNDS() if len(tried) > 1 else Undecided.ONE_TRIED()
         return (Undecided.TOO_NOISY if had_time else Undecided.CLOSE)(rounds=rounds, tolerance=tolerance)
