@@ -273,7 +273,10 @@ class Search:
         if number in (None, asked.number):
             self._expecting = self.belief
         if failure is None:
-            trial = self.bursts.run(config, asked.number, number, predicted=self._expecting.predicted(config))
+            expected, before = self._expecting.predicted(config), self.trials[-1:]
+            # A side of a round reads what the one before it has read, where that did not come from storage.
+            place = number if all(map(self.bursts.read_memory, before)) else None
+            trial = self.bursts.run(config, asked.number, number, predicted=expected, place=place)
             if trial.measurement is not None and (margin := run.space.over_margin(config, trial.measurement)):
                 trial = replace(trial, measurement=None, failure=margin)
         else:
