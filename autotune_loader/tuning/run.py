@@ -130,7 +130,7 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
     max_workers, why = _max_workers(data, warmup, machine, options)
     space = _make_space(workload, warmup, machine, options, max_workers)
     notes = [*workload.notes, *opened.notes, *why]
-    if "batch_size" in options.allow and len(space.batch_sizes) == 1:
+    if "batch_size" in options.allow and len(space.batch_size) == 1:
         samples, size = data.samples_per_epoch(), data.batch_size
         why_not = f"an epoch of {samples} samples has room for no other batch size than {size}"
         if size is None:
@@ -181,7 +181,7 @@ def _make_space(
         persistent_workers=keeps,
         in_order=(True, False) if "in_order" in allow else (True,),
         multiprocessing_context=data.multiprocessing_context,
-        batch_sizes=_batch_sizes(data, allow),
+        batch_size=_batch_sizes(data, allow),
         limits=Limits(
             shm_bytes=machine.shm_budget_bytes,
             memory_bytes=machine.memory_budget_bytes,

@@ -246,7 +246,7 @@ class Search:
         study.set_user_attr(BATCH_BYTES, max(run.warmup.batch_bytes, 1))
         twin.context, twin.seconds_left, twin.is_open = self.bursts.context, self.budget.left, self._sampler is None
         ceiling = self.handed_over or self.ceiling
-        if ceiling is not None and len(run.space.batch_sizes) == 1:  # batches of another size have another ceiling
+        if ceiling is not None and len(run.space.batch_size) == 1:  # batches of another size have another ceiling
             twin.ceiling = ceiling.samples_per_s.value
         twin.first = begin_with(run.space, twin.context, own=run.baseline, suggested=self._suggestions)
         study.sampler = self._sampler or twin
@@ -277,7 +277,7 @@ class Search:
             # A side of a round reads what the one before it has read, where that did not come from storage.
             place = number if all(map(self.bursts.read_memory, before)) else None
             trial = self.bursts.run(config, asked.number, number, predicted=expected, place=place)
-            if trial.measurement is not None and (margin := run.space.over_margin(config, trial.measurement)):
+            if trial.measurement is not None and (margin := run.space.veto(config, trial.measurement)):
                 trial = replace(trial, measurement=None, failure=margin)
         else:
             trial = Trial(number=asked.number, config=config, failure=failure, seconds=self.budget.clock() - begun)

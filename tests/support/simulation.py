@@ -124,9 +124,8 @@ class SimulatedProbe:
     def _train(self, machine: SimulatedMachine, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         disturbed, begun, traces = self._disturbed(machine), self._clock(), list[BatchTrace]()
         next_check = begun
-        for trace in Run(
-            disturbed, config, self._order(next(self._begun)), begun, plan.prefill_s, self._locked
-        ).batches():
+        order = self._order(next(self._begun))
+        for trace in Run(disturbed, config, order, begun, plan.prefill_s, self._locked).batches():
             traces.append(trace)
             if (now := trace.step_end) - begun > plan.deadline_s:
                 self._clock.advance(plan.deadline_s)

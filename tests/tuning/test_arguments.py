@@ -224,9 +224,9 @@ def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why_n
     ids=["map-style", "a small epoch", "a stream", "no batches", "one sample"],
 )
 def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_not(side, sizes, why):
-    assert run_of(side).space.batch_sizes == (None,)
+    assert run_of(side).space.batch_size == (None,)
     run = run_of(side, allow="batch_size")
-    assert run.space.batch_sizes == sizes
+    assert run.space.batch_size == sizes
     assert [why in note for note in run.notes if note.startswith("batch_size is not tuned")] == ([True] if why else [])
 
 

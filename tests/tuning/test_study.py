@@ -501,7 +501,7 @@ class PerBatch(SimulatedProbe):
 
 
 def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed():
-    space = Space(max_workers=4, batch_sizes=(None, 64, 128, 16))
+    space = Space(max_workers=4, batch_size=(None, 64, 128, 16))
     found = assembled(search_on(SimulatedMachine(), own=None, probe=PerBatch, space=space)[0], 1.0)
     assert found.best.batch_size == found.batch_size
     assert found.batch_size in {64, 128}
