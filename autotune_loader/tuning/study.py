@@ -266,7 +266,7 @@ class Search:
     def _objective(self, asked: optuna.Trial) -> float:
         """One trial: samples/s of the configuration that the sampler proposes."""
         run, begun = self.run, self.budget.clock()
-        config, number = run.space.suggest(asked), self.twin.round_of(asked)
+        config, number = run.space.suggest(asked), asked.user_attrs.get(ROUND)
         known = next((each for each in reversed(self.trials) if each.config == config), None)
         self._repeats = 0 if known is None else self._repeats + 1
         failure = run.space.veto(config) if known is None or number is not None else known.failure
