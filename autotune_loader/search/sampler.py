@@ -121,10 +121,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         for number in range(max(self._known, default=-1) + 1):
             trial: dict[str, Any] = {"state": TrialState.FAIL}  # what another process was at
             if (known := self._known.get(number)) is not None:
-                trial = {
-                    "state": TrialState.PRUNED if known.failure else TrialState.COMPLETE,
-                    "value": known.samples_per_s,
-                }
+                trial["state"] = TrialState.PRUNED if known.failure else TrialState.COMPLETE
+                trial["value"] = known.samples_per_s
                 trial["user_attrs"] = {RECORD: _record(known), **({} if known.round is None else {ROUND: known.round})}
                 if self.space.holds(known.config):
                     trial["params"] = params = self.space.params(known.config)
