@@ -7,6 +7,7 @@ What does not fit into shared memory, descriptors or memory is vetoed by arithme
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -178,17 +179,14 @@ class Space:
     def holds(self, config: LoaderConfig) -> bool:
         """Whether a study of this space can propose it, and it may be tried: one of a file or an earlier study may not."""
         params, legal = self.params(config), self.distributions()
-        values = {
-            name: getattr(each, "choices", None) or range(each.low, each.high + 1) for name, each in legal.items()
-        }
-        is_contained = all(value in values[name] for name, value in params.items())
+        is_contained = all(
+            value in (getattr(each := legal[name], "choices", None) or range(each.low, each.high + 1))
+            for name, value in params.items()
+        )
         return is_contained and self.config(params).key() == config.key() and self.veto(config) is None
 
-    def veto(self, config: LoaderConfig, took: Measurement | None = None) -> Failure | None:
-        """Why a configuration must not be tried on this machine; None when it may.
-
-        With what a burst of it `took`: why one of a tuned batch size must not be used.
-        """
+    def veto(self, config: LoaderConfig) -> Failure | None:
+        """Why a configuration must not be tried on this machine; None when it may."""
         if config.num_workers < self.min_workers:
             return _refusal(f"the dataset cannot be read without workers; num_workers={self.min_workers} would work")
         if config in self.also:
@@ -198,34 +196,26 @@ class Space:
                 f"more than {self.max_workers} workers are ruled out (max_workers, too few shards, repeated samples or data "
                 f"on an accelerator); num_workers={self.max_workers} would work"
             )
-        limits, batch_bytes, of_host = self.limits, self._batch_bytes(config), "MiB of host memory"
-        needs: list[tuple[FailureKind, float | None, float | None, str]] = []
-        if took is not None and config.batch_size is not None:
-            needs = [
-                ("memory_guard", took.taken_bytes, limits.memory_bytes, of_host),
-                ("device_memory", took.gpu_memory_bytes, limits.device_bytes, "MiB of device memory"),
-            ]
-        elif took is None and (config.num_workers or (config.batch_size or 0) > (self.batch.samples or math.inf)):
-            in_flight = config.batches_in_flight
-            memory = memory_bytes(config, worker_bytes=WORKER_BASE_BYTES, batch_bytes=batch_bytes)
-            needs = [
-                ("infeasible", LOADERS * in_flight * batch_bytes, limits.shm_bytes, "MiB of /dev/shm for two loaders"),
-                (
-                    "infeasible",
-                    in_flight * self.batch.tensors + RESERVED_DESCRIPTORS,
-                    limits.descriptors,
-                    "descriptors",
-                ),
-                ("infeasible", memory, limits.memory_bytes, of_host),
-            ]
-        for kind, need, limit, of in needs:
-            if need is not None and limit is not None and need > limit * SAFE_SHARE:
-                unit = 2**20 if of.startswith("MiB") else 1
-                verb = "would need" if took is None else "took"
-                return _refusal(
-                    f"{config} {verb} {need / unit:.0f} of {limit / unit:.0f} {of}, more than {SAFE_SHARE:.0%}", kind
-                )
-        return None
+        if not config.num_workers and (config.batch_size or 0) <= (self.batch.samples or math.inf):
+            return None
+        limits, in_flight, batch_bytes = self.limits, config.batches_in_flight, self._batch_bytes(config)
+        descriptors = in_flight * self.batch.tensors + RESERVED_DESCRIPTORS
+        memory = memory_bytes(config, worker_bytes=WORKER_BASE_BYTES, batch_bytes=batch_bytes)
+        over = functools.partial(_over, f"{config} would need")
+        return (
+            over(LOADERS * in_flight * batch_bytes, limits.shm_bytes, "MiB of /dev/shm for two loaders")
+            or over(descriptors, limits.descriptors, "descriptors")
+            or over(memory, limits.memory_bytes, "MiB of host memory")
+        )
+
+    def over_margin(self, config: LoaderConfig, burst: Measurement) -> Failure | None:
+        """Why a configuration of a tuned batch size takes too much, from what its burst took; None where it does not."""
+        if config.batch_size is None:
+            return None
+        over = functools.partial(_over, f"{config} took")
+        return over(burst.taken_bytes, self.limits.memory_bytes, "MiB of host memory", "memory_guard") or over(
+            burst.gpu_memory_bytes, self.limits.device_bytes, "MiB of device memory", "device_memory"
+        )
 
     def cost(self, config: LoaderConfig) -> tuple[float, ...]:
         """What a configuration costs, most important first: another batch size, workers, their memory, odd settings."""
@@ -304,6 +294,16 @@ def _values(name: str, distribution: Any) -> list[Any]:
 def memory_bytes(config: LoaderConfig, *, worker_bytes: float, batch_bytes: float) -> float:
     """Bytes of the workers of a configuration, and of the batches that its queue may hold."""
     return config.num_workers * worker_bytes + config.batches_in_flight * batch_bytes
+
+
+def _over(
+    what: str, need: float | None, limit: int | None, of: str, kind: FailureKind = "infeasible"
+) -> Failure | None:
+    """The refusal of what needs more than is safe; None where it does not, or either is not known."""
+    if need is None or limit is None or need <= limit * SAFE_SHARE:
+        return None
+    unit = 2**20 if of.startswith("MiB") else 1
+    return _refusal(f"{what} {need / unit:.0f} of {limit / unit:.0f} {of}, more than {SAFE_SHARE:.0%}", kind)
 
 
 def _refusal(message: str, kind: FailureKind = "infeasible") -> Failure:

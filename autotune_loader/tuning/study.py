@@ -273,11 +273,11 @@ class Search:
         if number in (None, asked.number):
             self._expecting = self.belief
         if failure is None:
-            expected, before = self._expecting.predicted(config), self.trials[-1:]
-            # A side of a round reads what the one before it has read, where that did not come from storage.
-            place = number if all(map(self.bursts.read_memory, before)) else None
+            expected, measured = self._expecting.predicted(config), [each for each in self.trials if each.measurement]
+            # Sides of a round read the same, where none of it comes from storage and so from memory for the next.
+            place = number if all(map(self.bursts.read_memory, measured[-1:])) else None
             trial = self.bursts.run(config, asked.number, number, predicted=expected, place=place)
-            if trial.measurement is not None and (margin := run.space.veto(config, trial.measurement)):
+            if trial.measurement is not None and (margin := run.space.over_margin(config, trial.measurement)):
                 trial = replace(trial, measurement=None, failure=margin)
         else:
             trial = Trial(number=asked.number, config=config, failure=failure, seconds=self.budget.clock() - begun)

@@ -109,12 +109,12 @@ def test_what_a_burst_of_a_tuned_batch_size_took_leaves_a_margin():
     space = Space(limits=Limits(device_bytes=100 * MIB), batch_size=(None, 16))
     burst = simulated_trials(SimulatedMachine(), with_workers(1))[0].measurement
     burst = replace(burst, memory=MemoryUse(rss_bytes=MIB), gpu_memory_bytes=95 * MIB)
-    failure = space.veto(with_workers(1, batch_size=16), burst)
+    failure = space.over_margin(with_workers(1, batch_size=16), burst)
     assert failure.kind == "device_memory"
     assert "95 of 100 MiB" in failure.message
     # AND the user's own size is the user's, and less is no matter
-    assert space.veto(with_workers(1), burst) is None
-    assert space.veto(with_workers(1, batch_size=16), replace(burst, gpu_memory_bytes=80 * MIB)) is None
+    assert space.over_margin(with_workers(1), burst) is None
+    assert space.over_margin(with_workers(1, batch_size=16), replace(burst, gpu_memory_bytes=80 * MIB)) is None
 
 
 COSTS = {
