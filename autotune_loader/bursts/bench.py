@@ -232,8 +232,6 @@ class Bench:
         assert first is not None
         if request.what == "hand_over" and (faults := why_batch_not_sent(first.batch)):
             return Message(failure=Failure(kind="pickling", phase="plan", message=faults[0]))
-        if is_burst and request.plan.again:
-            self._reading.rewind()
         config, stages, has_workers = request.config, request.plan.stages, request.config.num_workers > 0
         home = self._home if is_burst else Home()  # whose nursery has the copies
 

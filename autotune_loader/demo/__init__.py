@@ -109,9 +109,9 @@ def tour(latency_s: float = LATENCY_S, budget: str = "45s") -> int:
     Raises:
         ValueError: `budget` is none that `tune()` takes.
     """
-    from autotune_loader.tuning.run import parse_options
+    from autotune_loader.tuning.run import TuneOptions
 
-    parse_options(budget=budget)  # now, and not after the first step
+    TuneOptions(budget=budget)  # now, and not after the first step
     with tempfile.TemporaryDirectory(prefix="autotune-loader-demo-") as folder, store(latency_s) as source:
         where = f"a simulated object store, {1000 * latency_s:.0f} ms a request" if latency_s else "the local disk"
         print(f"The job: a small CNN on {PICTURES:,} JPEG files from {where}. All files are temporary.", flush=True)

@@ -71,13 +71,8 @@ class Reading:
         self._part = seed * NEXT_START % FRESH_STARTS / FRESH_STARTS
         self._origin = self._at = int(self._part * (self._samples // self._block)) * self._block
         self._pass = 0
-        self._begun = self._pass, self._at
         self._own: dict[int | None, Iterator[Any]] = {}
         """What the user's sampler gives, by samples of a batch."""
-        self._given: dict[int | None, list[Any]] = {}
-        """What it gave to the latest burst."""
-        self._again: dict[int | None, list[Any]] = {}
-        """What it shall give to the next one first."""
         self._runs, self._size = dict[int | None, int](), data.batch_size
         """Batches of a run of the sampler, by samples of a batch; and these in the latest burst."""
 
@@ -98,7 +93,6 @@ class Reading:
     def begin(self, dataset: Any) -> int:
         """Another burst begins, on this dataset; returns its seed, for all that is random but the order."""
         self._burst_seed += 1
-        self._begun, self._given = (self._pass, self._at), {}
         set_epoch = getattr(dataset, "set_epoch", None)
         if self._data.is_iterable and callable(set_epoch):
             set_epoch(sum(divmod(self._burst_seed, 1000)))
@@ -107,7 +101,7 @@ class Reading:
     @property
     def place(self) -> Any:
         """Where the next burst goes on, for a reading of the same data in another process."""
-        return self._burst_seed, self._origin, self._begun, (self._pass, self._at), self._given
+        return self._burst_seed, self._origin, self._pass, self._at
 
     def go_on(self, place: Any) -> None:
         """Take up where a reading in another process has stopped, or where every reading with this seed begins.
@@ -116,19 +110,15 @@ class Reading:
         """
         if isinstance(place, int):
             place = Reading(self._data, place).place
-        self._burst_seed, self._origin, self._begun, (self._pass, self._at), self._given = place
-
-    def rewind(self) -> None:
-        """Let the next burst read what the latest one has read; a stream is begun with the same seed."""
-        self._burst_seed, self._again = max(self._burst_seed - 1, 0), self._given
-        self._pass, self._at = self._begun
+        self._burst_seed, self._origin, self._pass, self._at = place
 
     def batches(self, size: int | None = None) -> Iterator[Any]:
         """Batches of indices without end, or single indices for no size; none where an epoch has none."""
         if not self._has_own_order:
             each = self._planned(size or 1)
             return each if size is not None else (indices[0] for indices in each)
-        return self._noted(size)
+        self._size = size
+        return self._own.setdefault(size, self._of_sampler(size))
 
     def _planned(self, size: int) -> Iterator[list[int]]:
         end = self._samples - (self._samples % size if self._data.drop_last else 0)
@@ -145,13 +135,6 @@ class Reading:
                 yield _shuffled(self._samples, epoch, stretch)[begin : begin + self._at - first].tolist()
             else:
                 yield _spread(np.arange(first, self._at), self._samples, self._block).tolist()
-
-    def _noted(self, size: int | None) -> Iterator[Any]:
-        again, self._again, self._size = self._again.pop(size, []), {}, size
-        given = self._given[size] = list[Any]()
-        for each in itertools.chain(again, self._own.setdefault(size, self._of_sampler(size))):
-            given.append(each)
-            yield each
 
     def _of_sampler(self, size: int | None) -> Iterator[Any]:
         """What the user's own sampler gives, epoch after epoch."""

@@ -90,22 +90,18 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         self.since = 0  # the first trial of this run; what earlier ones have left is looked at once more
         self._random = optuna.samplers.RandomSampler(seed=0)
         self._study: object = None
-        self._begin()
 
-    def _begin(self) -> None:
-        """Know of no trial: all this is of one study."""
+    def _turn_to(self, study: optuna.Study) -> None:
+        """Forget what is of another study."""
+        if self._study == _name(study):
+            return
+        self._study = _name(study)
         self._known: dict[int, Trial] = {}
         self._turns = deque[tuple[LoaderConfig, int | None]]()  # what is next: configuration, and its place in a round
         self._round = 0  # the latest, by the number of its first trial, which is unique in any storage
         self._proposed: dict[int, LoaderConfig] = {}
         """To each trial; none is proposed twice by itself, whatever the objective makes of it."""
         self._belief: tuple[object, Belief] | None = None
-
-    def _turn_to(self, study: optuna.Study) -> None:
-        """Forget what is of another study."""
-        if self._study != _name(study):
-            self._begin()
-            self._study = _name(study)
 
     # What is known
 
@@ -123,32 +119,17 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     def go_on_in(self, study: optuna.Study) -> None:
         """Fill an empty study with all trials that are known, by their numbers, and go on there."""
         for number in range(max(self._known, default=-1) + 1):
-            known = self._known.get(number)
-            if known is None:  # what another process was at
-                study.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))
-                continue
-            params = self.space.params(known.config) if self.space.holds(known.config) else {}
-            distributions = {name: each for name, each in self.space.distributions().items() if name in params}
-            attributes: dict[str, Any] = {RECORD: _record(known)}
-            if known.round is not None:
-                attributes[ROUND] = known.round
-            state = TrialState.PRUNED if known.failure else TrialState.COMPLETE
-            study.add_trial(
-                optuna.trial.create_trial(
-                    state=state,
-                    value=known.samples_per_s,
-                    params=params,
-                    distributions=distributions,
-                    user_attrs=attributes,
-                )
-            )
+            trial: dict[str, Any] = {"state": TrialState.FAIL}  # what another process was at
+            if (known := self._known.get(number)) is not None:
+                trial["state"] = TrialState.PRUNED if known.failure else TrialState.COMPLETE
+                trial["value"] = known.samples_per_s
+                trial["user_attrs"] = {RECORD: _record(known), **({} if known.round is None else {ROUND: known.round})}
+                if self.space.holds(known.config):
+                    trial["params"] = params = self.space.params(known.config)
+                    trial["distributions"] = {name: self.space.distributions()[name] for name in params}
+            study.add_trial(optuna.trial.create_trial(**trial))
         self._study = _name(study)
         self._turns.clear()
-
-    def round_of(self, asked: optuna.trial.Trial) -> int | None:
-        """The paired round that a trial is part of; None where it runs alone."""
-        found: int | None = asked.user_attrs.get(ROUND)
-        return found
 
     def trials(self, study: optuna.Study) -> list[Trial]:
         """All that is known: what the study has, with the histories of this process' own bursts.
@@ -247,6 +228,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         elif choice is not None:
             # In a study of another sampler that is only watched nobody runs rounds.
             is_watched = self.is_open is None and study.sampler is not self
+            rounds = {trial.round for trial in belief.trials if trial.round is not None}
             found = what_next(
                 belief,
                 baseline=self.baseline,
@@ -254,13 +236,10 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
                 seconds_left=left_s,
                 elsewhere=elsewhere,
                 least_rounds=0 if is_watched else LEAST_ROUNDS,
-                rounds_before=len(
-                    {each.round for each in belief.trials if each.round is not None and each.round < self.since}
-                ),
+                rounds_before=sum(each < self.since for each in rounds),
             )
-            configs, is_round = found.configs, found.is_round
-            self.stop_reason = None if configs else found.stop
-            self._turns += [(config, place if is_round else None) for place, config in enumerate(configs)]
+            self.stop_reason = found.stop
+            self._turns += [(config, place if found.is_round else None) for place, config in enumerate(found.configs)]
 
     def _looked_at_again(self, belief: Belief, left_s: float) -> tuple[LoaderConfig, ...]:
         """The first round of a run that goes on with an earlier one's: the best of its rounds, its rival, the caller's own."""

@@ -7,10 +7,13 @@ What does not fit into shared memory, descriptors or memory is vetoed by arithme
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from autotune_loader.values import (
     TORCH_PREFETCH_FACTOR,
@@ -35,8 +38,6 @@ UNMODELLED = ("batch_size", "pin_memory", "device_prefetch", "in_order")
 """Settings that the twin does not model: only bursts tell. The grid changes one of them at a time."""
 SEARCHED = ("num_workers", "prefetch_factor", *UNMODELLED)
 """All that a study can search."""
-AXES = {name: {"batch_size": "batch_sizes"}.get(name, name) for name in UNMODELLED}
-"""Where a `Space` has their values."""
 FLAGS = ("pin_memory", "in_order")
 MOST_VALUES = 5  # of a range that an objective gives such a setting
 
@@ -86,7 +87,7 @@ class Space:
     pin_memory: tuple[bool, ...] = (False,)
     device_prefetch: tuple[int, ...] = (0,)
     in_order: tuple[bool, ...] = (True,)
-    batch_sizes: tuple[int | None, ...] = (None,)
+    batch_size: tuple[int | None, ...] = (None,)
     persistent_workers: bool = False
     """Whether workers are kept between epochs; set, never searched, as no burst can see it."""
     multiprocessing_context: str | None = None  # start method of the user's own loader; carried, never searched
@@ -96,15 +97,14 @@ class Space:
 
     def candidates(self, most_workers: float = math.inf) -> tuple[LoaderConfig, ...]:
         """Every configuration of the grid that is not vetoed, fewest workers first, and the user's own."""
-        legal = [self.as_kept(config) for config in self._grid(most_workers) if self.veto(config) is None]
+        legal = [self._own(config) or config for config in self._grid(most_workers) if self.veto(config) is None]
         return tuple(dict.fromkeys([*legal, *self.also]))
 
     def as_set(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration with the first value of what is searched beside workers and prefetch, and with what is set."""
-        values: dict[str, Any] = {name: each[0] for name, each in self._unmodelled().items()}
-        values["persistent_workers"] = self.persistent_workers
-        values["multiprocessing_context"] = self.multiprocessing_context
-        return replace(config, **(values if config.num_workers else {**values, **WITHOUT_WORKERS}))
+        values: dict[str, Any] = {name: getattr(self, name)[0] for name in UNMODELLED}
+        values |= {name: getattr(self, name) for name in ("persistent_workers", "multiprocessing_context")}
+        return replace(config, **(values if config.num_workers else values | WITHOUT_WORKERS))
 
     def as_kept(self, config: LoaderConfig) -> LoaderConfig:
         """The configuration as a job keeps it: with workers that persist where they may; the user's own as it is."""
@@ -121,18 +121,15 @@ class Space:
 
         What it has not asked for has torch's value, where `is_whole` says that it has asked for all that it will.
         """
-        known: dict[str, Any] = {}
-        workers, prefetch = (distributions.get(name) for name in ("num_workers", "prefetch_factor"))
-        if workers is not None:
-            known["max_workers"] = closest(workers, self.max_workers)
-        if prefetch is not None:
-            known["prefetch_factors"] = tuple(closest(prefetch, each) for each in self.prefetch_factors)
-        elif is_whole:
-            known["prefetch_factors"] = (TORCH_PREFETCH_FACTOR,)
-        for name, axis in AXES.items():
-            if name in distributions:
-                values = _legal(name, _values(distributions[name]))
-                known[axis] = tuple(sorted(values, key=lambda value: value not in getattr(self, axis)))
+        known: dict[str, Any] = {"prefetch_factors": (TORCH_PREFETCH_FACTOR,) if is_whole else ()}
+        for name, each in distributions.items():
+            if name == "num_workers":
+                known["max_workers"] = closest(each, self.max_workers)
+            elif name == "prefetch_factor":
+                known["prefetch_factors"] = tuple(closest(each, factor) for factor in self.prefetch_factors)
+            elif name in UNMODELLED:
+                usual = getattr(self, name)
+                known[name] = tuple(sorted(_values(name, each), key=lambda value: value not in usual))
         return replace(self, **{name: value for name, value in known.items() if value not in (None, ())})
 
     # What Optuna is told
@@ -143,7 +140,7 @@ class Space:
 
         workers = IntDistribution(self.min_workers, self._most("num_workers", self.max_workers))
         prefetch = IntDistribution(1, self._most("prefetch_factor", max(self.prefetch_factors)), log=True)
-        others = {name: CategoricalDistribution(v) for name, v in self._unmodelled().items() if len(v) > 1}
+        others = {name: CategoricalDistribution(v) for name in UNMODELLED if len(v := getattr(self, name)) > 1}
         return {"num_workers": workers, **({"prefetch_factor": prefetch} if workers.high else {}), **others}
 
     def suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
@@ -182,11 +179,11 @@ class Space:
     def holds(self, config: LoaderConfig) -> bool:
         """Whether a study of this space can propose it, and it may be tried: one of a file or an earlier study may not."""
         params, legal = self.params(config), self.distributions()
-        contained = (
-            value in each.choices if hasattr(each := legal[name], "choices") else each.low <= value <= each.high
+        is_contained = all(
+            value in (getattr(each := legal[name], "choices", None) or range(each.low, each.high + 1))
             for name, value in params.items()
         )
-        return all(contained) and self.config(params).key() == config.key() and self.veto(config) is None
+        return is_contained and self.config(params).key() == config.key() and self.veto(config) is None
 
     def veto(self, config: LoaderConfig) -> Failure | None:
         """Why a configuration must not be tried on this machine; None when it may."""
@@ -199,37 +196,26 @@ class Space:
                 f"more than {self.max_workers} workers are ruled out (max_workers, too few shards, repeated samples or data "
                 f"on an accelerator); num_workers={self.max_workers} would work"
             )
-        limits, batch_bytes = self.limits, self._batch_bytes(config)
-        tensors = config.batches_in_flight * self.batch.tensors + RESERVED_DESCRIPTORS
+        if not config.num_workers and (config.batch_size or 0) <= (self.batch.samples or math.inf):
+            return None
+        limits, in_flight, batch_bytes = self.limits, config.batches_in_flight, self._batch_bytes(config)
+        descriptors = in_flight * self.batch.tensors + RESERVED_DESCRIPTORS
         memory = memory_bytes(config, worker_bytes=WORKER_BASE_BYTES, batch_bytes=batch_bytes)
-        needs = (
-            (LOADERS * config.batches_in_flight * batch_bytes, limits.shm_bytes, "/dev/shm for two loaders", True),  # noqa: S108
-            (tensors, limits.descriptors, "descriptors", False),
-            (memory, limits.memory_bytes, "host memory", True),
+        over = functools.partial(_over, f"{config} would need")
+        return (
+            over(LOADERS * in_flight * batch_bytes, limits.shm_bytes, "MiB of /dev/shm for two loaders")
+            or over(descriptors, limits.descriptors, "descriptors")
+            or over(memory, limits.memory_bytes, "MiB of host memory")
         )
-        is_larger = (config.batch_size or 0) > (self.batch.samples or float("inf"))
-        for need, limit, name, is_bytes in needs:
-            if (config.num_workers or is_larger) and limit is not None and need > limit * SAFE_SHARE:
-                much, there = (f"{each / 2**20:.0f} MiB" if is_bytes else f"{each:.0f}" for each in (need, limit))
-                return _refusal(f"{config} would need {much} of {name}, and there is {there}")
-        return None
 
-    def over_margin(self, config: LoaderConfig, measured: Measurement) -> Failure | None:
+    def over_margin(self, config: LoaderConfig, burst: Measurement) -> Failure | None:
         """Why a configuration of a tuned batch size takes too much, from what its burst took; None where it does not."""
         if config.batch_size is None:
             return None
-        kinds: tuple[tuple[FailureKind, str, int | None, int | None], ...] = (
-            ("memory_guard", "host", measured.taken_bytes, self.limits.memory_bytes),
-            ("device_memory", "device", measured.gpu_memory_bytes, self.limits.device_bytes),
+        over = functools.partial(_over, f"{config} took")
+        return over(burst.taken_bytes, self.limits.memory_bytes, "MiB of host memory", "memory_guard") or over(
+            burst.gpu_memory_bytes, self.limits.device_bytes, "MiB of device memory", "device_memory"
         )
-        for kind, name, took, limit in kinds:
-            if took is not None and limit is not None and took > limit * SAFE_SHARE:
-                return _refusal(
-                    f"batch_size={config.batch_size} took {took / 2**20:.0f} of {limit / 2**20:.0f} MiB of {name} memory, "
-                    f"more than {SAFE_SHARE:.0%}; a smaller one would work",
-                    kind,
-                )
-        return None
 
     def cost(self, config: LoaderConfig) -> tuple[float, ...]:
         """What a configuration costs, most important first: another batch size, workers, their memory, odd settings."""
@@ -262,9 +248,6 @@ class Space:
             return self.batch.bytes
         return self.batch.bytes * config.batch_size / self.batch.samples
 
-    def _unmodelled(self) -> dict[str, tuple[Any, ...]]:
-        return {name: getattr(self, axis) for name, axis in AXES.items()}
-
     def _most(self, name: str, most: int) -> int:
         return max([most, *(getattr(own, name) or 0 for own in self.also)])
 
@@ -276,9 +259,9 @@ class Space:
             for prefetch in self.prefetch_factors if workers else (None,):
                 plain = self.as_set(LoaderConfig(num_workers=workers, prefetch_factor=prefetch))
                 yield plain
-                for name, values in self._unmodelled().items():
+                for name in UNMODELLED:
                     if workers or name != "in_order":
-                        yield from (replace(plain, **{name: value}) for value in values[1:])
+                        yield from (replace(plain, **{name: value}) for value in getattr(self, name)[1:])
 
 
 def closest(distribution: Any, value: float | None) -> Any:
@@ -286,11 +269,9 @@ def closest(distribution: Any, value: float | None) -> Any:
     value = value or 0
     if hasattr(distribution, "choices"):
         numbers = [each for each in distribution.choices if isinstance(each, (int, float))]
-        return min(numbers, key=lambda each: abs(_doublings(each) - _doublings(value)), default=None)
-    low, inside = distribution.low, min(max(value, distribution.low), distribution.high)
-    return type(low)(
-        low + round((inside - low) / distribution.step) * distribution.step if distribution.step else inside
-    )
+        return min(numbers, key=lambda each: abs(each - value), default=None)
+    low, step, inside = distribution.low, distribution.step, min(max(value, distribution.low), distribution.high)
+    return type(low)(low + round((inside - low) / step) * step if step else inside)
 
 
 def _read(name: str, value: Any) -> Any:
@@ -298,24 +279,12 @@ def _read(name: str, value: Any) -> Any:
     return bool(value) if name in FLAGS else int(value) if isinstance(value, float) else value
 
 
-def _doublings(value: float) -> float:
-    return math.log2(max(value, 0) + 0.5)
-
-
-def _values(distribution: Any) -> Iterator[Any]:
-    """Some values of a distribution: all that it lists, or the lowest and evenly from there to the highest, in doublings."""
-    if hasattr(distribution, "choices"):
-        yield from distribution.choices
-        return
-    low, high = distribution.low, max(distribution.high, 1)
-    yield low
-    for index in range(MOST_VALUES):
-        yield closest(distribution, max(low, 1) * (high / max(low, 1)) ** (index / (MOST_VALUES - 1)))
-
-
-def _legal(name: str, values: Iterable[Any]) -> list[Any]:
-    """Those that a setting can have, each once."""
-    legal = dict[Any, None]()
+def _values(name: str, distribution: Any) -> list[Any]:
+    """What a setting can have of a distribution: of all that it lists, or of some, evenly in doublings, with the lowest."""
+    values, legal = getattr(distribution, "choices", None), dict[Any, None]()
+    if values is None:
+        low, high = distribution.low, max(distribution.high, 1)
+        values = [low, *(closest(distribution, each) for each in np.geomspace(max(low, 1), high, MOST_VALUES))]
     for value in values:
         with contextlib.suppress(TypeError, ValueError):
             legal[getattr(LoaderConfig(num_workers=1, **{name: _read(name, value)}), name)] = None
@@ -325,6 +294,16 @@ def _legal(name: str, values: Iterable[Any]) -> list[Any]:
 def memory_bytes(config: LoaderConfig, *, worker_bytes: float, batch_bytes: float) -> float:
     """Bytes of the workers of a configuration, and of the batches that its queue may hold."""
     return config.num_workers * worker_bytes + config.batches_in_flight * batch_bytes
+
+
+def _over(
+    what: str, need: float | None, limit: int | None, of: str, kind: FailureKind = "infeasible"
+) -> Failure | None:
+    """The refusal of what needs more than is safe; None where it does not, or either is not known."""
+    if need is None or limit is None or need <= limit * SAFE_SHARE:
+        return None
+    unit = 2**20 if of.startswith("MiB") else 1
+    return _refusal(f"{what} {need / unit:.0f} of {limit / unit:.0f} {of}, more than {SAFE_SHARE:.0%}", kind)
 
 
 def _refusal(message: str, kind: FailureKind = "infeasible") -> Failure:

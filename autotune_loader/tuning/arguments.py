@@ -142,14 +142,11 @@ def make_workloads(sides: object, model: Any, **shared: Any) -> dict[str, Worklo
         parts = side if isinstance(side, tuple) else (side,)
         no_pair = isinstance(side, tuple) and len(parts) not in (2, 3)
         refuse(no_pair, f"sides[{name!r}] is a tuple of {len(parts)}", tuples)
-        loader, *own = parts
-        given = {"model": model, **shared}
-        if len(own) == 1:
-            given["model" if isinstance(own[0], torch.nn.Module) else "train_step"] = own[0]
-        elif own:
-            given["model"], given["train_step"] = own
+        if len(parts) == 2 and not isinstance(parts[1], torch.nn.Module):
+            parts = (parts[0], model, parts[1])
+        given = {"model": model, **shared} | dict(zip(("data", "model", "train_step"), parts, strict=False))
         try:
-            found[name] = make_workload(loader, **given)
+            found[name] = make_workload(**given)
         except (TypeError, ValueError) as error:
             raise type(error)(f"sides[{name!r}]: {error}") from error
     return found

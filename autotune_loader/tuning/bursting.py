@@ -129,15 +129,12 @@ class Bursts:
         """Long enough for some turns of the workers, and with a deadline; in a round from queues as full as in training."""
         trials, plan = self._trials(), SEARCH_BURST
         if round_ is not None:
-            # A side reads what the one before it has read, where that did not come from storage.
-            again = bool(trials) and trials[-1].round == round_ and self.read_memory(trials[-1])
-            plan = replace(ROUND_BURST, prefill_s=self._prefill_s(config, trials), again=again)
+            plan = replace(ROUND_BURST, prefill_s=self._prefill_s(config, trials))
         least_s = self._least_window_s(config, trials)
         plan = replace(
             plan,
             min_s=max(plan.min_s, least_s),
             max_s=max(plan.max_s, least_s),
-            seed=len(trials),
             anew=self._starts_anew(config, trials),
         )
         return replace(plan, deadline_s=self._deadline_s(config, plan, trials))

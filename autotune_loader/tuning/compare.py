@@ -33,7 +33,7 @@ from autotune_loader.search.belief import MAX_FAILURES
 from autotune_loader.search.turns import in_turns
 from autotune_loader.tuning.arguments import make_workloads
 from autotune_loader.tuning.bursting import Budget, Bursts
-from autotune_loader.tuning.run import make_context, parse_options
+from autotune_loader.tuning.run import TuneOptions, make_context
 from autotune_loader.values import Failure, LoaderConfig, Measurement, Round, Trial, WorkloadError, averaged
 
 LEAST_ROUNDS = 4
@@ -81,7 +81,7 @@ def compare(
     Raises:
         TypeError, ValueError: An argument is wrong; the message names a value that would work.
     """
-    options = parse_options(budget=budget, progress=progress)
+    options = TuneOptions(budget=budget, progress=progress)
     shared = {"train_step": train_step, "loss_fn": loss_fn, "optimizer": optimizer, "device": device}
     entrants = {name: _Entrant(workload) for name, workload in make_workloads(sides, model, **shared).items()}
     begun, machine, shown = time.monotonic(), inspect_machine(), make_progress(options.progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -30,52 +30,38 @@ SLOW_STARTS = (
 _UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}  # as people write them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """How to search: the arguments of `tune()` with these names, parsed."""
-
-    budget_s: float
-    max_workers: int | None
-    allow: frozenset[str]
-    tolerance: float
-    output: str | None
-    progress: bool | None
-
-
-def parse_options(
-    *,
-    budget: object = 60.0,
-    max_workers: int | None = None,
-    allow: object = (),
-    tolerance: float = 0.02,
-    output: object = None,
-    progress: bool | None = None,
-) -> TuneOptions:
-    """`TuneOptions` from arguments of `tune()`.
+    """How to search: the arguments of `tune()` with these names, parsed.
 
     Raises:
         TypeError, ValueError: one is wrong; the message names its value and one that would work.
     """
-    require_int("max_workers", max_workers, minimum=0, or_none=True)
-    names: list[Any] = [allow] if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [None]
-    are_names = all(isinstance(each, str) for each in names)
-    refuse(not are_names, f"allow={allow!r} is not a collection of names", "allow=('in_order',)")
-    for name in sorted(names):
-        require_choice("allow", name, ALLOWABLE)
-    is_share = isinstance(tolerance, (int, float)) and 0 <= tolerance < 1
-    refuse(not is_share, f"tolerance={tolerance!r} must be at least 0 and below 1", "tolerance=0.02", ValueError)
-    is_path = output is None or isinstance(output, (str, os.PathLike))
-    refuse(not is_path, f"output={output!r} is not a path", "output='loader.json'")
-    if progress is not None:
-        require_bool("progress", progress)
-    return TuneOptions(
-        budget_s=_seconds_of(budget),
-        max_workers=max_workers,
-        allow=frozenset(names),
-        tolerance=tolerance,
-        output=None if output is None else os.fsdecode(output),  # type: ignore[arg-type]
-        progress=progress,
-    )
+
+    def __init__(
+        self,
+        *,
+        budget: object = 60.0,
+        max_workers: int | None = None,
+        allow: object = (),
+        tolerance: float = 0.02,
+        output: Any = None,
+        progress: bool | None = None,
+    ) -> None:
+        require_int("max_workers", max_workers, minimum=0, or_none=True)
+        names: list[Any] = [allow] if isinstance(allow, str) else list(allow) if isinstance(allow, Iterable) else [None]
+        are_names = all(isinstance(each, str) for each in names)
+        refuse(not are_names, f"allow={allow!r} is not a collection of names", "allow=('in_order',)")
+        for name in sorted(names):
+            require_choice("allow", name, ALLOWABLE)
+        is_share = isinstance(tolerance, (int, float)) and 0 <= tolerance < 1
+        refuse(not is_share, f"tolerance={tolerance!r} must be at least 0 and below 1", "tolerance=0.02", ValueError)
+        is_path = output is None or isinstance(output, (str, os.PathLike))
+        refuse(not is_path, f"output={output!r} is not a path", "output='loader.json'")
+        if progress is not None:
+            require_bool("progress", progress)
+        self.budget_s, self.max_workers, self.allow = _seconds_of(budget), max_workers, frozenset(names)
+        self.tolerance, self.progress = tolerance, progress
+        self.output: str | None = None if output is None else os.fsdecode(output)
 
 
 def _seconds_of(budget: object) -> float:
@@ -130,7 +116,7 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
     max_workers, why = _max_workers(data, warmup, machine, options)
     space = _make_space(workload, warmup, machine, options, max_workers)
     notes = [*workload.notes, *opened.notes, *why]
-    if "batch_size" in options.allow and len(space.batch_sizes) == 1:
+    if "batch_size" in options.allow and len(space.batch_size) == 1:
         samples, size = data.samples_per_epoch(), data.batch_size
         why_not = f"an epoch of {samples} samples has room for no other batch size than {size}"
         if size is None:
@@ -181,7 +167,7 @@ def _make_space(
         persistent_workers=keeps,
         in_order=(True, False) if "in_order" in allow else (True,),
         multiprocessing_context=data.multiprocessing_context,
-        batch_sizes=_batch_sizes(data, allow),
+        batch_size=_batch_sizes(data, allow),
         limits=Limits(
             shm_bytes=machine.shm_budget_bytes,
             memory_bytes=machine.memory_budget_bytes,
@@ -219,7 +205,6 @@ def _max_workers(data: DataSide, warmup: WarmupReport, machine: Machine, options
 
 def common_space(spaces: Sequence[Space]) -> Space:
     """What is legal on every rank: the first one's space, with the tightest limits of all."""
-    names = [each.name for each in fields(Limits)]
-    known = {name: [value for each in spaces if (value := getattr(each.limits, name)) is not None] for name in names}
-    limits = Limits(**{name: min(values, default=None) for name, values in known.items()})
-    return replace(spaces[0], max_workers=min(each.max_workers for each in spaces), limits=limits)
+    known = [{name: value for name, value in asdict(each.limits).items() if value is not None} for each in spaces]
+    tightest = {name: min(each[name] for each in known if name in each) for name in set().union(*known)}
+    return replace(spaces[0], max_workers=min(each.max_workers for each in spaces), limits=Limits(**tightest))

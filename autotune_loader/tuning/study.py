@@ -246,7 +246,7 @@ class Search:
         study.set_user_attr(BATCH_BYTES, max(run.warmup.batch_bytes, 1))
         twin.context, twin.seconds_left, twin.is_open = self.bursts.context, self.budget.left, self._sampler is None
         ceiling = self.handed_over or self.ceiling
-        if ceiling is not None and len(run.space.batch_sizes) == 1:  # batches of another size have another ceiling
+        if ceiling is not None and len(run.space.batch_size) == 1:  # batches of another size have another ceiling
             twin.ceiling = ceiling.samples_per_s.value
         twin.first = begin_with(run.space, twin.context, own=run.baseline, suggested=self._suggestions)
         study.sampler = self._sampler or twin
@@ -266,14 +266,17 @@ class Search:
     def _objective(self, asked: optuna.Trial) -> float:
         """One trial: samples/s of the configuration that the sampler proposes."""
         run, begun = self.run, self.budget.clock()
-        config, number = run.space.suggest(asked), self.twin.round_of(asked)
+        config, number = run.space.suggest(asked), asked.user_attrs.get(ROUND)
         known = next((each for each in reversed(self.trials) if each.config == config), None)
         self._repeats = 0 if known is None else self._repeats + 1
         failure = run.space.veto(config) if known is None or number is not None else known.failure
         if number in (None, asked.number):
             self._expecting = self.belief
         if failure is None:
-            trial = self.bursts.run(config, asked.number, number, predicted=self._expecting.predicted(config))
+            expected, measured = self._expecting.predicted(config), [each for each in self.trials if each.measurement]
+            # Sides of a round read the same, where none of it comes from storage and so from memory for the next.
+            place = number if all(map(self.bursts.read_memory, measured[-1:])) else None
+            trial = self.bursts.run(config, asked.number, number, predicted=expected, place=place)
             if trial.measurement is not None and (margin := run.space.over_margin(config, trial.measurement)):
                 trial = replace(trial, measurement=None, failure=margin)
         else:

@@ -23,7 +23,7 @@ from typing import Any
 
 from autotune_loader.bursts.protocol import Probe
 from autotune_loader.report.result import TuningResult
-from autotune_loader.values import Failure, Measurement, TunerError
+from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, TunerError
 
 log = logging.getLogger(__name__)
 
@@ -147,29 +147,29 @@ class _Everywhere:
     def __init__(self, ranks: Ranks, own: Probe) -> None:
         self._ranks, self._own = ranks, own
 
-    def burst(self, config: Any, plan: Any) -> Measurement | Failure:
+    def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        return self._ask("burst", plan, config)
+
+    def step_ceiling(self, plan: BurstPlan) -> Measurement | Failure:
+        return self._ask("step_ceiling", plan)
+
+    def hand_over(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+        return self._ask("hand_over", plan, config)
+
+    def _ask(self, name: str, plan: BurstPlan, *config: LoaderConfig) -> Measurement | Failure:
         # A rank that closes its window early would leave the cores to the others.
-        return self._ask("burst", config, replace(plan, min_s=plan.max_s))
-
-    def step_ceiling(self, plan: Any) -> Measurement | Failure:
-        return self._ask("step_ceiling", replace(plan, min_s=plan.max_s))
-
-    def hand_over(self, config: Any, plan: Any) -> Measurement | Failure:
-        return self._ask("hand_over", config, replace(plan, min_s=plan.max_s))
-
-    def _ask(self, *asked: Any) -> Measurement | Failure:
-        return slowest(self._ranks.from_all(_outcome(self._own, *self._ranks.from_rank_0(*asked))))
+        asked = self._ranks.from_rank_0(name, *config, replace(plan, min_s=plan.max_s))
+        return slowest(self._ranks.from_all(_outcome(self._own, *asked)))
 
 
-def _outcome(probe: Probe, name: str, *arguments: Any) -> Measurement | Failure:
+def _outcome(probe: Probe, name: str, *arguments: Any) -> Any:
     try:
-        outcome: Measurement | Failure = getattr(probe, name)(*arguments)
+        return getattr(probe, name)(*arguments)
     except KeyboardInterrupt as error:  # `tune()` would go on with what it has, but the others wait for this burst
         raise TunerError("a rank was interrupted during a burst") from error
-    return outcome
 
 
-def slowest(outcomes: list[Any]) -> Measurement | Failure:
+def slowest(outcomes: Sequence[Any]) -> Measurement | Failure:
     """What a trial measured, by rank: a failure anywhere fails it, else the lowest rate counts."""
     for rank, each in enumerate(outcomes):
         if isinstance(each, Failure):

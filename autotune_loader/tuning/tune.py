@@ -26,7 +26,7 @@ from autotune_loader.report.result import TuningResult
 from autotune_loader.tuning.arguments import answers_unknown_arguments, make_workload
 from autotune_loader.tuning.assemble import assembled, saved
 from autotune_loader.tuning.bursting import Budget
-from autotune_loader.tuning.run import Run, common_space, make_run, parse_options
+from autotune_loader.tuning.run import Run, TuneOptions, common_space, make_run
 from autotune_loader.tuning.study import Search, check_study
 from autotune_loader.tuning.torchrun import decided, joined_ranks
 from autotune_loader.values import ConfigFileError, LoaderConfig, require_writable
@@ -100,7 +100,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
     """
     called = time.monotonic()
     check_study(study, sampler)
-    options = parse_options(
+    options = TuneOptions(
         budget=budget, max_workers=max_workers, allow=allow, tolerance=tolerance, output=output, progress=progress
     )
     workload = make_workload(

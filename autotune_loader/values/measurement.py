@@ -39,13 +39,11 @@ class BurstPlan:
     max_s: float = 2.0  # longest time the timed window may last, in seconds
     min_s: float = 0.3  # shortest timed window, in seconds
     relative_error: float = 0.02  # the window closes early once the rate's relative 95% half-width is below this
-    seed: int = 0  # where a probe that is started for this burst begins to read
     deadline_s: float = 60.0  # the burst fails when it has not answered after this many seconds, start-up included
     stages: bool = False  # watch in the workers where the time of a sample goes
     prefill_s: float = 0.0  # sleep before the first batch, so that queues are as full as in the midst of training
     anew: bool = True
     """Workers start as in training; otherwise spawned ones are cloned from a process that has the dataset."""
-    again: bool = False  # read the samples of the burst before this one once more; otherwise reading goes on
     place: int | None = None  # number of where to read, the same in every probe; None: each goes on by itself
 
 

@@ -69,7 +69,7 @@ def study(name: str, seconds: float, seed: int) -> list[Cell]:
         if isinstance(ceiling, Failure):
             raise SystemExit(f"{name}: {ceiling.message}")
         for config, is_scout in tasks:
-            outcome = warm.probe.burst(config, SCOUT if is_scout else _run_of(name, config, seconds, seed))
+            outcome = warm.probe.burst(config, SCOUT if is_scout else _run_of(name, config, seconds))
             if isinstance(outcome, Failure):
                 print(f"{name} {config}: {outcome.message}", flush=True)
             elif is_scout:
@@ -110,10 +110,10 @@ def rate_of(config: LoaderConfig, measured: Measurement) -> float:
     return sum(trace.samples for trace in inside[1:]) / (inside[-1].step_end - inside[0].step_end)
 
 
-def _run_of(name: str, config: LoaderConfig, seconds: float, seed: int) -> BurstPlan:
+def _run_of(name: str, config: LoaderConfig, seconds: float) -> BurstPlan:
     if name == "wait_heavy_tail":
         seconds = max(seconds, HEAVY_TAIL_EPOCH_S / max(1, config.num_workers))
-    return BurstPlan(max_s=seconds, min_s=seconds, relative_error=0.0, seed=1000 + seed, deadline_s=120.0)
+    return BurstPlan(max_s=seconds, min_s=seconds, relative_error=0.0, deadline_s=120.0)
 
 
 def table(found: Sequence[Cell]) -> str:
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.fidelity", description=__doc__)
     parser.add_argument("--workloads", type=names_of(WORKLOADS), default=WORKLOAD_NAMES, help="separated by commas")
     parser.add_argument("--seconds", type=float, default=4.0, help="of one run")
-    parser.add_argument("--seed", type=int, default=0, help="of the order and of the samples")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
     chosen = parser.parse_args()
     found = [cell for name in chosen.workloads for cell in study(name, chosen.seconds, chosen.seed)]
     print(f"\n{table(found)}\n\n{GOALS}")

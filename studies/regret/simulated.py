@@ -53,7 +53,7 @@ class SimulatedField:
     def rate(self, config: LoaderConfig) -> float:
         self._start()
         config = replace(config, pin_memory=self._probe.machine.pin_s > 0)  # as people do with an accelerator
-        outcome = self._probe.burst(config, replace(RIVAL_BURST, seed=self._asked))
+        outcome = self._probe.burst(config, RIVAL_BURST)
         return outcome.samples_per_s.value if isinstance(outcome, Measurement) else 0.0
 
     def look(self) -> Measurement | None:

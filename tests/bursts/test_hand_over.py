@@ -2,7 +2,6 @@
 
 import threading
 from collections import OrderedDict
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -101,6 +100,6 @@ def test_reading_goes_on_where_it_was_and_a_batch_that_no_worker_could_send_is_n
     own = bench.Bench(data, TrainingSide, lambda: data, lambda message: None, 1, Allowance())
     message, place = own.look()
     assert own.prepare(message.ready).ready is not None
-    message, after = own.run(Request(what="hand_over", plan=replace(QUICK, again=True), config=TWO_WORKERS), place)
+    message, after = own.run(Request(what="hand_over", plan=QUICK, config=TWO_WORKERS), place)
     assert (message.failure.kind, message.ends_run, after) == (kind, False, place)
     assert [each.num_workers for each in made] == [2] * (kind == "crashed")

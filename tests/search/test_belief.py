@@ -73,7 +73,7 @@ FAILURES = {
 @pytest.mark.parametrize(("kind", "failed", "succeeded", "knobs", "most"), FAILURES.values(), ids=FAILURES)
 def test_a_failure_bounds_the_workers_that_are_tried(kind, failed, succeeded, knobs, most):
     broken = with_workers(failed, **knobs)
-    space, failure = replace(PINS, batch_sizes=(None, 64)), Failure(kind=kind, phase="batches", message="no")
+    space, failure = replace(PINS, batch_size=(None, 64)), Failure(kind=kind, phase="batches", message="no")
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(succeeded, 8))
     belief = Belief(space, CONTEXT, [*trials, Trial.of(9, broken, failure)])
     assert belief.most_workers == most

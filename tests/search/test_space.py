@@ -21,7 +21,7 @@ from tests.support import SimulatedMachine, simulated_trials, with_workers
 
 MIB = 2**20
 RICH = Space(
-    pin_memory=(True, False), device_prefetch=(0, 1, 2), in_order=(True, False), batch_sizes=(None, 64, 16),
+    pin_memory=(True, False), device_prefetch=(0, 1, 2), in_order=(True, False), batch_size=(None, 64, 16),
     persistent_workers=True, multiprocessing_context="forkserver",
 )  # fmt: skip
 
@@ -76,8 +76,8 @@ def vetoed(space, config):
     ("limit", "need", "words"),
     [
         ("shm_bytes", 2 * 13 * MIB, "of /dev/shm for two loaders"),
-        ("descriptors", 13 * 3 + RESERVED_DESCRIPTORS, f"{13 * 3 + RESERVED_DESCRIPTORS} of descriptors"),
-        ("memory_bytes", 3 * WORKER_BASE_BYTES + 13 * MIB, "193 MiB of host memory"),
+        ("descriptors", 13 * 3 + RESERVED_DESCRIPTORS, f"{13 * 3 + RESERVED_DESCRIPTORS} of 113 descriptors"),
+        ("memory_bytes", 3 * WORKER_BASE_BYTES + 13 * MIB, "193 of 214 MiB of host memory"),
     ],
 )
 def test_vetoes_are_exact(limit, need, words):
@@ -95,10 +95,10 @@ def test_vetoes_are_exact(limit, need, words):
 
 def test_a_larger_batch_needs_the_memory_of_its_samples():
     # GIVEN batches of 1 MiB with 8 samples, and room for 40 batches in flight
-    space = Space(batch=BatchCost(bytes=MIB, samples=8), batch_sizes=(None, 64), limits=Limits(shm_bytes=80 * MIB))
+    space = Space(batch=BatchCost(bytes=MIB, samples=8), batch_size=(None, 64), limits=Limits(shm_bytes=80 * MIB))
     # THEN four workers with two each are fine, but not with batches of eight times the size
     assert space.veto(with_workers(4)) is None
-    assert "144 MiB of /dev/shm" in vetoed(space, with_workers(4, batch_size=64)).message
+    assert "144 of 80 MiB of /dev/shm" in vetoed(space, with_workers(4, batch_size=64)).message
     # AND without workers the batch itself must fit
     tight = replace(space, limits=Limits(memory_bytes=8 * MIB))
     vetoed(tight, LoaderConfig(batch_size=64))
@@ -106,7 +106,7 @@ def test_a_larger_batch_needs_the_memory_of_its_samples():
 
 
 def test_what_a_burst_of_a_tuned_batch_size_took_leaves_a_margin():
-    space = Space(limits=Limits(device_bytes=100 * MIB), batch_sizes=(None, 16))
+    space = Space(limits=Limits(device_bytes=100 * MIB), batch_size=(None, 16))
     burst = simulated_trials(SimulatedMachine(), with_workers(1))[0].measurement
     burst = replace(burst, memory=MemoryUse(rss_bytes=MIB), gpu_memory_bytes=95 * MIB)
     failure = space.over_margin(with_workers(1, batch_size=16), burst)

@@ -103,6 +103,7 @@ class SimulatedProbe:
         self.bursts: list[LoaderConfig] = []
         """Every configuration that was asked for, in order."""
         self._clock, self._rng, self._truths = clock, random.Random(seed), dict[LoaderConfig, float]()
+        self._begun = itertools.count()
         self._locked = [TORCH_PREFETCH_FACTOR * machine.cores + IN_HAND]
 
     def burst(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
@@ -123,7 +124,8 @@ class SimulatedProbe:
     def _train(self, machine: SimulatedMachine, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         disturbed, begun, traces = self._disturbed(machine), self._clock(), list[BatchTrace]()
         next_check = begun
-        for trace in Run(disturbed, config, self._order(plan.seed), begun, plan.prefill_s, self._locked).batches():
+        order = self._order(next(self._begun))
+        for trace in Run(disturbed, config, order, begun, plan.prefill_s, self._locked).batches():
             traces.append(trace)
             if (now := trace.step_end) - begun > plan.deadline_s:
                 self._clock.advance(plan.deadline_s)

@@ -23,7 +23,7 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.search.space import Limits, Space
 from autotune_loader.tuning.arguments import make_workload
-from autotune_loader.tuning.run import common_space, make_run, parse_options
+from autotune_loader.tuning.run import TuneOptions, common_space, make_run
 from autotune_loader.values import LoaderConfig
 from tests.support import SimulatedMachine, with_workers
 from tests.support.schedules import Stream
@@ -118,9 +118,9 @@ def test_tune_has_the_arguments_that_are_promised_and_reads_each_way_to_write_th
     parts = "data model batch_size collate_fn worker_init_fn train_step loss_fn optimizer device"
     search = "budget max_workers allow tolerance study sampler output progress"
     assert " ".join(inspect.signature(tune).parameters) == f"{parts} {search}"
-    budgets = [parse_options(budget=given).budget_s for given in (60, " 60 s ", "1.5min", "5m")]
+    budgets = [TuneOptions(budget=given).budget_s for given in (60, " 60 s ", "1.5min", "5m")]
     assert budgets == [60, 60, 90, 300]
-    assert parse_options(allow="in_order") == parse_options(allow={"in_order"})
+    assert TuneOptions(allow="in_order").allow == TuneOptions(allow={"in_order"}).allow
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why_n
     workload = Workload(data=side, training=training or TrainingSide(), own_config=own)
     opened = OpenProbe(probe=None, warmup=simulated_warmup(SimulatedMachine(), **ready))
     machine = replace(inspect_machine(), why_no_workers=why_no_workers)
-    return make_run(workload, opened, machine, parse_options(allow=allow, max_workers=max_workers))
+    return make_run(workload, opened, machine, TuneOptions(allow=allow, max_workers=max_workers))
 
 
 @pytest.mark.parametrize(
@@ -224,9 +224,9 @@ def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why_n
     ids=["map-style", "a small epoch", "a stream", "no batches", "one sample"],
 )
 def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_not(side, sizes, why):
-    assert run_of(side).space.batch_sizes == (None,)
+    assert run_of(side).space.batch_size == (None,)
     run = run_of(side, allow="batch_size")
-    assert run.space.batch_sizes == sizes
+    assert run.space.batch_size == sizes
     assert [why in note for note in run.notes if note.startswith("batch_size is not tuned")] == ([True] if why else [])
 
 

@@ -473,19 +473,22 @@ def test_a_hang_is_told_from_a_slow_start_within_a_third_of_the_budget(case):
 
 
 @pytest.mark.parametrize(
-    ("cpu_s", "read_bytes", "again"),
-    [(0.010, 0, True), (0.010, 4096, False), (0.001, 0, False)],
+    ("wait_s", "read_bytes", "is_same"),
+    [(0.0, 0, True), (0.0, 4096, False), (0.04, 0, False)],
     ids=["in memory", "from a disk", "from what does not count"],
 )
-def test_sides_of_a_round_read_the_same_where_none_reads_it_for_the_other(cpu_s, read_bytes, again):
-    machine, plans = SimulatedMachine(), []
-    [trial] = simulated_trials(machine, TWO)
-    trial = replace(trial, round=0, measurement=replace(trial.measurement, read_bytes=read_bytes))
-    probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or trial.measurement)
-    context = Context(usable_cores=2, fetch_s=0.010, fetch_cpu_s=cpu_s)
-    bursts = Bursts(probe, context, Budget(60.0, FakeClock()), lambda: [trial], 0.02)
-    bursts.run(NONE, 1, 0)
-    assert plans[0].again is again
+def test_sides_of_a_round_read_the_same_where_none_reads_it_for_the_other(wait_s, read_bytes, is_same):
+    places = []
+
+    class Reading(SimulatedProbe):
+        def burst(self, config, plan):
+            places.append(plan.place)
+            return replace(super().burst(config, plan), read_bytes=read_bytes)
+
+    found, _ = search_on(SimulatedMachine(cpu_s=0.01, wait_s=wait_s), probe=Reading)
+    rounds = [trial.round for trial in found.trials]
+    assert len({*rounds}) > 2
+    assert places == (rounds if is_same else [None] * len(rounds))
 
 
 class PerBatch(SimulatedProbe):
@@ -498,7 +501,7 @@ class PerBatch(SimulatedProbe):
 
 
 def test_a_batch_size_is_chosen_where_it_gains_and_was_allowed():
-    space = Space(max_workers=4, batch_sizes=(None, 64, 128, 16))
+    space = Space(max_workers=4, batch_size=(None, 64, 128, 16))
     found = assembled(search_on(SimulatedMachine(), own=None, probe=PerBatch, space=space)[0], 1.0)
     assert found.best.batch_size == found.batch_size
     assert found.batch_size in {64, 128}
