@@ -49,6 +49,8 @@ NO_SLOWER = 0.005
 """A queue may be slower than a deeper one by so much, relatively: it takes less memory, and fewer locked pages."""
 CERTAIN = 0.95  # a choice is safe when it loses no more than the tolerance against the best with this probability
 POOREST_BURST_SD = 0.2  # relative, of a burst whose few batches give no better interval
+MOST_OBSERVED = 120
+"""Latest rates that a belief rests on, as its arithmetic grows with their number, cubed. A run has fewer; a study may not."""
 MAX_FAILURES = 2  # what has failed this often is out although it has succeeded, too; after a hang at once
 OF_MEMORY = ("out_of_memory", "oom_killed", "memory_guard", "descriptors")  # what fewer batches ahead may avoid
 OF_WORKERS = ("oom_killed", "memory_guard", "crashed", "deadline", "descriptors", "shared_memory")
@@ -235,18 +237,20 @@ class Belief:
 
         The user's own stays, however deep.
         """
-        needed = deepest = max(deepest_prefetch(self.context), min(self.space.prefetch_factors))
+        deepest = max(deepest_prefetch(self.context), min(self.space.prefetch_factors))
         dear = {config.num_workers for config in configs if not self.space.is_cheap(config)}
+        needed = deepest
         if dear and self.twin is not None:
             needed = self.twin.needed_prefetch([each for each in configs if each.num_workers in dear], NO_SLOWER)
         own = {each.key() for each in self.space.also}
-        return [
-            config
-            for config in configs
-            if config in own
-            or config.prefetch_factor == needed
-            or (self.space.is_cheap(config) and (config.prefetch_factor or 0) <= deepest)
-        ]
+
+        def is_useful(config: LoaderConfig) -> bool:
+            depth = config.prefetch_factor or 0
+            if config in own or (config.num_workers in dear and depth == needed):
+                return True
+            return self.space.is_cheap(config) and (needed if config.num_workers in dear else 0) <= depth <= deepest
+
+        return [config for config in configs if is_useful(config)]
 
     def _where(self, config: LoaderConfig) -> int:
         return self.configs.index(config.key())
@@ -261,7 +265,7 @@ class Belief:
 
     def _observed(self) -> Observed:
         where = {config: index for index, config in enumerate(self.configs)}
-        seen = [trial for trial in self._seen if trial.config.key() in where]
+        seen = [trial for trial in self._seen if trial.config.key() in where][-MOST_OBSERVED:]
         together = [(t.round is None, t.number if t.round is None else t.round) for t in seen]
         groups = list(dict.fromkeys(together))
         return Observed(
@@ -297,8 +301,8 @@ def _covariance(configs: Sequence[LoaderConfig], space: Space, solved: Solved | 
         values = [getattr(config, name) for config in configs]
         odd = [value != getattr(plain, name) for value, plain in zip(values, usual, strict=True)]
         if any(odd):
-            same = np.array([[one == other for other in values] for one in values])
-            covariance += UNMODELLED_SD**2 * np.outer(odd, odd) * same
+            each_value = np.array([values.index(value) for value in values])
+            covariance += UNMODELLED_SD**2 * np.outer(odd, odd) * np.equal.outer(each_value, each_value)
     return covariance
 
 

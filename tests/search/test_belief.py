@@ -9,7 +9,7 @@ import pytest
 from autotune_loader.search.belief import CERTAIN, Belief, starting_s
 from autotune_loader.search.draws import PATHS, Draws, Sufficient, choose, equally_fast, sufficient, with_sufficiency
 from autotune_loader.search.observation import Observation
-from autotune_loader.search.space import Context, Space
+from autotune_loader.search.space import BatchCost, Context, Limits, Space
 from autotune_loader.values import Failure, Trial
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
 
@@ -93,6 +93,30 @@ def test_a_setting_that_fails_is_left_out():
     belief = Belief(PINS, CONTEXT, [*trials, Trial.of(9, with_workers(4, pin_memory=True), broken)])
     assert not any(config.pin_memory for config in belief.configs)
     assert max(config.num_workers for config in belief.configs) >= 4
+
+
+@pytest.mark.parametrize(
+    ("mib", "tail_share", "depths"),
+    [(1, 0.0, {1, 2, 4, 8}), (100, 0.0, {2}), (100, 0.05, {4, 8})],
+    ids=["a queue that costs nothing", "a dear one", "a dear one that bridges slow batches"],
+)
+def test_a_queue_that_takes_memory_is_as_deep_as_slow_batches_need(mib, tail_share, depths):
+    machine = SimulatedMachine(cores=8, cpu_s=0.002, wait_s=0.04, step_s=0.01, tail_share=tail_share)
+    context = Context(usable_cores=8, step_s=0.01)
+    space = Space(max_workers=8, batch=BatchCost(bytes=mib << 20), limits=Limits(memory_bytes=64 << 30))
+    belief = Belief(space, context, simulated_trials(machine, *(with_workers(n, 2) for n in (0, 5, 7, 7))))
+    never_ran = [config for config in belief.configs if config.num_workers in (6, 8)]
+    assert {config.prefetch_factor for config in never_ran} <= depths
+    assert len({config.prefetch_factor for config in never_ran}) == (4 if mib == 1 else 1)
+
+
+def test_headroom_tells_nothing_of_settings_that_the_twin_does_not_model():
+    enough, pinned = with_workers(5), with_workers(8, pin_memory=True)
+    configs = [enough, with_workers(8), replace(enough, pin_memory=True), pinned]
+    space = Space(pin_memory=(False, True))
+    found = sufficient(configs, [observed(enough)], [1.0] * 4, space.is_modelled)
+    assert {configs[each.position] for each in found} == {enough}
+    assert {configs[index] for each in found for index in each.larger} == {with_workers(8)}
 
 
 def test_workers_beyond_use_or_beyond_the_batches_of_an_epoch_are_no_candidates():

@@ -19,17 +19,22 @@ MIB = 2**20
 
 
 @settings(max_examples=30, derandomize=True)
-@given(st.floats(0.001, 0.1), st.integers(0, 5), st.integers(1, 4))
-def test_the_queue_agrees_with_the_event_simulation_of_a_machine(wait_s, workers, prefetch):
+@given(st.floats(0.001, 0.1), st.integers(0, 5), st.integers(1, 4), st.sampled_from([0.0, 0.01, 0.03]))
+def test_the_queue_agrees_with_the_event_simulation_of_a_machine(wait_s, workers, prefetch, pin_s):
     # GIVEN the times of the batches of a burst, which differ much, and another loader in the same call
-    machine = SimulatedMachine(cpu_s=0.0, wait_s=wait_s, service_cv=1.0, receive_s=0.003, step_s=0.02, step_cv=0.5)
-    traces = simulated_trials(machine, with_workers(workers, prefetch))[0].measurement.traces
+    # AND perhaps a thread that pins them, one after the other
+    cv = 0.0 if pin_s else 1.0  # it takes them as they come, and the twin in order
+    machine = SimulatedMachine(
+        cpu_s=0.0, wait_s=wait_s, service_cv=cv, receive_s=0.003, step_s=0.02, step_cv=0.5, pin_s=pin_s
+    )
+    config = with_workers(workers, prefetch, pin_memory=pin_s > 0)
+    traces = simulated_trials(machine, config)[0].measurement.traces
     step_ends = np.array([each.step_end for each in traces])
     service = [each.collate_end - each.fetch_start for each in traces]
     before = [each.step_end for each in traces[:-1]]
-    receive = [each.received - max(each.collate_end, end) for each, end in zip(traces, [0.0, *before], strict=True)]
+    receive = [each.received - max(each.ready, end) for each, end in zip(traces, [0.0, *before], strict=True)]
     times = [np.column_stack([each] * 2) for each in (service, receive, [each.step_s for each in traces])]
-    done = simulate(*times, workers=np.array([workers, 5]), prefetch=np.array([prefetch, 4]))
+    done = simulate(*times, workers=np.array([workers, 5]), prefetch=np.array([prefetch, 4]), pin_s=pin_s)
     # THEN every step ends at the same time
     assert done[:, 0] == pytest.approx(step_ends - traces[0].fetch_start, rel=1e-9)
 
@@ -64,6 +69,13 @@ def test_a_prediction_holds_the_true_rate(machine, workers):
 def test_what_cannot_be_predicted_is_refused(trials, cores, words):
     with pytest.raises(ValueError, match=words):
         predict(trials, [with_workers(2)], usable_cores=4, cores=cores)
+
+
+def test_a_deeper_queue_than_any_that_ran_is_predicted():
+    trials = simulated_trials(SimulatedMachine(), *(with_workers(count) for count in (0, 1, 4)))
+    shallow, deep = predict(trials, [with_workers(4, 2), with_workers(4, 16)], usable_cores=4)
+    assert deep.samples_per_s.value == pytest.approx(shallow.samples_per_s.value, rel=0.1)
+    assert deep.memory_bytes > shallow.memory_bytes
 
 
 def test_memory_grows_by_what_workers_took_and_by_what_their_queues_hold():

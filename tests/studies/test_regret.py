@@ -94,7 +94,7 @@ class Written:
 
 
 def test_seeds_in_a_row_have_each_foreign_law():
-    assert sorted(machines.foreign_machine(seed)[0] for seed in range(60)) == sorted(10 * machines.FOREIGN)
+    assert sorted(machines.foreign_machine(seed)[0] for seed in range(60)) == sorted(6 * machines.FOREIGN)
 
 
 def test_slow_batches_and_long_starts_are_tables_with_a_bar(monkeypatch, capsys):

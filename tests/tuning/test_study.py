@@ -292,6 +292,25 @@ def test_what_an_earlier_run_was_allowed_is_not_chosen_by_one_that_is_not():
     assert odd not in [trial.config for trial in found.trials[before:]]
 
 
+@pytest.mark.parametrize(("copy_s", "is_pinned"), [(0.02, True), (0.001, False)])
+def test_what_can_be_handed_over_decides_whether_batches_are_pinned(copy_s, is_pinned):
+    machine = SimulatedMachine(cores=8, cpu_s=0.02, step_s=0.004, pin_s=0.008, copy_s=copy_s, batch_bytes=30_000_000)
+    found, clock = search_on(machine, own=LoaderConfig(), budget_s=20.0)
+    with_some = [config for config in configs(found) if config.num_workers]
+    assert {config.pin_memory for config in with_some} == {is_pinned}
+    # THEN nothing trains faster than batches that lie ready
+    result = assembled(found, clock())
+    assert result.rate.value <= 1.1 * result.transfer_ceiling.value
+    assert result.transfer_ceiling.value < result.ceiling.value
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_does_not_end_while_its_choice_may_lose_more_than_the_tolerance(seed):
+    machine, clock = SimulatedMachine(cores=16, cpu_s=0.05, step_s=0.002, noise_sd=0.12), FakeClock()
+    found = simulated_search(SimulatedProbe(machine, clock, seed=seed), simulated_run(machine), clock)
+    assert found.ended is Ended.BUDGET or found.belief.loss(found.belief.choice) <= 0.02
+
+
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 @pytest.mark.parametrize("kind", ["crashed", "deadline"])
 def test_where_everything_fails_after_some_bursts_the_search_ends_with_a_result(kind, after):
