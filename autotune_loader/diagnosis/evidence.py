@@ -132,6 +132,14 @@ class Evidence:
             return None
         return self.transfer_ceiling if self.transfer_ceiling.value < (1 - BURSTS_DIFFER) * self.ceiling.value else None
 
+    @property
+    def copies_rather(self) -> bool:
+        """Whether the copy to the device makes most of what a batch takes that lies ready in workers beyond the step."""
+        if self.handed_over is None or self.ceiling is None:
+            return False
+        beyond_s = self.batch_size / self.handed_over.value - self.batch_size / self.ceiling.value
+        return (self.copy_s or 0.0) > beyond_s / 2
+
     def reaches(self, ceiling: Interval | None) -> bool:
         """Whether the loop is as fast as that; not where it is not known."""
         return ceiling is not None and self.samples_per_s >= (1 - NEGLIGIBLE) * ceiling.value

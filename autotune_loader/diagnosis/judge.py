@@ -135,7 +135,7 @@ def _row(evidence: Evidence) -> Bottleneck:
     if evidence.saved_s > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
         return Bottleneck.COPY
     if config.num_workers and evidence.reaches(evidence.handed_over):
-        return Bottleneck.TRANSFER
+        return Bottleneck.COPY if evidence.copies_rather else Bottleneck.TRANSFER
     if wait < NEGLIGIBLE:
         return _never_waiting(evidence)
     if evidence.ran_out is not None:
@@ -222,8 +222,9 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
         yield None if ceiling is None else Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value)
     elif row is not Bottleneck.START_UP:
         yield from _gain(evidence)
-        if handed is not None and row not in (Bottleneck.TRANSFER, Bottleneck.COPY):
-            yield Fact.WORKERS_AT_MOST(factor=handed.value / evidence.samples_per_s)
+        factor = 0.0 if handed is None else handed.value / evidence.samples_per_s
+        if row not in (Bottleneck.TRANSFER, Bottleneck.COPY) and factor > 1 + NEGLIGIBLE:
+            yield Fact.WORKERS_AT_MOST(factor=factor)
 
 
 def _gain(evidence: Evidence) -> Iterator[Finding]:

@@ -166,6 +166,7 @@ class Undecided(Table):
         "much to tell."
     )
     BUSY = "Inconclusive: other processes used the CPU in {busy} of {rounds:# A/B round}. Rerun on an idle machine."
+    FAILS_NOW = "Inconclusive: every setting that worked at first has failed since."
     ONE_TRIED = "Inconclusive: the budget ended before a second setting was measured. Rerun with a larger budget."
 
 
@@ -175,6 +176,7 @@ class Ended(Table):
     SAFE = "Search ended: no other setting{which} is likely to be more than {tolerance:share} faster."
     CEILING = "Search ended: training is as fast as {ceiling}."
     EXPECTED = "Search ended: no other setting{which} is expected to be more than {tolerance:share} faster."
+    ROUNDS = "Search ended: so many A/B rounds have run that further ones would hardly tell more."
     BUDGET = "Search ended: the next trial or A/B round would exceed the budget."
     FAILING = "Search ended: one trial after another failed."
     INTERRUPTED = "Search ended: it was interrupted."

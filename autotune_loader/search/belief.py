@@ -238,11 +238,13 @@ class Belief:
         The user's own stays, however deep.
         """
         deepest = max(deepest_prefetch(self.context), min(self.space.prefetch_factors))
+        own = {each.key() for each in self.space.also}
         dear = {config.num_workers for config in configs if not self.space.is_cheap(config)}
         needed = deepest
         if dear and self.twin is not None:
-            needed = self.twin.needed_prefetch([each for each in configs if each.num_workers in dear], NO_SLOWER)
-        own = {each.key() for each in self.space.also}
+            needed = self.twin.needed_prefetch(
+                [each for each in configs if each.num_workers in dear and each not in own], NO_SLOWER
+            )
 
         def is_useful(config: LoaderConfig) -> bool:
             depth = config.prefetch_factor or 0

@@ -91,6 +91,8 @@ class Space:
     persistent_workers: bool = False
     """Whether workers are kept between epochs; set, never searched, as no burst can see it."""
     multiprocessing_context: str | None = None  # start method of the user's own loader; carried, never searched
+    is_pinning_decided: bool = False
+    """Whether batches are pinned as the first value says, unless the user's own configuration is another one."""
     also: tuple[LoaderConfig, ...] = ()  # legal, though no grid has it: the user's own
     limits: Limits = Limits()
     batch: BatchCost = BatchCost()
@@ -260,6 +262,8 @@ class Space:
                 plain = self.as_set(LoaderConfig(num_workers=workers, prefetch_factor=prefetch))
                 yield plain
                 for name in UNMODELLED:
+                    if name == "pin_memory" and self.is_pinning_decided:
+                        continue
                     if workers or name != "in_order":
                         yield from (replace(plain, **{name: value}) for value in getattr(self, name)[1:])
 

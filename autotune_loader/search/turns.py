@@ -23,14 +23,14 @@ from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.values import BURSTS_DIFFER, LoaderConfig
 
 LEAST_ROUNDS = 2  # one burst gives no interval
-MOST_ROUNDS = 100  # of one run: what the arithmetic takes grows with them
+MOST_ROUNDS = 40  # of one run: what the arithmetic takes grows with them
 CLEARLY = 2.0  # the caller's own sits out once it is slower by more than so many times the tolerance, almost certainly
 MOST_OVERRUN_S = 2.0  # by which a first round may overrun the budget
 START_S, FEWEST_BATCHES = 0.5, 3  # of a burst that never ran, where its batches are slow
 MOST_FAILED = 8  # bursts in a row that fail before a search ends
 
 Side = TypeVar("Side")
-StopReason = Literal["SAFE", "CEILING", "EXPECTED", "BUDGET", "FAILING"]
+StopReason = Literal["SAFE", "CEILING", "EXPECTED", "ROUNDS", "BUDGET", "FAILING"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ def what_next(
     assert choice is not None
     if len(belief.trials) > MOST_FAILED and all(trial.failure for trial in belief.trials[-MOST_FAILED:]):
         return Next(stop="FAILING")
+    if len(belief.rounds) - rounds_before >= MOST_ROUNDS:
+        return Next(stop="ROUNDS")
     own = baseline if baseline is not None and baseline.key() in belief.configs else choice
     contradiction = belief.contradiction(choice)
     rival = contradiction or belief.rival(choice) or choice
@@ -75,7 +77,7 @@ def what_next(
         stop = "CEILING"
     elif belief.probability(choice) >= CERTAIN:
         stop = "SAFE"
-    elif len(belief.rounds) - rounds_before >= MOST_ROUNDS or not _may_lose_much(belief, choice, own):
+    elif not _may_lose_much(belief, choice, own):
         stop = "EXPECTED"
     # Once workers have failed, more of them than have succeeded are tried before they are chosen.
     bold = belief.choice_of(belief.configs)

@@ -108,7 +108,7 @@ def choice_of(search: Search) -> tuple[LoaderConfig, Finding | None]:
     measured = list(dict.fromkeys(each.config for each in belief.trials if each.samples_per_s))
     works = [config for config in measured if config.key() in belief.configs]
     if not works:  # what worked at first has failed since
-        return measured[0], Undecided.NO_ROUNDS()
+        return measured[0], Undecided.FAILS_NOW()
     ran = [config for config in works if sum(config in each.rates for each in belief.rounds) >= LEAST_ROUNDS]
     best = belief.choice_of(ran or works)
     undecided = None if search.ended is Ended.INTERRUPTED else _why_undecided(search, best)

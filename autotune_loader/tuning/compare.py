@@ -221,17 +221,18 @@ def _unit_of(entrants: Mapping[str, _Entrant]) -> RateUnit:
 
 def _notes(entrants: Mapping[str, _Entrant], works: Sequence[str]) -> Iterator[Finding]:
     """What should be known of a comparison, and of its sides."""
-    sizes, read = dict[str, int](), Counter[float]()
+    sizes, read = dict[str, int](), Counter[tuple[str, float]]()
     for name in works:
-        entrant, epoch = entrants[name], entrants[name].workload.data.samples_per_epoch() or math.inf
+        entrant, data = entrants[name], entrants[name].workload.data
+        dataset = data.description, data.samples_per_epoch() or math.inf
         for trial in entrant.trials:
             if (measured := trial.measurement) and not entrant.bursts.read_memory(trial):
-                read[epoch] += measured.samples
+                read[dataset] += measured.samples
             if measured and measured.traces:
                 sizes[name] = max(trace.samples for trace in measured.traces)  # the last of an epoch may be smaller
     if len(set(sizes.values())) > 1:
         yield Caution.BATCH_SIZES_DIFFER(sizes=", ".join(f"{name} {size}" for name, size in sizes.items()))
-    yield from (Caution.READ_TWICE(samples=epoch) for epoch, samples in read.items() if samples > epoch)
+    yield from (Caution.READ_TWICE(samples=epoch) for (_, epoch), samples in read.items() if samples > epoch)
     for name, each in entrants.items():
         notes = (*each.workload.notes, *(each.opened.notes if each.opened else ()))
         yield from (Caution.NOTE(text=f"{name}: {note}") for note in notes)

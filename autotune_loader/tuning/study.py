@@ -226,7 +226,7 @@ class Search:
     def _hand_over(self) -> None:
         """Measure what any number of workers can hand over to an accelerator; that decides whether batches are pinned."""
         run, space = self.run, self.run.space
-        if run.workload.on_cpu or run.warmup.on_accelerator or not space.max_workers:
+        if self.ceiling is None or run.workload.on_cpu or run.warmup.on_accelerator or not space.max_workers:
             return
         workers = min(HAND_OVER_WORKERS, run.context.usable_cores, space.max_workers)
         config = space.as_set(LoaderConfig().with_workers(workers, TORCH_PREFETCH_FACTOR))
@@ -236,7 +236,8 @@ class Search:
             # Pinned first, which is kept unless the other is faster.
             best = max(measured, key=lambda pinned: measured[pinned].samples_per_s.value)
             self.handed_over = measured[best]
-            self.run = replace(run, space=replace(space, pin_memory=(best,)))
+            values = tuple(dict.fromkeys([best, *(own.pin_memory for own in space.also)]))
+            self.run = replace(run, space=replace(space, pin_memory=values, is_pinning_decided=True))
             self.twin.space = self.run.space
 
     def _search(self) -> None:

@@ -304,11 +304,19 @@ def test_what_can_be_handed_over_decides_whether_batches_are_pinned(copy_s, is_p
     assert result.transfer_ceiling.value < result.ceiling.value
 
 
+def test_where_pinning_is_decided_the_users_own_loader_stays_as_it_is():
+    machine = SimulatedMachine(cores=8, cpu_s=0.02, step_s=0.004, pin_s=0.008, copy_s=0.02, batch_bytes=30_000_000)
+    found, _ = search_on(machine, own=TWO, budget_s=20.0)
+    assert {config.pin_memory for config in configs(found) if config.num_workers and config != TWO} == {True}
+    assert TWO in configs(found)
+    assert found.run.space.config({"num_workers": 2, "prefetch_factor": 2, "pin_memory": True}).pin_memory
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_search_does_not_end_while_its_choice_may_lose_more_than_the_tolerance(seed):
     machine, clock = SimulatedMachine(cores=16, cpu_s=0.05, step_s=0.002, noise_sd=0.12), FakeClock()
     found = simulated_search(SimulatedProbe(machine, clock, seed=seed), simulated_run(machine), clock)
-    assert found.ended is Ended.BUDGET or found.belief.loss(found.belief.choice) <= 0.02
+    assert found.ended in (Ended.BUDGET, Ended.ROUNDS) or found.belief.loss(found.belief.choice) <= 0.02
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
