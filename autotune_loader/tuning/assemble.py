@@ -53,7 +53,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         ended=ended(
             tolerance=run.tolerance,
             which="" if search.twin.is_open else " that ran",
-            ceiling="the step alone" if search.handed_over is None else "DataLoader can transfer batches",
+            ceiling="the step alone" if search.least_ceiling is search.ceiling else "DataLoader can transfer batches",
         ),
         step=warmup.step,
         stages=stage_times(pooled(each.measurement.stages for each in search.trials if each.measurement)),

@@ -152,6 +152,12 @@ class Search:
         """What the trials say."""
         return self._kept(lambda: self.twin.belief(self.study))
 
+    @property
+    def least_ceiling(self) -> Measurement | None:
+        """What no configuration can exceed: copies ahead of the step may, where these are allowed, exceed the transfer."""
+        is_ahead = len(self.run.space.device_prefetch) > 1
+        return self.ceiling if is_ahead or self.handed_over is None else self.handed_over
+
     def decide(self) -> None:
         """Run bursts until there is a reason to stop; on Ctrl-C what was found so far is kept.
 
@@ -246,7 +252,7 @@ class Search:
         study.set_user_attr(JOB, run.identity)
         study.set_user_attr(BATCH_BYTES, max(run.warmup.batch_bytes, 1))
         twin.context, twin.seconds_left, twin.is_open = self.bursts.context, self.budget.left, self._sampler is None
-        ceiling = self.handed_over or self.ceiling
+        ceiling = self.least_ceiling
         if ceiling is not None and len(run.space.batch_size) == 1:  # batches of another size have another ceiling
             twin.ceiling = ceiling.samples_per_s.value
         twin.first = begin_with(run.space, twin.context, own=run.baseline, suggested=self._suggestions)
