@@ -113,7 +113,7 @@ def _may_lose_much(belief: Belief, choice: LoaderConfig, own: LoaderConfig) -> b
 
 
 def is_at_ceiling(belief: Belief, config: LoaderConfig, ceiling: float | None) -> bool:
-    """Whether it is as fast as the step alone, in the mean of two bursts or more; a much faster one denies that ceiling."""
+    """Whether it is as fast as that, in the mean of two bursts or more; a much faster one denies that ceiling."""
     rates = defaultdict[LoaderConfig, list[float]](list)
     for trial in belief.trials:
         if trial.samples_per_s is not None:
