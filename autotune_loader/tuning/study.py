@@ -236,12 +236,15 @@ class Search:
             return
         workers = min(HAND_OVER_WORKERS, run.context.usable_cores, space.max_workers)
         config = space.as_set(LoaderConfig().with_workers(workers, TORCH_PREFETCH_FACTOR))
-        tried = {pinned: self.bursts.hand_over(replace(config, pin_memory=pinned)) for pinned in space.pin_memory}
-        measured = {pinned: each for pinned, each in tried.items() if each is not None}
+        kinds = space.pin_memory
+        if (
+            len(kinds) > 1
+        ):  # once more the one that is kept unless another is faster: what disturbs a burst shall not decide
+            kinds = (*kinds, kinds[0])
+        tried = [(pinned, self.bursts.hand_over(replace(config, pin_memory=pinned))) for pinned in kinds]
+        measured = [(each.samples_per_s.value, pinned, each) for pinned, each in tried if each is not None]
         if measured:
-            # Pinned first, which is kept unless the other is faster.
-            best = max(measured, key=lambda pinned: measured[pinned].samples_per_s.value)
-            self.handed_over = measured[best]
+            _, best, self.handed_over = max(measured, key=lambda each: each[0])
             values = tuple(dict.fromkeys([best, *(own.pin_memory for own in space.also)]))
             self.run = replace(run, space=replace(space, pin_memory=values, is_pinning_decided=True))
             self.twin.space = self.run.space
