@@ -49,8 +49,8 @@ MADE_SD = 0.05
 FIRST_LOCKING = 3.0
 """Torch's allocator locks the pages of a block once and keeps it. What takes more than so many times the median is taken for
 that (H200: 55 ms for 38.5 MB, 8 ms for a later copy into them)."""
-LOCKED_EARLY = 0.75
-"""Part of a burst's batches within which new pages are locked; where batches take long to pin to the end, they are large."""
+FEW_LATE = 2
+"""Batches in the later half of a burst, or a quarter of all, that new pages may still be locked for."""
 RUNS, MOST_FOR_RUNS_S = 2, 3.0
 """A window of whole runs has seen as many loads of a shard, wherever it begins. No burst is longer for their sake."""
 SLOWER_BY_CHANCE = 0.01
@@ -87,7 +87,8 @@ def once_locked(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
     """
     usual_s = median([trace.pin_s for trace in traces])
     long = [place for place, trace in enumerate(traces) if trace.pin_s > FIRST_LOCKING * usual_s]
-    if not long or long[-1] > LOCKED_EARLY * len(traces):
+    late = sum(place > len(traces) / 2 for place in long)
+    if not long or late > max(FEW_LATE, len(long) / 4):  # batches of this job differ, and some are large
         return traces
     pinned, was, free = dict[float, tuple[float, float]](), -math.inf, -math.inf
     for trace in sorted(traces, key=lambda trace: trace.ready):

@@ -38,6 +38,8 @@ LONG_START = 0.05
 """Of an epoch: where workers take more than this to start, they are kept, although they keep the dataset as it was."""
 SAMPLERS_SHARE = 0.5
 """Share of the budget in which another sampler proposes; rounds of the best that it has found need the rest."""
+HAND_OVER_FROM_S = 10.0
+"""A shorter budget has no room to measure what can be handed over; then pinned and not are tried as any setting."""
 MOST_REPEATS = 5
 """Another sampler that repeats itself so often in a row has seen all of a small space."""
 
@@ -232,7 +234,8 @@ class Search:
     def _hand_over(self) -> None:
         """Measure what any number of workers can hand over to an accelerator; that decides whether batches are pinned."""
         run, space = self.run, self.run.space
-        if self.ceiling is None or run.workload.on_cpu or run.warmup.on_accelerator or not space.max_workers:
+        has_none = self.ceiling is None or run.workload.on_cpu or run.warmup.on_accelerator or not space.max_workers
+        if has_none or self.budget.seconds < HAND_OVER_FROM_S:
             return
         workers = min(HAND_OVER_WORKERS, run.context.usable_cores, space.max_workers)
         config = space.as_set(LoaderConfig().with_workers(workers, TORCH_PREFETCH_FACTOR))
