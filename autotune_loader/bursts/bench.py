@@ -51,7 +51,7 @@ from autotune_loader.pipeline.by_value import why_not_pickled
 from autotune_loader.pipeline.reading import FRESH_STARTS, Reading
 from autotune_loader.pipeline.tracing import forget_open_batch, make_traced_loader
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, draws_nothing, wrapped_datasets
-from autotune_loader.values import Failure, FailurePhase, LoaderConfig
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, Failure, FailurePhase, LoaderConfig
 
 MOST_FOR_SECOND_S = 30.0
 """After a first batch that took no longer a second one is timed: the first may open files, import and compile."""
@@ -368,7 +368,7 @@ def warm_up(step: TrainingStep, batch: Any, timeline: Timeline | None) -> None:
 def lock_pages(batch: Any, allowed: Allowance, most_workers: int | None) -> None:
     """Pin such batches, all at once, as a loop with a worker on every core has in use: torch keeps their memory."""
     workers = allowed.usable_cores if most_workers is None else min(allowed.usable_cores, most_workers)
-    count = LoaderConfig().with_workers(workers, 2).batches_in_flight + IN_HAND
+    count = LoaderConfig().with_workers(workers, TORCH_PREFETCH_FACTOR).batches_in_flight + IN_HAND
     if allowed.memory_bytes is not None:
         count = min(count, int(MOST_PINNED * allowed.memory_bytes) // max(1, locked_bytes(batch)))
     held, until = list[Any](), time.monotonic() + MOST_PINNING_S

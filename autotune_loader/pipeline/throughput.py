@@ -85,6 +85,8 @@ def once_locked(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
 
     Workers make batches when they did; the thread takes them in the same order, and so does the loop, each as soon as it can.
     """
+    if traces[0].pin_end is None:  # no thread pins
+        return traces
     usual_s = median([trace.pin_s for trace in traces])
     long = [place for place, trace in enumerate(traces) if trace.pin_s > FIRST_LOCKING * usual_s]
     late = sum(place > len(traces) / 2 for place in long)
@@ -253,8 +255,11 @@ def _made(traces: Sequence[BatchTrace], workers: int, pause_s: float) -> Interva
     extra_s = _slowest_mean_s(seen) - cycles.value + pause_s
     shifted = replace(cycles, value=cycles.value + extra_s, low=cycles.low + extra_s, high=cycles.high + extra_s)
     samples = fmean(trace.samples for trace in seen)
-    made, pinning = _rate(shifted, workers * samples, len(seen)), mean_interval([trace.pin_s for trace in seen])
-    return min(made, _rate(pinning, samples, len(seen)), key=lambda each: each.value) if pinning.value else made
+    made = _rate(shifted, workers * samples, len(seen))
+    if seen[0].pin_end is None:
+        return made
+    pinned = _rate(mean_interval([trace.pin_s for trace in seen]), samples, len(seen))
+    return min(made, pinned, key=lambda each: each.value)
 
 
 def _pauses_s(traces: Sequence[BatchTrace], since: float = -math.inf) -> list[float]:

@@ -158,10 +158,9 @@ class Belief:
 
     def contradiction(self, choice: LoaderConfig) -> LoaderConfig | None:
         """What the rounds by themselves say to be faster by more than the tolerance, by the most; None where they agree."""
-        beside = {key: log_ratios(self.rounds, key, choice) for each in self.rounds for key in each.rates}
-        ahead = {
-            key: statistics.fmean(logs) for key, logs in beside.items() if len(logs) > 1 and key.key() in self.configs
-        }
+        ran = {key for each in self.rounds for key in each.rates if key.key() in self.configs}
+        beside = {key: log_ratios(self.rounds, key, choice) for key in sorted(ran, key=self.space.cost)}
+        ahead = {key: statistics.fmean(logs) for key, logs in beside.items() if len(logs) > 1}
         fastest = max(ahead, key=ahead.__getitem__, default=choice)
         return fastest if ahead.get(fastest, 0.0) > math.log1p(self.tolerance) else None
 

@@ -65,7 +65,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         space: The legal settings; by default 0 to 64 workers and 1 to 8 batches of prefetch.
         context: Cores and step; by default the cores that this process may use.
         tolerance: Relative difference that counts as equally fast.
-        ceiling: Samples/s of the training step alone, which no loader can exceed; None if unknown.
+        ceiling: Samples/s that no loader can exceed, such as those of the training step alone; None if unknown.
         first: What to propose before anything is known; by default the rule of `begin_with`.
         baseline: The setting that takes part in the rounds while it may be as fast.
     """

@@ -239,11 +239,8 @@ class Search:
             return
         workers = min(HAND_OVER_WORKERS, run.context.usable_cores, space.max_workers)
         config = space.as_set(LoaderConfig().with_workers(workers, TORCH_PREFETCH_FACTOR))
-        kinds = space.pin_memory
-        if (
-            len(kinds) > 1
-        ):  # once more the one that is kept unless another is faster: what disturbs a burst shall not decide
-            kinds = (*kinds, kinds[0])
+        # The first, which is kept unless another is faster, runs once more: what disturbs one burst shall not decide.
+        kinds = (*space.pin_memory, *space.pin_memory[:1]) if len(space.pin_memory) > 1 else space.pin_memory
         tried = [(pinned, self.bursts.hand_over(replace(config, pin_memory=pinned))) for pinned in kinds]
         measured = [(each.samples_per_s.value, pinned, each) for pinned, each in tried if each is not None]
         if measured:
@@ -278,17 +275,18 @@ class Search:
 
     def _objective(self, asked: optuna.Trial) -> float:
         """One trial: samples/s of the configuration that the sampler proposes."""
-        run, begun = self.run, self.budget.clock()
+        run, begun, trials = self.run, self.budget.clock(), self.trials
         config, number = run.space.suggest(asked), asked.user_attrs.get(ROUND)
-        known = next((each for each in reversed(self.trials) if each.config == config), None)
+        known = next((each for each in reversed(trials) if each.config == config), None)
         self._repeats = 0 if known is None else self._repeats + 1
         failure = run.space.veto(config) if known is None or number is not None else known.failure
         if number in (None, asked.number):
             self._expecting = self.belief
         if failure is None:
-            expected, measured = self._expecting.predicted(config), [each for each in self.trials if each.measurement]
+            expected = self._expecting.predicted(config)
             # Sides of a round read the same, where none of it comes from storage and so from memory for the next.
-            place = number if all(map(self.bursts.read_memory, measured[-1:])) else None
+            latest = next((each for each in reversed(trials) if each.measurement), None)
+            place = number if latest is None or self.bursts.read_memory(latest) else None
             trial = self.bursts.run(config, asked.number, number, predicted=expected, place=place)
             if trial.measurement is not None and (margin := run.space.over_margin(config, trial.measurement)):
                 trial = replace(trial, measurement=None, failure=margin)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autotune_loader.bursts.bench import IN_HAND
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.values import (
     MAIN_PROCESS,
@@ -23,7 +24,6 @@ from autotune_loader.values import (
 )
 
 BASE_BYTES = 500 << 20  # What training needs without any worker
-IN_HAND = 3  # Batches pinned beside those in flight
 SPIKE_FACTOR = 1.5  # How much slower a burst is that something disturbs
 
 
