@@ -21,6 +21,7 @@ Where loader and step are in balance and service times irregular, a window of a 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +51,7 @@ FIRST_LOCKING = 3.0
 """Torch's allocator locks the pages of a block once and keeps it. What takes more than so many times the median is taken for
 that (H200: 55 ms for 38.5 MB, 8 ms for a later copy into them)."""
 FEW_LATE = 2
-"""Batches in the later half of a burst, or a quarter of all, that new pages may still be locked for."""
+"""So many batches, or a quarter of those that take long to pin, may do so in the later half of a burst for new pages."""
 RUNS, MOST_FOR_RUNS_S = 2, 3.0
 """A window of whole runs has seen as many loads of a shard, wherever it begins. No burst is longer for their sake."""
 SLOWER_BY_CHANCE = 0.01
@@ -87,13 +88,12 @@ def once_locked(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
     """
     if traces[0].pin_end is None:  # no thread pins
         return traces
-    usual_s = median([trace.pin_s for trace in traces])
-    long = [place for place, trace in enumerate(traces) if trace.pin_s > FIRST_LOCKING * usual_s]
-    late = sum(place > len(traces) / 2 for place in long)
-    if not long or late > max(FEW_LATE, len(long) / 4):  # batches of this job differ, and some are large
+    usual_s, order = median([trace.pin_s for trace in traces]), sorted(traces, key=lambda trace: trace.ready)
+    long = [place for place, trace in enumerate(order) if trace.pin_s > FIRST_LOCKING * usual_s]
+    if not long or not _lock_pages(order, long):
         return traces
     pinned, was, free = dict[float, tuple[float, float]](), -math.inf, -math.inf
-    for trace in sorted(traces, key=lambda trace: trace.ready):
+    for trace in order:
         begun = max(trace.collate_end, free) + trace.ready - trace.pin_s - max(trace.collate_end, was)
         free = begun + (trace.pin_s if trace.pin_s <= FIRST_LOCKING * usual_s else usual_s)
         pinned[trace.ready], was = (begun, free), trace.ready
@@ -107,6 +107,18 @@ def once_locked(traces: Sequence[BatchTrace]) -> Sequence[BatchTrace]:
             trace._replace(requested=requested, received=received, step_end=free, pin_start=begun, pin_end=end)
         )
     return found
+
+
+def _lock_pages(order: Sequence[BatchTrace], long: Sequence[int]) -> bool:
+    """Whether the pinnings at these places, in the order of the thread, lock pages; else batches differ, and some are large.
+
+    Pages are locked early, and most of them while more batches are in use than ever before.
+    """
+    if sum(place > len(order) / 2 for place in long) <= max(FEW_LATE, len(long) / 4):
+        return True
+    step_ends = sorted(trace.step_end for trace in order)
+    in_use = [n - bisect.bisect(step_ends, trace.ready - trace.pin_s) for n, trace in enumerate(order)]
+    return sum(in_use[place] > max(in_use[:place], default=-1) for place in long) > len(long) / 2
 
 
 def queued_share(traces: Sequence[BatchTrace], *, workers: int) -> float:

@@ -39,7 +39,7 @@ LONG_START = 0.05
 SAMPLERS_SHARE = 0.5
 """Share of the budget in which another sampler proposes; rounds of the best that it has found need the rest."""
 HAND_OVER_FROM_S = 10.0
-"""A shorter budget has no room to measure what can be handed over; then pinned and not are tried as any setting."""
+"""A shorter budget has no room to measure what can be handed over; then batches are pinned."""
 MOST_REPEATS = 5
 """Another sampler that repeats itself so often in a row has seen all of a small space."""
 
@@ -234,20 +234,22 @@ class Search:
     def _hand_over(self) -> None:
         """Measure what any number of workers can hand over to an accelerator; that decides whether batches are pinned."""
         run, space = self.run, self.run.space
-        has_none = self.ceiling is None or run.workload.on_cpu or run.warmup.on_accelerator or not space.max_workers
-        if has_none or self.budget.seconds < HAND_OVER_FROM_S:
+        if self.ceiling is None or run.workload.on_cpu or run.warmup.on_accelerator or not space.max_workers:
             return
         workers = min(HAND_OVER_WORKERS, run.context.usable_cores, space.max_workers)
         config = space.as_set(LoaderConfig().with_workers(workers, TORCH_PREFETCH_FACTOR))
         # The first, which is kept unless another is faster, runs once more: what disturbs one burst shall not decide.
         kinds = (*space.pin_memory, *space.pin_memory[:1]) if len(space.pin_memory) > 1 else space.pin_memory
+        if self.budget.seconds < HAND_OVER_FROM_S:
+            kinds = ()
         tried = [(pinned, self.bursts.hand_over(replace(config, pin_memory=pinned))) for pinned in kinds]
         measured = [(each.samples_per_s.value, pinned, each) for pinned, each in tried if each is not None]
+        best = space.pin_memory[0]
         if measured:
             _, best, self.handed_over = max(measured, key=lambda each: each[0])
-            values = tuple(dict.fromkeys([best, *(own.pin_memory for own in space.also)]))
-            self.run = replace(run, space=replace(space, pin_memory=values, is_pinning_decided=True))
-            self.twin.space = self.run.space
+        values = tuple(dict.fromkeys([best, *(own.pin_memory for own in space.also)]))
+        self.run = replace(run, space=replace(space, pin_memory=values, is_pinning_decided=True))
+        self.twin.space = self.run.space
 
     def _search(self) -> None:
         """The twin proposes everything; or another sampler for a while, and then the twin rounds of the best of it."""

@@ -239,6 +239,23 @@ def test_first_lockings_of_pages_are_no_part_of_a_rate(job, locks):
     assert all(trace.receive_s == pytest.approx(0.0005) for trace in traces)
 
 
+def test_batches_that_take_long_to_pin_again_and_again_are_large_and_stay_as_they_are():
+    # GIVEN a loop that waits for the thread, and one batch in five that is as long as a locking, to the end
+    pins_s = [LOCKING_S if number % 5 == 4 else USUAL_S for number in range(60)]
+    traces = pinned(pins_s, made_every_s=0.001, step_s=0.002)
+    assert once_locked(traces) is traces
+    rate = summarise(traces, workers=2, started=0.0).samples_per_s.value
+    assert rate == pytest.approx(SAMPLES / (sum(pins_s) / 60 + 0.001), rel=0.1)
+
+
+def test_pages_that_are_locked_late_are_locked_while_more_batches_are_in_use_than_ever():
+    # GIVEN a thread that gets ahead of a loop, and locks pages for each second batch that it is further ahead
+    pins_s = [LOCKING_S if number in (13, 17, 22, 27, 33) else USUAL_S for number in range(40)]
+    traces = pinned(pins_s, made_every_s=0.001, step_s=0.060)
+    for found, known in zip(once_locked(traces), pinned([USUAL_S] * 40, made_every_s=0.001, step_s=0.060), strict=True):
+        assert found == pytest.approx(known)
+
+
 def test_without_a_thread_that_pins_histories_are_as_they_were():
     traces = simulate(40, workers=2, variation=1.0)
     assert once_locked(traces) is traces
