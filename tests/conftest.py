@@ -31,7 +31,12 @@ KINDS = ("process", "system", "acceptance", "gpu")
 LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
 ASK_HOW_PROBES_BEGIN = ("test_cuda", "test_left_behind")
-IMPORT_FRAMEWORKS = ("/integrations/", "bursts/test_lightning.py", "test_accelerate_tunes", "frameworks.md]")
+IMPORT_FRAMEWORKS = (
+    "/integrations/",
+    "bursts/test_lightning.py",
+    "test_accelerate_tunes",
+    "frameworks.md]",
+)
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -71,7 +76,9 @@ def warm_probe(request: pytest.FixtureRequest) -> Iterator[None]:
     runner = sys.modules.get(STARTS_PROBES)
     with pytest.MonkeyPatch.context() as patch:
         if runner is not None and request.path.stem not in ASK_HOW_PROBES_BEGIN:
-            patch.setattr(runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+            patch.setattr(
+                runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+            )
         yield
 
 
@@ -118,7 +125,9 @@ class UnitGuard:
             patch.setattr(time, "sleep", counted)
             # Spawn and fork server raise no audit event.
             start = "a unit test starts a process: multiprocessing"
-            patch.setattr(multiprocessing.process.BaseProcess, "start", lambda process: self.refuse(start))
+            patch.setattr(
+                multiprocessing.process.BaseProcess, "start", lambda process: self.refuse(start)
+            )
             try:
                 yield
             finally:
@@ -131,10 +140,14 @@ class UnitGuard:
 
     def check(self) -> None:
         if self.offence is not None:
-            pytest.fail(f"{self.offence}; mark it process, system or acceptance (see tests/conftest.py)")
+            pytest.fail(
+                f"{self.offence}; mark it process, system or acceptance (see tests/conftest.py)"
+            )
 
     def _on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        lists_fonts = bool(arguments) and arguments[0] == "fc-list"  # matplotlib, once on a new machine
+        lists_fonts = (
+            bool(arguments) and arguments[0] == "fc-list"
+        )  # matplotlib, once on a new machine
         if self.is_on and event in STARTS and not lists_fonts:
             self.refuse(f"a unit test starts a process: {event} {arguments[:2]!r}")
 
@@ -159,9 +172,13 @@ pytest_runtest_setup = pytest_runtest_call
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of another kind are not even imported: some take seconds, for the sake of a framework."""
-    if config.option.markexpr not in ("unit", "acceptance") or not collection_path.name.startswith("test_"):
+    if config.option.markexpr not in ("unit", "acceptance") or not collection_path.name.startswith(
+        "test_"
+    ):
         return None
-    kind = re.search(r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE)
+    kind = re.search(
+        r"^pytestmark = \[?\s*pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE
+    )
     return True if kind and kind[1] in KINDS and kind[1] != config.option.markexpr else None
 
 
@@ -177,13 +194,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.unit)
         elif "/autoloader/" in item.nodeid:
             pass  # no test of this room is run twice to turn green
-        elif not item.get_closest_marker("acceptance") and config.pluginmanager.hasplugin("rerunfailures"):
+        elif not item.get_closest_marker("acceptance") and config.pluginmanager.hasplugin(
+            "rerunfailures"
+        ):
             item.add_marker(pytest.mark.flaky(reruns=1))
         item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     # Longest first, so that no long one is left alone at the end: the frameworks, which are one group, then kind by kind.
     ranks = {kind: rank for rank, kind in enumerate(LONGEST_FIRST)}
     items.sort(
-        key=lambda item: (_group_of(item) != "frameworks", min(ranks.get(each.name, 9) for each in item.iter_markers()))
+        key=lambda item: (
+            _group_of(item) != "frameworks",
+            min(ranks.get(each.name, 9) for each in item.iter_markers()),
+        )
     )
     if marked := [item for item in items if item.get_closest_marker("gpu")]:
         import torch  # only when a test asks: the rest of the suite may not need it

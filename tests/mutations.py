@@ -107,7 +107,9 @@ MUTATIONS = (
 
 def copy_of_tree(folder: Path) -> None:
     """What git knows, as it is in the working tree."""
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.decode()
     for name in filter(None, files.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -117,15 +119,27 @@ def copy_of_tree(folder: Path) -> None:
 def outcome_of(folder: Path, tests: str) -> str:
     """How the tests end in that tree: "pass", the name of the first that fails, or that there was no answer."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["-p", "no:rerunfailures", "-W", "ignore::pytest.PytestUnknownMarkWarning", *f"tests/{tests}".split()]
+    command += [
+        "-p",
+        "no:rerunfailures",
+        "-W",
+        "ignore::pytest.PytestUnknownMarkWarning",
+        *f"tests/{tests}".split(),
+    ]
     environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+        done = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE_S
+        )
     except subprocess.TimeoutExpired:
         return f"no answer in {DEADLINE_S:.0f} s"
     if done.returncode in (4, 5):  # pytest's: there is no such file, or no such test in it
         return f"there is no tests/{tests}: mend the table"
-    failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [
+        line.split(" - ")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
     unclear = f"exit status {done.returncode}: {done.stdout[-300:]}"
     return "pass" if done.returncode == 0 else next(iter(failed), unclear)
 
@@ -148,7 +162,9 @@ def is_caught(folder: Path, mutation: Mutation) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
-    parser.add_argument("only", nargs="*", help="beginnings of names, such as turns; all without one")
+    parser.add_argument(
+        "only", nargs="*", help="beginnings of names, such as turns; all without one"
+    )
     only = parser.parse_args().only
     chosen = [each for each in MUTATIONS if not only or each.name.startswith(tuple(only))]
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:

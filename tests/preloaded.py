@@ -32,7 +32,14 @@ from typing import IO, Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 # What nearly every script imports, what its first optimizer imports, and what tune() imports when it is called.
 MODULES = (
-    *("torch", "torch._dynamo", "torch.distributed.launcher.api", "cloudpickle", "optuna.storages.journal", "pandas"),
+    *(
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.launcher.api",
+        "cloudpickle",
+        "optuna.storages.journal",
+        "pandas",
+    ),
     *("rich.progress", "rich.table", "autotune_loader.tuning.tune", "autotune_loader.tuning.study"),
 )
 FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate", "datasets")
@@ -56,7 +63,9 @@ class Run:
     def wait(self, timeout: float | None = None) -> int:
         if not self._ends_within(timeout):
             self._read()
-            raise subprocess.TimeoutExpired("a preloaded script", timeout or 0, self.output.encode())
+            raise subprocess.TimeoutExpired(
+                "a preloaded script", timeout or 0, self.output.encode()
+            )
         assert self.returncode is not None
         return self.returncode
 
@@ -77,20 +86,40 @@ class Forks:
     """Asks the process at the other end of a connection (`serve`) to fork; `environ` is what all of its forks have besides."""
 
     def __init__(self, connection: socket.socket, environ: Mapping[str, str] | None = None) -> None:
-        self._connection, self._environ, self._started = connection, dict(environ or {}), list[Run]()
+        self._connection, self._environ, self._started = (
+            connection,
+            dict(environ or {}),
+            list[Run](),
+        )
 
-    def start(self, *argv: str, folder: Path, environ: Mapping[str, str] | None = None, probes: bool = False) -> Run:
+    def start(
+        self,
+        *argv: str,
+        folder: Path,
+        environ: Mapping[str, str] | None = None,
+        probes: bool = False,
+    ) -> Run:
         """Run a script with its arguments in a folder, in a session of its own."""
         stream = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
         environ = {**os.environ, **self._environ, **(environ or {})}
-        return self._fork({"argv": argv, "folder": str(folder), "environ": environ, "probes": probes}, stream, ())
+        return self._fork(
+            {"argv": argv, "folder": str(folder), "environ": environ, "probes": probes}, stream, ()
+        )
 
     def Popen(  # noqa: N802
-        self, command: Sequence[str], *, stdout: IO[bytes], pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
+        self,
+        command: Sequence[str],
+        *,
+        stdout: IO[bytes],
+        pass_fds: Sequence[int],
+        env: Mapping[str, str],
+        **_: Any,
     ) -> Run:
         """In place of `subprocess.Popen` for `python ... -c CODE` with descriptors of its own and all output in one file."""
         stream = os.fdopen(os.dup(stdout.fileno()), "r+", encoding="utf-8", errors="replace")
-        code = command[-1].replace(f"die_with_parent({os.getpid()})", "die_with_parent()")  # its parent is another one
+        code = command[-1].replace(
+            f"die_with_parent({os.getpid()})", "die_with_parent()"
+        )  # its parent is another one
         request = {"argv": ["-c"], "code": code, "folder": os.getcwd(), "environ": dict(env)}  # noqa: PTH109
         return self._fork({**request, "descriptors": pass_fds}, stream, pass_fds)
 
@@ -100,7 +129,9 @@ class Forks:
 
     def _fork(self, request: dict[str, Any], stream: Any, more: Sequence[int]) -> Run:
         report, reported = os.pipe()
-        socket.send_fds(self._connection, [json.dumps(request).encode()], [stream.fileno(), reported, *more])
+        socket.send_fds(
+            self._connection, [json.dumps(request).encode()], [stream.fileno(), reported, *more]
+        )
         os.close(reported)
         self._started.append(Run(int(self._connection.recv(32)), report, stream))
         return self._started[-1]
@@ -115,7 +146,10 @@ class PreloadedPython(Forks):
     """
 
     def __init__(self, *more: str, environ: Mapping[str, str] | None = None) -> None:
-        modules = [*MODULES, *(name for name in more if importlib.util.find_spec(name.partition(".")[0]))]
+        modules = [
+            *MODULES,
+            *(name for name in more if importlib.util.find_spec(name.partition(".")[0])),
+        ]
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a request is a message
         super().__init__(ours, environ)
         with theirs:
@@ -128,7 +162,9 @@ class PreloadedPython(Forks):
 
     def close(self) -> None:
         """End it and every script that still runs."""
-        self._connection.shutdown(socket.SHUT_RDWR)  # also where a process that a test has forked holds it, too
+        self._connection.shutdown(
+            socket.SHUT_RDWR
+        )  # also where a process that a test has forked holds it, too
         self._connection.close()
         self._process.wait(timeout=30)
         for run in self._started:
@@ -172,7 +208,9 @@ def serve(connection: socket.socket) -> dict[str, Any]:
 
 def place(received: Sequence[int], numbers: Sequence[int]) -> None:
     """Give descriptors the numbers that they had where they come from."""
-    beyond = [fcntl.fcntl(each, fcntl.F_DUPFD, 1 + max(received + list(numbers))) for each in received]
+    beyond = [
+        fcntl.fcntl(each, fcntl.F_DUPFD, 1 + max(received + list(numbers))) for each in received
+    ]
     for each in received:
         os.close(each)
     for each, number in zip(beyond, numbers, strict=True):
@@ -189,7 +227,11 @@ def end(running: Sequence[tuple[int, int]]) -> NoReturn:
 
 
 def become(
-    argv: Sequence[str], folder: str, environ: dict[str, str], code: str | None = None, probes: bool = False
+    argv: Sequence[str],
+    folder: str,
+    environ: dict[str, str],
+    code: str | None = None,
+    probes: bool = False,
 ) -> None:
     """Be the process in which a fresh Python runs the script, or this code."""
     if probes:

@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "autotune_loader"
 PAGE = ROOT / "ARCHITECTURE.md"
 DOORS = ("cli", "integrations", "watch")
-LAYERS = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("\nlayers = [")[2].partition("]")[0]
+LAYERS = (
+    (ROOT / "pyproject.toml")
+    .read_text(encoding="utf-8")
+    .partition("\nlayers = [")[2]
+    .partition("]")[0]
+)
 FLOORS = [name for name in re.findall(r"\w+", LAYERS) if (PACKAGE / name).is_dir()]
 """The rooms from top to bottom, by the layers that import-linter holds."""
 
@@ -27,15 +32,23 @@ def imported(path: Path) -> set[tuple[str, str]]:
     """(module, name) of each `from autotune_loader.module import name`, also inside of functions."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     ours = [
-        node for node in nodes if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("autotune_loader.")
+        node
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("autotune_loader.")
     ]
-    return {(str(node.module).partition(".")[2], alias.name) for node in ours for alias in node.names}
+    return {
+        (str(node.module).partition(".")[2], alias.name) for node in ours for alias in node.names
+    }
 
 
 def named_by_doors() -> set[tuple[str, str]]:
     """What doors name of inner rooms; the public names of the package are what everybody may use."""
-    named = set[tuple[str, str]]().union(*(imported(path) for door in DOORS for path in (PACKAGE / door).rglob("*.py")))
-    return {(module, name) for module, name in named if module and module.split(".")[0] not in DOORS}
+    named = set[tuple[str, str]]().union(
+        *(imported(path) for door in DOORS for path in (PACKAGE / door).rglob("*.py"))
+    )
+    return {
+        (module, name) for module, name in named if module and module.split(".")[0] not in DOORS
+    }
 
 
 def imports_a_module() -> float:
@@ -55,7 +68,10 @@ def tree() -> str:
         first, *rest = docstring(PACKAGE / room / "__init__.py").splitlines()
         rows = (f"    {line.strip()}" for line in rest if re.match(r"\s*[\w/]+\.py  ", line))
         lines += [f"{room}/  {first}", *rows]
-    lines += [f"{name}  {docstring(PACKAGE / name).splitlines()[0]}" for name in ("lines.py", "version.py")]
+    lines += [
+        f"{name}  {docstring(PACKAGE / name).splitlines()[0]}"
+        for name in ("lines.py", "version.py")
+    ]
     return "\n".join(("```", *lines, "```"))
 
 
@@ -70,7 +86,9 @@ def main() -> None:
         PAGE.write_text(page_with(tree()), encoding="utf-8")
         return
     print(f"{'room':14}{'lines':>7}{'modules':>9}")
-    for room in sorted(path for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()):
+    for room in sorted(
+        path for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()
+    ):
         print(f"{room.name:14}{lines_of(*room.rglob('*.py')):7,}{len(list(room.rglob('*.py'))):9}")
     for folder in ("autotune_loader", "tests", "studies"):
         paths = list((ROOT / folder).rglob("*.py"))
@@ -78,7 +96,9 @@ def main() -> None:
     longest = max(PACKAGE.rglob("*.py"), key=lines_of)
     print(f"the longest: {longest.relative_to(PACKAGE)}, {lines_of(longest)} lines")
     named = named_by_doors()
-    print(f"doors name {len({module for module, _ in named})} modules and {len({name for _, name in named})} names")
+    print(
+        f"doors name {len({module for module, _ in named})} modules and {len({name for _, name in named})} names"
+    )
     print(f"{imports_a_module():.2f} imports a module")
 
 

@@ -53,11 +53,17 @@ def test_the_files_that_a_page_names_exist(page):
     text = (PACKAGE.parent / page).read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:\w+/)+\w+\.\w+)`", text))
     assert len(named) > 5
-    assert [each for each in named if not (PACKAGE / each).exists() and not (PACKAGE.parent / each).exists()] == []
+    assert [
+        each
+        for each in named
+        if not (PACKAGE / each).exists() and not (PACKAGE.parent / each).exists()
+    ] == []
 
 
 def test_the_tree_of_the_architecture_has_a_line_for_each_file():
-    assert PAGE.read_text(encoding="utf-8") == page_with(tree()), "run: python -m tests.sizes --tree"
+    assert PAGE.read_text(encoding="utf-8") == page_with(tree()), (
+        "run: python -m tests.sizes --tree"
+    )
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(FLOORS)
     paths = [path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
     files = [path.relative_to(PACKAGE).as_posix().split("/", 1)[-1] for path in paths]
@@ -77,7 +83,11 @@ def test_a_private_name_of_torch_stands_in_the_architecture():
                 re.match(r"from torch[\w.]*( import _|\._)|torch[\w.]*\._(?!_)", text)
                 and where != "autoloader/torchs.py"
             ):
-                missing |= {f"{where}: {text}"} if text.split(".")[-1].split()[-1] not in rows.get(where, "") else set()
+                missing |= (
+                    {f"{where}: {text}"}
+                    if text.split(".")[-1].split()[-1] not in rows.get(where, "")
+                    else set()
+                )
     assert missing == set()
 
 
@@ -90,7 +100,12 @@ def test_the_public_names_are_those_of_the_reference_and_each_can_be_imported():
     assert {*rows, *errors} == public
     seen = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     (typed,) = (node for node in seen.body if isinstance(node, ast.If))
-    assert {alias.name for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names} == public
+    assert {
+        alias.name
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    } == public
     assert {*dir(autotune_loader)} == {*public, "__version__"}
     assert [name for name in public if getattr(autotune_loader, name).__name__ != name] == []
     assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
@@ -100,7 +115,11 @@ def test_nothing_is_unpickled_from_disk_or_run_as_code():
     """Files are data, never code."""
     found = dict[str, set[str]]()
     for path in PACKAGE.rglob("*.py"):
-        for call in (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+        for call in (
+            node.func
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+        ):
             name = getattr(call, "id", None) or getattr(call, "attr", "")
             module = getattr(getattr(call, "value", None), "id", "")
             is_loaded = module in LOADING and name in {"load", "loads", "open", "Unpickler"}
@@ -120,4 +139,6 @@ def modules_after(statement: str) -> set[str]:
 def test_importing_the_package_or_asking_for_help_leaves_heavy_dependencies_alone() -> None:
     by_torch = modules_after("import torch")  # which may change with its version
     assert (modules_after("import autotune_loader") - by_torch).isdisjoint(LAZY)
-    assert modules_after("from autotune_loader.cli import main; main(['--help'])").isdisjoint({*LAZY, "torch", "PIL"})
+    assert modules_after("from autotune_loader.cli import main; main(['--help'])").isdisjoint(
+        {*LAZY, "torch", "PIL"}
+    )

@@ -114,7 +114,7 @@ class Settings:
         for places, data in self.objects:
             places = [(name, key) for name, key in places if name in sys.modules and name not in but]
             names = [f"{name}.{key}" for name, key in places]
-            is_set = _set_object(places, data)
+            is_set = _set_object(places, data) if places else None  # unpickling imports what the trials have no use for
             changed += names if is_set else []
             kept += names if is_set is False else []
         put = {

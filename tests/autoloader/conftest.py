@@ -38,7 +38,9 @@ def forked() -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_is_left(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)  # no loader.json lies about
     multiprocessing.set_start_method(None, force=True)  # not decided, as where a script begins
     failures, threads = request.session.testsfailed, threading.enumerate()
@@ -48,7 +50,9 @@ def nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch:
     try:
         if request.session.testsfailed == failures:
             assert left(forked) == []
-            assert left(lambda: [each for each in threading.enumerate() if each not in threads]) == []
+            assert (
+                left(lambda: [each for each in threading.enumerate() if each not in threads]) == []
+            )
     finally:
         for each in list(channel._living):  # whoever still holds it: a failure's traceback does
             each.hang_up()

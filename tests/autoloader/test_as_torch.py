@@ -20,13 +20,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    SequentialSampler,
+    TensorDataset,
+    get_worker_info,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader import AutoLoader, enable
 from tests.support.schedules import Numbers, Stream
 
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
 
 
 class Timed(Dataset[Any]):
@@ -151,7 +161,13 @@ def events(iterator: Any) -> list[Any]:
         except StopIteration:
             return seen
         except Exception as error:
-            seen.append((type(error).__name__, "DataLoader worker process" in str(error), "sample" in str(error)))
+            seen.append(
+                (
+                    type(error).__name__,
+                    "DataLoader worker process" in str(error),
+                    "sample" in str(error),
+                )
+            )
 
 
 def failing(make: Callable[[], BaseException]) -> Callable[[Any, int], Any]:
@@ -159,7 +175,10 @@ def failing(make: Callable[[], BaseException]) -> Callable[[Any, int], Any]:
         loader, seen = base(Failing(make), batch_size=4, num_workers=workers), []
         for _ in range(2):
             iterator = iter(loader)
-            seen += [events(iterator), events(iterator)]  # a StopIteration of the dataset's own is no end
+            seen += [
+                events(iterator),
+                events(iterator),
+            ]  # a StopIteration of the dataset's own is no end
         return seen
 
     return scenario
@@ -175,7 +194,9 @@ def init_fails(base: Any, workers: int) -> Any:
 
 
 OF_LOADER = "batch_size num_workers prefetch_factor pin_memory drop_last timeout dataset persistent_workers in_order"
-OF_LOADER += " multiprocessing_context _index_sampler _auto_collation _dataset_kind collate_fn generator"
+OF_LOADER += (
+    " multiprocessing_context _index_sampler _auto_collation _dataset_kind collate_fn generator"
+)
 OF_ITERATOR = "_num_yielded _num_workers _dataset _index_sampler _persistent_workers"
 
 
@@ -184,7 +205,11 @@ def attributes(base: Any, workers: int) -> Any:
     loader = base(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True, **asked)
     iterator = iter(loader)
     next(iterator), next(iterator)
-    seen = [getattr(of, name) for of, names in ((loader, OF_LOADER), (iterator, OF_ITERATOR)) for name in names.split()]
+    seen = [
+        getattr(of, name)
+        for of, names in ((loader, OF_LOADER), (iterator, OF_ITERATOR))
+        for name in names.split()
+    ]
     seen += [isinstance(iterator, _BaseDataLoaderIter), loader._iterator is iterator, len(iterator)]
     with pytest.raises(TypeError) as raised:
         len(base(Stream(9), num_workers=workers))
@@ -305,7 +330,11 @@ def enabled(verb: Any, scenario: Callable[..., Any], workers: int) -> Any:
     [*itertools.product(SCENARIOS, (0, 2)), (in_threads_at_once, 0), (init_fails, 2)],
     ids=lambda each: getattr(each, "__qualname__", str(each)).split(".")[0],
 )
-def test_a_scenario_goes_as_with_dataloader(scenario: Callable[..., Any], workers: int, how: str) -> None:
+def test_a_scenario_goes_as_with_dataloader(
+    scenario: Callable[..., Any], workers: int, how: str
+) -> None:
     expected = plain(scenario, workers)
     torch.manual_seed(0)
-    assert (scenario(AutoLoader, workers) if how == "AutoLoader" else enabled(how, scenario, workers)) == expected
+    assert (
+        scenario(AutoLoader, workers) if how == "AutoLoader" else enabled(how, scenario, workers)
+    ) == expected

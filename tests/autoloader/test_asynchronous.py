@@ -55,7 +55,9 @@ def test_watch_tells_what_the_device_waits(
 ):
     bench = Bench(simulated, tmp_path, HEAD)
     bench.write(WATCHED)
-    printed, told = bench.told("watch", "train.py", json.dumps([workers, fetch_s, step_s, sync_every, batches]))
+    printed, told = bench.told(
+        "watch", "train.py", json.dumps([workers, fetch_s, step_s, sync_every, batches])
+    )
     (loader,) = told["loaders"]
     assert (loader["bottleneck"]["kind"], loader["batches"]) == (bottleneck, batches)
     assert loader["wait_share"] == pytest.approx(float(printed), abs=0.1)
@@ -68,7 +70,11 @@ def tuned(head, fetch_s, step_s, sync_every, batches):
 
     loader = AutoLoader(names["Slow"](batches, fetch_s), batch_size=names["BATCH"], num_workers=2)
     seen, _ = names["trained"](loader, step_s, sync_every)
-    return seen == list(range(names["BATCH"] * batches)), loader.best.num_workers, loader.found.result.bottleneck.kind
+    return (
+        seen == list(range(names["BATCH"] * batches)),
+        loader.best.num_workers,
+        loader.found.result.bottleneck.kind,
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +94,9 @@ def tuned(head, fetch_s, step_s, sync_every, batches):
 def test_workers_are_found_by_what_the_device_waits(
     fetch_s, step_s, sync_every, batches, workers, bottlenecks, simulated
 ):
-    is_in_order, found, bottleneck = simulated.call(tuned, HEAD, fetch_s, step_s, sync_every, batches)
+    is_in_order, found, bottleneck = simulated.call(
+        tuned, HEAD, fetch_s, step_s, sync_every, batches
+    )
     assert (is_in_order, found in workers, bottleneck in bottlenecks) == (True, True, True)
 
 

@@ -43,21 +43,39 @@ READ_ONLY = np.arange(30_000)
 READ_ONLY.setflags(write=False)
 IMAGE = torch.arange(4 * 6 * 5 * 300).reshape(4, 6, 5, 300)
 BATCHES: dict[str, Any] = {
-    "small tensors": [torch.arange(5), torch.tensor(3.5), torch.empty(0, 3), torch.randn(2).bfloat16()],
+    "small tensors": [
+        torch.arange(5),
+        torch.tensor(3.5),
+        torch.empty(0, 3),
+        torch.randn(2).bfloat16(),
+    ],
     "large": torch.randn(200, 300),
     "transposed": [torch.randn(200, 300).t(), torch.randn(3, 4).t()],
     "channels last": IMAGE.contiguous(memory_format=torch.channels_last),
-    "a view of more": [torch.randn(300, 300)[10:200], torch.randn(300, 300)[:, ::2], torch.randn(9)[1:3]],
+    "a view of more": [
+        torch.randn(300, 300)[10:200],
+        torch.randn(300, 300)[:, ::2],
+        torch.randn(9)[1:3],
+    ],
     "one tensor twice": [IMAGE, IMAGE],
     "sparse": [torch.eye(3).to_sparse(), torch.eye(99).to_sparse()],
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(40_000)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged
+    ),
     "with an attribute": with_attribute(),
     "of another class": torch.randn(30_000).as_subclass(Tagged),
     "requires grad": [torch.zeros(3, requires_grad=True), torch.nn.Parameter(torch.ones(30_000))],
     "conjugate": torch.randn(30_000, dtype=torch.cfloat).conj(),
-    "arrays": {"a": [np.zeros((300, 300)), np.arange(3)], "f": np.asfortranarray(np.ones((99, 200))), "r": READ_ONLY},
-    "other arrays": [np.zeros(9_000, dtype=[("x", "f4"), ("y", "i8")]), np.array([{"a": 1}, None], dtype=object)],
+    "arrays": {
+        "a": [np.zeros((300, 300)), np.arange(3)],
+        "f": np.asfortranarray(np.ones((99, 200))),
+        "r": READ_ONLY,
+    },
+    "other arrays": [
+        np.zeros(9_000, dtype=[("x", "f4"), ("y", "i8")]),
+        np.array([{"a": 1}, None], dtype=object),
+    ],
     "strings": Pair(["x" * 100] * 10, {"n": None, "b": b"x" * 10**6, "t": "x" * 100_000}),
     "300 tensors": [torch.full((2,), number) for number in range(300)],
     "40 large tensors": [torch.full((20_000,), float(number)) for number in range(40)],
@@ -70,7 +88,13 @@ def shown(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.is_nested:
         return type(value), value.layout, [shown(each) for each in value.unbind()]
     if isinstance(value, torch.Tensor):
-        about = type(value), value.dtype, value.layout, value.requires_grad, getattr(value, "lengths", None)
+        about = (
+            type(value),
+            value.dtype,
+            value.layout,
+            value.requires_grad,
+            getattr(value, "lengths", None),
+        )
         stride = None
         if value.layout is torch.strided:
             spans = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
@@ -87,13 +111,17 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks", "ignore:The PyTorch API of nested tensors"
+)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_a_batch_of_any_kind_arrives_as_from_dataloader_and_holds_no_descriptor(kind: str) -> None:
     batch, seen, held = BATCHES[kind], [], set()
     batch = batch() if callable(batch) else batch
     for make in (DataLoader, AutoLoader):
-        loader: Any = make(Made(lambda index: batch, 6), batch_size=None, collate_fn=as_it_is, num_workers=2)
+        loader: Any = make(
+            Made(lambda index: batch, 6), batch_size=None, collate_fn=as_it_is, num_workers=2
+        )
         if make is AutoLoader:
             for _ in range(3):
                 list(loader)
@@ -130,18 +158,24 @@ def parts_of(size: int) -> list[torch.Tensor]:
 @SIZES
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)], ids=["flat first", "part first"])
 def test_parts_of_a_tensor_arrive_as_its_parts(size: int, order: tuple[int, ...]) -> None:
-    loader: Any = AutoLoader([parts_of(size)] * 4, None, collate_fn=itemgetter(*order), num_workers=2)
+    loader: Any = AutoLoader(
+        [parts_of(size)] * 4, None, collate_fn=itemgetter(*order), num_workers=2
+    )
     for batch in loader:
         flat = batch[order.index(0)]
         flat.neg_()
-        assert [each.untyped_storage().data_ptr() for each in batch] == [flat.untyped_storage().data_ptr()] * 4
+        assert [each.untyped_storage().data_ptr() for each in batch] == [
+            flat.untyped_storage().data_ptr()
+        ] * 4
         for number, part in zip(order, batch, strict=True):
             assert torch.equal(part, -parts_of(size)[number])
 
 
 def test_parts_of_several_dtypes_share_memory() -> None:
     numbers = torch.arange(100_000, dtype=torch.int32)
-    came, lent = Way().sent([numbers.view(torch.uint8)[3:], numbers[1:], numbers[2:].view(torch.int64)])
+    came, lent = Way().sent(
+        [numbers.view(torch.uint8)[3:], numbers[1:], numbers[2:].view(torch.int64)]
+    )
     came[1].zero_()
     assert not came[2].any()
     assert not came[0][1:].any()
@@ -198,7 +232,15 @@ def test_what_cannot_be_unpickled_gives_all_back() -> None:
     way = Way()
     for _ in range(3):
         with pytest.raises(ValueError, match="no"):
-            way.sent([torch.zeros(50_000), "x" * SMALL_BYTES, Refusing(), torch.zeros(90_000), np.zeros(50_000)])
+            way.sent(
+                [
+                    torch.zeros(50_000),
+                    "x" * SMALL_BYTES,
+                    Refusing(),
+                    torch.zeros(90_000),
+                    np.zeros(50_000),
+                ]
+            )
         returned = way.mapped.back()
         assert sorted(returned) == sorted(way.mapped.all)
         for number in returned:
@@ -217,7 +259,9 @@ def test_a_slice_of_indices_is_a_small_job() -> None:
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_fork_keeps_its_batch_whatever_comes() -> None:
     ours, theirs = os.pipe()
-    loader = AutoLoader(Made(lambda index: torch.full((9_000,), float(index)), 400), 8, num_workers=2, tune=False)
+    loader = AutoLoader(
+        Made(lambda index: torch.full((9_000,), float(index)), 400), 8, num_workers=2, tune=False
+    )
     batches, answers, mapped = iter(loader), os.pipe(), list[int]()
     batch = next(batches)
     if (pid := os.fork()) == 0:
@@ -241,11 +285,15 @@ def count_mapped() -> int:
 
 
 def test_workers_of_another_loader_inherit_no_segment() -> None:
-    beside: Any = iter(AutoLoader(Made(lambda index: torch.zeros(40_000), 40), 2, num_workers=2, tune=False))
+    beside: Any = iter(
+        AutoLoader(Made(lambda index: torch.zeros(40_000), 40), 2, num_workers=2, tune=False)
+    )
     for _ in range(6):
         next(beside)
     gc.collect()
-    are_waiting = [each.is_lent for channel in beside._index_queues for each in channel.mapped.all.values()]
+    are_waiting = [
+        each.is_lent for channel in beside._index_queues for each in channel.mapped.all.values()
+    ]
     waiting = sum(are_waiting)
     assert waiting < len(are_waiting) == count_mapped()
     forked = {"num_workers": 2, "multiprocessing_context": "fork"}
@@ -256,8 +304,15 @@ def test_workers_of_another_loader_inherit_no_segment() -> None:
 def test_the_record_of_a_message_passes_torchs_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device=None: self + 1)
     channel, gone = Channel(None), WorkerGone()
-    number, data, fetch, *rest = torchs.pin(Come(3, {"x": torch.zeros(2)}, (0, 1.0, 2.0, 2.0, 0.5), "told", channel, 9))
-    assert (number, data["x"].tolist(), list(fetch), rest) == (3, [1, 1], [0, 1, 2, 2, 0.5], ["told", channel, 9])
+    number, data, fetch, *rest = torchs.pin(
+        Come(3, {"x": torch.zeros(2)}, (0, 1.0, 2.0, 2.0, 0.5), "told", channel, 9)
+    )
+    assert (number, data["x"].tolist(), list(fetch), rest) == (
+        3,
+        [1, 1],
+        [0, 1, 2, 2, 0.5],
+        ["told", channel, 9],
+    )
     assert torchs.pin(Come(None, gone, channel=channel)) == (None, gone, None, None, channel, 0)
 
 

@@ -31,7 +31,11 @@ from tests.support.schedules import FixedLoader, Remade
 pytestmark = pytest.mark.process
 
 SAMPLES = 64
-UNSEEDED, SEEDED, HELD = np.random.default_rng(), np.random.default_rng(0), {"rng": np.random.default_rng()}
+UNSEEDED, SEEDED, HELD = (
+    np.random.default_rng(),
+    np.random.default_rng(0),
+    {"rng": np.random.default_rng()},
+)
 METHODS = ("spawn", "forkserver")
 
 
@@ -53,7 +57,9 @@ class Told(Dataset[Any]):
 
 def loader_of(data: Any, method: str = "spawn", **arguments: Any) -> AutoLoader[Any]:
     arguments = {"num_workers": 2, "tune": False, **arguments}
-    return AutoLoader(data, batch_size=4, collate_fn=list, multiprocessing_context=method, **arguments)
+    return AutoLoader(
+        data, batch_size=4, collate_fn=list, multiprocessing_context=method, **arguments
+    )
 
 
 def epoch_of(loader: Any) -> tuple[set[int], list[Any]]:
@@ -105,7 +111,11 @@ def preparation_changes(_: Changing, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def process_is_put_back() -> Iterator[None]:
-    cores, limit, mask = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_CORE), os.umask(0)
+    cores, limit, mask = (
+        os.sched_getaffinity(0),
+        resource.getrlimit(resource.RLIMIT_CORE),
+        os.umask(0),
+    )
     os.umask(mask)
     yield
     os.umask(mask)
@@ -114,8 +124,12 @@ def process_is_put_back() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_is_put_back")
-@pytest.mark.parametrize("change", [name_changes, value_changes, process_changes, preparation_changes])
-def test_a_nursery_is_kept_until_something_changes(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "change", [name_changes, value_changes, process_changes, preparation_changes]
+)
+def test_a_nursery_is_kept_until_something_changes(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = Changing()
     loader, processes, kept = loader_of(data), set[int](), set[int]()
     for _ in range(3):
@@ -163,7 +177,12 @@ def test_root_serves_all_loaders_and_further_workers_are_clones(method: str) -> 
     roots = set[int]()
     for _ in range(2):
         loader = FixedLoader(
-            Told(), batch_size=4, collate_fn=list, num_workers=2, multiprocessing_context=method, timeout=30
+            Told(),
+            batch_size=4,
+            collate_fn=list,
+            num_workers=2,
+            multiprocessing_context=method,
+            timeout=30,
         )
         iterator = iter(loader)
         rows = list(next(iterator))
@@ -229,7 +248,9 @@ class StartsThread(Told):
         self.value = 0  # else there is no state to set
 
     def __setstate__(self, _: Any) -> None:
-        threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="of-the-dataset").start()
+        threading.Thread(
+            target=time.sleep, args=(1000,), daemon=True, name="of-the-dataset"
+        ).start()
 
 
 class OpensSocket(StartsThread):
@@ -263,7 +284,9 @@ class ReadsFile(Told):
     ],
     ids=["thread", "socket", "file"],
 )
-def test_what_clones_would_share_is_told_and_workers_start_as_torchs(data: Any, why: str | None) -> None:
+def test_what_clones_would_share_is_told_and_workers_start_as_torchs(
+    data: Any, why: str | None
+) -> None:
     loader = loader_of(data)
     epoch_of(loader)
     told = loader.report()
@@ -322,15 +345,25 @@ class Refuses(Told):
 def test_errors_are_those_of_torch() -> None:
     local = Told()
     local.function = lambda: 1  # type: ignore[attr-defined]
-    with pytest.raises((AttributeError, TypeError, pickle.PicklingError), match=r"local object|pickle"):
+    with pytest.raises(
+        (AttributeError, TypeError, pickle.PicklingError), match=r"local object|pickle"
+    ):
         epoch_of(loader_of(local))
-    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 1"):
+    with pytest.raises(
+        RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 1"
+    ):
         epoch_of(loader_of(Refuses()))
 
 
 @pytest.mark.parametrize(
     ("method", "victim"),
-    [("spawn", "root"), ("spawn", "nursery"), ("spawn", "worker"), ("spawn", "all"), ("forkserver", "all")],
+    [
+        ("spawn", "root"),
+        ("spawn", "nursery"),
+        ("spawn", "worker"),
+        ("spawn", "all"),
+        ("forkserver", "all"),
+    ],
 )
 def test_whoever_is_killed_nothing_is_lost(method: str, victim: str) -> None:
     loader = loader_of(Told(), method, num_workers=3)
@@ -432,16 +465,27 @@ def test_a_worker_is_what_torchs_is(method: str, tmp_path: Path) -> None:
     for kind in ("DataLoader", "AutoLoader"):
         command = [sys.executable, "-W", "ignore", str(script), method, kind]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+        output = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=100, check=True
+        )
         rows, *shared = json.loads(output.stdout)
         found[kind] = (
             [
-                {name: value for name, value in row.items() if (name, value) != ("arguments", [method, kind])}
+                {
+                    name: value
+                    for name, value in row.items()
+                    if (name, value) != ("arguments", [method, kind])
+                }
                 for row in rows
             ],
             shared,
         )
     (torchs, their_own), (ours, our_own) = found["DataLoader"], found["AutoLoader"]
     assert our_own == their_own
-    differing = {name for one, other in zip(torchs, ours, strict=True) for name in one if one[name] != other[name]}
+    differing = {
+        name
+        for one, other in zip(torchs, ours, strict=True)
+        for name in one
+        if one[name] != other[name]
+    }
     assert differing <= {"imported here"}  # Python 3.14's fork server has imported the script, too

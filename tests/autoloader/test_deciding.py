@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from autotune_loader.autoloader.meter import measured
-from autotune_loader.autoloader.tuner import EpochEnded, Failed, Frozen, Look, Refused, Room, Switched, Tuner
+from autotune_loader.autoloader.tuner import (
+    EpochEnded,
+    Failed,
+    Frozen,
+    Look,
+    Refused,
+    Room,
+    Switched,
+    Tuner,
+)
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import LoaderConfig
@@ -42,12 +51,19 @@ def of(workers: int) -> LoaderConfig:
         (2, {"fetch_s": 0.05, "cpu": 0.1, "step_s": 0.1}, 0.99, {2}),
         # short epochs, whose starts and ends count
         (0, {"fetch_s": 0.02, "cpu": 0.05, "step_s": 0.002, "epoch_batches": 12}, 0.9, {4, 5, 6}),
-        (0, {"fetch_s": 0.004, "cpu": 0.5, "step_s": 0.0005, "epoch_batches": 20, "cores": 2}, 0.95, {3, 4, 5}),
+        (
+            0,
+            {"fetch_s": 0.004, "cpu": 0.5, "step_s": 0.0005, "epoch_batches": 20, "cores": 2},
+            0.95,
+            {3, 4, 5},
+        ),
         # of one to three batches: no worker is started
         (0, {"fetch_s": 0.1, "cpu": 0.1, "step_s": 0.0001, "epoch_batches": 3}, 0.99, {0}),
     ],
 )
-def test_what_is_settled_on_and_how_fast_it_is(asked: int, job: dict[str, Any], least: float, wanted: set[int]) -> None:
+def test_what_is_settled_on_and_how_fast_it_is(
+    asked: int, job: dict[str, Any], least: float, wanted: set[int]
+) -> None:
     training = Training(**job)
     tuner = training.tuner(of(asked))
     training.run(tuner, 60.0)
@@ -57,8 +73,12 @@ def test_what_is_settled_on_and_how_fast_it_is(asked: int, job: dict[str, Any], 
     assert rate >= least * max(training.rate(of(workers)) for workers in (0, asked, *wanted))
 
 
-@pytest.mark.parametrize(("seed", "asked", "seconds"), [*itertools.product(range(6), [0, 2], [5.0, 20.0])])
-def test_no_job_is_slower_than_asked_by_over_2_percent_and_half_a_second(seed: int, asked: int, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("seed", "asked", "seconds"), [*itertools.product(range(6), [0, 2], [5.0, 20.0])]
+)
+def test_no_job_is_slower_than_asked_by_over_2_percent_and_half_a_second(
+    seed: int, asked: int, seconds: float
+) -> None:
     training = Training.drawn(seed)
     tuner = training.tuner(of(asked))
     plain = training.rate(of(asked)) * seconds
@@ -71,7 +91,9 @@ def test_queues_that_fill_up_while_the_loop_compares_are_no_speed() -> None:
     tuner = Tuner(log, of(2), cores=2, max_workers=32)
     loop = log.begin(now)
     loop.started(now)
-    for number in range(40):  # each of two workers takes 1 s; the loop has fetched number 8 itself, for 10 s
+    for number in range(
+        40
+    ):  # each of two workers takes 1 s; the loop has fetched number 8 itself, for 10 s
         ready = now if 8 < number <= 16 else now + 0.5
         begun, worker = (now, -1) if number == 8 else (ready - 1.0, number % 2)
         end = now + 10.0 if number == 8 else ready
@@ -137,7 +159,11 @@ def test_trials_may_cost_half_a_second_and_a_hundredth_and_half_of_the_gain() ->
     [
         # pauses and hiccups of 12 s, early ones too, and nothing is lost to them for good
         ({"evaluate_every": 100}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, {5, 6, 7, 8}),
-        ({"evaluate_every": 7, "evaluate_s": 0.1}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, set(range(2, 9))),
+        (
+            {"evaluate_every": 7, "evaluate_s": 0.1},
+            {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01},
+            set(range(2, 9)),
+        ),
         ({"hiccup_every_s": 40.0}, {"fetch_s": 0.05, "cpu": 0.05, "step_s": 0.01}, {5, 6, 7, 8}),
         # a device that is synchronised every 50 steps, and limits: workers bring nothing
         ({"sync_every": 50}, {"fetch_s": 0.002, "cpu": 0.5, "step_s": 0.1}, {0}),
@@ -173,7 +199,9 @@ def test_ranks_that_wait_for_each_other_all_get_workers() -> None:
     assert rate >= 0.97 * together([rank.fixed(of(12)) for rank in ranks], [None] * 3, 60.0)
 
 
-@pytest.mark.parametrize("job", [{"fetch_s": 0.4, "step_s": 0.08}, {"fetch_s": 0.3, "step_s": 0.05}])
+@pytest.mark.parametrize(
+    "job", [{"fetch_s": 0.4, "step_s": 0.08}, {"fetch_s": 0.3, "step_s": 0.05}]
+)
 def test_fewer_workers_are_not_tried_again_and_again(job: dict[str, float]) -> None:
     training = Training(cpu=0.05, cores=8, noise=0.03, **job)
     tuner = training.tuner(NONE)
@@ -200,9 +228,13 @@ def test_what_a_switch_leaves_behind_is_not_measured() -> None:
         loop.receive(now + 0.1, 8, (-1, now, now + 0.1, now + 0.1, 0.01))
         now += 0.101
     tuner.decide(Switched(tuner.wanted, 8, 0.0), now)
-    for number in range(40):  # eight of the four workers before, at once; then 10 s for the first one of each worker
+    for number in range(
+        40
+    ):  # eight of the four workers before, at once; then 10 s for the first one of each worker
         begun, ready = (now, now) if number < 8 else (now, now + (10.0 if number < 10 else 0.05))
-        loop.receive(ready, 8, (number % 2, begun - (0.05 if number >= 10 else 0.0), ready, ready, 0.01))
+        loop.receive(
+            ready, 8, (number % 2, begun - (0.05 if number >= 10 else 0.0), ready, ready, 0.01)
+        )
         now = ready + 0.001
         loop.ask(now)
         if now >= tuner.wake:
@@ -214,7 +246,9 @@ def test_what_a_switch_leaves_behind_is_not_measured() -> None:
 
 
 def test_workers_whose_first_fetch_is_not_paid_back_soon_are_not_started() -> None:
-    slow, quick = (Training(fetch_s=0.02, cpu=0.05, step_s=0.02, open_s=open_s) for open_s in (10.0, 0.0))
+    slow, quick = (
+        Training(fetch_s=0.02, cpu=0.05, step_s=0.02, open_s=open_s) for open_s in (10.0, 0.0)
+    )
     for training in (slow, quick):
         training.run(training.tuner(NONE), 300.0)
     assert quick.started > 0 == slow.started

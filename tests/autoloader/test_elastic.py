@@ -28,7 +28,17 @@ from autotune_loader.autoloader import iterator as elastic
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.values import LoaderConfig
 from tests.support.bursts import Made
-from tests.support.schedules import KINDS, FixedLoader, Noise, Numbers, Slow, Stream, Where, differences, draw_case
+from tests.support.schedules import (
+    KINDS,
+    FixedLoader,
+    Noise,
+    Numbers,
+    Slow,
+    Stream,
+    Where,
+    differences,
+    draw_case,
+)
 
 pytestmark = pytest.mark.process
 
@@ -37,8 +47,12 @@ TWO, THREE, FOUR = (LoaderConfig(num_workers=number) for number in (2, 3, 4))
 
 
 # 5064: an epoch is left early near its end, when a deeper queue has reached the sampler's end, where it draws once more.
-@pytest.mark.parametrize(("seed", "kind"), [*((seed, kind) for kind in KINDS for seed in (1000, 1001)), (5064, None)])
-def test_a_random_schedule_changes_nothing_that_the_training_sees(seed: int, kind: str | None) -> None:
+@pytest.mark.parametrize(
+    ("seed", "kind"), [*((seed, kind) for kind in KINDS for seed in (1000, 1001)), (5064, None)]
+)
+def test_a_random_schedule_changes_nothing_that_the_training_sees(
+    seed: int, kind: str | None
+) -> None:
     assert differences(draw_case(seed, kind)) == []
 
 
@@ -53,11 +67,15 @@ def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again_while_no_
 ) -> None:
     if pins:
         imitate_pinning(monkeypatch)
-    data = Made(lambda index: (torch.full((40_000,), float(index)), torch.full((9_000,), index)), 240)
+    data = Made(
+        lambda index: (torch.full((40_000,), float(index)), torch.full((9_000,), index)), 240
+    )
     loader = AutoLoader(data, 4, num_workers=2, tune=False, pin_memory=pins, collate_fn=one_twice)
     kept, files = [], set()
     for number, (x, _, y) in enumerate(loader):
-        assert x[:, 0].tolist() == y[:, 0].tolist() == [float(4 * number + each) for each in range(4)]
+        assert (
+            x[:, 0].tolist() == y[:, 0].tolist() == [float(4 * number + each) for each in range(4)]
+        )
         x += 1000  # the loop's own
         if number % 10 == 0:
             kept.append((number, y))
@@ -65,7 +83,9 @@ def test_what_the_loop_keeps_or_changes_stays_and_memory_is_used_again_while_no_
         maps = Path("/proc/self/maps").read_text()
         files.add(maps.count("/memfd:batch"))
     assert all(y[:, 7].tolist() == [4 * number + each for each in range(4)] for number, y in kept)
-    assert max(files) < 2 * (2 * 2 * 2 + 2) + len(kept)  # of 60 batches, the few that are on their way, and those kept
+    assert max(files) < 2 * (2 * 2 * 2 + 2) + len(
+        kept
+    )  # of 60 batches, the few that are on their way, and those kept
     del kept, x, y, _
     gc.collect()
     assert "/memfd:batch" not in Path("/proc/self/maps").read_text()
@@ -76,7 +96,9 @@ def imitate_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0, raising=False)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None, raising=False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # torch 2.6
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -87,7 +109,12 @@ class Device:
     """What the CUDA driver is to a loop: it copies from pinned memory later, and passes a fence when the test says so."""
 
     def __init__(self) -> None:
-        self.pinned, self.gone, self.fences, self.waits = set[int](), list[Any](), list[Any](), list[Any]()
+        self.pinned, self.gone, self.fences, self.waits = (
+            set[int](),
+            list[Any](),
+            list[Any](),
+            list[Any](),
+        )
         self.captures = self.is_refusing = False
 
     def pin(self, address: int, size: int) -> bool:
@@ -117,19 +144,27 @@ def test_a_segment_that_a_device_may_copy_from_is_not_written_again_before_it_ha
     device, rng = Device(), random.Random(0)
     monkeypatch.setattr(elastic, "pinner_for", lambda loader: device)
     monkeypatch.setattr(channel, "pin", lambda data: data)
-    data = Made(lambda index: (torch.full((1 << 15,), float(index)), index), 400)  # batches of 512 KiB
+    data = Made(
+        lambda index: (torch.full((1 << 15,), float(index)), index), 400
+    )  # batches of 512 KiB
     copying, most = list[Any](), 0
-    for number, (x, y) in enumerate(AutoLoader(data, batch_size=4, num_workers=3, tune=False, pin_memory=True)):
+    for number, (x, y) in enumerate(
+        AutoLoader(data, batch_size=4, num_workers=3, tune=False, pin_memory=True)
+    ):
         assert x.data_ptr() in device.pinned
         assert y.tolist() == [4 * number + each for each in range(4)]
         # WHEN the loop drops each batch at once, and the device reads it up to ten batches later
-        copying.append((number + rng.randrange(10), x.data_ptr(), float(x[0, 0]), len(device.fences)))
+        copying.append(
+            (number + rng.randrange(10), x.data_ptr(), float(x[0, 0]), len(device.fences))
+        )
         del x, y
         device.captures, device.is_refusing = number % 7 == 0, number % 5 == 0
         for _, address, value, _ in copying:
             assert ctypes.c_float.from_address(address).value == value
         copying = [each for each in copying if each[0] > number]
-        for passed in device.fences[: min((each[3] for each in copying), default=len(device.fences))]:
+        for passed in device.fences[
+            : min((each[3] for each in copying), default=len(device.fences))
+        ]:
             passed[0] = True
         most = max(most, len(device.pinned))
     # THEN memory is used again all the same, nothing was unmapped meanwhile, and all of it is left to the sweeping
@@ -141,9 +176,13 @@ def test_a_segment_that_a_device_may_copy_from_is_not_written_again_before_it_ha
         unmap()
 
 
-def test_two_loaders_with_a_pinning_thread_each_are_resized_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_loaders_with_a_pinning_thread_each_are_resized_beside_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     imitate_pinning(monkeypatch)
-    loaders = [FixedLoader(Numbers(400), batch_size=4, num_workers=2, pin_memory=True) for _ in range(2)]
+    loaders = [
+        FixedLoader(Numbers(400), batch_size=4, num_workers=2, pin_memory=True) for _ in range(2)
+    ]
     rng = random.Random(0)
     for number, (a, b) in enumerate(zip(*loaders, strict=True)):
         assert a.tolist() == b.tolist()
@@ -159,8 +198,15 @@ def test_batches_are_whole_on_the_gpu_although_their_memory_goes_back_before_the
     pins: bool, is_beside: bool
 ) -> None:
     # GIVEN batches of 8 MiB, larger than what the driver stages at once, from workers that write into the same memory again
-    data, beside = Made(lambda index: torch.full((1 << 18,), float(index)), 800), torch.cuda.Stream()
-    loader, rng, seen = FixedLoader(data, batch_size=8, num_workers=4, pin_memory=pins), random.Random(0), list[Any]()
+    data, beside = (
+        Made(lambda index: torch.full((1 << 18,), float(index)), 800),
+        torch.cuda.Stream(),
+    )
+    loader, rng, seen = (
+        FixedLoader(data, batch_size=8, num_workers=4, pin_memory=pins),
+        random.Random(0),
+        list[Any](),
+    )
     for number, batch in enumerate(loader):
         assert batch.is_pinned() is pins
         # WHEN each copy waits behind a kernel, on the stream of the steps or on one beside it, and the batch is dropped at once
@@ -177,7 +223,9 @@ def test_batches_are_whole_on_the_gpu_although_their_memory_goes_back_before_the
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_dataset_is_pickled_once_for_all_workers_whatever_shares_memory_in_it(method: str) -> None:
+def test_a_dataset_is_pickled_once_for_all_workers_whatever_shares_memory_in_it(
+    method: str,
+) -> None:
     data = Counted()
     loader = FixedLoader(data, batch_size=2, num_workers=2, multiprocessing_context=method)
     begun, seen = time.monotonic(), []
@@ -209,16 +257,24 @@ class Counted(Dataset[Any]):
 
 
 def test_jobs_never_block_the_loop_however_many_and_however_long() -> None:
-    loader = AutoLoader(Numbers(40_000), batch_size=8, num_workers=2, prefetch_factor=1000, tune=False)
+    loader = AutoLoader(
+        Numbers(40_000), batch_size=8, num_workers=2, prefetch_factor=1000, tune=False
+    )
     batches = iter(loader)
     first = next(batches)
     time.sleep(0.5)  # workers fill their sockets
-    assert [first[0, 0].item(), *(batch[0, 0].item() for batch in batches)] == list(range(0, 40_000, 8))
-    assert [len(batch) for batch in AutoLoader(Numbers(20_000), batch_size=20_000, num_workers=2)] == [20_000]
+    assert [first[0, 0].item(), *(batch[0, 0].item() for batch in batches)] == list(
+        range(0, 40_000, 8)
+    )
+    assert [
+        len(batch) for batch in AutoLoader(Numbers(20_000), batch_size=20_000, num_workers=2)
+    ] == [20_000]
 
 
 # The loss falls into the waiting for a batch, into the step, or into an epoch of workers that are kept.
-@pytest.mark.parametrize(("kept", "step_s", "kills"), [(False, 0.0, [3, 9, 20]), (True, 0.01, [3, 20])])
+@pytest.mark.parametrize(
+    ("kept", "step_s", "kills"), [(False, 0.0, [3, 9, 20]), (True, 0.01, [3, 20])]
+)
 def test_killed_workers_begin_anew_and_nothing_is_lost_or_doubled(
     kept: bool, step_s: float, kills: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,7 +293,12 @@ def test_killed_workers_begin_anew_and_nothing_is_lost_or_doubled(
 @pytest.mark.parametrize(
     ("make", "workers", "raised", "says"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), 2, RuntimeError, "worker .* is killed by signal: Killed"),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            2,
+            RuntimeError,
+            "worker .* is killed by signal: Killed",
+        ),
         (lambda: os._exit(3), 3, RuntimeError, "exited unexpectedly with exit code 3"),
         (lambda: lambda: None, 2, Exception, "pickle|local object"),
     ],
@@ -253,7 +314,9 @@ def test_a_sample_that_no_worker_can_give_ends_with_torchs_error(
     assert seen == list(range(7))
 
 
-def test_more_workers_than_were_asked_for_go_where_one_fails_and_its_batch_is_fetched_again() -> None:
+def test_more_workers_than_were_asked_for_go_where_one_fails_and_its_batch_is_fetched_again() -> (
+    None
+):
     """As a server does that takes two connections."""
     connections = multiprocessing.BoundedSemaphore(2)
     mine: list[bool] = []
@@ -403,14 +466,18 @@ def test_a_fork_of_the_training_leaves_workers_and_channels_to_its_parent() -> N
 def test_the_profiler_sees_what_it_sees_of_dataloader(workers: int | None) -> None:
     seen = []
     for make in (DataLoader, AutoLoader):
-        loader = make(Numbers(800), batch_size=4, **({} if workers is None else {"num_workers": workers}))
+        loader = make(
+            Numbers(800), batch_size=4, **({} if workers is None else {"num_workers": workers})
+        )
         for number, _ in enumerate(loader):
             if number == 150:
                 profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
                 profile.start()
         profile.stop()
         averages = profile.key_averages()
-        seen.append([(each.key.split("#")[0], each.count) for each in averages if "DataLoader" in each.key])
+        seen.append(
+            [(each.key.split("#")[0], each.count) for each in averages if "DataLoader" in each.key]
+        )
     assert seen == [[("enumerate(DataLoader)", 50)]] * 2
 
 
@@ -437,7 +504,10 @@ for number, batch in enumerate(AutoLoader(Slow(10_000), num_workers=2)):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_and_a_kill_end_the_job_and_its_workers(how: signal.Signals, tmp_path: Path) -> None:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command, where = [sys.executable, "-c", SCRIPT], {"cwd": REPOSITORY, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
+    command, where = (
+        [sys.executable, "-c", SCRIPT],
+        {"cwd": REPOSITORY, "env": {**os.environ, "TMPDIR": str(tmp_path)}},
+    )
     with subprocess.Popen(command, **where, **pipes, start_new_session=True) as job:
         try:
             assert job.stdout is not None
@@ -468,12 +538,16 @@ class Sized(Slow):
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.handle is None:
             self.handle = os.getpid()
-        return torch.tensor([int(super().__getitem__(index)[0]), self.size, self.handle == os.getpid()])
+        return torch.tensor(
+            [int(super().__getitem__(index)[0]), self.size, self.handle == os.getpid()]
+        )
 
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("is_nursery_killed", [False, True])
-def test_workers_that_begin_later_see_the_data_as_the_first_ones_did(kept: bool, is_nursery_killed: bool) -> None:
+def test_workers_that_begin_later_see_the_data_as_the_first_ones_did(
+    kept: bool, is_nursery_killed: bool
+) -> None:
     data = Sized(200)
     loader = FixedLoader(data, batch_size=2, num_workers=2, persistent_workers=kept)
     for epoch in range(2):
@@ -498,7 +572,9 @@ def test_workers_that_begin_later_see_the_data_as_the_first_ones_did(kept: bool,
             break
 
 
-@pytest.mark.parametrize(("may_start", "kept", "begins"), [(True, False, 4), (False, False, 2), (False, True, 4)])
+@pytest.mark.parametrize(
+    ("may_start", "kept", "begins"), [(True, False, 4), (False, False, 2), (False, True, 4)]
+)
 def test_an_epoch_too_short_for_trials_forks_workers_at_its_beginning_alone(
     may_start: bool, kept: bool, begins: int
 ) -> None:
@@ -526,7 +602,10 @@ def test_a_worker_that_is_killed_while_there_are_more_than_were_asked_for(
         imitate_pinning(monkeypatch)
     rng = random.Random(1)
     for _ in range(3):
-        loader, seen = FixedLoader(Slow(960, 0.0005), batch_size=4, num_workers=2, pin_memory=pins), list[int]()
+        loader, seen = (
+            FixedLoader(Slow(960, 0.0005), batch_size=4, num_workers=2, pin_memory=pins),
+            list[int](),
+        )
         iterator = iter(loader)
         for number, batch in enumerate(iterator):
             seen += batch[:, 0].tolist()
@@ -542,7 +621,13 @@ def test_a_subclass_may_have_attributes_of_its_own_by_our_names() -> None:
     class Own(AutoLoader[Any]):
         def __init__(self, *args: Any, **arguments: Any) -> None:
             super().__init__(*args, **arguments)
-            self.config, self.log, self.best, self.result, self.found = {"lr": 1}, print, 0.9, None, []
+            self.config, self.log, self.best, self.result, self.found = (
+                {"lr": 1},
+                print,
+                0.9,
+                None,
+                [],
+            )
 
     loader = Own(Numbers(8), batch_size=2, num_workers=2)
     assert len(list(loader)) == 4

@@ -22,7 +22,9 @@ Ask = Callable[..., int | None]
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     """Runs a text as `python script.py` would, and returns what `unguarded_line()` says when the script calls `ask()`."""
 
-    def run(text: str, name: str = "__main__", file: str | None = "script.py", **attributes: Any) -> int | None:
+    def run(
+        text: str, name: str = "__main__", file: str | None = "script.py", **attributes: Any
+    ) -> int | None:
         (tmp_path / "script.py").write_text(text)
         main, answers = ModuleType(name), list[int | None]()
         vars(main).update({"ask": lambda: answers.append(unguarded_line()), **attributes})
@@ -64,7 +66,10 @@ def test_a_line_within_the_guard_is_not_run_again(script: str, ask: Ask) -> None
         ("import os\n\nask()\n", 3),
         ("def main():\n    ask()\n\n\nmain()\n", 5),
         ('if __name__ == "__main__":\n    pass\nask()\n', 3),
-        ('if __name__ != "__main__":\n    pass\nelse:\n    ask()\n', 4),  # a guard, but none that is known
+        (
+            'if __name__ != "__main__":\n    pass\nelse:\n    ask()\n',
+            4,
+        ),  # a guard, but none that is known
         ('if __name__ == "__main__" or True:\n    ask()\n', 2),
         ('if __name__ in ("__main__", "__mp_main__"):\n    ask()\n', 2),
         ('if __name__ == "train":\n    pass\nelif True:\n    ask()\n', 4),
@@ -100,13 +105,22 @@ def test_a_script_that_cannot_be_parsed_or_has_ended_cannot_be_told(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for text in (b"if", bytes(3)):
-        assert ask("write()\nask()", write=lambda text=text: (tmp_path / "script.py").write_bytes(text)) == 0
+        assert (
+            ask(
+                "write()\nask()", write=lambda text=text: (tmp_path / "script.py").write_bytes(text)
+            )
+            == 0
+        )
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__)
     assert unguarded_line() == 0  # no frame is left of it
 
 
-def test_a_process_that_is_importing_the_script_may_start_none(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
+def test_a_process_that_is_importing_the_script_may_start_none(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        multiprocessing.process.current_process(), "_inheriting", True, raising=False
+    )
     assert ask('if __name__ == "__main__":\n    ask()') == 0
 
 
@@ -138,16 +152,29 @@ if __name__ == "__main__":
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", [["script.py"], ["-m", "script"]])
-def test_in_a_real_script_and_in_the_processes_that_it_starts(how: list[str], tmp_path: Path) -> None:
+def test_in_a_real_script_and_in_the_processes_that_it_starts(
+    how: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     root = Path(__file__).parents[2]
     command = [sys.executable, *how, "fork", "spawn", "forkserver"]
     environ = {"PYTHONPATH": f"{root}:{tmp_path}", "PATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split("\n")[:-1] == [f"{each} None" for each in ("guarded", "fork", "spawn", "forkserver")]
-    # AND without the guard
-    (tmp_path / "script.py").write_text(SCRIPT.replace('if __name__ == "__main__":', "if sys.argv[1:]:"))
     done = subprocess.run(
-        [*command[:-3], "fork"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split("\n")[:-1] == [
+        f"{each} None" for each in ("guarded", "fork", "spawn", "forkserver")
+    ]
+    # AND without the guard
+    (tmp_path / "script.py").write_text(
+        SCRIPT.replace('if __name__ == "__main__":', "if sys.argv[1:]:")
+    )
+    done = subprocess.run(
+        [*command[:-3], "fork"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.split("\n")[:-1] == ["guarded 9", "fork 12"]

@@ -64,7 +64,9 @@ def test_while_a_batch_is_late_the_others_are_made_and_all_come_in_order(
     for number, batch in enumerate(loader):
         waits.append(time.monotonic() - last)
         seen.append(int(batch[0, 0]))
-        if number == SLOW:  # WHEN the loop has waited for the late one, what is behind it has been made
+        if (
+            number == SLOW
+        ):  # WHEN the loop has waited for the late one, what is behind it has been made
             ahead = order.given - number - 1
         last = time.monotonic()
     assert seen == list(range(400))
@@ -80,24 +82,40 @@ def test_a_heavy_tail_of_batches_changes_nothing_of_them(arguments: dict[str, An
 
     def epochs(make: Any) -> list[Any]:
         torch.manual_seed(3)
-        loader = make(Made(tailed, 600), **{"batch_size": 2, "num_workers": 4, "persistent_workers": True, **arguments})
+        loader = make(
+            Made(tailed, 600),
+            **{"batch_size": 2, "num_workers": 4, "persistent_workers": True, **arguments},
+        )
         return [[batch.tolist() for batch in loader] for _ in range(2)]
 
     assert epochs(AutoLoader) == epochs(DataLoader)
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"tune": False}, {"worker_init_fn": lambda worker: os.environ.__setitem__("WORKER", str(worker))}]
+    "arguments",
+    [
+        {"tune": False},
+        {"worker_init_fn": lambda worker: os.environ.__setitem__("WORKER", str(worker))},
+    ],
 )
-def test_where_the_number_stays_batch_n_is_made_by_worker_n_modulo_their_number(arguments: dict[str, Any]) -> None:
-    pids = [int(batch[0, 1]) for batch in AutoLoader(Made(late, 200), batch_size=2, num_workers=4, **arguments)]
+def test_where_the_number_stays_batch_n_is_made_by_worker_n_modulo_their_number(
+    arguments: dict[str, Any],
+) -> None:
+    pids = [
+        int(batch[0, 1])
+        for batch in AutoLoader(Made(late, 200), batch_size=2, num_workers=4, **arguments)
+    ]
     assert len(set(pids[:4])) == 4
     assert pids == [pids[number % 4] for number in range(100)]
 
 
-def test_a_sampler_that_draws_from_a_global_generator_is_no_further_ahead_than_in_dataloader() -> None:
+def test_a_sampler_that_draws_from_a_global_generator_is_no_further_ahead_than_in_dataloader() -> (
+    None
+):
     order, furthest = Order(120, draws=True), 0
-    for number, _ in enumerate(FixedLoader(Made(late, 120), batch_size=1, sampler=order, num_workers=4)):
+    for number, _ in enumerate(
+        FixedLoader(Made(late, 120), batch_size=1, sampler=order, num_workers=4)
+    ):
         furthest = max(furthest, order.given - number - 1)
     assert furthest == 8
 
@@ -121,12 +139,15 @@ class Stuck(Made):
 
 
 @pytest.mark.parametrize(
-    ("asked", "workers", "kept"), [(None, 3, False), (None, 3, True), (3, 3, False), (3, 3, True), (3, 1, False)]
+    ("asked", "workers", "kept"),
+    [(None, 3, False), (None, 3, True), (3, 3, False), (3, 3, True), (3, 1, False)],
 )
 def test_a_read_that_is_stuck_is_done_by_another_worker(
     asked: int | None, workers: int, kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = FixedLoader(Stuck(tmp_path / "mark"), batch_size=4, num_workers=asked, persistent_workers=kept)
+    loader = FixedLoader(
+        Stuck(tmp_path / "mark"), batch_size=4, num_workers=asked, persistent_workers=kept
+    )
     loader.change_to(LoaderConfig(num_workers=workers))
     begun = time.monotonic()
     for _ in range(2):
@@ -151,17 +172,23 @@ def test_workers_are_killed_and_resized_while_others_are_ahead_of_a_late_batch(
         if number % 64 == 5:
             os.kill(rng.choice(iterator._workers).pid, signal.SIGKILL)
         if number % 70 == 30:
-            loader.change_to(LoaderConfig(num_workers=rng.randint(4, 6), prefetch_factor=rng.randint(1, 3)))
+            loader.change_to(
+                LoaderConfig(num_workers=rng.randint(4, 6), prefetch_factor=rng.randint(1, 3))
+            )
     assert seen == list(range(640))
     assert caplog.text.count("Its batches are fetched again") >= 5
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_generator_of_the_script_draws_the_same_whether_a_batch_is_late_or_not(is_late: bool) -> None:
+def test_a_generator_of_the_script_draws_the_same_whether_a_batch_is_late_or_not(
+    is_late: bool,
+) -> None:
     orders = []
     for kind in (DataLoader, FixedLoader):
         generator = torch.Generator().manual_seed(0)
-        loader = kind(Made(late if is_late else quick, 120), shuffle=True, generator=generator, num_workers=2)
+        loader = kind(
+            Made(late if is_late else quick, 120), shuffle=True, generator=generator, num_workers=2
+        )
         for number, _ in enumerate(loader):
             if number == 100:
                 break

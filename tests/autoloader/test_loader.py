@@ -25,14 +25,18 @@ pytestmark = pytest.mark.process
 TWO = LoaderConfig(num_workers=2)
 
 
-def test_takes_over_an_existing_loader_beside_which_arguments_win_and_a_configuration_beside_these() -> None:
+def test_takes_over_an_existing_loader_beside_which_arguments_win_and_a_configuration_beside_these() -> (
+    None
+):
     for arguments in ({"batch_size": 3, "shuffle": True}, {"batch_size": None}):
         plain, runs = DataLoader(Numbers(10), **arguments), []
         for loader in (plain, AutoLoader(plain)):
             torch.manual_seed(0)
             runs.append([batch.tolist() for batch in loader])
         assert runs[0] == runs[1]
-    assert list(AutoLoader(DataLoader(Numbers(10), batch_size=3), num_workers=0, collate_fn=len)) == [3, 3, 3, 1]
+    assert list(
+        AutoLoader(DataLoader(Numbers(10), batch_size=3), num_workers=0, collate_fn=len)
+    ) == [3, 3, 3, 1]
     wanted = LoaderConfig(num_workers=3, prefetch_factor=5)
     assert AutoLoader(Numbers(4), config=wanted, num_workers=1).config == wanted
 
@@ -40,7 +44,10 @@ def test_takes_over_an_existing_loader_beside_which_arguments_win_and_a_configur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prefetch_factor": 4, "num_workers": 0}, "prefetch_factor option could only be specified in"),  # as torch
+        (
+            {"prefetch_factor": 4, "num_workers": 0},
+            "prefetch_factor option could only be specified in",
+        ),  # as torch
         ({"num_workers": -1}, "num_workers option should be non-negative"),
         ({"num_worker": 2}, "unexpected keyword argument 'num_worker'"),
         ({"stages": True}, "unexpected keyword argument 'stages'"),
@@ -50,10 +57,15 @@ def test_takes_over_an_existing_loader_beside_which_arguments_win_and_a_configur
         ({"max_workers": 0}, "max_workers=0"),
         ({"workers": True}, "unexpected keyword argument 'workers'"),
         ({"dataset": Stream(9), "fetch_threads": 4}, "fetch_threads=4 needs a map-style dataset"),
-        ({"dataset": Subset(Fetched(4), [1]), "fetch_threads": 4}, "Fetched.__getitems__ .*fetch_threads=None would"),
+        (
+            {"dataset": Subset(Fetched(4), [1]), "fetch_threads": 4},
+            "Fetched.__getitems__ .*fetch_threads=None would",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_would_work(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused_with_what_would_work(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         AutoLoader(**{"dataset": Numbers(4), **arguments})
 
@@ -84,7 +96,12 @@ def pl_worker_init_function(worker: int) -> None:
 
 
 pl_worker_init_function.__module__ = "lightning.fabric.utilities.seed"
-HOW = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9, "multiprocessing_context": "fork"}
+HOW = {
+    "prefetch_factor": 4,
+    "persistent_workers": True,
+    "timeout": 9,
+    "multiprocessing_context": "fork",
+}
 
 
 @pytest.mark.parametrize(
@@ -100,10 +117,16 @@ HOW = {"prefetch_factor": 4, "persistent_workers": True, "timeout": 9, "multipro
         ({"num_workers": 2, "in_order": False}, "out_of_order"),
         ({"worker_init_fn": own_init}, "worker_init"),
         ({"worker_init_fn": torch.manual_seed}, "too_short"),  # it only seeds
-        ({"worker_init_fn": functools.wraps(torch.manual_seed)(lambda seed: own_init(seed))}, "too_short"),  # as dynamo
+        (
+            {"worker_init_fn": functools.wraps(torch.manual_seed)(lambda seed: own_init(seed))},
+            "too_short",
+        ),  # as dynamo
         ({"worker_init_fn": functools.partial(seed_worker), "num_workers": 2}, "too_short"),
         ({"worker_init_fn": pl_worker_init_function, "num_workers": 2}, "too_short"),
-        ({"worker_init_fn": shutil.rmtree, "num_workers": 2}, "worker_init"),  # a library's is no better
+        (
+            {"worker_init_fn": shutil.rmtree, "num_workers": 2},
+            "worker_init",
+        ),  # a library's is no better
         ({"dataset": Stream(9)}, "iterable"),
         ({"dataset": DataLoader(Numbers(8))}, "too_short"),  # writing AutoLoader is the consent
         ({"dataset": DataLoader(Numbers(8)), "num_workers": 0}, "no_consent"),
@@ -146,7 +169,9 @@ def test_the_iterator_that_was_begun_last_is_the_one_that_counts() -> None:
     assert loader.log.totals.epochs == 2
 
 
-def test_what_ours_raises_ends_tuning_and_the_epoch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_ours_raises_ends_tuning_and_the_epoch_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     loader = AutoLoader(Numbers(40), batch_size=4)
 
     def broken(now: float, fit: Any) -> None:
@@ -186,14 +211,18 @@ def test_metrics_are_those_since_the_last_call_and_only_what_was_measured() -> N
     assert plain.metrics() == {"num_workers": 0.0}
 
 
-def test_what_it_has_so_far_is_told_while_it_tries_and_never_to_keep_no_workers(tmp_path: Path) -> None:
+def test_what_it_has_so_far_is_told_while_it_tries_and_never_to_keep_no_workers(
+    tmp_path: Path,
+) -> None:
     loader = AutoLoader(Numbers(400), batch_size=4)
     list(loader)
     tuner = loader.found.tuner
     own = measured(loader.log.rows)
     assert own is not None
     rate = own.samples_per_s
-    other = dataclasses.replace(own, samples_per_s=dataclasses.replace(rate, value=12.8 * rate.value))
+    other = dataclasses.replace(
+        own, samples_per_s=dataclasses.replace(rate, value=12.8 * rate.value)
+    )
     tuner.measured = {LoaderConfig(): [own], LoaderConfig(num_workers=8): [other]}
     tuner.is_trying = True
     assert (

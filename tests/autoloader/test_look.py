@@ -78,7 +78,9 @@ def trained(make: Callable[[], Any], **arguments: Any) -> tuple[Any, bool]:
             epochs.append([copy.deepcopy(batch) for batch in each])
         if not is_equal(*epochs, NEAR):
             return loader, False
-        left -= loader.found.tuner.refused is not None or any(row.worker >= 0 for row in loader.log.rows)
+        left -= loader.found.tuner.refused is not None or any(
+            row.worker >= 0 for row in loader.log.rows
+        )
     return loader, True
 
 
@@ -102,7 +104,9 @@ def by_name(self: Any, index: int) -> Any:
 def from_sqlite(self: Any, index: int) -> Any:
     if self.connection is None:
         self.connection = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)
-    return self.connection.execute("select number from numbers where number = ?", (index,)).fetchone()[0]
+    return self.connection.execute(
+        "select number from numbers where number = ?", (index,)
+    ).fetchone()[0]
 
 
 class Drawing:
@@ -201,7 +205,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_workers_cannot_make_is_refused_and_why(kind: str, data: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_workers_cannot_make_is_refused_and_why(
+    kind: str, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make, reason, words = REFUSED[kind]
     caplog.set_level(logging.DEBUG, "autotune_loader")
     Items.wait_s, until = 0.002, time.monotonic() + MOST_S
@@ -215,10 +221,14 @@ def test_what_workers_cannot_make_is_refused_and_why(kind: str, data: Path, capl
     assert loader.kept.sentence in loader.report().replace("\n  ", " ")
 
 
-def test_a_worker_that_hangs_is_not_waited_for_and_not_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_hangs_is_not_waited_for_and_not_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """As after a fork while another thread holds a lock."""
     Items.wait_s = 0.002
-    loader = AutoLoader(in_worker(lambda: time.sleep(1000))(Path()), batch_size=BATCH, collate_fn=list)
+    loader = AutoLoader(
+        in_worker(lambda: time.sleep(1000))(Path()), batch_size=BATCH, collate_fn=list
+    )
     begun = time.monotonic()
     for _ in range(4):
         assert [list(batch) for batch in loader] == [[1] * BATCH] * (SIZE // BATCH)
@@ -234,7 +244,9 @@ def hangs_once(self: Any, index: int) -> int:
 
 def test_a_proven_worker_that_hangs_is_replaced_and_tuning_goes_on(tmp_path: Path) -> None:
     Items.wait_s = 0.002
-    loader = FixedLoader(Items(hangs_once, path=tmp_path / "hung"), batch_size=BATCH, collate_fn=list)
+    loader = FixedLoader(
+        Items(hangs_once, path=tmp_path / "hung"), batch_size=BATCH, collate_fn=list
+    )
     list(loader)
     loader.change_to(LoaderConfig(num_workers=2))
     for _ in range(2):
@@ -244,7 +256,9 @@ def test_a_proven_worker_that_hangs_is_replaced_and_tuning_goes_on(tmp_path: Pat
     assert loader.found.tuner.refused is None
 
 
-def test_workers_that_are_lost_after_they_were_proven_leave_the_loop_to_itself_for_a_while() -> None:
+def test_workers_that_are_lost_after_they_were_proven_leave_the_loop_to_itself_for_a_while() -> (
+    None
+):
     Items.wait_s = 0.006
     loader = FixedLoader(Items(lambda self, i: i), batch_size=BATCH, collate_fn=list)
     loader.change_to(LoaderConfig(num_workers=2))
@@ -277,7 +291,11 @@ def test_a_sampler_that_draws_from_a_global_generator_is_not_drawn_ahead() -> No
     def rows(base: Any, **rest: Any) -> Any:
         random.seed(4)
         Items.wait_s, seen = 0.002 if rest else 0.0, []
-        loader = base(Items(lambda self, i: i), batch_sampler=Sampler(lambda: [int(100 * random.random())]), **rest)
+        loader = base(
+            Items(lambda self, i: i),
+            batch_sampler=Sampler(lambda: [int(100 * random.random())]),
+            **rest,
+        )
         for batch in itertools.chain(loader, loader):
             seen.append((batch.tolist(), random.random()))
         return loader, seen
@@ -291,7 +309,9 @@ def test_a_sampler_that_draws_from_a_global_generator_is_not_drawn_ahead() -> No
 def raising(base: Any) -> list[Any]:
     seen: list[Any] = []
     loader = base(
-        Items(lambda self, i: i), batch_size=BATCH, sampler=(i if i < 21 else int("no more") for i in range(40))
+        Items(lambda self, i: i),
+        batch_size=BATCH,
+        sampler=(i if i < 21 else int("no more") for i in range(40)),
     )
     if hasattr(loader, "change_to"):
         loader.change_to(LoaderConfig(num_workers=3))
@@ -351,7 +371,11 @@ GUARDED = 'if __name__ == "__main__":\n    main(sys.argv[1], Slow({}))\n'
 @pytest.mark.parametrize(
     ("method", "start", "expected"),
     [
-        ("default", "main(sys.argv[1], Slow())", "workers None"),  # forked, whatever Python's default is
+        (
+            "default",
+            "main(sys.argv[1], Slow())",
+            "workers None",
+        ),  # forked, whatever Python's default is
         ("spawn", GUARDED.format(""), "workers spawn"),
         ("forkserver", GUARDED.format(""), "workers forkserver"),
         ("spawn", "main(sys.argv[1], Slow())", "0 no_guard spawn"),

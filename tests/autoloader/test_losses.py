@@ -63,7 +63,9 @@ def test_where_the_kernel_refuses_workers_are_forked(
     loader = FixedLoader(Slow(200), batch_size=2, num_workers=asked)
     iterator = iter(loader)
     loader.change_to(FOUR)
-    assert [batch[:, 0].tolist() for batch in iterator] == [[number, number + 1] for number in range(0, 200, 2)]
+    assert [batch[:, 0].tolist() for batch in iterator] == [
+        [number, number + 1] for number in range(0, 200, 2)
+    ]
     assert loader.num_workers == 4
 
 
@@ -167,7 +169,9 @@ def test_corrupt_samples_leave_the_number_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, 2])
-def test_a_start_that_fails_once_is_tried_again(asked: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_once_is_tried_again(
+    asked: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start, failures = births.Births.start, [OSError(errno.EAGAIN, "no more processes")]
 
     def started(births: Any, number: int, count: int) -> Any:
@@ -273,7 +277,11 @@ def test_a_dataset_that_draws_late_is_seeded_all_the_same() -> None:
     def epoch(asked: int | None) -> list[Any]:
         torch.manual_seed(7)
         np.random.seed(7)
-        samples = [sample for batch in AutoLoader(Late(), batch_size=4, num_workers=asked) for sample in batch.tolist()]
+        samples = [
+            sample
+            for batch in AutoLoader(Late(), batch_size=4, num_workers=asked)
+            for sample in batch.tolist()
+        ]
         return [*samples, np.random.rand()]
 
     assert epoch(None) == epoch(2) == epoch(3)
@@ -357,7 +365,9 @@ def test_one_seed_is_one_run_whatever_holds_the_generator(kind: str) -> None:
         random.seed(3)
         np.random.seed(3)
         data = Held(make(), draw)
-        loader = AutoLoader(data, batch_size=4, shuffle=True, num_workers=asked, multiprocessing_context=method)
+        loader = AutoLoader(
+            data, batch_size=4, shuffle=True, num_workers=asked, multiprocessing_context=method
+        )
         first = [sample for batch in loader for sample in batch.tolist()]
         loader.dataset.transform.steps[0].source = make()  # as in set_epoch
         return first + [sample for batch in loader for sample in batch.tolist()], (
@@ -389,7 +399,9 @@ def test_a_logger_that_fails_does_not_end_tuning(caplog: pytest.LogCaptureFixtur
     assert tuner.refused is None
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
 @pytest.mark.parametrize("asked", [None, 2])
 def test_a_copy_was_asked_for_what_the_loader_was(copied: Any, asked: int | None) -> None:
     loader = FixedLoader(Slow(200), batch_size=2, num_workers=asked)
@@ -427,8 +439,14 @@ class Served(Dataset[Any]):
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("fork")
-        self.asked, self.answers, self.lock = context.SimpleQueue(), context.SimpleQueue(), context.Lock()
-        self.process = context.Process(target=answering, args=(self.asked, self.answers), daemon=True)
+        self.asked, self.answers, self.lock = (
+            context.SimpleQueue(),
+            context.SimpleQueue(),
+            context.Lock(),
+        )
+        self.process = context.Process(
+            target=answering, args=(self.asked, self.answers), daemon=True
+        )
         self.process.start()
 
     def __len__(self) -> int:

@@ -111,7 +111,9 @@ def test_what_is_forgotten_is_unmapped_once_devices_are_done_and_never_where_the
     assert driver.depth == 0
 
 
-def test_events_are_used_again_whether_a_fence_was_passed_or_dropped_or_refused(driver: Driver) -> None:
+def test_events_are_used_again_whether_a_fence_was_passed_or_dropped_or_refused(
+    driver: Driver,
+) -> None:
     pinner = Pinner()
     for number in range(20):
         driver.record = REFUSED if number % 3 == 0 else OK
@@ -126,7 +128,9 @@ def test_events_are_used_again_whether_a_fence_was_passed_or_dropped_or_refused(
     assert driver.made == 1
 
 
-def test_nothing_more_is_pinned_where_fences_are_refused_again_and_again_or_in_another_thread(driver: Driver) -> None:
+def test_nothing_more_is_pinned_where_fences_are_refused_again_and_again_or_in_another_thread(
+    driver: Driver,
+) -> None:
     pinner, elsewhere = Pinner(), list[bool]()
     thread = threading.Thread(target=lambda: elsewhere.append(pinner.pin(4096, 4096)))
     thread.start()
@@ -154,7 +158,12 @@ def test_nothing_more_is_pinned_where_fences_are_refused_again_and_again_or_in_a
     ],
 )
 def test_torchs_thread_pins_where_the_driver_cannot(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, asked: Any, broken: Any, cuda: Any, is_pinned: bool
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Any,
+    broken: Any,
+    cuda: Any,
+    is_pinned: bool,
 ) -> None:
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)

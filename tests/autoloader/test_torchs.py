@@ -25,7 +25,15 @@ METHODS = {
     "_next_data": (), "_next_index": (), "_shutdown_workers": (), "_try_put_index": (), "_try_get_data": ("timeout",),
     "_reset": ("loader", "first_iter"), "_mark_worker_as_unavailable": ("worker_id", "shutdown"), "_get_data": (),
 }  # fmt: skip
-WORKER_LOOP = ("index_queue", "data_queue", "worker_id", "num_workers", "collate_fn", "init_fn", "base_seed")
+WORKER_LOOP = (
+    "index_queue",
+    "data_queue",
+    "worker_id",
+    "num_workers",
+    "collate_fn",
+    "init_fn",
+    "base_seed",
+)
 READ_OF_LOADER = (
     "_auto_collation", "_dataset_kind", "_index_sampler", "collate_fn", "dataset", "drop_last", "generator", "in_order",
     "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory", "prefetch_factor", "timeout",
@@ -66,7 +74,10 @@ def test_a_name_that_torch_has_changed_is_found_and_one_that_it_lost_is_named() 
     module: Any = ModuleType("torch.utils.data._utils.worker")
     module._process_worker_loop = newer = object()
     assert torchs.named(module, "_worker_loop", "_process_worker_loop") is newer
-    with pytest.raises(ImportError, match=r"has no _a and no _b in torch\.utils\.data\._utils\.worker, .* would work"):
+    with pytest.raises(
+        ImportError,
+        match=r"has no _a and no _b in torch\.utils\.data\._utils\.worker, .* would work",
+    ):
         torchs.named(module, "_a", "_b")
 
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from autotune_loader.bursts import settings
-from autotune_loader.bursts.settings import MOST_BYTES, Settings, read_entries, read_torch, read_values, set_torch
+from autotune_loader.bursts.settings import (
+    MOST_BYTES,
+    Settings,
+    read_entries,
+    read_torch,
+    read_values,
+    set_torch,
+)
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import WorkloadError
 from tests.support.bursts import ALONE, ONE_WORKER, run, workload
@@ -35,7 +42,9 @@ SETTINGS = {
 @pytest.mark.parametrize(("name", "value"), SETTINGS.items(), ids=SETTINGS)
 def test_each_setting_of_torch_and_opencv_is_read_set_and_listed(name, value, monkeypatch):
     threads = [8]
-    cv2 = SimpleNamespace(getNumThreads=lambda: threads[0], setNumThreads=lambda count: threads.__setitem__(0, count))
+    cv2 = SimpleNamespace(
+        getNumThreads=lambda: threads[0], setNumThreads=lambda count: threads.__setitem__(0, count)
+    )
     monkeypatch.setitem(sys.modules, "cv2", cv2)
     before = read_torch()
     assert [set_torch(each) for each in (before, {name: value})] == [[], [f"{name}={value}"]]
@@ -112,7 +121,9 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "settings_of_a_job.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     # Modules of other tests in this process may have been changed, too.
-    monkeypatch.setattr(settings, "is_users", lambda name: name in ("settings_of_a_job", "__main__"))
+    monkeypatch.setattr(
+        settings, "is_users", lambda name: name in ("settings_of_a_job", "__main__")
+    )
     import settings_of_a_job
 
     yield settings_of_a_job
@@ -125,7 +136,9 @@ def told_of(module, name):
 
 
 @pytest.mark.process
-def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result_lists_them(module, monkeypatch):
+def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result_lists_them(
+    module, monkeypatch
+):
     module.ROOT = "/data"
     (note,) = told_of(module, "settings_of_a_job")
     assert note.startswith(
@@ -140,27 +153,47 @@ def test_a_fresh_process_has_arguments_path_and_values_of_modules_and_the_result
 
 
 @pytest.mark.process
-def test_objects_of_settings_and_classes_are_changed_in_place_as_the_script_has_changed_them(module):
+def test_objects_of_settings_and_classes_are_changed_in_place_as_the_script_has_changed_them(
+    module,
+):
     # GIVEN no change THEN none is told of
     assert told_of(module, "settings_of_a_job") == []
-    for each in (module.attributes, module.space, module.held, module.slots, module.nested["inner"], module.Config):
+    for each in (
+        module.attributes,
+        module.space,
+        module.held,
+        module.slots,
+        module.nested["inner"],
+        module.Config,
+    ):
         each.SIZE = 2
     dict.update(module.frozen, SIZE=2)
-    module.ordered["SIZE"], module.registry["mine"], module.Config.Inner.SIZE = 2, lambda size: size * 2, 3
+    module.ordered["SIZE"], module.registry["mine"], module.Config.Inner.SIZE = (
+        2,
+        lambda size: size * 2,
+        3,
+    )
     module.random.seed(5)
     expected = module.random.random()
     module.random.seed(5)
-    with pytest.raises(WorkloadError, match=re.escape(f"2 2 2 2 2 {(2, 2, 3, 2, 4, expected)} True")):
+    with pytest.raises(
+        WorkloadError, match=re.escape(f"2 2 2 2 2 {(2, 2, 3, 2, 4, expected)} True")
+    ):
         run(workload(module.Seen()))
     # THEN those that are replaced are told of, too, and what cannot be known is
     module.space, module.attributes.lock = SimpleNamespace(SIZE=9), threading.Lock()
     module.limit = 10
     (with_values, without) = told_of(module, "settings_of_a_job")
     assert "settings_of_a_job.space" in with_values
-    assert without == "The trials run without what this process may have set in: settings_of_a_job.attributes."
+    assert (
+        without
+        == "The trials run without what this process may have set in: settings_of_a_job.attributes."
+    )
 
 
-def test_objects_that_are_large_or_hold_what_cannot_travel_are_left_out_and_nothing_raises(module, monkeypatch):
+def test_objects_that_are_large_or_hold_what_cannot_travel_are_left_out_and_nothing_raises(
+    module, monkeypatch
+):
     class Raising:
         __file__ = "/home/me/lazy.py"
 
@@ -190,7 +223,12 @@ def test_live_objects_of_the_script_are_neither_pickled_nor_changed(module, tmp_
     client = Client()
     client.connection = "open"
     with (tmp_path / "lines").open() as lines:
-        objects = {"client": client, "lines": lines, "rows": iter(range(9)), "inner": SimpleNamespace(client=client)}
+        objects = {
+            "client": client,
+            "lines": lines,
+            "rows": iter(range(9)),
+            "inner": SimpleNamespace(client=client),
+        }
         vars(module).update(objects)
         read = Settings.read(workload(module.Rows()))
         assert (lines.tell(), next(objects["rows"])) == (0, 0)
@@ -238,8 +276,14 @@ def test_what_the_script_registers_with_a_library_is_in_the_process_of_the_burst
         a_registry.checked()
 
     training = TrainingSide(train_step=step)
-    (note,) = [each for each in run(workload(module.Rows(), training=training))[0].notes if "registered" in each]
-    assert note.startswith("The trials run with functions that this process registered: a_registry.")
+    (note,) = [
+        each
+        for each in run(workload(module.Rows(), training=training))[0].notes
+        if "registered" in each
+    ]
+    assert note.startswith(
+        "The trials run with functions that this process registered: a_registry."
+    )
     # WHEN one cannot be carried, and a fork fails in its way, THEN the failure says so
     a_registry.MODELS._entries["kind"] = script["locked"]
 
@@ -256,18 +300,26 @@ def test_what_the_script_registers_with_a_library_is_in_the_process_of_the_burst
 
 @pytest.mark.process
 def test_what_batches_change_stays_though_the_step_is_made_after_them(module):
-    run(workload(module.Growing(), training=TrainingSide(train_step=lambda model, batch: None)), ALONE, ALONE)
+    run(
+        workload(module.Growing(), training=TrainingSide(train_step=lambda model, batch: None)),
+        ALONE,
+        ALONE,
+    )
 
 
 @pytest.mark.process
-def test_functions_that_the_script_has_put_in_the_place_of_others_are_carried_or_missed_in_words(module, monkeypatch):
+def test_functions_that_the_script_has_put_in_the_place_of_others_are_carried_or_missed_in_words(
+    module, monkeypatch
+):
     script = {"__name__": "__main__", "lock": threading.Lock()}
     exec("def rows(self): return 12\ndef locked(self): return lock and 13", script)
     places = "settings_of_a_job.Rows.__len__", "torch.nn.modules.linear.Linear.extra_repr"
     for put, words in (("rows", "with"), ("locked", "without")):
         monkeypatch.setattr(module.Rows, "__len__", script[put])
         monkeypatch.setattr(torch.nn.Linear, "extra_repr", script[put])
-        step = TrainingSide(model=torch.nn.Linear(2, 2), train_step=lambda model, batch: model(batch).sum())
+        step = TrainingSide(
+            model=torch.nn.Linear(2, 2), train_step=lambda model, batch: model(batch).sum()
+        )
         probe, _ = run(workload(module.Rows(), training=step))
         said = f"The trials run {words} functions that this process replaced: "
         (note,) = [each for each in probe.notes if "functions that" in each]
@@ -300,7 +352,14 @@ def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(mo
     found = read_values()
     assert found["a_library"] == {"LOAD_TRUNCATED_IMAGES": True}
     assert found["settings_of_a_job:Config"] == {"SIZE": 1}
-    assert set(found["settings_of_a_job"]) == {"ROOT", "limit", "names", "table", "_private", "registry"}
+    assert set(found["settings_of_a_job"]) == {
+        "ROOT",
+        "limit",
+        "names",
+        "table",
+        "_private",
+        "registry",
+    }
     assert not found.keys() & {"json", "torch", "numpy", "autotune_loader.bursts.settings"}
 
 
@@ -308,8 +367,27 @@ def test_of_libraries_only_constants_are_carried_and_of_all_only_plain_values(mo
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_what_a_fresh_process_lacks_is_run_in_a_fork(module):
     module.run, names = SimpleNamespace(rows=[], lock=threading.Lock()), {}
-    exec("def step(model, batch):\n    import settings_of_a_job\n    settings_of_a_job.run.rows.append(1)", names)
-    probe, _ = run(workload(module.Rows(), training=TrainingSide(train_step=names["step"])), ALONE, ONE_WORKER)
+    exec(
+        "def step(model, batch):\n    import settings_of_a_job\n    settings_of_a_job.run.rows.append(1)",
+        names,
+    )
+    probe, _ = run(
+        workload(module.Rows(), training=TrainingSide(train_step=names["step"])), ALONE, ONE_WORKER
+    )
     # THEN it works there, that is said, and the run has the rows that it had
     assert re.search("in forks of this process.*has no attribute 'run'", " ".join(probe.notes))
     assert module.run.rows == []
+
+
+def test_a_module_that_trials_do_not_use_stays_out(module, tmp_path, monkeypatch):
+    # GIVEN a module of the script's with an object whose pickle imports it
+    (tmp_path / "unused_by_a_job.py").write_text("class Config: pass\nconfig = {'a': Config()}\n")
+    monkeypatch.setattr(settings, "is_users", lambda name: name == "unused_by_a_job")
+    import unused_by_a_job
+
+    unused_by_a_job.config["b"] = unused_by_a_job.Config()
+    read = Settings.read(workload(module.Rows()))
+    assert any(("unused_by_a_job", "config") in places for places, _ in read.objects)
+    monkeypatch.delitem(sys.modules, "unused_by_a_job")
+    assert read.set_modules() == []
+    assert "unused_by_a_job" not in sys.modules

@@ -16,7 +16,9 @@ from tests.support.tuned import with_workers
 
 pytestmark = pytest.mark.process
 CLONED = replace(QUICK, anew=False)
-ONE, TWO, DEEP = (with_workers(*each, multiprocessing_context="spawn") for each in ((1,), (2,), (2, 3)))
+ONE, TWO, DEEP = (
+    with_workers(*each, multiprocessing_context="spawn") for each in ((1,), (2,), (2, 3))
+)
 MIB = 1 << 20
 
 
@@ -67,7 +69,12 @@ def test_later_bursts_start_at_once_with_empty_caches_and_tell_what_the_first_st
         assert later_s < first_s / 2
         assert first.first_batch_s == later.first_batch_s
         # AND what no burst has measured is not known
-        assert measured(probe.probe, replace(ONE, multiprocessing_context=method), CLONED).first_batch_s is None
+        assert (
+            measured(
+                probe.probe, replace(ONE, multiprocessing_context=method), CLONED
+            ).first_batch_s
+            is None
+        )
 
 
 def test_memory_is_as_if_they_had_started_by_themselves():

@@ -11,7 +11,10 @@ from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan, LoaderConfig, WorkloadError
 from tests.support.bursts import ALONE, measured, opened, workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
 
 PLAN = BurstPlan(max_s=0.5, min_s=0.2, relative_error=0.05, deadline_s=60.0)
 PINNED = LoaderConfig(num_workers=2, pin_memory=True)
@@ -47,7 +50,9 @@ def test_a_burst_is_timed_by_the_device_and_knows_its_memory():
     assert 0.002 < burst.step_s == pytest.approx(ceiling.step_s, rel=0.2)
     assert burst.gpu_memory_bytes is not None
     # THEN it knows what NVML tells, which is of all processes, or one sentence says why it does not
-    assert (burst.gpu_used_bytes or 0) > burst.gpu_memory_bytes or any("NVML" in note for note in probe.notes)
+    assert (burst.gpu_used_bytes or 0) > burst.gpu_memory_bytes or any(
+        "NVML" in note for note in probe.notes
+    )
     assert burst.gpu_utilization is None or 0 < burst.gpu_utilization <= 1
     # THEN the device was at work for the share of its step in its cycle
     assert burst.gpu_busy_share == pytest.approx(1 - burst.wait_share, abs=0.05)
@@ -64,7 +69,9 @@ def failing_kernel():
     torch.zeros(4, device="cuda")[index].sum().item()
 
 
-@pytest.mark.parametrize(("trouble", "says"), [(out_of_memory, "smaller batch"), (failing_kernel, "side assert")])
+@pytest.mark.parametrize(
+    ("trouble", "says"), [(out_of_memory, "smaller batch"), (failing_kernel, "side assert")]
+)
 def test_trouble_on_the_device_costs_one_burst_and_its_process(trouble, says, tmp_path):
     demand = tmp_path / "demand"
 
@@ -89,7 +96,9 @@ def test_a_compiled_model_in_half_precision_is_warm_before_the_first_burst():
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return train(model, batch)
 
-    model = torch.compile(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)))
+    model = torch.compile(
+        torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+    )
     with on_gpu(model=model, train_step=in_half) as probe:
         assert max(trace.step_s for trace in measured(probe.probe, ALONE, PLAN).traces) < 1.0
 
@@ -101,5 +110,9 @@ def test_tune_searches_the_roads_to_the_device_and_makes_the_loader():
     # THEN pinning was among the trials, and the GPU's name and memory are known
     assert result.machine.gpu == torch.cuda.get_device_name()
     assert any(trial.config.pin_memory for trial in result.trials)
-    assert all(trial.measurement.gpu_memory_bytes for trial in result.trials if trial.measurement is not None)
+    assert all(
+        trial.measurement.gpu_memory_bytes
+        for trial in result.trials
+        if trial.measurement is not None
+    )
     assert next(iter(result.make_loader(rows(), device="cuda"))).shape == (8, 16)

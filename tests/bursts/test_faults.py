@@ -26,10 +26,22 @@ from autotune_loader.bursts.parent import ProcessProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import BurstPlan, WorkloadError
-from tests.support.bursts import ALONE, ONE_WORKER, TWO_WORKERS, Made, failed, measured, opened, run, workload
+from tests.support.bursts import (
+    ALONE,
+    ONE_WORKER,
+    TWO_WORKERS,
+    Made,
+    failed,
+    measured,
+    opened,
+    run,
+    workload,
+)
 
 PLAN = BurstPlan(max_s=0.5, min_s=0.3, relative_error=0.01, deadline_s=30.0)
-ENDED_BY_TROUBLE = replace(PLAN, max_s=20.0, min_s=20.0)  # however much later the second worker begins
+ENDED_BY_TROUBLE = replace(
+    PLAN, max_s=20.0, min_s=20.0
+)  # however much later the second worker begins
 FORKED = replace(TWO_WORKERS, multiprocessing_context="fork")  # the others start slowly
 SHM = "raise /dev/shm"
 
@@ -63,17 +75,41 @@ LOST_DEVICE = [
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
-        (OSError(28, "No space left on device", "/tmp/cache/x"), "user_exception", "a disk is full"),
+        (
+            OSError(28, "No space left on device", "/tmp/cache/x"),
+            "user_exception",
+            "a disk is full",
+        ),
         (OSError(28, "No space left on device", "/dev/shm/torch_1"), "shared_memory", SHM),
         # a second process does not fit the GPU
-        (torch.OutOfMemoryError("Allocation on device 0 would exceed ..."), "device_memory", "train_step=0.05"),
-        (RuntimeError("CUDA error: all CUDA devices are busy or unavailable"), "user_exception", "train_step=0.05"),
-        (RuntimeError("CUDA unknown error - this may be due to ..."), "user_exception", "nvidia-modprobe -u -c 0"),
+        (
+            torch.OutOfMemoryError("Allocation on device 0 would exceed ..."),
+            "device_memory",
+            "train_step=0.05",
+        ),
+        (
+            RuntimeError("CUDA error: all CUDA devices are busy or unavailable"),
+            "user_exception",
+            "train_step=0.05",
+        ),
+        (
+            RuntimeError("CUDA unknown error - this may be due to ..."),
+            "user_exception",
+            "nvidia-modprobe -u -c 0",
+        ),
         (RuntimeError("No CUDA GPUs are available"), "user_exception", "nvidia-modprobe -u -c 0"),
         *((each, "user_exception", "") for each in LOST_DEVICE),
         # of a convolution: a batch that was not moved, and one in another precision
-        (RuntimeError(TYPES.format("torch.FloatTensor")), "user_exception", "moves it to the device"),
-        (RuntimeError(TYPES.format("torch.cuda.HalfTensor")), "user_exception", "should be the same"),
+        (
+            RuntimeError(TYPES.format("torch.FloatTensor")),
+            "user_exception",
+            "moves it to the device",
+        ),
+        (
+            RuntimeError(TYPES.format("torch.cuda.HalfTensor")),
+            "user_exception",
+            "should be the same",
+        ),
         # the exit codes of workers tell what torch does not hear below a fork server
         (3, "crashed", "a worker died"),
         (-signal.SIGBUS, "shared_memory", SHM),
@@ -89,7 +125,9 @@ def test_an_error_is_taken_for_what_it_is_and_says_what_helps(error, kind, says)
     assert says in failure.message
     assert kind == "shared_memory" or SHM not in failure.message
     assert ("moves it" in failure.message) is (says == "moves it to the device")
-    assert needs_new_process(failure) is (error in LOST_DEVICE or "CUDA error" in str(error) or kind == "device_memory")
+    assert needs_new_process(failure) is (
+        error in LOST_DEVICE or "CUDA error" in str(error) or kind == "device_memory"
+    )
 
 
 HOARD = []
@@ -105,7 +143,9 @@ TROUBLES = {
     "segfault": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(3600),
     "allocate": allocate_too_much,
-    "hoard": lambda: HOARD.append(bytearray(os.urandom(1 << 16) * 256)),  # 16 MiB that nobody shares
+    "hoard": lambda: HOARD.append(
+        bytearray(os.urandom(1 << 16) * 256)
+    ),  # 16 MiB that nobody shares
     "cuda": RuntimeError("Cannot re-initialize CUDA in forked subprocess"),
     "files": OSError(24, "Too many open files"),
 }
@@ -126,7 +166,11 @@ class Trouble(Dataset):
         said = self.path.read_text()
         self.said, self.read = said, 0 if said != self.said else self.read + 1
         where, _, what = said.partition(":")
-        if what and self.read >= self.fine and (where == "worker") == (get_worker_info() is not None):
+        if (
+            what
+            and self.read >= self.fine
+            and (where == "worker") == (get_worker_info() is not None)
+        ):
             if isinstance(TROUBLES[what], Exception):
                 raise TROUBLES[what]
             TROUBLES[what]()
@@ -180,7 +224,9 @@ def probe(shared, trouble):
 def test_trouble_is_classified_at_once(probe, trouble, what, kind, says):
     trouble.write_text(what)
     begun = time.monotonic()
-    failure = failed(probe, kind, ALONE if what.startswith("main") else TWO_WORKERS, ENDED_BY_TROUBLE)
+    failure = failed(
+        probe, kind, ALONE if what.startswith("main") else TWO_WORKERS, ENDED_BY_TROUBLE
+    )
     assert says in failure.message
     assert failure.retryable is (kind in ("crashed", "descriptors"))
     assert time.monotonic() - begun < PLAN.deadline_s / 2
@@ -242,11 +288,31 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "parts", "config", "says"),
     [
-        (broken(3), {"sampler": range(64)}, ALONE, "sample 3 raises ValueError: broken image 3"),  # in the first batch
+        (
+            broken(3),
+            {"sampler": range(64)},
+            ALONE,
+            "sample 3 raises ValueError: broken image 3",
+        ),  # in the first batch
         (broken(33), {}, ONE_WORKER, "sample 33 raises ValueError: broken image 33"),
-        (Made(lambda key: sys.exit(3) if key == 21 else key), {}, ALONE, "sample 21 raises SystemExit: 3"),
-        (Made(lambda key: torch.zeros(2 if key == 42 else 1)), {}, ALONE, "RuntimeError: stack expects each tensor"),
-        (Stream(), {}, ALONE, "the sample after 10 of a process's stream raises OSError: connection lost"),
+        (
+            Made(lambda key: sys.exit(3) if key == 21 else key),
+            {},
+            ALONE,
+            "sample 21 raises SystemExit: 3",
+        ),
+        (
+            Made(lambda key: torch.zeros(2 if key == 42 else 1)),
+            {},
+            ALONE,
+            "RuntimeError: stack expects each tensor",
+        ),
+        (
+            Stream(),
+            {},
+            ALONE,
+            "the sample after 10 of a process's stream raises OSError: connection lost",
+        ),
     ],
     ids=("first batch", "in a worker", "exit", "another shape", "stream"),
 )
@@ -279,9 +345,14 @@ def test_no_burst_reads_what_another_one_has_cached_however_much_the_training_ha
         ballast[:] = ballast or [torch.ones(300 << 20, dtype=torch.uint8).repeat(4)]
 
     plan = BurstPlan(max_s=0.2, min_s=0.1, relative_error=1e-6)
-    _, bursts = run(workload(Made(remembered), training=TrainingSide(train_step=step)), *[ALONE] * 3, plan=plan)
+    _, bursts = run(
+        workload(Made(remembered), training=TrainingSide(train_step=step)), *[ALONE] * 3, plan=plan
+    )
     # THEN the samples are slow in each of them: later on a burst may come back to what it has read itself
-    assert all(sum(trace.fetch_end - trace.fetch_start for trace in each.traces[:8]) > 8 * 0.01 for each in bursts)
+    assert all(
+        sum(trace.fetch_end - trace.fetch_start for trace in each.traces[:8]) > 8 * 0.01
+        for each in bursts
+    )
 
 
 class Shuffled(IterableDataset):
@@ -315,7 +386,12 @@ class Local(list):
         (Shuffled(True), {"worker_init_fn": torch.manual_seed}, "", None),
         (Made(slow), {}, "raise the budget, or tune with a smaller batch_size", None),
         (Made(float), {"collate_fn": Local}, r"cannot be pickled .*Local.* none are tried", 0),
-        (Made(float), {"collate_fn": lambda samples: 0, "multiprocessing_context": "spawn"}, "sent the collate_fn", 0),
+        (
+            Made(float),
+            {"collate_fn": lambda samples: 0, "multiprocessing_context": "spawn"},
+            "sent the collate_fn",
+            0,
+        ),
     ],
     ids=("repeated", "sharded", "slow", "not picklable", "not sent"),
 )

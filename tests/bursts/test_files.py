@@ -105,10 +105,26 @@ CHANGES = {
     "torch.save": (stepping(save), ALONE, STEP),
     "a later step": (stepping(lambda: saving_at(100)), ALONE, STEP),
     "a thread": (stepping(logging), ALONE, STEP),
-    "the first sample": (lambda runs: workload(Filling(runs), sampler=range(3, 64)), ALONE, rf"sample \d+ {FILL}"),
-    "a worker": (lambda runs: workload(Filling(runs, 20), sampler=range(64)), TWO_WORKERS, rf"sample \d+ {FILL}"),
-    "collate": (lambda runs: workload(ROWS, collate_fn=saving_collate), ALONE, rf"collate_fn of .* \d+.* {FILL}"),
-    "a fork": (lambda runs: workload(Filling(runs, 3, is_locked=True)), ALONE, rf"sample \d+ {FILL}"),
+    "the first sample": (
+        lambda runs: workload(Filling(runs), sampler=range(3, 64)),
+        ALONE,
+        rf"sample \d+ {FILL}",
+    ),
+    "a worker": (
+        lambda runs: workload(Filling(runs, 20), sampler=range(64)),
+        TWO_WORKERS,
+        rf"sample \d+ {FILL}",
+    ),
+    "collate": (
+        lambda runs: workload(ROWS, collate_fn=saving_collate),
+        ALONE,
+        rf"collate_fn of .* \d+.* {FILL}",
+    ),
+    "a fork": (
+        lambda runs: workload(Filling(runs, 3, is_locked=True)),
+        ALONE,
+        rf"sample \d+ {FILL}",
+    ),
 }
 
 
@@ -163,7 +179,9 @@ def databases(runs):
     with contextlib.ExitStack() as held:
         for name, is_open in (("wal.db", False), ("open.db", True)):
             connection = sqlite3.connect(name)
-            connection.executescript("PRAGMA journal_mode=WAL; CREATE TABLE t (x); INSERT INTO t VALUES (1);")
+            connection.executescript(
+                "PRAGMA journal_mode=WAL; CREATE TABLE t (x); INSERT INTO t VALUES (1);"
+            )
             held.callback(connection.close) if is_open else connection.close()
         yield
 
@@ -173,7 +191,9 @@ def databases(runs):
 def test_what_is_only_read_is_read_however_it_is_opened(method, runs, databases):
     def sample(index):
         for name in ("wal.db", "file:wal.db?mode=ro", "open.db"):
-            with contextlib.closing(sqlite3.connect(name, 5.0, uri=name.startswith("file:"))) as connection:
+            with contextlib.closing(
+                sqlite3.connect(name, 5.0, uri=name.startswith("file:"))
+            ) as connection:
                 assert connection.execute("SELECT x FROM t").fetchall() == [(1,)]
         assert bytes(np.memmap("runs/last.pt", shape=4)) == b"mine"
         rows = np.memmap("runs/last.pt")
@@ -181,9 +201,13 @@ def test_what_is_only_read_is_read_however_it_is_opened(method, runs, databases)
         rows.flush()
         return torch.tensor(np.array(rows))
 
-    before = sorted((path.name, path.read_bytes()) for path in runs.parent.iterdir() if path.suffix == ".db")
+    before = sorted(
+        (path.name, path.read_bytes()) for path in runs.parent.iterdir() if path.suffix == ".db"
+    )
     run(workload(Made(sample), multiprocessing_context=method), ALONE, TWO_WORKERS)
-    after = sorted((path.name, path.read_bytes()) for path in runs.parent.iterdir() if path.suffix == ".db")
+    after = sorted(
+        (path.name, path.read_bytes()) for path in runs.parent.iterdir() if path.suffix == ".db"
+    )
     assert after == before
     assert contents(runs)["last.pt"] == "mine"
 
@@ -197,13 +221,20 @@ def test_what_lies_in_the_temporary_folder_is_found_there_and_stays_as_it_is(run
 
     def sample(index):
         folder = Path(tempfile.gettempdir())
-        assert (folder / "last.pt").read_text() + (folder / "features/1.npy").read_text() == "mineone"
+        assert (folder / "last.pt").read_text() + (
+            folder / "features/1.npy"
+        ).read_text() == "mineone"
         (folder / "features/2.npy").write_text("two")
         return torch.zeros(2)
 
     run(workload(Made(sample)), ALONE)
     with pytest.raises(WorkloadError, match=r"changes runs/last\.pt, or opens it"):
-        run(workload(Made(lambda index: (Path(tempfile.gettempdir()) / "last.pt").write_text("theirs"))), ALONE)
+        run(
+            workload(
+                Made(lambda index: (Path(tempfile.gettempdir()) / "last.pt").write_text("theirs"))
+            ),
+            ALONE,
+        )
     assert contents(runs) == {"last.pt": "mine", "other": "mine"}
     assert contents(runs / "features") == {"1.npy": "one"}
 
@@ -222,7 +253,10 @@ def test_a_folder_with_more_files_than_fit_is_linked_as_a_whole(runs, monkeypatc
     assert {path.name: path.is_symlink() for path in scratch.iterdir()} == {
         "last.pt": True, "other": True, "large": True, "small": False,
     }  # fmt: skip
-    assert {path.name: path.is_symlink() for path in (scratch / "small").iterdir()} == {"1": True, "lock": False}
+    assert {path.name: path.is_symlink() for path in (scratch / "small").iterdir()} == {
+        "1": True,
+        "lock": False,
+    }
 
 
 @pytest.mark.process
@@ -282,9 +316,14 @@ for change in (
 @pytest.mark.process
 def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(runs):
     (runs.parent / "scratch/mine").touch()
-    places = {"PYTHONPATH": str(Path(files.__file__).parents[2]), "TMPDIR": str(runs.parent / "scratch")}
+    places = {
+        "PYTHONPATH": str(Path(files.__file__).parents[2]),
+        "TMPDIR": str(runs.parent / "scratch"),
+    }
     command = [sys.executable, "-c", WITHOUT_LANDLOCK]
-    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **places}, check=True)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **places}, check=True
+    )
     told = ran.stdout.splitlines()
     assert [line.split()[0] for line in told] == ["True", *["refused"] * 6, "done", "done"]
     assert told[2] == "refused runs/last.pt"
@@ -298,9 +337,17 @@ def test_without_landlock_python_and_torch_save_are_refused_and_that_is_noted(ru
         (OSError(18, "Invalid cross-device link", "runs/last.pt"), "runs/last.pt"),
         (RuntimeError("File runs/last.pt cannot be opened."), "runs/last.pt"),
         # h5py, OpenCV, and what a worker's exception has left of it
-        (OSError("Unable to create file (unable to open file: name = 'runs/x.h5', errno = 13)"), "runs/x.h5"),
+        (
+            OSError("Unable to create file (unable to open file: name = 'runs/x.h5', errno = 13)"),
+            "runs/x.h5",
+        ),
         (RuntimeError('imwrite: can\'t be opened: "runs/x.png"'), "runs/x.png"),
-        (PermissionError("Caught PermissionError in DataLoader\n  [Errno 13] Permission denied: 'runs/x'"), "runs/x"),
+        (
+            PermissionError(
+                "Caught PermissionError in DataLoader\n  [Errno 13] Permission denied: 'runs/x'"
+            ),
+            "runs/x",
+        ),
         (sqlite3.OperationalError("attempt to write a readonly database"), "a database"),
         (sqlite3.OperationalError("unable to open database file"), "a database"),
         # LMDB

@@ -61,13 +61,19 @@ MADE = {
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("made", "method"), [*((made, "fork") for made in MADE), ("a tensor", "spawn"), ("a dict", "forkserver")]
+    ("made", "method"),
+    [*((made, "fork") for made in MADE), ("a tensor", "spawn"), ("a dict", "forkserver")],
 )
-def test_copies_of_the_first_batch_reach_the_step_whatever_the_batch_and_however_workers_start(made, method, tmp_path):
+def test_copies_of_the_first_batch_reach_the_step_whatever_the_batch_and_however_workers_start(
+    made, method, tmp_path
+):
     demand, before = tmp_path / "demand", orphaned_segments()
     dataset, collate = rows(MADE[made], demand)
     job = workload(
-        dataset, training=TrainingSide(train_step=TakesEqual()), collate_fn=collate, multiprocessing_context=method
+        dataset,
+        training=TrainingSide(train_step=TakesEqual()),
+        collate_fn=collate,
+        multiprocessing_context=method,
     )
     with opened(job) as probe:
         demand.touch()
@@ -75,7 +81,12 @@ def test_copies_of_the_first_batch_reach_the_step_whatever_the_batch_and_however
         for _ in range(2):
             found = probe.probe.hand_over(TWO_WORKERS, QUICK)
             assert isinstance(found, Measurement), found
-            left.append({each.pid for each in psutil.Process(probe.probe._child.pid).children(recursive=True)})
+            left.append(
+                {
+                    each.pid
+                    for each in psutil.Process(probe.probe._child.pid).children(recursive=True)
+                }
+            )
         assert {trace.worker for trace in found.traces} == {0, 1}
         assert {trace.samples for trace in found.traces} == {4}
         assert found.batch_bytes >= 48
@@ -88,7 +99,10 @@ def test_copies_of_the_first_batch_reach_the_step_whatever_the_batch_and_however
 
 @pytest.mark.parametrize(
     ("collate", "kind"),
-    [(torch.stack, "crashed"), (lambda rows: {"lock": threading.Lock(), "x": torch.stack(rows)}, "pickling")],
+    [
+        (torch.stack, "crashed"),
+        (lambda rows: {"lock": threading.Lock(), "x": torch.stack(rows)}, "pickling"),
+    ],
 )
 def test_reading_goes_on_where_it_was_and_a_batch_that_no_worker_could_send_is_no_end_of_the_run(
     collate, kind, monkeypatch
@@ -96,7 +110,9 @@ def test_reading_goes_on_where_it_was_and_a_batch_that_no_worker_could_send_is_n
     made, failure = [], Failure(kind="crashed", phase="batches", message="")
     run = SimpleNamespace(measured=lambda make_loader: made.append(make_loader()) or failure)
     monkeypatch.setattr(bench, "LoopRun", lambda *_: run)
-    data = DataSide.from_dataset(Made(lambda index: torch.zeros(3), 4096), batch_size=4, collate_fn=collate)
+    data = DataSide.from_dataset(
+        Made(lambda index: torch.zeros(3), 4096), batch_size=4, collate_fn=collate
+    )
     own = bench.Bench(data, TrainingSide, lambda: data, lambda message: None, 1, Allowance())
     message, place = own.look()
     assert own.prepare(message.ready).ready is not None

@@ -12,7 +12,10 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tests.support.bursts import ALONE, ONE_WORKER, QUICK, TWO_WORKERS, Made, run, workload
 
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
 HELD = []
 """What a module keeps from its first use on."""
 LOCK = threading.Lock()

@@ -11,7 +11,11 @@ import psutil
 import pytest
 
 pytestmark = pytest.mark.process
-ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+ENVIRON = {
+    **os.environ,
+    "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    "OMP_NUM_THREADS": "1",
+}
 
 # A run in the midst of a burst with workers, and a program that its dataset has started. It says which processes these are.
 RUNNING = """
@@ -49,19 +53,36 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("kind", "victim"),
-    [("fresh", "parent"), ("forked", "parent"), ("cloned", "parent"), ("fresh", "child"), ("cloned", "child")],
+    [
+        ("fresh", "parent"),
+        ("forked", "parent"),
+        ("cloned", "parent"),
+        ("fresh", "child"),
+        ("cloned", "child"),
+    ],
 )
 def test_after_kill_9_no_process_and_no_folder_stays(kind, victim, tmp_path):
     (tmp_path / "job.py").write_text(RUNNING)
     (tmp_path / "tmp").mkdir()
     environ = {**ENVIRON, "TMPDIR": str(tmp_path / "tmp")}
     command = [sys.executable, "job.py", kind]
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+    ) as job:
         pids = [int(word) for word in job.stdout.readline().split()]
         processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        assert "sleep" in [each.name() for each in processes], "the dataset's own program belongs to them"
-        ours = [each for each in processes if each.ppid() == job.pid and "AFTER" not in str(each.cmdline())]
-        os.kill(job.pid if victim == "parent" else max(ours, key=lambda each: len(each.children())).pid, signal.SIGKILL)
+        assert "sleep" in [each.name() for each in processes], (
+            "the dataset's own program belongs to them"
+        )
+        ours = [
+            each
+            for each in processes
+            if each.ppid() == job.pid and "AFTER" not in str(each.cmdline())
+        ]
+        os.kill(
+            job.pid if victim == "parent" else max(ours, key=lambda each: len(each.children())).pid,
+            signal.SIGKILL,
+        )
         job.wait(timeout=60)
     deadline, left = time.monotonic() + 15.0, True
     while left and time.monotonic() < deadline:
@@ -91,7 +112,12 @@ def test_a_place_that_is_hard_to_begin_in_is_no_trouble(tmp_path):
     long = tmp_path / "job_4711.".ljust(90 - len(str(tmp_path)), "x")
     long.mkdir()
     (tmp_path / "job.py").write_text(HARD)
-    command, environ = ["sh", "-c", f"exec {sys.executable} job.py <&-"], {**ENVIRON, "TMPDIR": str(long)}
-    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    command, environ = (
+        ["sh", "-c", f"exec {sys.executable} job.py <&-"],
+        {**ENVIRON, "TMPDIR": str(long)},
+    )
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False
+    )
     assert ran.stdout.splitlines() == ["fine [] True", "True"], ran.stderr
     assert list(long.iterdir()) == []

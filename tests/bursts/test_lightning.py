@@ -59,7 +59,10 @@ def modules():
             optimizer = super().configure_optimizers()
             steps = self.trainer.estimated_stepping_batches
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
 
     class Late(Plain):
         """Is complete once it was configured, and toggles its only optimizer."""
@@ -86,13 +89,17 @@ def modules():
                 self.toggle_optimizer(optimizer)
                 optimizer.zero_grad()
                 self.manual_backward(self.loss(batch))
-                self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+                self.clip_gradients(
+                    optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm"
+                )
                 optimizer.step()
                 self.untoggle_optimizer(optimizer)
             self.lr_schedulers().step()
 
         def configure_optimizers(self):
-            optimizers = [torch.optim.SGD([each], lr=0.1) for each in (self.layer.weight, self.layer.bias)]
+            optimizers = [
+                torch.optim.SGD([each], lr=0.1) for each in (self.layer.weight, self.layer.bias)
+            ]
             return optimizers, [torch.optim.lr_scheduler.ConstantLR(optimizers[0], factor=1.0)]
 
     class Clipped(Plain):
@@ -106,7 +113,9 @@ def modules():
             self.batches += 1
             return self.loss(batch)
 
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
             self.clipped.append((self.batches, gradient_clip_val))
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -156,7 +165,12 @@ def attached(modules):
     """A training side of a model that is attached to a Trainer, as within `fit()`."""
 
     def attached(model, data=None, **options):
-        quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        quiet = {
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        }
         model.trainer = trainer = modules.Trainer(**options, **quiet)
         if data is not None:
             trainer._data_connector.attach_datamodule(model, data)
@@ -181,14 +195,20 @@ def test_a_module_trains_without_its_trainer(modules, module, says):
     for _ in range(3):
         step.run(BATCH)
     assert (step.description, step.notes) == (f"LightningModule.training_step{says}", [])
-    assert [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)] == [False, False]
+    assert [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)] == [
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "64-true"])
 def test_the_precision_of_the_users_trainer_is_trained_in(modules, attached, precision):
     model = modules.Plain()
     build_step(attached(model, precision=precision), BATCH).run(BATCH)
-    assert model.seen == (precision == "bf16-mixed", torch.float64 if precision == "64-true" else torch.float32)
+    assert model.seen == (
+        precision == "bf16-mixed",
+        torch.float64 if precision == "64-true" else torch.float32,
+    )
 
 
 def test_gradients_are_clipped_and_accumulated_as_the_users_trainer_does(modules, attached):
@@ -199,12 +219,17 @@ def test_gradients_are_clipped_and_accumulated_as_the_users_trainer_does(modules
         step.run(BATCH)
         weights.append(model.layer.weight.detach().clone())
     changed = [not torch.equal(*pair) for pair in pairwise(weights)]
-    assert (model.clipped, changed) == ([(1, 0.1), (4, 0.1), (7, 0.1)], [False, False, True] * 2 + [False])
+    assert (model.clipped, changed) == (
+        [(1, 0.1), (4, 0.1), (7, 0.1)],
+        [False, False, True] * 2 + [False],
+    )
 
 
 def test_a_loss_is_scaled_where_the_users_trainer_does(modules, attached):
     side = attached(modules.Plain())
-    side.trainer["precision_plugin"].scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    side.trainer["precision_plugin"].scaler = scaler = torch.amp.GradScaler(
+        "cpu", init_scale=4.0, growth_interval=1
+    )
     step = build_step(side, BATCH)
     for _ in range(3):
         step.run(BATCH)
@@ -223,5 +248,7 @@ def test_batches_go_through_the_hooks_that_lightning_would_call(modules, attache
 
 def test_a_hook_that_fails_is_named(modules, attached):
     step = build_step(attached(modules.Hooked(), modules.Data(is_broken=True)), BATCH)
-    with pytest.raises(StepInferenceError, match=r"Data\.on_after_batch_transfer failed on .*: IndexError"):
+    with pytest.raises(
+        StepInferenceError, match=r"Data\.on_after_batch_transfer failed on .*: IndexError"
+    ):
         step.run(BATCH)

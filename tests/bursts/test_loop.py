@@ -90,7 +90,9 @@ class Batches:
             whole = begun + self.fetch_s
             self.clock.advance(max(0.0, whole - self.clock()))
             worker = 0 if self.workers else MAIN_PROCESS
-            yield Handed(Stamp(), "batch", Stamp(), (worker, begun, whole, whole, self.fetch_s, 4, None))
+            yield Handed(
+                Stamp(), "batch", Stamp(), (worker, begun, whole, whole, self.fetch_s, 4, None)
+            )
 
 
 def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=None):
@@ -106,7 +108,9 @@ def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=
         timeline.launch(step_s)
         clock.sleep(host_s)
 
-    request = Request(what="burst", plan=PLAN, config=LoaderConfig(num_workers=workers, device_prefetch=ahead))
+    request = Request(
+        what="burst", plan=PLAN, config=LoaderConfig(num_workers=workers, device_prefetch=ahead)
+    )
     run = LoopRun(request, SimpleNamespace(move=move, train=train), timeline, [].append)
     run.now = clock
     batches = run.begin(OpenLoader(), Batches(clock, fetch_s, workers))
@@ -179,7 +183,10 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
 @pytest.mark.parametrize(
     ("seconds", "steps"),
     [
-        ([5.0, 0.5, 0.2, 0.01, 0.01, 0.01], 5),  # compiled, compiled again, a graph recorded, settled
+        (
+            [5.0, 0.5, 0.2, 0.01, 0.01, 0.01],
+            5,
+        ),  # compiled, compiled again, a graph recorded, settled
         ([0.2, 0.01, 0.01], 3),  # cuDNN chose its algorithms
         ([2.0, 2.0, 2.0], 2),  # slow by nature: waiting longer tells nothing
         ([30.0, 0.01, 0.01], 3),  # the first, however long, says nothing of the next
@@ -198,7 +205,12 @@ def test_the_step_is_warmed_up_until_it_has_settled(seconds, steps, monkeypatch)
 @pytest.mark.parametrize(
     ("allowed", "most_workers", "pinning_s", "blocks"),
     [
-        (Allowance(4), None, 0.1, 4 * 2 + 1 + 3),  # what a worker a core has in its queue and in hand, and the loop's
+        (
+            Allowance(4),
+            None,
+            0.1,
+            4 * 2 + 1 + 3,
+        ),  # what a worker a core has in its queue and in hand, and the loop's
         (Allowance(4), 1, 0.1, 2 + 1 + 3),
         (Allowance(4), 0, 0.1, 1 + 3),
         (Allowance(64), None, 0.3, 7),  # 2 s
@@ -211,7 +223,9 @@ def test_pages_are_locked_once_for_what_a_loop_has_in_use_and_never_more_than_fi
 ):
     clock, batch, pinned = FakeClock(), [torch.zeros(3)], []
     monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(bench, "pin_memory", lambda batch: pinned.append(batch) or clock.sleep(pinning_s))
+    monkeypatch.setattr(
+        bench, "pin_memory", lambda batch: pinned.append(batch) or clock.sleep(pinning_s)
+    )
     bench.lock_pages(batch, allowed, most_workers)
     assert len(pinned) == blocks
     # AND what cannot be pinned is no trouble here
@@ -262,7 +276,11 @@ def test_shares_and_bytes_are_those_of_the_window_alone(monkeypatch):
     # WHEN it is closed THEN the tree has had 1.5 of 2 usable cores, and a quarter of the CPUs was others' work
     found = watched.close()
     assert (found["cpu_share"], found["foreign_cpu_share"]) == pytest.approx((0.75, 0.25))
-    assert (found["read_bytes"], found["memory"].rss_bytes, found["memory"].pss_bytes) == (1000, 5, 5)
+    assert (found["read_bytes"], found["memory"].rss_bytes, found["memory"].pss_bytes) == (
+        1000,
+        5,
+        5,
+    )
     # AND memory is read only where it is asked for
     assert (silent.close()["memory"], len(machine.pss_looks)) == (None, 1)
     # AND ticks of the host and of the tree that differ make no negative load
@@ -292,7 +310,8 @@ def test_workers_of_50_mib_each_are_reported_to_10_percent_and_their_start_apart
     # workers that are forks have none of their own.
     hold, wait = lambda worker: held.append(b"x" * (50 * MIB)), lambda worker: time.sleep(0.5)
     of_holding, of_plain = (
-        workload(rows(), 8, worker_init_fn=begin, multiprocessing_context="fork") for begin in (hold, wait)
+        workload(rows(), 8, worker_init_fn=begin, multiprocessing_context="fork")
+        for begin in (hold, wait)
     )
     with opened(of_holding) as holding, opened(of_plain) as plain:
         for config in (ONE_WORKER, TWO_WORKERS):
@@ -330,5 +349,7 @@ def test_the_pinning_thread_has_ended_when_workers_are_killed(monkeypatch):
         )
         iterator._pin_memory_thread, iterator._pin_memory_thread_done_event = pinning, ended
         pinning.start()
-        monkeypatch.setattr(BaseProcess, "kill", lambda each: killed.append(pinning.is_alive()) or each.terminate())
+        monkeypatch.setattr(
+            BaseProcess, "kill", lambda each: killed.append(pinning.is_alive()) or each.terminate()
+        )
     assert killed == [False, False]

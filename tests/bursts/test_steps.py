@@ -41,7 +41,12 @@ LOOP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
     ("body", "is_given", "says", "steps"),
     [
         ("return loss", True, COMPLETED, 3),
-        ("return loss", False, COMPLETED, 0),  # at a rate of zero: the time of a step, and no change
+        (
+            "return loss",
+            False,
+            COMPLETED,
+            0,
+        ),  # at a rate of zero: the time of a step, and no change
         ("return {'loss': loss, 'log': 1}", True, COMPLETED, 3),
         (LOOP, False, "", 3),
         (f"{LOOP}; return loss", True, "", 3),
@@ -49,7 +54,8 @@ LOOP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
         # gone backward already, though its graph is still there
         (LOOP.replace("backward()", "backward(retain_graph=True)") + "; return loss", True, "", 3),
         (
-            LOOP.replace("backward()", "backward(retain_graph=True)") + "; optimizer.zero_grad(); return loss",
+            LOOP.replace("backward()", "backward(retain_graph=True)")
+            + "; optimizer.zero_grad(); return loss",
             True,
             "",
             3,
@@ -62,7 +68,10 @@ LOOP = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
 def test_a_train_step_is_done_once_and_completed_by_what_it_returns(body, is_given, says, steps):
     # GIVEN a loop that goes on so once it has a loss, and perhaps an optimizer that was given to tune() as well
     names = {"torch": torch, "cross_entropy": functional.cross_entropy, "checkpoint": checkpoint}
-    exec(f"def go(model, optimizer, batch):\n    loss = cross_entropy(model(batch[0]), batch[1])\n    {body}", names)
+    exec(
+        f"def go(model, optimizer, batch):\n    loss = cross_entropy(model(batch[0]), batch[1])\n    {body}",
+        names,
+    )
     model, calls, stepped = nn.Linear(IN, CLASSES), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
@@ -71,8 +80,14 @@ def test_a_train_step_is_done_once_and_completed_by_what_it_returns(body, is_giv
         calls.append(1)
         return names["go"](model, optimizer, batch)
 
-    step = trained((X, Y), model=model, train_step=train_step, optimizer=optimizer if is_given else None)
-    assert (len(calls), len(stepped), step.description) == (3, steps, f"train_step(model, batch){says}")
+    step = trained(
+        (X, Y), model=model, train_step=train_step, optimizer=optimizer if is_given else None
+    )
+    assert (len(calls), len(stepped), step.description) == (
+        3,
+        steps,
+        f"train_step(model, batch){says}",
+    )
     assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
 
 
@@ -86,7 +101,11 @@ def test_each_step_casts_its_weights_anew_and_goes_backward_outside_of_autocast(
 
     model.register_forward_hook(keep)
     optimizer = functools.partial(torch.optim.SGD, lr=1.0)
-    own = {"train_step": lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])} if is_own else {}
+    own = (
+        {"train_step": lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])}
+        if is_own
+        else {}
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         trained((X, Y), model=model, optimizer=optimizer, **own)
     # THEN the weights of the second step are not those that were cast in the first
@@ -104,7 +123,11 @@ class Model(nn.Module):
 
     def forward(self, inputs, labels=None):
         logits = self.layer(inputs)
-        return self.wrap(logits) if labels is None else self.wrap(logits, functional.cross_entropy(logits, labels))
+        return (
+            self.wrap(logits)
+            if labels is None
+            else self.wrap(logits, functional.cross_entropy(logits, labels))
+        )
 
 
 class OutputOnly(Model):
@@ -138,7 +161,12 @@ ENTROPY = "cross_entropy(model(x), y)"
         (plain(), (torch.rand(N, 7, IN), torch.zeros(N, 7).long()), None, ENTROPY),  # tokens
         (OutputOnly(pair), [X, Y.byte()], None, ENTROPY),
         (plain(), (X, Y), SMOOTHED, ENTROPY),
-        (OutputOnly(pair), (X, Y), lambda out, y: functional.cross_entropy(out[0], y), "<lambda>(model(x), y)"),
+        (
+            OutputOnly(pair),
+            (X, Y),
+            lambda out, y: functional.cross_entropy(out[0], y),
+            "<lambda>(model(x), y)",
+        ),
         (Model(pair), (X, Y), None, "model(x, y)"),
         (Model(pair), (X, Y), nn.CrossEntropyLoss(), "CrossEntropyLoss(model(x), y)"),
         (Model(with_loss), {"inputs": X, "labels": Y}, None, "model(**batch).loss"),
@@ -146,9 +174,13 @@ ENTROPY = "cross_entropy(model(x), y)"
 )
 def test_a_customary_batch_and_model_are_trained_as_is_shown(model, batch, loss_fn, says):
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    step = trained(batch, model=model, loss_fn=loss_fn, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    step = trained(
+        batch, model=model, loss_fn=loss_fn, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
+    )
     assert (step.description, step.notes) == (f"{says}{COMPLETED}", [])
-    assert any(not torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+    assert any(
+        not torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +197,9 @@ def test_a_customary_batch_and_model_are_trained_as_is_shown(model, batch, loss_
     ],
 )
 def test_what_is_not_customary_is_asked_for_in_one_sentence(model, loss_fn, batch):
-    with pytest.raises(StepInferenceError, match=r"^[^\n]*pass train_step=lambda model, batch: \.\.\.[^\n]*$"):
+    with pytest.raises(
+        StepInferenceError, match=r"^[^\n]*pass train_step=lambda model, batch: \.\.\.[^\n]*$"
+    ):
         trained(batch, model=model, loss_fn=loss_fn)
 
 
@@ -184,7 +218,9 @@ def test_an_error_of_the_users_own_step_is_told_from_a_lack_of_memory(act, raise
 
 def test_a_train_step_gets_the_batch_as_the_loader_gives_it_and_that_nothing_is_trained_is_said():
     seen = []
-    build_step(TrainingSide(train_step=lambda model, batch: seen.append(batch), device="meta"), X).run(X)
+    build_step(
+        TrainingSide(train_step=lambda model, batch: seen.append(batch), device="meta"), X
+    ).run(X)
     assert seen[0] is X
     moved = build_step(TrainingSide(model=plain(), device="meta"), (X, Y)).move((X, Y))
     assert moved[0].device.type == "meta"

@@ -21,10 +21,27 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from autotune_loader.bursts.packing import Packed, TooLargeError, packed, read_archive, why_not_sent, write_archive
+from autotune_loader.bursts.packing import (
+    Packed,
+    TooLargeError,
+    packed,
+    read_archive,
+    why_not_sent,
+    write_archive,
+)
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.values import WorkloadError
-from tests.support.bursts import ALONE, ONE_WORKER, QUICK, TWO_WORKERS, Made, measured, opened, run, workload
+from tests.support.bursts import (
+    ALONE,
+    ONE_WORKER,
+    QUICK,
+    TWO_WORKERS,
+    Made,
+    measured,
+    opened,
+    run,
+    workload,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 LENGTH = 64
@@ -105,7 +122,12 @@ KINDS = {
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("kind", "method"), [*((kind, "fork") for kind in KINDS), ("shared memory", "forkserver"), ("counts", "forkserver")]
+    ("kind", "method"),
+    [
+        *((kind, "fork") for kind in KINDS),
+        ("shared memory", "forkserver"),
+        ("counts", "forkserver"),
+    ],
 )
 def test_what_a_dataset_holds_is_as_it_was(kind, method, tmp_path):
     make, read, is_as_before, may_have_workers, says = KINDS[kind]
@@ -135,9 +157,13 @@ def test_two_configurations_may_read_the_same_samples(lock):
         return torch.zeros(index + (1 if lock is None else 1 + lock.locked()))
 
     def first(config, **plan):
-        return [each.samples for each in measured(found.probe, config, replace(LONG, **plan)).traces[:8]]
+        return [
+            each.samples for each in measured(found.probe, config, replace(LONG, **plan)).traces[:8]
+        ]
 
-    with opened(workload(Made(sample, 20_000), None, multiprocessing_context=lock and "fork")) as found:
+    with opened(
+        workload(Made(sample, 20_000), None, multiprocessing_context=lock and "fork")
+    ) as found:
         read = first(ALONE)
         assert first(TWO_WORKERS, place=3) == first(ALONE, place=3) != first(ALONE) != read
 
@@ -162,14 +188,27 @@ def test_a_file_that_a_module_opens_on_first_use_is_each_workers_own(tmp_path):
 
 NOT_SENT = {
     "a lock of threads": ({"dataset": threading.Lock()}, "dataset .*lock"),
-    "a function without a name": ({"dataset": 0, "collate_fn": lambda samples: samples}, "collate_fn .*lambda"),
-    "a lock of forks": ({"dataset": multiprocessing.get_context("fork").Lock()}, "dataset .*fork context"),
-    "many tensors": ({"dataset": [torch.zeros(1) for _ in range(246)]}, "dataset .*more than 245 tensors"),
+    "a function without a name": (
+        {"dataset": 0, "collate_fn": lambda samples: samples},
+        "collate_fn .*lambda",
+    ),
+    "a lock of forks": (
+        {"dataset": multiprocessing.get_context("fork").Lock()},
+        "dataset .*fork context",
+    ),
+    "many tensors": (
+        {"dataset": [torch.zeros(1) for _ in range(246)]},
+        "dataset .*more than 245 tensors",
+    ),
 }
 SENT = {
     "fewer tensors": {"dataset": [torch.zeros(1) for _ in range(245)]},
     "large data": {"dataset": ["word" * 1000, np.zeros(1 << 30), torch.zeros(1 << 20)] * 100},
-    "functions of a module": {"dataset": Path("lines"), "collate_fn": its_index, "worker_init_fn": at},
+    "functions of a module": {
+        "dataset": Path("lines"),
+        "collate_fn": its_index,
+        "worker_init_fn": at,
+    },
 }
 
 
@@ -198,7 +237,9 @@ def test_classes_of_a_notebook_cannot_be_sent(monkeypatch):
     cell = ModuleType("__main__")  # which has no file
     exec("class Rows: pass", vars(cell))
     monkeypatch.setitem(sys.modules, "__main__", cell)
-    assert "Rows is of a notebook" in why_not_sent(DataSide(dataset=cell.Rows(), batch_size=1), "spawn")
+    assert "Rows is of a notebook" in why_not_sent(
+        DataSide(dataset=cell.Rows(), batch_size=1), "spawn"
+    )
 
 
 def test_classes_of_a_script_that_multiprocessing_has_spawned_travel_too(monkeypatch):
@@ -217,7 +258,9 @@ def test_classes_of_a_script_that_multiprocessing_has_spawned_travel_too(monkeyp
 
 @pytest.mark.process
 def test_what_no_other_process_can_read_is_named():
-    says = r"^dataset\.held cannot be sent to another process .*make it on first use in each process"
+    says = (
+        r"^dataset\.held cannot be sent to another process .*make it on first use in each process"
+    )
     ours, other = socket.socketpair()
     dataset = Numbers(ours, lambda held, index: held.send(b"7") and other.recv(1))
     with ours, other:
@@ -245,7 +288,9 @@ UNUSUAL = [
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("held", UNUSUAL)
 def test_unusual_tensors_travel(held):
-    with torch.device("cpu" if held.is_sparse else "meta"):  # a default of the caller's, such as "cuda"
+    with torch.device(
+        "cpu" if held.is_sparse else "meta"
+    ):  # a default of the caller's, such as "cuda"
         back, _ = written(held)
     assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
     for name in ("dtype", "requires_grad", "layout", "__class__"):
@@ -269,7 +314,9 @@ def test_shared_memory_travels_once_and_a_map_of_a_file_by_its_name_and_the_file
     assert np.fromfile(path, dtype=np.int64)[0] == 0
 
 
-@pytest.mark.parametrize("rows", [torch.rand(MIB), np.arange(MIB), [torch.rand(MIB // 16) for _ in range(16)]])
+@pytest.mark.parametrize(
+    "rows", [torch.rand(MIB), np.arange(MIB), [torch.rand(MIB // 16) for _ in range(16)]]
+)
 def test_workloads_beside_each_other_have_memory_of_their_data_once(rows):
     sides = [DataSide(dataset=Numbers(rows, its_index), batch_size=size) for size in (3, 4, 5)]
     other, files = DataSide(dataset=TensorDataset(torch.rand(99)), batch_size=4), []
@@ -277,7 +324,9 @@ def test_workloads_beside_each_other_have_memory_of_their_data_once(rows):
         beside = exits.enter_context(Packed())
         for side in (sides[0], other, *sides[1:]):
             # GIVEN one that has ended by the next, as it failed
-            with packed(Workload(data=side, training=TrainingSide()), None, 64 * MIB, beside) as fds:
+            with packed(
+                Workload(data=side, training=TrainingSide()), None, 64 * MIB, beside
+            ) as fds:
                 files.append(list(fds))
         sizes = [os.fstat(fds[1]).st_size for fds in files]
         one = 4 * MIB if isinstance(rows, (torch.Tensor, list)) else 8 * MIB

@@ -118,11 +118,23 @@ def test_every_command_is_listed_and_its_help_has_an_example(capsys):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("tun train:make_numbers", "no command 'tun'; autotune-loader tune train:make_numbers would work"),
-        ("train.py --epochs 3", "no command 'train.py'; autotune-loader watch train.py --epochs 3 would work"),
-        ("-o x watch train.py", "-o goes after the command: autotune-loader watch -o x train.py would work"),
+        (
+            "tun train:make_numbers",
+            "no command 'tun'; autotune-loader tune train:make_numbers would work",
+        ),
+        (
+            "train.py --epochs 3",
+            "no command 'train.py'; autotune-loader watch train.py --epochs 3 would work",
+        ),
+        (
+            "-o x watch train.py",
+            "-o goes after the command: autotune-loader watch -o x train.py would work",
+        ),
         ("watch", "required: SCRIPT; autotune-loader watch train.py would work"),
-        ("run -o /dev/null/x.json train.py", "--output='/dev/null/x.json' cannot be written (Not a directory)"),
+        (
+            "run -o /dev/null/x.json train.py",
+            "--output='/dev/null/x.json' cannot be written (Not a directory)",
+        ),
         ("watch --json /dev/null/x.json train.py", "--json='/dev/null/x.json' cannot be written"),
         ("run --max-workers -1 train.py", "'-1' must be an integer >= 1"),
         ("run --start-with /nope/x.json train.py", "/nope/x.json"),
@@ -130,31 +142,57 @@ def test_every_command_is_listed_and_its_help_has_an_example(capsys):
         ("run --fail-if-wait 110% train.py", "'110%' must be between"),
         ("watch --allow-workers train.py", "takes no --allow-workers"),
         ("run --workers train.py", "takes no --workers; did you mean --max-workers?"),
-        ("watch --epochs 3 train.py", "takes no --epochs; an argument of the script goes after its name"),
-        ("tune train:make_numbers --data /x", "its name: autotune-loader tune train.py:make_loader -- --data\n"),
+        (
+            "watch --epochs 3 train.py",
+            "takes no --epochs; an argument of the script goes after its name",
+        ),
+        (
+            "tune train:make_numbers --data /x",
+            "its name: autotune-loader tune train.py:make_loader -- --data\n",
+        ),
         ("tune train:make_numbers --buget 3m", "takes no --buget; did you mean --budget?"),
-        ("tune train:make_numbers --max-workers x", "argument --max-workers: 'x' must be an integer >= 0"),
+        (
+            "tune train:make_numbers --max-workers x",
+            "argument --max-workers: 'x' must be an integer >= 0",
+        ),
         ("tune train:make_numbers --allow x", "invalid choice: 'x' (choose from"),
         ("tune", "required: MODULE:FUNCTION; autotune-loader tune train.py:make_loader would work"),
         ("doctor now", "takes no now; autotune-loader doctor --help has all"),
         ("demo --budget 0", "Error: budget='0' "),
         ("tune trian:make_numbers", "Error: there is no module 'trian'"),
         ("tune trian.py:make_numbers", "Error: there is no file 'trian.py'"),
-        ("tune difflib.py:make", "Error: 'difflib.py' cannot be imported: another module has the name 'difflib'"),
+        (
+            "tune difflib.py:make",
+            "Error: 'difflib.py' cannot be imported: another module has the name 'difflib'",
+        ),
         ("tune train.py", "'train.py' does not name a function; train.py:make_loader"),
-        ("tune train:make_number", "Error: train has no 'make_number'; did you mean 'make_numbers'?"),
+        (
+            "tune train:make_number",
+            "Error: train has no 'make_number'; did you mean 'make_numbers'?",
+        ),
         ("tune train:make_with", "missing 1 required positional argument: 'folder'"),
-        ("tune train:make_nothing", "Error: train:make_nothing gives None; it has to give a dataset"),
+        (
+            "tune train:make_nothing",
+            "Error: train:make_nothing gives None; it has to give a dataset",
+        ),
         ("tune train:make_mistyped", "unexpected keyword argument 'batchsize'"),
         ("tune train:make_broken", "in open_the_files"),
-        ("tune train.py:make_by_data", "make_by_data failed; arguments of the script go after --: autotune-loader"),
+        (
+            "tune train.py:make_by_data",
+            "make_by_data failed; arguments of the script go after --: autotune-loader",
+        ),
         ("tune broken:make", 'broken.py", line 1'),
         ("show nowhere.json", "nowhere.json"),
         ("show train.py --code", "is not a valid loader.json"),
-        ("show loader.json --html train.py/page.html", "--html='train.py/page.html' cannot be written"),
+        (
+            "show loader.json --html train.py/page.html",
+            "--html='train.py/page.html' cannot be written",
+        ),
     ],
 )
-def test_a_wrong_line_is_bad_input_and_answered_with_what_would_work_or_their_own_traceback(line, told, tune, capsys):
+def test_a_wrong_line_is_bad_input_and_answered_with_what_would_work_or_their_own_traceback(
+    line, told, tune, capsys
+):
     assert cli.main(line.split()) == 2
     captured = capsys.readouterr()
     assert (told in captured.err, captured.out) == (True, "")
@@ -166,16 +204,26 @@ SHAPES = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: s
 
 @pytest.mark.parametrize(
     ("error", "code", "told"),
-    [(SHAPES, 2, "Traceback ...\nRuntimeError: shapes do not fit\n"), (KeyboardInterrupt, 130, "Interrupted.\n")],
+    [
+        (SHAPES, 2, "Traceback ...\nRuntimeError: shapes do not fit\n"),
+        (KeyboardInterrupt, 130, "Interrupted.\n"),
+    ],
 )
-def test_an_exception_in_a_burst_is_told_with_its_traceback_and_ctrl_c_is_130(error, code, told, tune, capsys):
+def test_an_exception_in_a_burst_is_told_with_its_traceback_and_ctrl_c_is_130(
+    error, code, told, tune, capsys
+):
     tune.side_effect = error
     assert cli.main(["tune", "train:make_numbers"]) == code
     assert capsys.readouterr().err.endswith(told)
 
 
 TYPED = "--budget=3m --max-workers=4 --output=out.json --allow in_order --allow batch_size"
-TYPED_ARGUMENTS = {"budget": "3m", "max_workers": 4, "output": "out.json", "allow": ["in_order", "batch_size"]}
+TYPED_ARGUMENTS = {
+    "budget": "3m",
+    "max_workers": 4,
+    "output": "out.json",
+    "allow": ["in_order", "batch_size"],
+}
 
 
 @pytest.mark.parametrize(
@@ -201,13 +249,17 @@ def test_tune_gets_what_a_factory_makes_and_each_option_that_is_typed(line, expe
     assert data == [1, 2, 3] if line.startswith("jobs") else type(data).__name__ == "Numbers"
 
 
-@pytest.mark.parametrize(("status", "code"), [("complete", 0), ("undecided", 0), ("fallback", 3), ("partial", 130)])
+@pytest.mark.parametrize(
+    ("status", "code"), [("complete", 0), ("undecided", 0), ("fallback", 3), ("partial", 130)]
+)
 def test_tune_prints_the_report_and_its_exit_code_tells_how_it_ended(status, code, tune, capsys):
     tune.return_value = replace(tune.return_value, status=status)
     assert cli.main(["tune", "train:make_numbers", "-o", "loader.json"]) == code
     text = capsys.readouterr().out
     assert "Bottleneck: CPU." in text
-    assert text.endswith("Written to loader.json. For your training script: autotune-loader show loader.json --code\n")
+    assert text.endswith(
+        "Written to loader.json. For your training script: autotune-loader show loader.json --code\n"
+    )
 
 
 @pytest.mark.process
@@ -218,7 +270,9 @@ def test_json_is_all_there_is_on_stdout_and_nothing_that_is_printed_is_lost(tune
     assert sorted(captured.err.splitlines()) == ["a child prints", "the factory prints"]
 
 
-def test_a_terminal_without_our_characters_has_others_and_a_scripts_own_streams_stay_as_they_are(monkeypatch):
+def test_a_terminal_without_our_characters_has_others_and_a_scripts_own_streams_stay_as_they_are(
+    monkeypatch,
+):
     out, err = (TextIOWrapper(BytesIO(), encoding="ascii") for _ in range(2))
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -232,7 +286,9 @@ def test_a_terminal_without_our_characters_has_others_and_a_scripts_own_streams_
     assert err.buffer.getvalue().endswith(b"\na - b - c +- ?\n")
 
 
-def test_a_terminal_shows_the_share_and_the_next_step_in_colour_unless_asked_not_to(monkeypatch, capsys):
+def test_a_terminal_shows_the_share_and_the_next_step_in_colour_unless_asked_not_to(
+    monkeypatch, capsys
+):
     plain = "  waits for data 96% of the time\n  next: `autotune-loader\n    run`."
     coloured = "  \033[1;36mwaits for data 96%\033[0m of the time\n  \033[1;36mnext: `autotune-loader\n    run`.\033[0m"
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -279,7 +335,9 @@ OTHER = LoaderConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "size"), [(LoaderConfig(), {}), (OTHER, {"batch_size": 3})], ids=str)
+@pytest.mark.parametrize(
+    ("config", "size"), [(LoaderConfig(), {}), (OTHER, {"batch_size": 3})], ids=str
+)
 def test_the_code_of_a_result_runs(config, size, result, capsys):
     replace(result, best=config).save("saved.json")
     assert cli.main(["show", "saved.json", "--code"]) == 0
@@ -305,10 +363,16 @@ def test_demo_shows_both_rates_and_leaves_nothing_behind(folder, monkeypatch, ca
         "The job: a small CNN on 1,200 JPEG files from a simulated object store, 10 ms a request. All files are temporary.",
         ["watch", "tune", "watch"],
     )
-    numbers = re.search(r"Before: ([\d,]+) samples/s.*: ([\d,]+) samples/s(?:, ([\d.]+)x as fast|. Nothing)", told.out)
+    numbers = re.search(
+        r"Before: ([\d,]+) samples/s.*: ([\d,]+) samples/s(?:, ([\d.]+)x as fast|. Nothing)",
+        told.out,
+    )
     before, after, times = (float((each or "0").replace(",", "")) for each in numbers.groups())
     is_same = "{'num_workers': 0" in told.out
-    assert ("same settings" in told.out, times) == (is_same, 0 if is_same else pytest.approx(after / before, rel=0.1))
+    assert ("same settings" in told.out, times) == (
+        is_same,
+        0 if is_same else pytest.approx(after / before, rel=0.1),
+    )
     assert told.err.count("autotune-loader watch: 1 loader") == 2
     assert (list(scratch.iterdir()), Path("loader.json").read_bytes()) == ([], mine)
 
@@ -334,7 +398,9 @@ POD = {  # two cores and 2.5 GiB, of which 1 GiB is in use
         ({}, 2, {}, ["memory:        the system does not tell"]),  # a small host
     ],
 )  # fmt: skip
-def test_a_low_limit_is_named_with_source_and_what_raises_it(files, host_cpus, environ, parts, tmp_path, monkeypatch):
+def test_a_low_limit_is_named_with_source_and_what_raises_it(
+    files, host_cpus, environ, parts, tmp_path, monkeypatch
+):
     for name, text in {**files, "dev/shm/.keep": ""}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -360,7 +426,9 @@ def test_each_gpu_is_told_with_what_nvml_tells_of_it_now(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: properties)
     text = " ".join(examination(inspect_machine()).split())
     assert (
-        "GPUs: cuda:0 NVIDIA H200 (139 GiB), 3 GiB in use, 12% busy; cuda:1 NVIDIA H200 (139 GiB): " + why[:-1] in text
+        "GPUs: cuda:0 NVIDIA H200 (139 GiB), 3 GiB in use, 12% busy; cuda:1 NVIDIA H200 (139 GiB): "
+        + why[:-1]
+        in text
     )
     assert "cuda:2 NVIDIA H200 (139 GiB), 0% busy" in text
 

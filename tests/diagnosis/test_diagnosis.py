@@ -41,10 +41,21 @@ SMALL = {
     "batch_bytes": 800, "receive_s": 0.0004, "fetch_s": 0.0002, "fetch_cpu_s": 0.0002, "wait_share": 0.9,
     "samples_per_s": 6e4, "ceiling": None,
 }  # fmt: skip
-RARELY = {"wait_share": 0.12, "fetch_s": 0.004, "fetch_cpu_s": 0.003, "cpu_share": 0.27, "foreign_cpu_share": 0.7}
+RARELY = {
+    "wait_share": 0.12,
+    "fetch_s": 0.004,
+    "fetch_cpu_s": 0.003,
+    "cpu_share": 0.27,
+    "foreign_cpu_share": 0.7,
+}
 NOT_MISSED = {"trials": (ran(SIX, 1010.0), failed("oom_killed", TWELVE))}
 EXPECTED_NO_FASTER = replace(failed("oom_killed"), predicted_samples_per_s=1010.0)
-ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3, "ceiling": exactly(1090.0)}
+ASLEEP_IN_TIME = {
+    "wait_share": 0.04,
+    "fetch_cpu_s": 0.01,
+    "cpu_share": 0.3,
+    "ceiling": exactly(1090.0),
+}
 QUEUED = {"fetch_queued_s": 0.12}
 STARTS = {"starting_share": 0.2, "wait_share": 0.3}
 LONG_STEP = {"wait_share": 0.2, "ceiling": exactly(7540.0), "step_s": 0.025}
@@ -168,7 +179,9 @@ def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring(
 
 
 def test_a_ceiling_that_was_passed_is_not_in_the_result_and_a_warning_says_why():
-    result = judged(replace(synthetic_result(), ceiling=exactly(10.0), transfer_ceiling=exactly(10.0)))
+    result = judged(
+        replace(synthetic_result(), ceiling=exactly(10.0), transfer_ceiling=exactly(10.0))
+    )
     assert (result.ceiling, Caution.CEILING_PASSED.said_by(result.warnings[-1])) == (None, True)
     assert result.transfer_ceiling is None
 
@@ -179,7 +192,12 @@ def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
     batch = BatchTrace(worker=MAIN_PROCESS, fetch_start=0.0, requested=0.0, samples=32, **ends)
     burst = ran(FOUR, 1000.0, traces=(batch,) * 50, first_batch_s=0.88, receive_s=0.1).measurement
     found = Evidence.of(burst, config=FOUR, cores=4, wait_share=0.3, epoch_batches=100)
-    assert (found.samples_per_s, found.fetch_s, found.wait_share, found.receive_s) == (1000.0, 0.08, 0.3, 0.0)
+    assert (found.samples_per_s, found.fetch_s, found.wait_share, found.receive_s) == (
+        1000.0,
+        0.08,
+        0.3,
+        0.0,
+    )
     assert found.starting_share == pytest.approx(0.8 / (0.8 + 3.2))
     assert Evidence.of(burst, config=KEPT, cores=4, epoch_batches=100).starting_share == 0.0
 
@@ -193,13 +211,20 @@ def test_every_row_can_be_said_in_one_line_that_ends_and_only_with_all_its_figur
     rows = [row for table in Table.__subclasses__() for row in table]
     assert len(rows) > 80
     for row in rows:
-        fields = [(name, spec or "") for _, name, spec, _ in string.Formatter().parse(row.value) if name]
-        finding = row(**{name: 3 if spec.startswith("# ") else FIGURES[spec] for name, spec in fields})
+        fields = [
+            (name, spec or "") for _, name, spec, _ in string.Formatter().parse(row.value) if name
+        ]
+        finding = row(
+            **{name: 3 if spec.startswith("# ") else FIGURES[spec] for name, spec in fields}
+        )
         assert finding.kind == row.name.lower()
         assert row.said_by(finding)
         assert not re.search(r"[{}\n]|  ", finding.sentence), row
         assert finding.sentence[-1] in ".:)" or row.value.endswith("}"), row
-    assert all(len({row.value for row in table}) == len(table.__members__) for table in Table.__subclasses__())
+    assert all(
+        len({row.value for row in table}) == len(table.__members__)
+        for table in Table.__subclasses__()
+    )
     with pytest.raises(KeyError):
         Advice.RUN()
 
@@ -223,7 +248,13 @@ def test_a_gain_is_claimed_only_where_rounds_show_it(ratio, row):
 
 
 TEXTS = {
-    units.rate_text: {1234.4: "1,234/s", 0.7891: "0.789/s", 123_456: "123k/s", 1_234_567: "1.23M/s", None: "-"},
+    units.rate_text: {
+        1234.4: "1,234/s",
+        0.7891: "0.789/s",
+        123_456: "123k/s",
+        1_234_567: "1.23M/s",
+        None: "-",
+    },
     units.share_text: {0.004: "0.4%", 0.124: "12%"},
     units.bytes_text: {45 << 20: "45 MiB", (5 << 30) // 4: "1.25 GiB"},
     units.seconds_text: {0.00004: "40 us", 0.0004: "0.4 ms", 1.234: "1.23 s", 200: "3 min 20 s"},

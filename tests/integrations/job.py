@@ -47,5 +47,9 @@ def collate(samples):
 
 def assert_changed(loader, seen):
     """It changed its workers between two batches of an epoch, and every sample came once an epoch."""
-    assert len({row.worker < 0 for row in loader.log.rows}) == 2  # some are the loop's, some are of workers
-    assert [sorted(seen[first : first + SIZE]) for first in range(0, len(seen), SIZE)] == [list(range(SIZE))] * EPOCHS
+    assert (
+        len({row.worker < 0 for row in loader.log.rows}) == 2
+    )  # some are the loop's, some are of workers
+    assert [sorted(seen[first : first + SIZE]) for first in range(0, len(seen), SIZE)] == [
+        list(range(SIZE))
+    ] * EPOCHS

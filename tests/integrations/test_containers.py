@@ -32,6 +32,7 @@ def test_batches_that_do_not_fit_into_shared_memory_for_dataloader_travel_with_a
     if in_a_small_container("true").returncode:
         pytest.skip("nothing may be mounted here")
     theirs, ours = (
-        in_a_small_container(sys.executable, "-c", SCRIPT.format(kind)) for kind in ("DataLoader", "AutoLoader")
+        in_a_small_container(sys.executable, "-c", SCRIPT.format(kind))
+        for kind in ("DataLoader", "AutoLoader")
     )
     assert (theirs.returncode, ours.stdout.strip()) == (1, str(list(range(8))))

@@ -24,11 +24,17 @@ def shell(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["watch", "run"])
-def test_a_cell_is_told_of_by_the_lines_that_the_notebook_shows_and_the_next_one_is_left_alone(shell, capsys, verb):
+def test_a_cell_is_told_of_by_the_lines_that_the_notebook_shows_and_the_next_one_is_left_alone(
+    shell, capsys, verb
+):
     cell = f"%%watch {verb}\nmade = DataLoader(TensorDataset(torch.rand(40, 4)))\nx = len([*made, *kept])"
     assert (shell.run_cell(cell).success, shell.user_ns["x"]) == (True, 48)
     report = capsys.readouterr().err
-    told = (f"autotune-loader {verb}: 2 loaders", "cell:2  TensorDataset[40]", "cell:3  TensorDataset[64]")
+    told = (
+        f"autotune-loader {verb}: 2 loaders",
+        "cell:2  TensorDataset[40]",
+        "cell:3  TensorDataset[64]",
+    )
     assert [text for text in told if text not in report] == []
     shell.run_cell("list(kept)")
     assert "autotune-loader" not in capsys.readouterr().err
@@ -45,7 +51,9 @@ def test_a_cell_is_told_of_by_the_lines_that_the_notebook_shows_and_the_next_one
     ],
 )
 def test_the_next_step_of_a_cell_is_a_cell(shell, capsys, head, after, step):
-    shell.run_cell(f"{head}list(DataLoader(Waiting(480, 0.002), batch_size=8, {after}))").raise_error()
+    shell.run_cell(
+        f"{head}list(DataLoader(Waiting(480, 0.002), batch_size=8, {after}))"
+    ).raise_error()
     assert f"next: `{step}` tries" in capsys.readouterr().err
 
 

@@ -81,7 +81,11 @@ def test_an_autoloader_changes_in_the_midst_of_training(fit, parts):
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 def test_batches_that_lightning_overfits_come_from_a_loader_with_the_settings(fit, parts):
     model = parts.Module()
-    trainer = fit(model, datamodule=tuned(parts.Points(FEW), model, config=CONFIG), of_trainer={"overfit_batches": 3})
+    trainer = fit(
+        model,
+        datamodule=tuned(parts.Points(FEW), model, config=CONFIG),
+        of_trainer={"overfit_batches": 3},
+    )
     assert LoaderConfig.from_loader(trainer.train_dataloader) == CONFIG
     assert type(trainer.train_dataloader.sampler) is SequentialSampler
 
@@ -110,9 +114,16 @@ def test_a_loader_that_lightning_makes_anew_has_the_settings(package, make):
         noted = {name: str(value) for name, value in vars(own).items()}
         loader = TuningResult(best=config, status="complete").apply_to(own)
     anew = data._update_dataloader(loader, SequentialSampler(FEW))
-    assert (type(anew), LoaderConfig.from_loader(anew)) == (type(own), LoaderConfig.from_loader(loader))
+    assert (type(anew), LoaderConfig.from_loader(anew)) == (
+        type(own),
+        LoaderConfig.from_loader(loader),
+    )
     assert (anew.num_workers, anew.prefetch_factor, anew.persistent_workers) == (2, 4, False)
-    assert (type(anew.sampler), anew.batch_size, anew.batch_sampler.batch_size) == (SequentialSampler, 8, 8)
+    assert (type(anew.sampler), anew.batch_size, anew.batch_sampler.batch_size) == (
+        SequentialSampler,
+        8,
+        8,
+    )
     assert {name: str(value) for name, value in vars(own).items()} == noted
 
 
@@ -132,11 +143,17 @@ def as_list(loaders):
 
 
 def combined(loaders):
-    return importlib.import_module("lightning.pytorch.utilities").CombinedLoader(loaders, "min_size")
+    return importlib.import_module("lightning.pytorch.utilities").CombinedLoader(
+        loaders, "min_size"
+    )
 
 
-@pytest.mark.parametrize(("contain", "place"), [(dict, "['a']"), (as_list, "[0]"), (combined, "[0]")])
-def test_of_several_loaders_each_is_tuned_and_they_come_back_as_they_were(contain, place, monkeypatch):
+@pytest.mark.parametrize(
+    ("contain", "place"), [(dict, "['a']"), (as_list, "[0]"), (combined, "[0]")]
+)
+def test_of_several_loaders_each_is_tuned_and_they_come_back_as_they_were(
+    contain, place, monkeypatch
+):
     found, given, data = [], [], Several(contain)
 
     def tune(*args):
@@ -146,7 +163,9 @@ def test_of_several_loaders_each_is_tuned_and_they_come_back_as_they_were(contai
 
     monkeypatch.setattr(integration, "tune", tune)
     tuned(data, torch.nn.Linear(4, 2))
-    with pytest.warns(UserWarning, match="is one of the loaders whose batches a step takes together") as told:
+    with pytest.warns(
+        UserWarning, match="is one of the loaders whose batches a step takes together"
+    ) as told:
         made = data.train_dataloader()
     assert f"train_dataloader(){place}" in [str(each.message).partition(" ")[0] for each in told]
     assert given == [(each,) for each in data.loaders.values()]
@@ -161,6 +180,8 @@ def test_of_several_loaders_each_is_tuned_and_they_come_back_as_they_were(contai
 
 def test_several_loaders_are_trained_from_with_the_settings(fit, parts):
     model, several = parts.Module(), Several(dict).loaders
-    model.training_step = lambda batch: model.model(*batch["a"])["loss"] + model.model(*batch["b"])["loss"]
+    model.training_step = lambda batch: (
+        model.model(*batch["a"])["loss"] + model.model(*batch["b"])["loss"]
+    )
     loader = fit(model, tuned(several, model, config=CONFIG)).train_dataloader
     assert [LoaderConfig.from_loader(each) for each in loader.values()] == [CONFIG, CONFIG]

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # its import takes most of it on a busy machine
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(300),
+]  # its import takes most of it on a busy machine
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r'^```python title="(\S+) ?(\S*)"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
 CONFIG = re.search(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1]
@@ -119,12 +122,19 @@ assert [job.result().best for job in jobs] == [load_config(f"{node}.json") for n
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "version", "block"), [pytest.param(*block, id=block[0]) for block in BLOCKS])
+@pytest.mark.parametrize(
+    ("name", "version", "block"), [pytest.param(*block, id=block[0]) for block in BLOCKS]
+)
 def test_a_recipe_does_what_it_says(name, version, block, preloaded_frameworks, tmp_path):
     pytest.importorskip(MODULES.get(name, name))
     assert not version or version == importlib.metadata.version(name)
     (tmp_path / "hydra.yaml").write_text(CONFIG)
-    script = re.sub("^( *)# BLOCK\n", lambda found: textwrap.indent(block, found[1]), SCRIPTS[name], flags=re.MULTILINE)
+    script = re.sub(
+        "^( *)# BLOCK\n",
+        lambda found: textwrap.indent(block, found[1]),
+        SCRIPTS[name],
+        flags=re.MULTILINE,
+    )
     (tmp_path / "recipe.py").write_text(COMMON + script)
     run = preloaded_frameworks.start("recipe.py", folder=tmp_path)
     assert run.wait(timeout=200) == 0, run.output

@@ -55,18 +55,34 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("body", [LIGHTNING, TRAINER, STATEFUL], ids=["lightning", "trainer", "stateful"])
-def test_loaders_of_frameworks_are_found_and_nothing_else_changes(preloaded_frameworks, tmp_path, body):
+@pytest.mark.parametrize(
+    "body", [LIGHTNING, TRAINER, STATEFUL], ids=["lightning", "trainer", "stateful"]
+)
+def test_loaders_of_frameworks_are_found_and_nothing_else_changes(
+    preloaded_frameworks, tmp_path, body
+):
     bench = Bench(preloaded_frameworks, tmp_path, COMMON)
     text = bench.write(body)
     code, plain = bench.run("train.py")
     assert code == 0, plain
-    lines = [line.split("# HERE")[1].split() if "# HERE" in line else [] for line in text.splitlines()]
-    wanted = {(f"Waiting[{size}]", f"train.py:{number}") for number, sizes in enumerate(lines, 1) for size in sizes}
+    lines = [
+        line.split("# HERE")[1].split() if "# HERE" in line else [] for line in text.splitlines()
+    ]
+    wanted = {
+        (f"Waiting[{size}]", f"train.py:{number}")
+        for number, sizes in enumerate(lines, 1)
+        for size in sizes
+    }
     for verb in ("watch", "run"):
         printed, told = bench.told(verb, "train.py")
-        assert re.findall("^SAID.*", printed, re.MULTILINE) == re.findall("^SAID.*", plain, re.MULTILINE) != []
-        found = {(each["contents"].split(",")[0], each["name"].split(" ")[0]) for each in told["loaders"]}
+        assert (
+            re.findall("^SAID.*", printed, re.MULTILINE)
+            == re.findall("^SAID.*", plain, re.MULTILINE)
+            != []
+        )
+        found = {
+            (each["contents"].split(",")[0], each["name"].split(" ")[0]) for each in told["loaders"]
+        }
         # How many samples there are is known where an epoch has ended: nobody asks the dataset.
         of_any_size = {(contents.split("[")[0], line) for contents, line in wanted}
         assert {(contents.split("[")[0], line) for contents, line in found} == of_any_size

@@ -14,18 +14,38 @@ from autotune_loader.integrations.accelerate import tune_before_prepare, tune_li
 from autotune_loader.integrations.transformers import plain_loader, training_arguments, tune_trainer
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.values import LoaderConfig
-from tests.integrations.job import BATCH, EPOCHS, FEW, QUICK, Classifier, Waiting, assert_changed, collate
+from tests.integrations.job import (
+    BATCH,
+    EPOCHS,
+    FEW,
+    QUICK,
+    Classifier,
+    Waiting,
+    assert_changed,
+    collate,
+)
 
 transformers = pytest.importorskip("transformers")
-GradientCheckpointingLayer = pytest.importorskip("transformers.modeling_layers").GradientCheckpointingLayer
+GradientCheckpointingLayer = pytest.importorskip(
+    "transformers.modeling_layers"
+).GradientCheckpointingLayer
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # its import takes most of it on a busy machine
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(300),
+]  # its import takes most of it on a busy machine
 
 
 @pytest.fixture
 def trainer_of(tmp_path):
     """Makes a Trainer with a collator, of a class and with arguments of one's own."""
-    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+    quiet = {
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "use_cpu": True,
+    }
 
     def make(dataset, kind=transformers.Trainer, *, model=None, size=32, epochs=2, **fields):
         fields |= {
@@ -55,7 +75,9 @@ class Bucketed(transformers.Trainer):
 
     def get_train_dataloader(self):
         batches, workers = [[0, 1, 2], [3]], self.args.dataloader_num_workers
-        loader = torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches, num_workers=workers)
+        loader = torch.utils.data.DataLoader(
+            self.train_dataset, batch_sampler=batches, num_workers=workers
+        )
         return self.accelerator.prepare(loader)
 
 
@@ -72,11 +94,19 @@ class Layer(GradientCheckpointingLayer):
 class Net(transformers.PreTrainedModel):
     """Reads tokens, and notes how often its layer computes and what its embeddings were."""
 
-    config_class, supports_gradient_checkpointing, main_input_name = transformers.PretrainedConfig, True, "x"
+    config_class, supports_gradient_checkpointing, main_input_name = (
+        transformers.PretrainedConfig,
+        True,
+        "x",
+    )
 
     def __init__(self, config):
         super().__init__(config)
-        self.embeddings, self.layer, self.head = torch.nn.Embedding(10, 8), Layer(), torch.nn.Linear(8, 2)
+        self.embeddings, self.layer, self.head = (
+            torch.nn.Embedding(10, 8),
+            Layer(),
+            torch.nn.Linear(8, 2),
+        )
         self.embedded = []
         self.post_init()
 
@@ -116,14 +146,19 @@ def test_a_trainer_is_tuned_with_its_own_parts_and_then_trains_with_untouched_we
     trainer = trainer_of(FEW)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     result = tune_trainer(trainer, **QUICK)
-    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+    assert all(
+        torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True)
+    )
     assert trainer.args.dataloader_num_workers == result.best.num_workers
     assert trainer.get_train_dataloader().num_workers == result.best.num_workers
     assert (result.batch_size, trainer.train().global_step) == (32, 2 * 8)
 
 
 def test_sampler_loss_and_precision_of_the_trainers_own_are_heeded(trainer_of, monkeypatch):
-    samplers = [type(plain_loader(trainer_of(FEW, kind)).sampler).__name__ for kind in (transformers.Trainer, Own)]
+    samplers = [
+        type(plain_loader(trainer_of(FEW, kind)).sampler).__name__
+        for kind in (transformers.Trainer, Own)
+    ]
     assert samplers == ["RandomSampler", "SequentialSampler"]
     was_on, result = [], synthetic_result()
     tuned = lambda *_, **__: was_on.append(torch.is_autocast_enabled("cpu")) or result  # noqa: E731
@@ -145,11 +180,15 @@ def trial_of(trainer_of, monkeypatch):
     """The step of a trial, in a process that has got only what `tune()` was given: its model, and the step itself."""
     given = []
     monkeypatch.setattr(
-        integration, "tune", lambda *args, **options: given.append((args, options)) or synthetic_result()
+        integration,
+        "tune",
+        lambda *args, **options: given.append((args, options)) or synthetic_result(),
     )
 
     def trial_of(kind=transformers.Trainer, model=None, options=(), **fields):
-        trainer = trainer_of(FEW, kind, model=model or Net(transformers.PretrainedConfig()), **fields)
+        trainer = trainer_of(
+            FEW, kind, model=model or Net(transformers.PretrainedConfig()), **fields
+        )
         before = state_of(trainer)
         tune_trainer(trainer, **dict(options))
         assert state_of(trainer) == before
@@ -168,7 +207,11 @@ def state_of(trainer):
         | {"hooks": len(each._forward_hooks)}
         for each in trainer.model.modules()
     ]
-    return modules, {name: id(value) for name, value in vars(trainer).items()}, len(trainer.state.log_history)
+    return (
+        modules,
+        {name: id(value) for name, value in vars(trainer).items()},
+        len(trainer.state.log_history),
+    )
 
 
 def run(step, times=2):
@@ -180,7 +223,13 @@ def run(step, times=2):
     ("fields", "calls"),
     [
         ({}, 1),
-        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, 2),
+        (
+            {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            },
+            2,
+        ),
         ({"gradient_checkpointing": True, "label_smoothing_factor": 0.1}, 2),
     ],
 )
@@ -202,7 +251,9 @@ def test_layers_are_computed_in_trials_as_often_as_in_training(trial_of, fields,
 def test_the_optimizer_of_the_arguments_is_stepped_with_clipped_gradients(trial_of, fields, says):
     model, step = trial_of(max_grad_norm=1e-3, **fields)
     run(step)
-    gradients = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    gradients = torch.cat(
+        [each.grad.flatten() for each in model.parameters() if each.grad is not None]
+    )
     assert (step.description, round(gradients.norm().item(), 5)) == (
         f"model(**batch).loss, then backward and {says}.step()",
         1e-3,
@@ -222,13 +273,23 @@ def test_noise_and_compilation_are_on_in_trials(trial_of):
 @pytest.mark.parametrize(
     ("kind", "fields", "loss"),
     [
-        (transformers.Trainer, {}, lambda logits: torch.nn.functional.cross_entropy(logits, TOKENS["labels"])),
+        (
+            transformers.Trainer,
+            {},
+            lambda logits: torch.nn.functional.cross_entropy(logits, TOKENS["labels"]),
+        ),
         (
             transformers.Trainer,
             {"label_smoothing_factor": 0.2},
-            lambda logits: torch.nn.functional.cross_entropy(logits, TOKENS["labels"], label_smoothing=0.2),
+            lambda logits: torch.nn.functional.cross_entropy(
+                logits, TOKENS["labels"], label_smoothing=0.2
+            ),
         ),
-        (Doubled, {}, lambda logits: 2 * torch.nn.functional.cross_entropy(logits, TOKENS["labels"])),
+        (
+            Doubled,
+            {},
+            lambda logits: 2 * torch.nn.functional.cross_entropy(logits, TOKENS["labels"]),
+        ),
     ],
 )
 def test_the_loss_of_trials_is_the_trainers(trainer_of, trial_of, kind, fields, loss):
@@ -247,8 +308,16 @@ def test_the_loss_of_trials_is_the_trainers(trainer_of, trial_of, kind, fields, 
 @pytest.mark.parametrize(
     ("fields", "kind", "says"),
     [
-        ({"gradient_accumulation_steps": 4}, transformers.Trainer, r"args\.gradient_accumulation_steps=4"),
-        ({"use_liger_kernel": True, "gradient_accumulation_steps": 2}, transformers.Trainer, "liger_kernel=True, .*=2"),
+        (
+            {"gradient_accumulation_steps": 4},
+            transformers.Trainer,
+            r"args\.gradient_accumulation_steps=4",
+        ),
+        (
+            {"use_liger_kernel": True, "gradient_accumulation_steps": 2},
+            transformers.Trainer,
+            "liger_kernel=True, .*=2",
+        ),
         ({}, Stepping, "own training_step; a train_step= that does it would work"),
     ],
 )
@@ -259,10 +328,19 @@ def test_what_trials_leave_out_is_said_once(trial_of, fields, kind, says):
     trial_of(kind, **fields, options={"train_step": 0.01})  # warnings are errors here
 
 
-def test_a_loader_of_the_trainers_own_is_measured_and_what_it_does_not_heed_is_said(trainer_of, monkeypatch):
-    tuned, result = [], replace(synthetic_result(), best=LoaderConfig(num_workers=2, prefetch_factor=4))
-    monkeypatch.setattr(integration, "tune", lambda loader, *_, **__: tuned.append(loader) or result)
-    with pytest.warns(UserWarning, match="ignores args for prefetch_factor=4; return result.apply_to"):
+def test_a_loader_of_the_trainers_own_is_measured_and_what_it_does_not_heed_is_said(
+    trainer_of, monkeypatch
+):
+    tuned, result = (
+        [],
+        replace(synthetic_result(), best=LoaderConfig(num_workers=2, prefetch_factor=4)),
+    )
+    monkeypatch.setattr(
+        integration, "tune", lambda loader, *_, **__: tuned.append(loader) or result
+    )
+    with pytest.warns(
+        UserWarning, match="ignores args for prefetch_factor=4; return result.apply_to"
+    ):
         tune_trainer(trainer_of(FEW, Bucketed))
     assert tuned[0].batch_sampler == [[0, 1, 2], [3]]
 
@@ -271,7 +349,10 @@ def test_the_fields_of_a_file_make_training_arguments(trainer_of):
     config = LoaderConfig(num_workers=2, prefetch_factor=4, persistent_workers=True)
     loader = trainer_of(FEW, **training_arguments(config)).get_train_dataloader()
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 4, True)
-    assert training_arguments(LoaderConfig()) == {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
+    assert training_arguments(LoaderConfig()) == {
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+    }
 
 
 def test_what_accelerate_has_prepared_changes_in_the_midst_of_training(trainer_of):
@@ -283,14 +364,22 @@ def test_what_accelerate_has_prepared_changes_in_the_midst_of_training(trainer_o
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # of torchdata
 def test_a_prepared_loader_that_keeps_a_state_is_refused_and_stays_what_it_is():
     pytest.importorskip("torchdata")
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
-    prepared = accelerator.prepare(torch.utils.data.DataLoader(FEW, batch_size=BATCH, collate_fn=collate))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+    )
+    prepared = accelerator.prepare(
+        torch.utils.data.DataLoader(FEW, batch_size=BATCH, collate_fn=collate)
+    )
     with pytest.raises(
-        TypeError, match=r"StatefulDataLoader, .* tune_before_prepare\(accelerator, loader\) would work"
+        TypeError,
+        match=r"StatefulDataLoader, .* tune_before_prepare\(accelerator, loader\) would work",
     ):
         tune_live(prepared)
     next(iter(prepared))
-    assert (type(prepared.base_dataloader).__name__, bool(prepared.state_dict())) == ("StatefulDataLoader", True)
+    assert (type(prepared.base_dataloader).__name__, bool(prepared.state_dict())) == (
+        "StatefulDataLoader",
+        True,
+    )
 
 
 def test_the_bursts_train_in_the_precision_of_the_accelerator():

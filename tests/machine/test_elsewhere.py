@@ -59,7 +59,11 @@ def test_files_are_changed_in_the_given_places_only(change, tmp_path):
         except Exception as error:
             raised = type(error).__name__
         (scratch / "ok").touch()
-        return held, raised in ("PermissionError", "OSError", "CalledProcessError"), mine.read_text()
+        return (
+            held,
+            raised in ("PermissionError", "OSError", "CalledProcessError"),
+            mine.read_text(),
+        )
 
     assert in_fork(confined) == (True, True, "mine")
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["last.pt", "ok", "scratch"]

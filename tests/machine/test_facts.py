@@ -25,7 +25,9 @@ def inspect(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     monkeypatch.delattr(os, "process_cpu_count", raising=False)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=900, total=1000))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=900, total=1000)
+    )
 
     def look(groups="0::/\n", files=(), environ=()):
         written = {f"sys/fs/cgroup/{name}": text for name, text in dict(files).items()}
@@ -51,7 +53,11 @@ BROKEN = {"a/cpu.max": "100 0", "cpu.max": "garbage", "memory.max": "a b c"}
     [
         ("0::/pods/pod7/app\n", PODS, [2.5, 0.5]),  # less than one core still leaves one
         ("0::/../sibling\n", {"cpu.max": "350000 100000"}, [3.5]),  # entered from outside
-        ("4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n", OWN_PART, [3.0, 0.5]),  # sees its own part only
+        (
+            "4:memory:/docker/3f2a\n0::/docker/3f2a/inner\n",
+            OWN_PART,
+            [3.0, 0.5],
+        ),  # sees its own part only
         ("0::/a\nnonsense\n", BROKEN, []),  # broken files
     ],
 )
@@ -59,7 +65,10 @@ def test_every_quota_above_this_process_counts_and_the_least_binds(groups, files
     cores = inspect(groups, files, {"SLURM_CPUS_PER_TASK": "6"}).cores
     assert [limit.value for limit in cores.inputs] == [8, 8, 6, *quotas]
     assert all(Path(limit.source).is_file() for limit in cores.inputs[3:])
-    assert (cores.binding.value, cores.usable) == (min([6, *quotas]), max(1, int(min([6, *quotas]))))
+    assert (cores.binding.value, cores.usable) == (
+        min([6, *quotas]),
+        max(1, int(min([6, *quotas]))),
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,9 @@ def test_cores_are_divided_among_the_ranks_that_share_them(environ, usable, insp
     assert inspect(environ=environ).usable_cores == usable
 
 
-def test_affinity_and_pythons_own_count_bind_and_a_daemonic_process_has_no_workers(inspect, monkeypatch):
+def test_affinity_and_pythons_own_count_bind_and_a_daemonic_process_has_no_workers(
+    inspect, monkeypatch
+):
     monkeypatch.setattr(os, "process_cpu_count", lambda: 3, raising=False)
     assert inspect().usable_cores == 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 5})
@@ -102,7 +113,9 @@ V2_MEMORY = {
         ("0::/\n", {"memory.max": "garbage", "memory.stat": "a b c"}, [900], 1000),
     ],
 )
-def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(groups, files, left, total, inspect):
+def test_memory_is_what_anyone_leaves_at_least_and_ranks_share_it(
+    groups, files, left, total, inspect
+):
     machine = inspect(groups, files, {"LOCAL_WORLD_SIZE": "4"})
     assert [limit.value for limit in machine.memory.inputs] == left
     assert (machine.memory.available_bytes, machine.memory.total_bytes) == (min(left), total)
@@ -116,7 +129,12 @@ def test_what_a_system_does_not_tell_is_none(inspect, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
     monkeypatch.setattr(psutil, "cpu_times", Mock(side_effect=FileNotFoundError("/proc/stat")))
     machine = inspect()
-    assert (machine.usable_cores, machine.memory_budget_bytes, machine.shm, host_busy_s()) == (8, None, None, [])
+    assert (machine.usable_cores, machine.memory_budget_bytes, machine.shm, host_busy_s()) == (
+        8,
+        None,
+        None,
+        [],
+    )
 
 
 def test_this_machine_has_what_the_system_says_and_the_same_fingerprint_twice():
@@ -143,21 +161,40 @@ def test_inspecting_settles_nothing_and_another_system_is_told_at_once_what_work
 
 
 @pytest.mark.parametrize(
-    ("count", "is_open", "gpu"), [(0, False, "none"), (2, False, None), (2, True, "NVIDIA H100")], ids=str
+    ("count", "is_open", "gpu"),
+    [(0, False, "none"), (2, False, None), (2, True, "NVIDIA H100")],
+    ids=str,
 )
-def test_a_gpu_is_named_where_it_is_open_or_was_measured_on_and_cuda_is_not_opened(count, is_open, gpu, monkeypatch):
-    name = Mock(return_value="NVIDIA H100") if is_open else Mock(side_effect=AssertionError("CUDA was opened"))
-    told = {"device_count": lambda: count, "is_initialized": lambda: is_open, "get_device_name": name}
+def test_a_gpu_is_named_where_it_is_open_or_was_measured_on_and_cuda_is_not_opened(
+    count, is_open, gpu, monkeypatch
+):
+    name = (
+        Mock(return_value="NVIDIA H100")
+        if is_open
+        else Mock(side_effect=AssertionError("CUDA was opened"))
+    )
+    told = {
+        "device_count": lambda: count,
+        "is_initialized": lambda: is_open,
+        "get_device_name": name,
+    }
     for function, answer in told.items():
         monkeypatch.setattr(torch.cuda, function, answer)
     machine = inspect_machine(environ={})
-    assert (machine.fingerprint().gpu, machine.fingerprint(gpu="NVIDIA T4").gpu) == (gpu, "NVIDIA T4")
+    assert (machine.fingerprint().gpu, machine.fingerprint(gpu="NVIDIA T4").gpu) == (
+        gpu,
+        "NVIDIA T4",
+    )
     monkeypatch.delitem(sys.modules, "torch")
     assert machine.fingerprint().gpu is None
 
 
 TUNED = Fingerprint(
-    usable_cores=16, memory_bytes=64 << 30, shm_bytes=8 << 30, gpu="NVIDIA H100", dataset="Images[1000]"
+    usable_cores=16,
+    memory_bytes=64 << 30,
+    shm_bytes=8 << 30,
+    gpu="NVIDIA H100",
+    dataset="Images[1000]",
 )
 
 
@@ -166,9 +203,17 @@ TUNED = Fingerprint(
     [
         ({"usable_cores": 32}, "16 then, 32 here; more workers may be faster", False),
         ({"usable_cores": 8}, "16 then, 8 here; its workers may be too many", True),
-        ({"memory_bytes": 16 << 30}, "65536 MiB then, 16384 MiB here; its workers may not fit", True),
+        (
+            {"memory_bytes": 16 << 30},
+            "65536 MiB then, 16384 MiB here; its workers may not fit",
+            True,
+        ),
         ({"shm_bytes": 16 << 30}, "8192 MiB then, 16384 MiB here", False),
-        ({"gpu": "none"}, "GPU: NVIDIA H100 then, none here; the step takes a different time", True),
+        (
+            {"gpu": "none"},
+            "GPU: NVIDIA H100 then, none here; the step takes a different time",
+            True,
+        ),
         ({"dataset": "Images[2000]"}, "Images[1000] then, Images[2000] here", True),
         # not known, the same, hardly different
         ({"gpu": None, "memory_bytes": None, "dataset": "", "torch": "2.7.1"}, None, None),

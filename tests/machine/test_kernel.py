@@ -42,7 +42,9 @@ def test_a_process_can_be_waited_for(lacks: bool, monkeypatch: pytest.MonkeyPatc
 
 
 @LACKING
-def test_what_the_kernel_refuses_is_an_oserror(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_refuses_is_an_oserror(
+    lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without("pidfd_open", lacks, monkeypatch)
     with pytest.raises(ProcessLookupError):
         pidfd(2**22 + 1)

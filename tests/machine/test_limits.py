@@ -9,8 +9,19 @@ import torch
 
 from autotune_loader.machine.limits import local_world_size, usable_cores
 
-LIGHTNING = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "0", "LOCAL_RANK": "3", "WORLD_SIZE": "8"}
-STEP = {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+LIGHTNING = {
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+    "NODE_RANK": "0",
+    "LOCAL_RANK": "3",
+    "WORLD_SIZE": "8",
+}
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
 TWO_NODES = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 UNEVEN = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
 
@@ -21,7 +32,9 @@ def launched(monkeypatch):
 
     def launch(devices=0, group=None):
         up = SimpleNamespace(
-            is_available=lambda: True, is_initialized=lambda: group is not None, get_world_size=lambda: group
+            is_available=lambda: True,
+            is_initialized=lambda: group is not None,
+            get_world_size=lambda: group,
         )
         monkeypatch.setitem(sys.modules, "torch.distributed", up)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
@@ -34,7 +47,12 @@ def launched(monkeypatch):
     [
         ({}, 0, None, 1),
         ({}, 8, None, 1),  # one process that sees all GPUs
-        ({"WORLD_SIZE": "8", "RANK": "0"}, 8, None, 1),  # nothing has started it as one of several here
+        (
+            {"WORLD_SIZE": "8", "RANK": "0"},
+            8,
+            None,
+            1,
+        ),  # nothing has started it as one of several here
         # torchrun; its word goes before all others
         ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}, 8, 8, 4),
         ({"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}, 8, 8, 1),
@@ -69,7 +87,9 @@ def launched(monkeypatch):
         ({"SLURM_NNODES": "2"}, 0, 3, 2),
     ],
 )
-def test_ranks_of_a_node_are_counted_whoever_has_started_them(environ, devices, group, ranks, launched):
+def test_ranks_of_a_node_are_counted_whoever_has_started_them(
+    environ, devices, group, ranks, launched
+):
     launched(devices, group)
     assert local_world_size(environ) == ranks
 

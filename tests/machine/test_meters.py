@@ -35,8 +35,13 @@ def test_a_tree_has_used_what_its_processes_have_and_the_gone_count_nothing(tmp_
     def process(pid, ticks, pages=10, read=None):
         """A folder of `/proc`; the process has a name that looks like more fields."""
         (tmp_path / str(pid)).mkdir()
-        stat = f"{pid} (a) S 1 (b)) R 1 2 3 4 5 6 7 8 9 10 {ticks} 20 0 1 0 99 1000 {pages} 18446744"
-        files = {"stat": stat, "smaps_rollup": "5581-7ffc ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPss: 4 kB\n"}
+        stat = (
+            f"{pid} (a) S 1 (b)) R 1 2 3 4 5 6 7 8 9 10 {ticks} 20 0 1 0 99 1000 {pages} 18446744"
+        )
+        files = {
+            "stat": stat,
+            "smaps_rollup": "5581-7ffc ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPss: 4 kB\n",
+        }
         if read is not None:
             files["io"] = f"rchar: 5\nread_bytes: {read}\nwrite_bytes: 7\n"
         for name, text in files.items():
@@ -73,10 +78,17 @@ def test_what_is_private_to_a_process_is_what_its_end_would_free(rollup, found, 
 
 
 def test_without_a_nursery_workers_have_its_pages_of_libraries_and_nobody_has_its_own(tmp_path):
-    for pid, rss, anonymous, own in ((1, 310, 200, 100), (2, 20, 10, 8), (3, 217, 196, 196), (4, 230, 206, 206)):
+    for pid, rss, anonymous, own in (
+        (1, 310, 200, 100),
+        (2, 20, 10, 8),
+        (3, 217, 196, 196),
+        (4, 230, 206, 206),
+    ):
         (tmp_path / str(pid)).mkdir()
         rows = f"Rss: {rss} kB\nPss_Anon: {own} kB\nAnonymous: {anonymous} kB\n"
-        (tmp_path / str(pid) / "smaps_rollup").write_text(f"5581-7ffc ---p 0 00:00 0 [rollup]\n{rows}")
+        (tmp_path / str(pid) / "smaps_rollup").write_text(
+            f"5581-7ffc ---p 0 00:00 0 [rollup]\n{rows}"
+        )
     libraries = (110 - 21) + (110 - 24)
     assert without_nursery([3, 4], [1, 2], tmp_path) == (1024 * (libraries - 330), -1024 * 108)
     assert without_nursery([3, 5], [1, 2], tmp_path) is None
@@ -119,12 +131,19 @@ def test_this_process_and_its_children_are_a_tree_with_what_the_system_says():
     ],
 )
 @pytest.mark.process
-def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(rss_bytes, pss_bytes, alarms, monkeypatch):
+def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
+    rss_bytes, pss_bytes, alarms, monkeypatch
+):
     # GIVEN a tree that is as large as a test says, looked at every 5 ms
     looks, raised = [], []
     use = TreeUse(cpu_s=1.0, rss_bytes=rss_bytes)
     used, pss = (lambda members: looks.append(members) or use), (lambda _members: pss_bytes)
-    for name, value in {"PERIOD_S": 0.005, "SUSPICION_S": 0.0, "tree_use": used, "tree_pss": pss}.items():
+    for name, value in {
+        "PERIOD_S": 0.005,
+        "SUSPICION_S": 0.0,
+        "tree_use": used,
+        "tree_pss": pss,
+    }.items():
         monkeypatch.setattr(processes, name, value)
     with memory_guarded(os.getpid(), 100, lambda: raised.append(True)):
         while len(looks) < 5 and not raised:

@@ -13,7 +13,10 @@ from autotune_loader.machine.nvml import GpuMeter, GpuUse
 from tests.support import FakeClock
 from tests.support.accelerator import built_nvml, compiler
 
-pytestmark = [pytest.mark.process, pytest.mark.skipif(compiler() is None, reason="needs a compiler")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(compiler() is None, reason="needs a compiler"),
+]
 
 MIB, EPOCH_S = 1 << 20, 1_000_000_000.0
 NO_PERMISSION, NOT_SUPPORTED, DRIVER_NOT_LOADED = 4, 3, 9
@@ -22,9 +25,21 @@ FAST_US, SLOW_US = 150_000, 1_000_000
 """Of NVML's samples."""
 
 
-def gpu(name, levels="1000:50", *, period_us=FAST_US, mig=0, rates=0, samples=0, used_mib=100, kind="GPU"):
+def gpu(
+    name,
+    levels="1000:50",
+    *,
+    period_us=FAST_US,
+    mig=0,
+    rates=0,
+    samples=0,
+    used_mib=100,
+    kind="GPU",
+):
     """A device of the stand-in."""
-    return f"{kind}-{name * 8}-1111-2222 {period_us} {mig} {rates} {samples} {used_mib * MIB} {levels}"
+    return (
+        f"{kind}-{name * 8}-1111-2222 {period_us} {mig} {rates} {samples} {used_mib * MIB} {levels}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +52,19 @@ class Machine:
 
     def __init__(self, library, monkeypatch):
         self.library, self.patch, self.clock, self.looks = library, monkeypatch, FakeClock(), []
-        library.standin_mean.argtypes, library.standin_mean.restype = (ctypes.c_int, TIME_US, TIME_US), ctypes.c_double
+        library.standin_mean.argtypes, library.standin_mean.restype = (
+            (ctypes.c_int, TIME_US, TIME_US),
+            ctypes.c_double,
+        )
         monkeypatch.setattr(pynvml, "CDLL", lambda name: library)
         monkeypatch.setattr(pynvml, "nvmlLib", None)
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-        monkeypatch.setattr(nvml, "time", SimpleNamespace(monotonic=self.clock, time=lambda: EPOCH_S + self.clock()))
-        monkeypatch.setattr(nvml, "threading", SimpleNamespace(Event=lambda: self, Thread=self.thread))
+        monkeypatch.setattr(
+            nvml, "time", SimpleNamespace(monotonic=self.clock, time=lambda: EPOCH_S + self.clock())
+        )
+        monkeypatch.setattr(
+            nvml, "threading", SimpleNamespace(Event=lambda: self, Thread=self.thread)
+        )
         self.set = lambda: None  # what ends a look is the clock
         self.go_to(100.0)
 
@@ -52,12 +74,16 @@ class Machine:
         seen = [uuids[at] for at in order]
         if visible is not None:
             chosen = visible.split(",")
-            seen = [seen[int(each)] if each.isdecimal() else self.one_of(uuids, each) for each in chosen]
+            seen = [
+                seen[int(each)] if each.isdecimal() else self.one_of(uuids, each) for each in chosen
+            ]
         self.patch.setenv("NVML_STANDIN", "\n".join(gpus))
         self.patch.setattr(
             torch.cuda,
             "get_device_properties",
-            lambda device: SimpleNamespace(uuid=seen[torch.device(device).index or 0].partition("-")[2]),
+            lambda device: SimpleNamespace(
+                uuid=seen[torch.device(device).index or 0].partition("-")[2]
+            ),
         )
 
     @staticmethod
@@ -88,7 +114,9 @@ class Machine:
         while self.looks:
             self.looks.pop()()
         self.go_to(self.ends + 1.0)  # what comes after it is not of it
-        return meter.end(start, self.ends), self.library.standin_mean(0, self.us(start), self.us(self.ends)) / 100
+        return meter.end(start, self.ends), self.library.standin_mean(
+            0, self.us(start), self.us(self.ends)
+        ) / 100
 
 
 @pytest.fixture
@@ -175,7 +203,9 @@ def test_of_a_window_that_is_too_short_nothing_is_told(machine, device, seconds,
         ([], None, "it has no device GPU-aaaaaaaa-1111-2222"),
     ],
 )
-def test_without_a_figure_there_is_one_sentence_that_says_why(machine, gpus, error, why, monkeypatch):
+def test_without_a_figure_there_is_one_sentence_that_says_why(
+    machine, gpus, error, why, monkeypatch
+):
     machine.have(*(gpus or [gpu("a")]))
     if not gpus:
         monkeypatch.setenv("NVML_STANDIN", gpu("b"))
@@ -192,6 +222,8 @@ def test_without_a_figure_there_is_one_sentence_that_says_why(machine, gpus, err
 
 
 def test_of_an_accelerator_that_is_not_nvidias_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="another"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="another")
+    )
     meter = GpuMeter("cuda")
     assert (meter.why_none, meter.now(), meter.end(0.0, 1.0)) == ("", GpuUse(), GpuUse())

@@ -125,7 +125,9 @@ def new_attribute(data: Paths) -> None:
 @pytest.mark.parametrize(
     "change", [replaced, appended, in_a_list_of_lists, in_an_array, in_a_short_list, new_attribute]
 )
-def test_a_parcel_has_another_key_where_something_has_changed(change: Callable[[Paths], None]) -> None:
+def test_a_parcel_has_another_key_where_something_has_changed(
+    change: Callable[[Paths], None],
+) -> None:
     data, lists = Paths(), Lists()
     first = Parcel(data, lists=lists).key
     assert Parcel(data, lists=lists).key == first
@@ -180,7 +182,9 @@ def test_lists_that_are_gone_are_forgotten() -> None:
 
 def test_an_error_is_that_of_multiprocessing_and_leaves_nothing_open() -> None:
     before = descriptors()
-    with pytest.raises((AttributeError, TypeError, pickle.PicklingError), match=r"local object|pickle"):
+    with pytest.raises(
+        (AttributeError, TypeError, pickle.PicklingError), match=r"local object|pickle"
+    ):
         Parcel(lambda: 1)
     assert len(descriptors()) <= len(before)
 

@@ -67,7 +67,10 @@ DIFFERENT = {
     "kinds of numbers": lambda: (torch.ones(3), torch.ones(3, dtype=torch.float64)),
     "shapes": lambda: (torch.ones(4, 1), torch.ones(2, 2)),
     "NaN elsewhere": lambda: (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0])),
-    "NaN of half a float": lambda: (torch.tensor([NAN, 1.0]).bfloat16(), torch.tensor([NAN, 2.0]).bfloat16()),
+    "NaN of half a float": lambda: (
+        torch.tensor([NAN, 1.0]).bfloat16(),
+        torch.tensor([NAN, 2.0]).bfloat16(),
+    ),
     "complex": lambda: (torch.tensor([1 + 1j, NAN]), torch.tensor([1 + 2j, NAN])),
     "a conjugate": lambda: (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j])),
     "sparse": lambda: (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
@@ -82,7 +85,10 @@ DIFFERENT = {
     "long doubles": lambda: (np.array([1, NAN], np.longdouble), np.array([2, NAN], np.longdouble)),
     "dates": lambda: (np.array(["NaT", "2020"], "M8[Y]"), np.array(["NaT", "2021"], "M8[Y]")),
     "records": lambda: (np.array([(1, NAN)], "i4,f4"), np.array([(2, NAN)], "i4,f4")),
-    "arrays of objects": lambda: (np.array(["a", None], dtype=object), np.array(["a", 1], dtype=object)),
+    "arrays of objects": lambda: (
+        np.array(["a", None], dtype=object),
+        np.array(["a", 1], dtype=object),
+    ),
     "numbers of numpy": lambda: (np.int64(1_000_001), np.int64(1_000_002)),
     "containers": lambda: ((1, "a"), [1, "a"]),
     "orders of keys": lambda: ({"a": 1, "b": 2}, {"b": 2, "a": 1}),

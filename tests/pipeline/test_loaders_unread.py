@@ -117,7 +117,9 @@ class Steps(DataLoader):
             yield next(self.iterator)
 
 
-@pytest.mark.filterwarnings("error:This DataLoader will create")  # more workers than cores were measured
+@pytest.mark.filterwarnings(
+    "error:This DataLoader will create"
+)  # more workers than cores were measured
 def test_a_loader_that_is_running_is_not_shared_and_another_may_have_more_workers_than_cores():
     own = Steps(3, TensorDataset(torch.arange(10)), batch_size=4)
     made, sized = rebuild(own, LoaderConfig()), rebuild(own, LoaderConfig(batch_size=5))
@@ -132,5 +134,7 @@ def test_a_loader_that_is_running_is_not_shared_and_another_may_have_more_worker
 def test_a_loader_that_keeps_what_runs_with_its_settings_is_made_anew_by_its_owner():
     own = Steps(3, PLAIN)
     own.batches = iter(own)
-    with pytest.raises(ValueError, match=re.escape("Steps(..., **result.best.to_kwargs()) would work")):
+    with pytest.raises(
+        ValueError, match=re.escape("Steps(..., **result.best.to_kwargs()) would work")
+    ):
         rebuild(own, LoaderConfig())

@@ -81,7 +81,9 @@ def test_the_loop_waits_when_the_device_does(device, fetch_s, step_s, sync_every
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_the_host_s_clock_counts_where_the_device_is_lost_or_a_thread_takes_the_batches(device, is_lost):
+def test_the_host_s_clock_counts_where_the_device_is_lost_or_a_thread_takes_the_batches(
+    device, is_lost
+):
     log, device.is_lost = Log(), is_lost
     way = (device, 0.009, 0.1, 0, log)
     if is_lost:

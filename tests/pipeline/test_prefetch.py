@@ -67,7 +67,9 @@ def test_copies_are_depth_batches_ahead_and_an_exception_comes_after_the_batches
 
 def test_on_the_cpu_batches_are_the_loaders_own_in_every_epoch_and_none_is_read_ahead():
     asked = []
-    loader = DataLoader(range(20), batch_size=3, collate_fn=lambda rows: asked.extend(rows) or torch.tensor(rows))
+    loader = DataLoader(
+        range(20), batch_size=3, collate_fn=lambda rows: asked.extend(rows) or torch.tensor(rows)
+    )
     prefetcher = DevicePrefetcher(loader, "cpu", depth=2)
     for _ in range(2):
         assert torch.equal(torch.cat(list(prefetcher)), torch.arange(20))
@@ -84,7 +86,10 @@ def test_what_cannot_work_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="depth=0 must be an integer >= 1; depth=1 would work"):
         DevicePrefetcher([], "cpu", depth=0)
-    with pytest.raises(ValueError, match=r"device='cuda' does not exist \(PyTorch sees 0\); device='cpu' would work"):
+    with pytest.raises(
+        ValueError,
+        match=r"device='cuda' does not exist \(PyTorch sees 0\); device='cpu' would work",
+    ):
         DevicePrefetcher([], "cuda")
 
 
@@ -116,7 +121,11 @@ def test_every_container_keeps_its_type_and_order_and_the_users_stays_as_it_was(
     assert same_structure == structure
     for value, own in zip(copies, before, strict=True):
         is_tensor = isinstance(own, torch.Tensor)
-        assert torch.equal(value, own) and value.data_ptr() != own.data_ptr() if is_tensor else value is own
+        assert (
+            torch.equal(value, own) and value.data_ptr() != own.data_ptr()
+            if is_tensor
+            else value is own
+        )
 
 
 def test_pinned_memory_comes_in_blocks_of_a_power_of_two_for_each_tensor():
@@ -134,7 +143,10 @@ def test_what_moves_in_its_own_way_is_moved_so():
     for moved in (move(kept, "meta"), {"graph": fresh(kept)["graph"].to("meta")}):
         assert (moved["graph"].x.device.type, kept["graph"].x.device.type) == ("meta", "cpu")
     # `non_blocking` is given to who takes it
-    for to, told in ((str, "meta"), (lambda device, **options: f"{device} {options}", "meta {'non_blocking': True}")):
+    for to, told in (
+        (str, "meta"),
+        (lambda device, **options: f"{device} {options}", "meta {'non_blocking': True}"),
+    ):
         assert move(SimpleNamespace(to=to), "meta") == told
 
 

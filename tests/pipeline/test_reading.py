@@ -33,7 +33,9 @@ class InOrder(SequentialSampler):
 
 
 def loader(dataset=ROWS, **parts):
-    return DataSide.from_loader(DataLoader(dataset, **({} if "batch_sampler" in parts else {"batch_size": 16}) | parts))
+    return DataSide.from_loader(
+        DataLoader(dataset, **({} if "batch_sampler" in parts else {"batch_size": 16}) | parts)
+    )
 
 
 class Run:
@@ -44,7 +46,9 @@ class Run:
 
     def __call__(self, batches=BURST, **config):
         iterator = iter(make_traced_loader(self.data, LoaderConfig(**config), self.reading))
-        read = [torch.as_tensor(handed.batch).tolist() for handed in itertools.islice(iterator, batches)]
+        read = [
+            torch.as_tensor(handed.batch).tolist() for handed in itertools.islice(iterator, batches)
+        ]
         forget_open_batch()
         return read
 
@@ -66,7 +70,11 @@ def test_bursts_read_what_none_before_has_read_and_are_spread_over_an_epoch(name
     burst = Run(LOADERS[name])
     bursts = [burst() for _ in range(4 if name == "a rank's" else 8)]  # it has half of the rows
     samples = np.hstack([np.ravel(batch) for each in bursts for batch in each])
-    assert len(set(samples.tolist())) == len(samples) == len(bursts) * BURST * (1 if name == "one by one" else 16)
+    assert (
+        len(set(samples.tolist()))
+        == len(samples)
+        == len(bursts) * BURST * (1 if name == "one by one" else 16)
+    )
     if name in ("in order", "an order of one's own", "batches by length"):
         # THEN together they are the middle of the epoch, whose order may follow the length
         assert samples.mean() / len(ROWS) == pytest.approx(0.5, abs=0.1)
@@ -78,7 +86,9 @@ def test_bursts_read_what_none_before_has_read_and_are_spread_over_an_epoch(name
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_sides_of_a_comparison_read_far_from_each_other_and_the_same_at_a_place_that_they_are_told(name):
+def test_sides_of_a_comparison_read_far_from_each_other_and_the_same_at_a_place_that_they_are_told(
+    name,
+):
     # GIVEN one side whose sampler, if it is the user's, goes on in this process, and two others
     sides = [Run(LOADERS[name], 1 + number * SIDES_APART) for number in range(3)]
     read = [np.hstack([np.ravel(batch) for _ in range(2) for batch in side()]) for side in sides]
@@ -132,7 +142,9 @@ def test_a_small_dataset_is_read_as_training_reads_it_and_then_again():
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_a_dataset_may_say_that_it_is_longer_than_memory_and_a_probe_that_is_started_anew_begins_elsewhere(shuffled):
+def test_a_dataset_may_say_that_it_is_longer_than_memory_and_a_probe_that_is_started_anew_begins_elsewhere(
+    shuffled,
+):
     """It draws a crop for any index."""
     data = loader(range(sys.maxsize), shuffle=shuffled)
     tracemalloc.start()
@@ -148,7 +160,11 @@ def by_shard(shards, samples, is_shuffled=True, mixed=1):
     drawing = random.Random(0)
     numbers, indices = drawing.sample(range(shards), shards), []
     for at in range(0, shards, mixed):
-        within = [number * samples + place for number in numbers[at : at + mixed] for place in range(samples)]
+        within = [
+            number * samples + place
+            for number in numbers[at : at + mixed]
+            for place in range(samples)
+        ]
         indices += drawing.sample(within, len(within)) if is_shuffled else within
     return indices
 
@@ -163,7 +179,10 @@ RUNS = {
     "shards in order": ({"sampler": sorted(by_shard(20, 200), key=lambda index: index // 200)}, 12),
     "four shards at a time": ({"sampler": by_shard(40, 100, mixed=4)}, 25),
     "batches of a shard": ({"batch_sampler": as_batches(by_shard(20, 208))}, 13),
-    "batches that are arrays": ({"batch_sampler": [np.array(each) for each in as_batches(by_shard(20, 208))]}, 13),
+    "batches that are arrays": (
+        {"batch_sampler": [np.array(each) for each in as_batches(by_shard(20, 208))]},
+        13,
+    ),
     "a rank's": ({"sampler": by_shard(20, 800)[1::4]}, 12),
     "a rank's shards": ({"sampler": by_shard(40, 200, is_shuffled=False)[:4000]}, 12),
     "one by one": ({"sampler": by_shard(20, 200), "batch_size": None}, 200),
@@ -180,7 +199,10 @@ def test_a_sampler_that_goes_from_place_to_place_is_read_in_its_own_order_burst_
     bursts = [burst(5), burst(20)]
     batches = itertools.chain(*bursts, burst(30))
     order = data.sampler if data.batch_sampler is None else itertools.chain(*data.batch_sampler)
-    assert np.hstack(list(map(np.ravel, batches))).tolist() == list(order)[: 55 * (16 if data.is_batched else 1)]
+    assert (
+        np.hstack(list(map(np.ravel, batches))).tolist()
+        == list(order)[: 55 * (16 if data.is_batched else 1)]
+    )
     # AND it is known how many batches come with one load of a shard
     assert burst.reading.run == pytest.approx(run, rel=0.02, abs=1)
 
@@ -193,8 +215,12 @@ NO_RUNS = {
     "from the end": [*reversed(ROWS)],
     "by length": sorted(ROWS, key=lambda row: row * 7919 % 100),
     "nearly by length": sorted(ROWS, key=lambda row: row + row * 7919 % 100),
-    "each three times": [row for row in random.Random(0).sample(range(1000), 1000) for _ in range(3)],
-    "batches after each other, shuffled": list(itertools.chain(*random.Random(0).sample(as_batches([*ROWS]), 250))),
+    "each three times": [
+        row for row in random.Random(0).sample(range(1000), 1000) for _ in range(3)
+    ],
+    "batches after each other, shuffled": list(
+        itertools.chain(*random.Random(0).sample(as_batches([*ROWS]), 250))
+    ),
     "the same": [7] * 1000,
     "names": [f"row {row}" for row in ROWS],
     "places and sizes": [(row, 224) for row in ROWS],
@@ -203,7 +229,9 @@ NO_RUNS = {
 
 @pytest.mark.parametrize("name", NO_RUNS)
 def test_any_other_order_has_no_runs_and_is_spread_over_an_epoch(name):
-    burst = Run(loader(dict(zip(NO_RUNS[name], itertools.count(), strict=False)), sampler=NO_RUNS[name]))
+    burst = Run(
+        loader(dict(zip(NO_RUNS[name], itertools.count(), strict=False)), sampler=NO_RUNS[name])
+    )
     assert [len(burst(BLOCK_BATCHES + 2)), burst.reading.run] == [BLOCK_BATCHES + 2, 0]
 
 

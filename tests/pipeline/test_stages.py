@@ -14,7 +14,15 @@ from autotune_loader.pipeline import stage_clock
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values import OTHER_THREADS, TRANSFER, LoaderConfig, Seen, StageSamples, pooled, stage_times
+from autotune_loader.values import (
+    OTHER_THREADS,
+    TRANSFER,
+    LoaderConfig,
+    Seen,
+    StageSamples,
+    pooled,
+    stage_times,
+)
 
 
 class Clock:
@@ -61,7 +69,10 @@ def collate(samples):
     NOW.works(1)
 
 
-def clocked(dataset, fetch=lambda dataset: next(iter(dataset)) if isinstance(dataset, Stream) else dataset[5]):
+def clocked(
+    dataset,
+    fetch=lambda dataset: next(iter(dataset)) if isinstance(dataset, Stream) else dataset[5],
+):
     """Where and seconds of each stage of a batch that a worker would make, after a first one."""
     clock = stage_clock.StageClock(dataset)
     clock.fetch()
@@ -143,7 +154,10 @@ OWN = {"Of.__getitem__": 2, "collate": 1}
         (Of(Compose(lambda sample: crop(sample))), OWN | {"lambda": 5}),
         (Of(Compose(Flip(), crowded, crop)), OWN | {"Flip": 3, "crowded": 4, "crop": 5}),
         (Of(Compose(nn.Sequential(nn.Identity()), Flip())), OWN | {"Identity": 0, "Flip": 3}),
-        (Of(Compose(functools.partial(crop, by=3), functools.partial(Flip()))), OWN | {"crop": 5, "Flip": 3}),
+        (
+            Of(Compose(functools.partial(crop, by=3), functools.partial(Flip()))),
+            OWN | {"crop": 5, "Flip": 3},
+        ),
         (Subset(ConcatDataset([Of(crop), Of(crop)]), range(16)), OWN | {"crop": 5}),
         # what libraries read and decode has its own name, and the user's line
         (Of(lambda index: json.loads("1")), OWN | {"lambda": 0, "decode": 8}),
@@ -152,12 +166,18 @@ OWN = {"Of.__getitem__": 2, "collate": 1}
         (Stream(), {"Stream.__iter__": 0, "made": 7, "collate": 1}),
     ],
 )
-def test_what_a_dataset_calls_and_members_of_transforms_are_stages(dataset, seconds, clock, monkeypatch):
+def test_what_a_dataset_calls_and_members_of_transforms_are_stages(
+    dataset, seconds, clock, monkeypatch
+):
     monkeypatch.setattr(json, "loads", lambda text: NOW.works(8))
     found = clocked(dataset)
     assert {stage: wall_s for stage, (_, wall_s) in found.items()} == seconds
     of_libraries = ("Identity", "decode")
-    assert all(where.startswith("test_stages.py:") for name, (where, _) in found.items() if name not in of_libraries)
+    assert all(
+        where.startswith("test_stages.py:")
+        for name, (where, _) in found.items()
+        if name not in of_libraries
+    )
     # THEN all is as it was
     assert not hasattr(Flip.__call__, "__wrapped__")
     assert not hasattr(crop, "__wrapped__")
@@ -178,7 +198,9 @@ def test_an_exception_ends_its_stages_and_what_the_user_puts_there_meanwhile_sta
     assert dataset.transform is abs
 
 
-def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_and_then(clock, monkeypatch):
+def test_what_is_called_too_often_is_let_go_and_short_batches_are_clocked_now_and_then(
+    clock, monkeypatch
+):
     # GIVEN batches of 1 ms, in the first of which a function is called a thousand times
     for limit, share in (("MOST_COST", 0.005), ("TOO_OFTEN", 0.1)):
         monkeypatch.setattr(stage_clock, limit, share)
@@ -210,17 +232,29 @@ def test_seconds_become_shares_of_a_samples_time_the_longest_first():
     found = stage_times(BURST)
     named = {each.stage: each for each in found}
     assert list(named) == ["decode", "read", "crop", TRANSFER]
-    assert (named["decode"].wall_s, named["decode"].cpu_share) == pytest.approx((3.5 / 1000, 3.5 / 5))
+    assert (named["decode"].wall_s, named["decode"].cpu_share) == pytest.approx(
+        (3.5 / 1000, 3.5 / 5)
+    )
     assert named["decode"].where == "a.py:2, PIL.Image.convert"
-    assert (named["read"].cpu_share, named["read"].waited_s, named[TRANSFER].cpu_s) == (0, named["read"].wall_s, 0.001)
+    assert (named["read"].cpu_share, named["read"].waited_s, named[TRANSFER].cpu_s) == (
+        0,
+        named["read"].wall_s,
+        0.001,
+    )
     for share in ("wall_share", "cpu_share"):
         assert sum(getattr(each, share) for each in found) == pytest.approx(1)
     # AND reports of workers add up, too short ones say nothing, and what other threads compute is a row of its own
     both = pooled([BURST, None, BURST])
     assert (both.samples, both.cpu_s) == (2000.0, 10.0)
     assert stage_times(both) == found
-    assert stage_times(replace(BURST, seen=(Seen("read", "", 0.01, 0.0),))) == stage_times(pooled([None])) == ()
-    (others,) = (each for each in stage_times(replace(BURST, cpu_s=10.0)) if each.stage == OTHER_THREADS)
+    assert (
+        stage_times(replace(BURST, seen=(Seen("read", "", 0.01, 0.0),)))
+        == stage_times(pooled([None]))
+        == ()
+    )
+    (others,) = (
+        each for each in stage_times(replace(BURST, cpu_s=10.0)) if each.stage == OTHER_THREADS
+    )
     assert (others.cpu_share, others.wall_share) == (0.5, 0)
 
 
@@ -242,7 +276,9 @@ def test_waiting_and_computing_are_told_apart_in_workers_however_many_and_here_n
     data = DataSide.from_loader(DataLoader(Of(Compose(wait, spin)), batch_size=4, shuffle=True))
     reports = []
     for workers, batches in ((6, 24), (0, 2)):
-        loader = make_traced_loader(data, LoaderConfig(num_workers=workers), Reading(data), stages=True)
+        loader = make_traced_loader(
+            data, LoaderConfig(num_workers=workers), Reading(data), stages=True
+        )
         reports.append([handed.fetch[6] for handed in itertools.islice(loader, batches)])
     assert not any(reports[1])
     assert not hasattr(wait, "__wrapped__")

@@ -6,7 +6,13 @@ from statistics import fmean
 
 import pytest
 
-from autotune_loader.pipeline.throughput import is_enough, once_locked, queued_share, relative_error, summarise
+from autotune_loader.pipeline.throughput import (
+    is_enough,
+    once_locked,
+    queued_share,
+    relative_error,
+    summarise,
+)
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, BurstPlan
 
 SAMPLES = 8
@@ -29,14 +35,20 @@ def simulate(
         service = draw(service_s, variation) * (2.0 if worker == slow else 1.0)
         start = requested
         if workers:
-            start = traces[i - workers].collate_end + 1e-4 if i >= workers else 0.05 + 0.005 * worker
+            start = (
+                traces[i - workers].collate_end + 1e-4 if i >= workers else 0.05 + 0.005 * worker
+            )
             if i >= workers * prefetch:
                 start = max(start, traces[i - workers * prefetch].received)
         whole = start + service
         received = max(whole, requested) + draw(receive_s, 0.2)
         step_end = received + draw(step_s, 0.02)
         fetched = start + 0.9 * service
-        traces.append(BatchTrace(worker, start, fetched, whole, service / 2, SAMPLES, requested, received, step_end))
+        traces.append(
+            BatchTrace(
+                worker, start, fetched, whole, service / 2, SAMPLES, requested, received, step_end
+            )
+        )
         requested = step_end
     return traces
 
@@ -57,7 +69,8 @@ def long_run_rate(**loader):
 
 # A slow worker is one that delivery in order waits for.
 @pytest.mark.parametrize(
-    ("workers", "prefetch", "slow"), [(1, 16, None), (2, 8, None), (4, 2, None), (4, 16, None), (4, 16, 2)]
+    ("workers", "prefetch", "slow"),
+    [(1, 16, None), (2, 8, None), (4, 2, None), (4, 16, None), (4, 16, 2)],
 )
 def test_full_queues_do_not_flatter_the_rate(workers, prefetch, slow):
     # GIVEN a fast step and a pause of 1 s in which the workers fill their queues: those batches were made before the burst
@@ -77,11 +90,17 @@ def test_short_windows_read_the_sustained_rate_everywhere(batches, pause_s):
     for workers in (0, 1, 2, 4, 8):
         for prefetch in (1, 2, 8) if workers else (1,):
             for ratio in (0.25, 0.8, 1.0, 1.05, 1.3, 4.0):
-                times = {"service_s": 0.01 * max(workers, 1) * ratio, "step_s": 0.0095, "variation": 0.05}
+                times = {
+                    "service_s": 0.01 * max(workers, 1) * ratio,
+                    "step_s": 0.0095,
+                    "variation": 0.05,
+                }
                 loader = {"workers": workers, "prefetch": prefetch, **times}
                 rates = rates_of(batches, 10, pause_s=pause_s, **loader)
                 # THEN the mean of ten short bursts is the rate in the long run
-                assert fmean(rate.value for rate in rates) == pytest.approx(long_run_rate(**loader), rel=0.03), loader
+                assert fmean(rate.value for rate in rates) == pytest.approx(
+                    long_run_rate(**loader), rel=0.03
+                ), loader
 
 
 # 32 workers with batches of a second that vary by 20%, and a step that hardly counts, for a few rounds
@@ -94,7 +113,11 @@ MANY = {"workers": 32, "service_s": 1.0, "step_s": 0.002, "variation": 0.2}
         ({"workers": 0, "service_s": 0.02, "variation": 0.3}, 120, 0.90),
         ({"workers": 8, "service_s": 0.12, "variation": 0.3, "prefetch": 4}, 120, 0.90),
         ({"workers": 4, "service_s": 0.01, "variation": 0.3, "step_s": 0.02}, 120, 0.90),
-        *((MANY | {"prefetch": prefetch}, 32 * rounds, 0.7) for prefetch in (2, 8) for rounds in (3, 5)),
+        *(
+            (MANY | {"prefetch": prefetch}, 32 * rounds, 0.7)
+            for prefetch in (2, 8)
+            for rounds in (3, 5)
+        ),
     ],
 )
 def test_bursts_err_by_a_few_percent_and_know_it(loader, batches, coverage):
@@ -109,10 +132,18 @@ def test_means_are_those_of_the_window_and_start_up_is_no_part_of_them():
     # GIVEN a worker, and one whose first batch takes 2 s longer than the others
     traces = simulate(41, workers=1, service_s=0.03, step_s=0.004, variation=0.0)
     moments = ("fetch_start", "fetch_end", "collate_end", "requested", "received", "step_end")
-    late = [trace._replace(**{name: getattr(trace, name) + 2.0 for name in moments}) for trace in traces]
+    late = [
+        trace._replace(**{name: getattr(trace, name) + 2.0 for name in moments}) for trace in traces
+    ]
     late[0] = late[0]._replace(fetch_start=traces[0].fetch_start, requested=traces[0].requested)
     summary, delayed = (summarise(each, workers=1, started=-0.5) for each in (traces, late))
-    means = (summary.service_s, summary.service_cpu_s, summary.step_s, summary.receive_s, summary.batch_size)
+    means = (
+        summary.service_s,
+        summary.service_cpu_s,
+        summary.step_s,
+        summary.receive_s,
+        summary.batch_size,
+    )
     assert means == pytest.approx((0.03, 0.015, 0.004, 0.0005, SAMPLES), rel=0.1)
     assert summary.samples == 40 * SAMPLES == summary.samples_per_s.count * SAMPLES
     assert summary.window_s == pytest.approx(traces[-1].step_end - traces[0].step_end)
@@ -155,10 +186,17 @@ def test_batches_that_take_seconds_are_not_waited_for_longer_than_they_tell(work
     enough = functools.partial(is_enough, plan=BurstPlan(max_s=3.0, min_s=3.0), workers=workers)
     traces = simulate(100, **loader)
     # AND the first is handed over slowly, while others start
-    early = {name: getattr(traces[0], name) - 0.6 for name in ("fetch_start", "fetch_end", "collate_end")}
+    early = {
+        name: getattr(traces[0], name) - 0.6 for name in ("fetch_start", "fetch_end", "collate_end")
+    }
     traces[0] = traces[0]._replace(**early)
-    count = next(n for n in range(2, 100) if enough(traces[:n], delivered=n, now=traces[n - 1].step_end))
-    rate, truth = summarise(traces[:count], workers=workers, started=0.0).samples_per_s, long_run_rate(**loader)
+    count = next(
+        n for n in range(2, 100) if enough(traces[:n], delivered=n, now=traces[n - 1].step_end)
+    )
+    rate, truth = (
+        summarise(traces[:count], workers=workers, started=0.0).samples_per_s,
+        long_run_rate(**loader),
+    )
     # THEN the burst ends within one and a half of these and its window, and its rate is the one that lasts
     assert traces[count - 1].step_end < 1.5 * 8.0 + 3.0
     assert rate.value == pytest.approx(truth, rel=0.05)
@@ -166,15 +204,22 @@ def test_batches_that_take_seconds_are_not_waited_for_longer_than_they_tell(work
 
 
 @pytest.mark.parametrize("phase", [0, 7, 39])
-@pytest.mark.parametrize(("load_s", "batch_s"), [(0.15, 0.001), (0.5, 0.001), (0.8, 0.03), (1.2, 0.04)])
+@pytest.mark.parametrize(
+    ("load_s", "batch_s"), [(0.15, 0.001), (0.5, 0.001), (0.8, 0.03), (1.2, 0.04)]
+)
 def test_a_window_holds_whole_runs_of_batches_that_come_with_one_load(load_s, batch_s, phase):
     # GIVEN a shard of 40 batches in memory, whose first waits for the load of it, and a burst that begins within one
     traces, now = [], 0.0
     for number in range(200):
-        begun, now = now, now + batch_s + (load_s if number in (0, 40 - phase, 80 - phase, 120 - phase) else 0.0)
+        begun, now = (
+            now,
+            now + batch_s + (load_s if number in (0, 40 - phase, 80 - phase, 120 - phase) else 0.0),
+        )
         traces.append(BatchTrace(-1, begun, now, now, 0.0, 8, begun, now, now))
     enough = functools.partial(is_enough, plan=BurstPlan(max_s=0.3, min_s=0.1), workers=0, run=40)
-    count = next(n for n in range(2, 200) if enough(traces[:n], delivered=n, now=traces[n - 1].step_end))
+    count = next(
+        n for n in range(2, 200) if enough(traces[:n], delivered=n, now=traces[n - 1].step_end)
+    )
     # THEN its rate is that of an epoch, though no such burst is longer than 3 s
     found = summarise(traces[:count], workers=0, started=0.0)
     assert found.samples_per_s.value == pytest.approx(8 * 40 / (load_s + 40 * batch_s), rel=0.03)
@@ -186,7 +231,12 @@ def test_what_goes_into_queues_is_told_while_they_fill():
     filling = simulate(40, workers=4, prefetch=32, service_s=0.02, step_s=0.0095, variation=0.0)
     full = simulate(200, workers=4, service_s=0.02, step_s=0.0095)[100:]
     waited_for, none = simulate(40, workers=2, service_s=0.04), simulate(40, workers=0)
-    for traces, workers, share in ((filling, 4, 0.5), (full, 4, 0), (waited_for, 2, 0), (none, 0, 0)):
+    for traces, workers, share in (
+        (filling, 4, 0.5),
+        (full, 4, 0),
+        (waited_for, 2, 0),
+        (none, 0, 0),
+    ):
         assert queued_share(traces, workers=workers) == pytest.approx(share, abs=0.03)
 
 
@@ -210,7 +260,17 @@ def pinned(pins_s, *, made_every_s, step_s, swapped=False):
         start = whole[number] - 0.02
         traces.append(
             BatchTrace(
-                number % 2, start, start, whole[number], 0.02, SAMPLES, requested, received, step_end, begun, end
+                number % 2,
+                start,
+                start,
+                whole[number],
+                0.02,
+                SAMPLES,
+                requested,
+                received,
+                step_end,
+                begun,
+                end,
             )
         )
         requested = step_end + 1e-4
@@ -223,7 +283,10 @@ def pinned(pins_s, *, made_every_s, step_s, swapped=False):
     [
         {"made_every_s": 0.001, "step_s": 0.030},  # the loop binds
         {"made_every_s": 0.001, "step_s": 0.002},  # the thread binds
-        {"made_every_s": 0.040, "step_s": 0.002},  # the workers bind, and catch up what a locking costs
+        {
+            "made_every_s": 0.040,
+            "step_s": 0.002,
+        },  # the workers bind, and catch up what a locking costs
         {"made_every_s": 0.020, "step_s": 0.019, "swapped": True},
     ],
 )
@@ -252,7 +315,9 @@ def test_pages_that_are_locked_late_are_locked_while_more_batches_are_in_use_tha
     # GIVEN a thread that gets ahead of a loop, and locks pages for each second batch that it is further ahead
     pins_s = [LOCKING_S if number in (13, 17, 22, 27, 33) else USUAL_S for number in range(40)]
     traces = pinned(pins_s, made_every_s=0.001, step_s=0.060)
-    for found, known in zip(once_locked(traces), pinned([USUAL_S] * 40, made_every_s=0.001, step_s=0.060), strict=True):
+    for found, known in zip(
+        once_locked(traces), pinned([USUAL_S] * 40, made_every_s=0.001, step_s=0.060), strict=True
+    ):
         assert found == pytest.approx(known)
 
 

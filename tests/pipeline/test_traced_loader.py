@@ -24,7 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarni
 def take(loader, count, workers=0, **config):
     """The first batches with their history, which is checked; the workers are gone afterwards."""
     data = DataSide.from_loader(loader)
-    iterator = iter(make_traced_loader(data, LoaderConfig(num_workers=workers, **config), Reading(data)))
+    iterator = iter(
+        make_traced_loader(data, LoaderConfig(num_workers=workers, **config), Reading(data))
+    )
     taken = [(handed.batch, handed.fetch) for handed in itertools.islice(iterator, count)]
     for _, (_worker, start, fetched, collated, cpu_s, samples, _report) in taken:
         assert start <= fetched <= collated
@@ -67,10 +69,16 @@ def test_batches_are_the_users_own_and_begin_again_at_their_end(workers):
         own = listed(loader)
         assert listed(batch for batch, _ in take(loader, 2 * len(own), workers)) == own * 2
     each = workers or 1  # every worker delivers all of a stream
-    stream = [batch for batch, _ in take(DataLoader(Stream(range(6)), batch_size=4), 3 * each, workers)]
+    stream = [
+        batch for batch, _ in take(DataLoader(Stream(range(6)), batch_size=4), 3 * each, workers)
+    ]
     assert listed(stream[::each]) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
-    pipe = DataLoader(IterableWrapper(range(8)).sharding_filter(), batch_size=2, num_workers=workers)
-    assert listed(batch for batch, _ in take(pipe, 4, workers)) == listed(pipe)  # torch shards its own
+    pipe = DataLoader(
+        IterableWrapper(range(8)).sharding_filter(), batch_size=2, num_workers=workers
+    )
+    assert listed(batch for batch, _ in take(pipe, 4, workers)) == listed(
+        pipe
+    )  # torch shards its own
 
 
 class Point(NamedTuple):
@@ -95,7 +103,9 @@ def stream_of(batch):
 
 
 POINTS = [Point(torch.zeros(2), {"name": "a", "y": [torch.ones(3)]})] * 4
-SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True)
+SPARSE = torch.sparse_coo_tensor(
+    torch.tensor([[0, 1]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True
+)
 ROWS_OF_INDICES = BatchSampler(range(8), 3, True)
 
 
@@ -127,7 +137,12 @@ class PinsItself:
         return self
 
 
-AROUND = lambda one: one, lambda one: (one, "name"), lambda one: {"x": [one]}, lambda one: Point(one, {})
+AROUND = (
+    lambda one: one,
+    lambda one: (one, "name"),
+    lambda one: {"x": [one]},
+    lambda one: Point(one, {}),
+)
 
 
 @pytest.mark.parametrize("make", AROUND)

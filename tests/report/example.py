@@ -19,14 +19,20 @@ from autotune_loader.values import (
 )
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
-NONE, BEST, DEEP = LoaderConfig(), LoaderConfig(num_workers=5), LoaderConfig(num_workers=8, prefetch_factor=8)
+NONE, BEST, DEEP = (
+    LoaderConfig(),
+    LoaderConfig(num_workers=5),
+    LoaderConfig(num_workers=8, prefetch_factor=8),
+)
 SEARCHED = (NONE, LoaderConfig(num_workers=1), LoaderConfig(num_workers=4), DEEP)
 ROUNDS = (BEST, DEEP, NONE)  # the chosen one ran in the rounds alone
 
 
 def _stage(stage, where, wall_share, cpu_share):
     shares = {"wall_share": wall_share, "cpu_share": cpu_share}
-    return StageTime(stage=stage, where=where, wall_s=2e-3 * wall_share, cpu_s=1.6e-3 * cpu_share, **shares)
+    return StageTime(
+        stage=stage, where=where, wall_s=2e-3 * wall_share, cpu_s=1.6e-3 * cpu_share, **shares
+    )
 
 
 STAGES = (
@@ -34,9 +40,17 @@ STAGES = (
     _stage("read", "photos.py:40, open", 0.3, 0.1),
     _stage("Flip", "torchvision.Flip", 0.1, 0.15),
 )
-FULL = Failure(kind="shared_memory", phase="batches", message="/dev/shm is full [/red]; start with --shm-size=1g")
-KILLED = Failure(kind="oom_killed", phase="first_batch", message="the kernel's OOM killer ended worker 5")
-MACHINE = Fingerprint(usable_cores=4, memory_bytes=16 << 30, torch="2.6.0", dataset="photos.Photos[1200]")
+FULL = Failure(
+    kind="shared_memory",
+    phase="batches",
+    message="/dev/shm is full [/red]; start with --shm-size=1g",
+)
+KILLED = Failure(
+    kind="oom_killed", phase="first_batch", message="the kernel's OOM killer ended worker 5"
+)
+MACHINE = Fingerprint(
+    usable_cores=4, memory_bytes=16 << 30, torch="2.6.0", dataset="photos.Photos[1200]"
+)
 
 
 def exactly(value, count=20):
@@ -60,13 +74,22 @@ def ran(config, rate, number=0, in_round=None, **changes):
 def synthetic_result():
     """Four bursts, three rounds of three, two failures."""
     probe = SimulatedProbe(SimulatedMachine(noise_sd=0.03), FakeClock(), epoch_batches=10_000)
-    ran = [(config, None) for config in SEARCHED] + [(config, number) for number in range(3) for config in ROUNDS]
+    ran = [(config, None) for config in SEARCHED] + [
+        (config, number) for number in range(3) for config in ROUNDS
+    ]
     trials = [
-        Trial(number=number, config=config, round=in_round, measurement=probe.burst(config, BurstPlan(max_s=1.0)))
+        Trial(
+            number=number,
+            config=config,
+            round=in_round,
+            measurement=probe.burst(config, BurstPlan(max_s=1.0)),
+        )
         for number, (config, in_round) in enumerate(ran)
     ]
     for workers, failure in ((48, FULL), (64, KILLED)):
-        trials.append(Trial(number=len(trials), config=LoaderConfig(num_workers=workers), failure=failure))
+        trials.append(
+            Trial(number=len(trials), config=LoaderConfig(num_workers=workers), failure=failure)
+        )
     found = TuningResult(
         best=BEST, status="complete", tuned_at="2026-11-26T12:00:00+00:00", baseline=NONE, batch_size=32, shuffle=True,
         ended=Ended.SAFE(tolerance=0.02, which=""), step="SmallCnn, cross_entropy, SGD", stages=STAGES, as_fast=(DEEP,),

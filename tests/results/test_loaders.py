@@ -26,7 +26,10 @@ def collate(rows):
 def result_of(loader, best=TUNED):
     """As `tune(loader)` gives it back, of parts of this loader."""
     workload = make_workload(loader)
-    own = {"batch_size": best.batch_size or workload.data.batch_size, "drop_last": workload.data.drop_last}
+    own = {
+        "batch_size": best.batch_size or workload.data.batch_size,
+        "drop_last": workload.data.drop_last,
+    }
     parts = {"shuffle": workload.shuffles, "parts": workload.data.parts}
     return replace(synthetic_result(), best=best, **own, **parts)
 
@@ -41,14 +44,18 @@ class Owned(DataLoader):
 
 BATCHES = [[1, 2], [4, 5, 6]]
 LOADERS = {
-    "shuffled": lambda: DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True, collate_fn=collate),
+    "shuffled": lambda: DataLoader(
+        DATA, batch_size=4, shuffle=True, drop_last=True, collate_fn=collate
+    ),
     "in order": lambda: DataLoader(DATA, batch_size=4),
     "a sampler": lambda: DataLoader(DATA, batch_size=2, sampler=SubsetRandomSampler([3, 5])),
     "a batch_sampler": lambda: DataLoader(DATA, batch_sampler=BATCHES),
     "no batches": lambda: DataLoader(DATA, batch_size=None),
     "a stream": lambda: DataLoader(Stream(10), batch_size=4),
     "of a library": lambda: Owned("mine", batch_size=4, shuffle=True),
-    "seeded": lambda: DataLoader(DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "seeded": lambda: DataLoader(
+        DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
 }
 DRAWN = ("shuffled", "of a library", "seeded")
 
@@ -58,10 +65,22 @@ def test_the_users_own_loader_comes_back_or_one_is_made_of_its_parts_with_the_se
     own = LOADERS[name]()
     applied, made = result_of(own).apply_to(own), result_of(own).make_loader(own.dataset)
     for loader in (applied, made):
-        settings = (loader.num_workers, loader.prefetch_factor, loader.persistent_workers, loader.pin_memory)
+        settings = (
+            loader.num_workers,
+            loader.prefetch_factor,
+            loader.persistent_workers,
+            loader.pin_memory,
+        )
         assert settings == (3, 4, True, False)
         assert type(loader.sampler) is type(own.sampler)
-        for part in ("dataset", "batch_size", "drop_last", "collate_fn", "worker_init_fn", "generator"):
+        for part in (
+            "dataset",
+            "batch_size",
+            "drop_last",
+            "collate_fn",
+            "worker_init_fn",
+            "generator",
+        ):
             assert getattr(loader, part) is getattr(own, part), part
     assert type(applied) is type(own)
     assert (own.num_workers, own.prefetch_factor) == (0, None)
@@ -76,7 +95,12 @@ def test_the_users_own_loader_comes_back_or_one_is_made_of_its_parts_with_the_se
 
 @pytest.mark.filterwarnings("ignore:pin memory device is set")  # by torch 2.6
 def test_what_torch_takes_with_workers_only_is_left_out_where_there_are_none():
-    of_workers = {"timeout": 9, "prefetch_factor": 5, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    of_workers = {
+        "timeout": 9,
+        "prefetch_factor": 5,
+        "persistent_workers": True,
+        "multiprocessing_context": "spawn",
+    }
     own = DataLoader(DATA, batch_size=4, num_workers=1, pin_memory_device="meta", **of_workers)
     result = result_of(own, LoaderConfig())
     for loader in (result.apply_to(own), result.make_loader(DATA, **of_workers)):
@@ -101,23 +125,40 @@ def test_shuffling_survives_the_file_and_arguments_win(tmp_path):
     own = LOADERS["shuffled"]()
     result_of(own).save(tmp_path / "loader.json")
     loaded = TuningResult.load(tmp_path / "loader.json")
-    kinds = [type(loaded.make_loader(DATA, **more).sampler).__name__ for more in ({}, {"shuffle": False})]
+    kinds = [
+        type(loaded.make_loader(DATA, **more).sampler).__name__ for more in ({}, {"shuffle": False})
+    ]
     assert kinds == ["RandomSampler", "SequentialSampler"]
     made = loaded.make_loader(DATA, batch_size=5, num_workers=1, drop_last=False, collate_fn=len)
-    assert (made.batch_size, made.num_workers, made.prefetch_factor, made.drop_last) == (5, 1, 4, False)
+    assert (made.batch_size, made.num_workers, made.prefetch_factor, made.drop_last) == (
+        5,
+        1,
+        4,
+        False,
+    )
     assert loaded.make_loader(DATA, batch_sampler=BATCHES).batch_sampler == BATCHES
 
 
 @pytest.mark.parametrize(
     ("order", "size", "batches"),
-    [({"sampler": SubsetRandomSampler([3])}, {"batch_size": 1}, [[3]]), ({"batch_sampler": BATCHES}, {}, BATCHES)],
+    [
+        ({"sampler": SubsetRandomSampler([3])}, {"batch_size": 1}, [[3]]),
+        ({"batch_sampler": BATCHES}, {}, BATCHES),
+    ],
 )
-def test_a_sampler_of_the_users_own_is_kept_over_its_dataset_and_asked_for_over_another(order, size, batches):
-    result, other = result_of(DataLoader(DATA, **order, **size), LoaderConfig()), TensorDataset(torch.arange(10))
+def test_a_sampler_of_the_users_own_is_kept_over_its_dataset_and_asked_for_over_another(
+    order, size, batches
+):
+    result, other = (
+        result_of(DataLoader(DATA, **order, **size), LoaderConfig()),
+        TensorDataset(torch.arange(10)),
+    )
     (name,) = order
     assert [batch[0].tolist() for batch in result.make_loader(DATA)] == batches
     # WHEN one is made over another dataset, or after loading THEN it is asked for, and used
-    with pytest.raises(ValueError, match=rf"{name} was not given, .*{name}=... for this dataset would work"):
+    with pytest.raises(
+        ValueError, match=rf"{name} was not given, .*{name}=... for this dataset would work"
+    ):
         result.make_loader(other)
     with pytest.raises(ValueError, match="shuffle=True or sampler"):
         TuningResult.from_dict(result.to_dict()).make_loader(DATA)

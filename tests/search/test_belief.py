@@ -7,11 +7,25 @@ import numpy as np
 import pytest
 
 from autotune_loader.search.belief import CERTAIN, Belief, starting_s
-from autotune_loader.search.draws import PATHS, Draws, Sufficient, choose, equally_fast, sufficient, with_sufficiency
+from autotune_loader.search.draws import (
+    PATHS,
+    Draws,
+    Sufficient,
+    choose,
+    equally_fast,
+    sufficient,
+    with_sufficiency,
+)
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import BatchCost, Context, Limits, Space
 from autotune_loader.values import Failure, Trial
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
+from tests.support import (
+    FakeClock,
+    SimulatedMachine,
+    SimulatedProbe,
+    simulated_trials,
+    with_workers,
+)
 
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
 CONTEXT, PINS = Context(usable_cores=4, step_s=0.001), Space(pin_memory=(False, True))
@@ -32,7 +46,13 @@ def draws_of(means, sd):
 
 @pytest.mark.parametrize(
     ("deficit", "sd", "is_equal"),
-    [(0.001, 0.004, True), (0.019, 0.0001, True), (0.021, 0.0001, False), (0.03, 0.004, False), (0.015, 0.03, False)],
+    [
+        (0.001, 0.004, True),
+        (0.019, 0.0001, True),
+        (0.021, 0.0001, False),
+        (0.03, 0.004, False),
+        (0.015, 0.03, False),
+    ],
 )
 def test_equally_fast_within_2_percent_means_what_it_says(deficit, sd, is_equal):
     # GIVEN few workers that are so much slower than many, as surely as that (B4: 0.4% used to be the limit)
@@ -43,9 +63,13 @@ def test_equally_fast_within_2_percent_means_what_it_says(deficit, sd, is_equal)
 
 
 def test_the_choice_on_a_machine_is_near_the_best_and_cheap():
-    belief = Belief(Space(), CONTEXT, simulated_trials(MACHINE, *(with_workers(n, 8) for n in (0, 1, 4, 6))))
+    belief = Belief(
+        Space(), CONTEXT, simulated_trials(MACHINE, *(with_workers(n, 8) for n in (0, 1, 4, 6)))
+    )
     choice, probe = belief.choice, SimulatedProbe(MACHINE, FakeClock())
-    assert probe.truth(choice) >= 0.97 * max(probe.truth(with_workers(n, 8), batches=400) for n in range(9))
+    assert probe.truth(choice) >= 0.97 * max(
+        probe.truth(with_workers(n, 8), batches=400) for n in range(9)
+    )
     # THEN all answers come from the same draws
     assert belief.probability(choice) < CERTAIN
     assert belief.rival(choice) not in (None, choice)
@@ -70,10 +94,15 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "failed", "succeeded", "knobs", "most"), FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(
+    ("kind", "failed", "succeeded", "knobs", "most"), FAILURES.values(), ids=FAILURES
+)
 def test_a_failure_bounds_the_workers_that_are_tried(kind, failed, succeeded, knobs, most):
     broken = with_workers(failed, **knobs)
-    space, failure = replace(PINS, batch_size=(None, 64)), Failure(kind=kind, phase="batches", message="no")
+    space, failure = (
+        replace(PINS, batch_size=(None, 64)),
+        Failure(kind=kind, phase="batches", message="no"),
+    )
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(succeeded, 8))
     belief = Belief(space, CONTEXT, [*trials, Trial.of(9, broken, failure)])
     assert belief.most_workers == most
@@ -101,10 +130,16 @@ def test_a_setting_that_fails_is_left_out():
     ids=["a queue that costs nothing", "a dear one", "a dear one that bridges slow batches"],
 )
 def test_a_queue_that_takes_memory_is_as_deep_as_slow_batches_need(mib, tail_share, depths):
-    machine = SimulatedMachine(cores=8, cpu_s=0.002, wait_s=0.04, step_s=0.01, tail_share=tail_share)
+    machine = SimulatedMachine(
+        cores=8, cpu_s=0.002, wait_s=0.04, step_s=0.01, tail_share=tail_share
+    )
     context = Context(usable_cores=8, step_s=0.01)
-    space = Space(max_workers=8, batch=BatchCost(bytes=mib << 20), limits=Limits(memory_bytes=64 << 30))
-    belief = Belief(space, context, simulated_trials(machine, *(with_workers(n, 2) for n in (0, 5, 7, 7))))
+    space = Space(
+        max_workers=8, batch=BatchCost(bytes=mib << 20), limits=Limits(memory_bytes=64 << 30)
+    )
+    belief = Belief(
+        space, context, simulated_trials(machine, *(with_workers(n, 2) for n in (0, 5, 7, 7)))
+    )
     never_ran = [config for config in belief.configs if config.num_workers in (6, 8)]
     assert {config.prefetch_factor for config in never_ran} <= depths
     assert len({config.prefetch_factor for config in never_ran}) == (4 if mib == 1 else 1)
@@ -122,11 +157,14 @@ def test_headroom_tells_nothing_of_settings_that_the_twin_does_not_model():
 def test_workers_beyond_use_or_beyond_the_batches_of_an_epoch_are_no_candidates():
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8))
     for context, most in ((CONTEXT, 1.5 * 4 + 4), (replace(CONTEXT, epoch_batches=3), 3)):
-        assert max(config.num_workers for config in Belief(Space(), context, trials).configs) <= most
+        assert (
+            max(config.num_workers for config in Belief(Space(), context, trials).configs) <= most
+        )
 
 
 @pytest.mark.parametrize(
-    ("keeps", "batches", "gets_workers"), [(False, 10, False), (True, 10, True), (False, 10_000, True)]
+    ("keeps", "batches", "gets_workers"),
+    [(False, 10, False), (True, 10, True), (False, 10_000, True)],
 )
 def test_workers_that_start_anew_in_each_short_epoch_are_not_chosen(keeps, batches, gets_workers):
     machine = SimulatedMachine(cores=8, cpu_s=0.02, step_s=0.02, start_s=1.0)
@@ -143,7 +181,9 @@ def test_beliefs_hold_the_truth_as_often_as_they_say():
     beyond = []
     for seed in range(0, 24, 2):
         machine = replace(MACHINE, noise_sd=0.04, alpha=0.02 + 0.004 * seed, cpu_s=0.01 * 1.1**seed)
-        bursts = simulated_trials(machine, with_workers(0), with_workers(2, 8), with_workers(5), seed=seed)
+        bursts = simulated_trials(
+            machine, with_workers(0), with_workers(2, 8), with_workers(5), seed=seed
+        )
         belief = Belief(Space(), CONTEXT, bursts)
         probe, choice = SimulatedProbe(machine, FakeClock()), belief.choice
         for config in (with_workers(1), with_workers(3, 4), with_workers(6), with_workers(8, 8)):
@@ -159,8 +199,13 @@ def test_a_knob_that_the_twin_does_not_know_is_measured_and_only_then_believed()
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8), plain)
     assert abs(ratio(Belief(PINS, CONTEXT, trials), pinned, plain)[0]) < 0.01
     seen = trials[2].measurement
-    faster = replace(seen, samples_per_s=replace(seen.samples_per_s, value=1.1 * seen.samples_per_s.value))
-    rounds = [Trial.of(20 + i, c, m, round=i // 2) for i, (c, m) in enumerate([(plain, seen), (pinned, faster)] * 3)]
+    faster = replace(
+        seen, samples_per_s=replace(seen.samples_per_s, value=1.1 * seen.samples_per_s.value)
+    )
+    rounds = [
+        Trial.of(20 + i, c, m, round=i // 2)
+        for i, (c, m) in enumerate([(plain, seen), (pinned, faster)] * 3)
+    ]
     after = Belief(PINS, CONTEXT, [*trials, *rounds])
     # THEN it is believed of other numbers of workers, too
     assert ratio(after, pinned, plain)[0] > 0.06
@@ -176,8 +221,18 @@ def observed(config, *, batches=200, slow=0, faster=1.0, **of):
     """A burst in which a worker takes 40 ms a batch, `slow` of them ten times as long, and the loop 10.5 ms."""
     service = np.full(batches, 0.04) / faster
     service[:slow] *= 10
-    loop = {name: np.full(batches, s) / faster for name, s in {"receive_s": 0.0005, "step_s": 0.01, **of}.items()}
-    kept = {"service_s": service, "cpu_s": service, "batch_size": 8.0, "batches_per_s": 12.5, "at_work": 1.0, **loop}
+    loop = {
+        name: np.full(batches, s) / faster
+        for name, s in {"receive_s": 0.0005, "step_s": 0.01, **of}.items()
+    }
+    kept = {
+        "service_s": service,
+        "cpu_s": service,
+        "batch_size": 8.0,
+        "batches_per_s": 12.5,
+        "at_work": 1.0,
+        **loop,
+    }
     return Observation(num_workers=config.num_workers, **kept)
 
 
@@ -187,7 +242,9 @@ ALL = [observed(config) for config in CONFIGS]
 def draws_with(bursts, many=110.0, *, sd=0.05, use=1.0):
     """Draws around 50, 100 and so many samples/s, with what the bursts show."""
     before = draws_of(np.log([50.0, 100.0, many]).tolist(), sd)
-    return replace(before, paths=with_sufficiency(before.paths, sufficient(CONFIGS, bursts, (0.5, use, 1.0))))
+    return replace(
+        before, paths=with_sufficiency(before.paths, sufficient(CONFIGS, bursts, (0.5, use, 1.0)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,13 +266,22 @@ KEEPING_UP = {
     "the loop waits 8% of the time behind slow batches": ({}, None, 0.92, False),
     "rare slow batches in another burst": ({"batches": 30}, {"batches": 30, "slow": 2}, 1.0, False),
     "a step that is too quick for them": ({"step_s": 0.006}, {}, 1.0, False),
-    "what they hide is only that a batch travels": ({"step_s": 0.007, "receive_s": 0.0035}, {}, 1.0, False),
+    "what they hide is only that a batch travels": (
+        {"step_s": 0.007, "receive_s": 0.0035},
+        {},
+        1.0,
+        False,
+    ),
     "a moment in which everything was quicker": ({}, {"faster": 1.3}, 1.0, True),
 }
 
 
-@pytest.mark.parametrize(("enough", "many", "use", "are_enough"), KEEPING_UP.values(), ids=KEEPING_UP)
-def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(enough, many, use, are_enough):
+@pytest.mark.parametrize(
+    ("enough", "many", "use", "are_enough"), KEEPING_UP.values(), ids=KEEPING_UP
+)
+def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(
+    enough, many, use, are_enough
+):
     bursts = [observed(ENOUGH, **enough)] + ([] if many is None else [observed(MANY, **many)])
     paths = draws_with(bursts, use=use).paths
     # THEN 5 workers lose nothing against 16, in the mean of the truths that may be
@@ -226,8 +292,12 @@ def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_
 def test_many_bursts_of_enough_workers_are_not_outvoted_by_the_luckiest_of_others_that_never_ran():
     """A machine in memory whose rounds never ended: one worker was held for as fast as the best of a hundred unknown."""
     noise = np.random.default_rng(0).standard_normal((PATHS, 102))
-    paths = np.concatenate([0.07 + 0.015 * noise[:, :1], 0.015 * noise[:, 1:2], 0.1 * noise[:, 2:]], axis=1)
-    enough = Sufficient(position=1, log_headroom=1.0, headroom_sd=0.02, least_loss=0.0, larger=tuple(range(2, 102)))
+    paths = np.concatenate(
+        [0.07 + 0.015 * noise[:, :1], 0.015 * noise[:, 1:2], 0.1 * noise[:, 2:]], axis=1
+    )
+    enough = Sufficient(
+        position=1, log_headroom=1.0, headroom_sd=0.02, least_loss=0.0, larger=tuple(range(2, 102))
+    )
     draws = Draws(keys=tuple(range(102)), paths=with_sufficiency(paths, [enough]))
     # THEN what is measured to be 7% faster, without workers, is chosen, and nothing is as fast as it
     assert choose(draws, [(count,) for count in range(102)], 0.02) == 0
@@ -246,8 +316,15 @@ def test_many_bursts_of_enough_workers_are_not_outvoted_by_the_luckiest_of_other
 )
 def test_the_start_of_workers_is_scaled_by_their_number(workers, begun, start_s, seconds):
     trials = [
-        replace(trial, measurement=replace(trial.measurement, first_batch_s=begun[count] + trial.measurement.service_s))
+        replace(
+            trial,
+            measurement=replace(
+                trial.measurement, first_batch_s=begun[count] + trial.measurement.service_s
+            ),
+        )
         for count in begun
         for trial in simulated_trials(SimulatedMachine(), with_workers(count))
     ]
-    assert starting_s(trials, workers, Context(usable_cores=2, start_s=start_s)) == pytest.approx(seconds)
+    assert starting_s(trials, workers, Context(usable_cores=2, start_s=start_s)) == pytest.approx(
+        seconds
+    )

@@ -26,9 +26,16 @@ class TestContractOfOptuna(BasicSamplerTestCase, SingleOnlySamplerTestCase):
     @pytest.mark.parametrize("n_jobs", [1, 2])
     def test_what_it_proposes_together_is_of_the_space_and_pythons_own(self, sampler, n_jobs):
         study = study_with(sampler(Space(pin_memory=(False, True))))
-        study.optimize(lambda trial: study.sampler.space.suggest(trial).num_workers + 1.0, n_trials=8, n_jobs=n_jobs)
+        study.optimize(
+            lambda trial: study.sampler.space.suggest(trial).num_workers + 1.0,
+            n_trials=8,
+            n_jobs=n_jobs,
+        )
         for trial in study.trials:
-            assert all(d._contains(d.to_internal_repr(trial.params[name])) for name, d in trial.distributions.items())
+            assert all(
+                d._contains(d.to_internal_repr(trial.params[name]))
+                for name, d in trial.distributions.items()
+            )
             assert {type(value) for value in trial.params.values()} <= {int, bool}
 
 
@@ -48,8 +55,12 @@ def peaked(trial):
     return 1000.0 / (1 + ((trial.suggest_int("num_workers", 0, 64) - 20) / 25) ** 2)
 
 
-@pytest.mark.parametrize(("objective", "best", "workers"), [(saturating, 6000, (6, 12)), (peaked, 1000, (16, 24))])
-def test_a_users_own_objective_is_led_near_its_best_in_15_trials_and_stopped(objective, best, workers):
+@pytest.mark.parametrize(
+    ("objective", "best", "workers"), [(saturating, 6000, (6, 12)), (peaked, 1000, (16, 24))]
+)
+def test_a_users_own_objective_is_led_near_its_best_in_15_trials_and_stopped(
+    objective, best, workers
+):
     sampler = TwinSampler(context=Context(usable_cores=8))
     study = study_with(sampler)
     study.optimize(objective, n_trials=15, callbacks=[sampler.stop_when_safe])
@@ -62,7 +73,9 @@ def test_a_users_own_objective_is_led_near_its_best_in_15_trials_and_stopped(obj
 
 
 def lists(trial):
-    return trial.suggest_categorical("num_workers", [0, 2, 4]), trial.suggest_categorical("prefetch_factor", [2, 4, 8])
+    return trial.suggest_categorical("num_workers", [0, 2, 4]), trial.suggest_categorical(
+        "prefetch_factor", [2, 4, 8]
+    )
 
 
 def ranges(trial):
@@ -79,7 +92,9 @@ def real(trial):
 
 
 def deep(trial):
-    return trial.suggest_int("num_workers", 0, 8), trial.suggest_int("prefetch_factor", 16, 64, log=True)
+    return trial.suggest_int("num_workers", 0, 8), trial.suggest_int(
+        "prefetch_factor", 16, 64, log=True
+    )
 
 
 def flags(trial):
@@ -114,7 +129,9 @@ def batches_of_a_range(trial):
         (lists, batches_of_a_range, 16.0),
     ],
 )
-def test_an_objective_asks_in_its_own_way_and_is_led_to_the_best_that_it_can_ask_for(ask, rest, possible):
+def test_an_objective_asks_in_its_own_way_and_is_led_to_the_best_that_it_can_ask_for(
+    ask, rest, possible
+):
     def objective(trial):
         workers, ahead = ask(trial)
         return min(max(workers, 0.5), 6) * (1 - 0.01 / ahead) * (rest(trial) if rest else 1.0)
@@ -142,14 +159,24 @@ def test_it_begins_with_as_many_workers_as_the_limits_of_this_process_leave_core
 
 
 def test_a_study_of_another_sampler_is_only_watched():
-    watching, study = TwinSampler(Space(max_workers=3)), study_with(optuna.samplers.TPESampler(seed=0))
-    study.optimize(lambda trial: saturating(trial, 3), n_trials=40, callbacks=[watching.stop_when_safe])
+    watching, study = (
+        TwinSampler(Space(max_workers=3)),
+        study_with(optuna.samplers.TPESampler(seed=0)),
+    )
+    study.optimize(
+        lambda trial: saturating(trial, 3), n_trials=40, callbacks=[watching.stop_when_safe]
+    )
     assert len(study.trials) < 40
 
 
-@pytest.mark.parametrize("bounds", [(0, 4), (1, 64), (2, 2), (0, 64, 4)], ids=["few", "some", "one value", "in steps"])
+@pytest.mark.parametrize(
+    "bounds", [(0, 4), (1, 64), (2, 2), (0, 64, 4)], ids=["few", "some", "one value", "in steps"]
+)
 def test_an_objective_with_bounds_of_its_own_ends(bounds):
-    sampler, step = TwinSampler(context=Context(usable_cores=8)), bounds[2] if len(bounds) > 2 else 1
+    sampler, step = (
+        TwinSampler(context=Context(usable_cores=8)),
+        bounds[2] if len(bounds) > 2 else 1,
+    )
     study = study_with(sampler)
 
     def objective(trial):
@@ -160,14 +187,20 @@ def test_an_objective_with_bounds_of_its_own_ends(bounds):
     best = max(trial.value for trial in study.trials)
     assert 100.0 * min(sampler.belief(study).choice.num_workers, 6) + 1 >= 0.98 * best
     # THEN a round has the number of its first trial, so that no other process has the same
-    rounds = [(t.user_attrs[ROUND], t.user_attrs[ORDER], t.number) for t in study.trials if ROUND in t.user_attrs]
+    rounds = [
+        (t.user_attrs[ROUND], t.user_attrs[ORDER], t.number)
+        for t in study.trials
+        if ROUND in t.user_attrs
+    ]
     assert all(round_ + order == number for round_, order, number in rounds)
     assert len(sampler.belief(study).rounds) == len({round_ for round_, *_ in rounds}) >= 2
 
 
 def test_a_study_that_minimises_is_refused_with_the_call_that_works():
     study = optuna.create_study(sampler=TwinSampler())
-    with pytest.raises(ValueError, match=r"minimises; optuna.create_study\(direction='maximize', .* would work"):
+    with pytest.raises(
+        ValueError, match=r"minimises; optuna.create_study\(direction='maximize', .* would work"
+    ):
         study.optimize(lambda trial: trial.suggest_int("num_workers", 0, 4), n_trials=1)
 
 
@@ -178,29 +211,43 @@ def test_what_raises_is_not_proposed_again():
         return saturating(trial)
 
     study = study_with(sampler := TwinSampler(context=Context(usable_cores=16)))
-    study.optimize(objective, n_trials=30, catch=(RuntimeError,), callbacks=[sampler.stop_when_safe])
-    failed = Counter(trial.params["num_workers"] for trial in study.trials if trial.state.name == "FAIL")
+    study.optimize(
+        objective, n_trials=30, catch=(RuntimeError,), callbacks=[sampler.stop_when_safe]
+    )
+    failed = Counter(
+        trial.params["num_workers"] for trial in study.trials if trial.state.name == "FAIL"
+    )
     assert max(failed.values()) == 1
     assert study.best_value >= 0.98 * 6000
 
 
-@pytest.mark.parametrize("record", ["{}", "no JSON", 3, None], ids=["another release's", "no JSON", "no text", "none"])
+@pytest.mark.parametrize(
+    "record", ["{}", "no JSON", 3, None], ids=["another release's", "no JSON", "no text", "none"]
+)
 def test_a_record_that_cannot_be_read_leaves_the_value(record):
     study = study_with(sampler := TwinSampler())
     known = {"params": {"num_workers": 3, "prefetch_factor": 2}, "value": 500.0}
     attributes = {} if record is None else {RECORD: record}
     distributions = sampler.space.distributions()
-    study.add_trial(optuna.trial.create_trial(distributions=distributions, user_attrs=attributes, **known))
+    study.add_trial(
+        optuna.trial.create_trial(distributions=distributions, user_attrs=attributes, **known)
+    )
     assert [(t.config.num_workers, t.samples_per_s) for t in sampler.trials(study)] == [(3, 500.0)]
 
 
 def test_what_came_of_a_burst_counts_though_ctrl_c_came_before_optuna_was_told():
     study = study_with(sampler := TwinSampler())
     trial = study.ask(sampler.space.distributions())
-    known = Trial(number=0, config=LoaderConfig(), failure=Failure(kind="crashed", phase="start", message="gone"))
+    known = Trial(
+        number=0,
+        config=LoaderConfig(),
+        failure=Failure(kind="crashed", phase="start", message="gone"),
+    )
     sampler.record(trial, known)
     study.tell(trial, state=optuna.trial.TrialState.FAIL)
-    study.tell(study.ask(sampler.space.distributions()), state=optuna.trial.TrialState.FAIL)  # before its burst
+    study.tell(
+        study.ask(sampler.space.distributions()), state=optuna.trial.TrialState.FAIL
+    )  # before its burst
     assert sampler.trials(study) == [known]
 
 
@@ -208,7 +255,11 @@ def test_a_knob_of_the_users_is_drawn():
     # GIVEN an objective that asks for more than a loader has, and for a prefetch also without workers
     def own(trial):
         prefetch = trial.suggest_int("prefetch_factor", 1, 8, log=True)
-        return trial.suggest_int("num_workers", 0, 64) + prefetch + trial.suggest_float("learning_rate", 0.0, 1.0)
+        return (
+            trial.suggest_int("num_workers", 0, 64)
+            + prefetch
+            + trial.suggest_float("learning_rate", 0.0, 1.0)
+        )
 
     study = study_with(sampler := TwinSampler(Space()))
     study.optimize(own, n_trials=4)

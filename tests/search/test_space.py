@@ -35,11 +35,16 @@ def test_every_candidate_is_legal_different_and_changes_one_unmodelled_knob_at_m
     for config in configs:
         assert space.veto(config) is None
         assert config.persistent_workers == (config.num_workers > 0)
-        plain, odd = space.as_set(config), ("pin_memory", "device_prefetch", "batch_size", "in_order")
+        plain, odd = (
+            space.as_set(config),
+            ("pin_memory", "device_prefetch", "batch_size", "in_order"),
+        )
         assert sum(getattr(config, name) != getattr(plain, name) for name in odd) <= 1
 
 
-@pytest.mark.parametrize("space", [Space(), Space(max_workers=0), Space(max_workers=6, in_order=(True, False)), RICH])
+@pytest.mark.parametrize(
+    "space", [Space(), Space(max_workers=0), Space(max_workers=6, in_order=(True, False)), RICH]
+)
 def test_what_a_sampler_proposes_is_exactly_what_runs_and_what_the_study_says(space):
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     for _ in range(60):
@@ -52,7 +57,9 @@ def test_what_a_sampler_proposes_is_exactly_what_runs_and_what_the_study_says(sp
         study.tell(trial, 1.0)
 
 
-@pytest.mark.parametrize("own", [with_workers(96), with_workers(3, 13, pin_memory=True), LoaderConfig()], ids=str)
+@pytest.mark.parametrize(
+    "own", [with_workers(96), with_workers(3, 13, pin_memory=True), LoaderConfig()], ids=str
+)
 def test_the_users_own_is_proposed_as_it_is(own):
     # GIVEN a configuration of the user's that no grid has
     space, study = Space(max_workers=8, also=(own,)), optuna.create_study()
@@ -76,7 +83,11 @@ def vetoed(space, config):
     ("limit", "need", "words"),
     [
         ("shm_bytes", 2 * 13 * MIB, "of /dev/shm for two loaders"),
-        ("descriptors", 13 * 3 + RESERVED_DESCRIPTORS, f"{13 * 3 + RESERVED_DESCRIPTORS} of 113 descriptors"),
+        (
+            "descriptors",
+            13 * 3 + RESERVED_DESCRIPTORS,
+            f"{13 * 3 + RESERVED_DESCRIPTORS} of 113 descriptors",
+        ),
         ("memory_bytes", 3 * WORKER_BASE_BYTES + 13 * MIB, "193 of 214 MiB of host memory"),
     ],
 )
@@ -85,7 +96,9 @@ def test_vetoes_are_exact(limit, need, words):
     enough, config = round(need / SAFE_SHARE) + 1, with_workers(3, 4)
 
     def with_room(room):
-        return Space(max_workers=4, batch=BatchCost(bytes=MIB, tensors=3), limits=Limits(**{limit: room}))
+        return Space(
+            max_workers=4, batch=BatchCost(bytes=MIB, tensors=3), limits=Limits(**{limit: room})
+        )
 
     assert with_room(enough).veto(config) is None
     assert words in vetoed(with_room(enough - 2), config).message
@@ -95,7 +108,11 @@ def test_vetoes_are_exact(limit, need, words):
 
 def test_a_larger_batch_needs_the_memory_of_its_samples():
     # GIVEN batches of 1 MiB with 8 samples, and room for 40 batches in flight
-    space = Space(batch=BatchCost(bytes=MIB, samples=8), batch_size=(None, 64), limits=Limits(shm_bytes=80 * MIB))
+    space = Space(
+        batch=BatchCost(bytes=MIB, samples=8),
+        batch_size=(None, 64),
+        limits=Limits(shm_bytes=80 * MIB),
+    )
     # THEN four workers with two each are fine, but not with batches of eight times the size
     assert space.veto(with_workers(4)) is None
     assert "144 of 80 MiB of /dev/shm" in vetoed(space, with_workers(4, batch_size=64)).message
@@ -114,7 +131,10 @@ def test_what_a_burst_of_a_tuned_batch_size_took_leaves_a_margin():
     assert "95 of 100 MiB" in failure.message
     # AND the user's own size is the user's, and less is no matter
     assert space.over_margin(with_workers(1), burst) is None
-    assert space.over_margin(with_workers(1, batch_size=16), replace(burst, gpu_memory_bytes=80 * MIB)) is None
+    assert (
+        space.over_margin(with_workers(1, batch_size=16), replace(burst, gpu_memory_bytes=80 * MIB))
+        is None
+    )
 
 
 COSTS = {
@@ -134,10 +154,22 @@ def test_costs_are_compared_as_people_would(cheaper, dearer):
 
 
 RULES = {
-    "one keeps up": ({"fetch_s": 0.04, "fetch_cpu_s": 0.0, "step_s": 0.04, "cores": 8}, with_workers(2, 4)),
-    "1.15 x 10 + 1": ({"fetch_s": 0.1, "fetch_cpu_s": 0.001, "step_s": 0.01, "cores": 2}, with_workers(12)),
-    "the cores are full": ({"fetch_s": 0.1, "fetch_cpu_s": 0.1, "step_s": 0.001, "cores": 4}, with_workers(5)),
-    "nothing limits": ({"fetch_s": 0.1, "fetch_cpu_s": 0.0, "step_s": 0.0, "cores": 4}, with_workers(64)),
+    "one keeps up": (
+        {"fetch_s": 0.04, "fetch_cpu_s": 0.0, "step_s": 0.04, "cores": 8},
+        with_workers(2, 4),
+    ),
+    "1.15 x 10 + 1": (
+        {"fetch_s": 0.1, "fetch_cpu_s": 0.001, "step_s": 0.01, "cores": 2},
+        with_workers(12),
+    ),
+    "the cores are full": (
+        {"fetch_s": 0.1, "fetch_cpu_s": 0.1, "step_s": 0.001, "cores": 4},
+        with_workers(5),
+    ),
+    "nothing limits": (
+        {"fetch_s": 0.1, "fetch_cpu_s": 0.0, "step_s": 0.0, "cores": 4},
+        with_workers(64),
+    ),
 }
 
 
@@ -149,18 +181,32 @@ def test_the_rule(seen, expected):
 SET = {"pin_memory": True, "persistent_workers": True, "multiprocessing_context": "forkserver"}
 NONE, RULE, PINNED = with_workers(0), with_workers(3, 4), with_workers(0, pin_memory=True)
 BEGINNINGS = {
-    "own, suggested, rule, none": (Space(), with_workers(6), 0.02, [with_workers(6), with_workers(5), RULE, NONE]),
+    "own, suggested, rule, none": (
+        Space(),
+        with_workers(6),
+        0.02,
+        [with_workers(6), with_workers(5), RULE, NONE],
+    ),
     "none twice": (Space(), RULE, 0.02, [RULE, with_workers(5), NONE]),
     "the rule before no workers": (Space(), NONE, 0.02, [with_workers(5), RULE, NONE]),
     "slow batches tell of no workers": (Space(), NONE, 2.0, [with_workers(5), with_workers(64)]),
     "without a first batch": (Space(), None, None, [with_workers(5), with_workers(4), NONE]),
     "data that workers must not read": (Space(max_workers=0), None, 0.02, [NONE]),
-    "with what is set, and no suggestion without it": (RICH, NONE, 0.02, [with_workers(3, 4, **SET), PINNED]),
+    "with what is set, and no suggestion without it": (
+        RICH,
+        NONE,
+        0.02,
+        [with_workers(3, 4, **SET), PINNED],
+    ),
 }
 
 
-@pytest.mark.parametrize(("space", "own", "fetch_s", "expected"), BEGINNINGS.values(), ids=BEGINNINGS)
-def test_a_search_begins_with_the_users_own_what_is_suggested_and_the_rule(space, own, fetch_s, expected):
+@pytest.mark.parametrize(
+    ("space", "own", "fetch_s", "expected"), BEGINNINGS.values(), ids=BEGINNINGS
+)
+def test_a_search_begins_with_the_users_own_what_is_suggested_and_the_rule(
+    space, own, fetch_s, expected
+):
     context = Context(usable_cores=4, step_s=0.01, fetch_s=fetch_s, fetch_cpu_s=0.001)
     space = replace(space, also=() if own is None else (own,))
     assert begin_with(space, context, own=own, suggested=[with_workers(5)]) == expected
@@ -170,7 +216,10 @@ COMPUTING = {"fetch_s": 0.02, "fetch_cpu_s": 0.02}
 DEEPEST = {
     "workers compute beside a step of several threads": ({"step_cores": 4.0, **COMPUTING}, 2),
     "the step has one": ({"step_cores": 1.0, **COMPUTING}, 8),
-    "the cores cannot keep up with it": ({"step_cores": 1.0, "fetch_s": 0.1, "fetch_cpu_s": 0.1}, 2),
+    "the cores cannot keep up with it": (
+        {"step_cores": 1.0, "fetch_s": 0.1, "fetch_cpu_s": 0.1},
+        2,
+    ),
     "workers wait": ({"step_cores": 4.0, "fetch_s": 0.02, "fetch_cpu_s": 0.002}, 8),
     "without a first batch": ({"step_cores": 4.0}, 8),
 }

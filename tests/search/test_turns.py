@@ -15,7 +15,9 @@ from tests.support import SimulatedMachine, simulated_trials
 
 OWN = LoaderConfig()
 FEW, SOME, MANY = (LoaderConfig(num_workers=count) for count in (2, 4, 8))
-BROKEN, HANGS = (Failure(kind=kind, phase="batches", message="no") for kind in ("user_exception", "deadline"))
+BROKEN, HANGS = (
+    Failure(kind=kind, phase="batches", message="no") for kind in ("user_exception", "deadline")
+)
 SHAPE = simulated_trials(SimulatedMachine(), FEW)[0].measurement
 BARE = dict.fromkeys(("service_s", "step_s", "receive_s", "samples"), 0)
 
@@ -24,7 +26,12 @@ class Job:
     """Configurations with given rates, and noise; each burst takes a second. Nothing else is known, and no twin."""
 
     def __init__(self, rates, *, noise=0.0, seconds=None):
-        self.rates, self.noise, self.rng, self.seconds = rates, noise, random.Random(0), seconds or {}
+        self.rates, self.noise, self.rng, self.seconds = (
+            rates,
+            noise,
+            random.Random(0),
+            seconds or {},
+        )
         self.trials, self.asked = [], []
 
     def burst(self, config, round_=None):
@@ -82,7 +89,9 @@ def test_the_cheapest_of_the_fastest_is_chosen_and_runs_in_two_rounds(rates, win
     assert len(set(alone)) == len(alone) == len(rates)
 
 
-@pytest.mark.parametrize("many", [1000.0, 1300.0], ids=["at the ceiling", "one far above it denies it"])
+@pytest.mark.parametrize(
+    "many", [1000.0, 1300.0], ids=["at the ceiling", "one far above it denies it"]
+)
 def test_as_fast_as_the_step_alone_ends_the_search(many):
     job = Job({OWN: 500.0, FEW: 996.0, MANY: many}, noise=0.001)
     is_there = many == 1000.0
@@ -102,8 +111,16 @@ def test_while_the_callers_own_may_lose_much_rounds_go_on_until_it_is_known_whic
     job = Job({OWN: 100.0, FEW: 106.0}, noise=0.06)
     job.rng.seed(seed)
     why, belief = job.run(FEW, OWN), job.belief()
-    is_known = belief.choice == OWN or belief.is_faster(FEW, OWN) >= CERTAIN or belief.loss(OWN) <= belief.tolerance
-    assert why == "SAFE" or (why == "EXPECTED" and is_known) or (why == "ROUNDS" and job.rounds == MOST_ROUNDS)
+    is_known = (
+        belief.choice == OWN
+        or belief.is_faster(FEW, OWN) >= CERTAIN
+        or belief.loss(OWN) <= belief.tolerance
+    )
+    assert (
+        why == "SAFE"
+        or (why == "EXPECTED" and is_known)
+        or (why == "ROUNDS" and job.rounds == MOST_ROUNDS)
+    )
 
 
 def test_the_callers_own_sits_out_once_it_is_clearly_slower():
@@ -116,7 +133,10 @@ def test_the_callers_own_sits_out_once_it_is_clearly_slower():
 def test_in_a_study_of_many_configurations_rounds_hold_the_choice_and_what_may_be_faster():
     # GIVEN what another sampler has tried: 20 configurations, of which the two best are 3% apart
     tried = [LoaderConfig(num_workers=count) for count in range(1, 20)]
-    job = Job({OWN: 40.0, **{config: 100.0 - 3.0 * place for place, config in enumerate(tried)}}, noise=0.04)
+    job = Job(
+        {OWN: 40.0, **{config: 100.0 - 3.0 * place for place, config in enumerate(tried)}},
+        noise=0.04,
+    )
     for config in [OWN, *tried]:
         job.burst(config)
     job.run()
@@ -140,12 +160,20 @@ def test_rounds_go_on_while_they_contradict_the_choice_and_hold_what_contradicts
 BUDGETS = {
     "a round": (20.0, {}, "SAFE", LEAST_ROUNDS, 20.0),
     "no second round": (6.5, {}, "BUDGET", 1, 8.5),
-    "no round, but a burst of the caller's own": (12.0, {OWN: 8.0, SOME: 3.0, FEW: 3.0}, "BUDGET", 0, 14.0),
+    "no round, but a burst of the caller's own": (
+        12.0,
+        {OWN: 8.0, SOME: 3.0, FEW: 3.0},
+        "BUDGET",
+        0,
+        14.0,
+    ),
     "always a second burst": (1.5, {}, "BUDGET", 0, 4.0),
 }
 
 
-@pytest.mark.parametrize(("budget_s", "seconds", "why", "rounds", "most_s"), BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize(
+    ("budget_s", "seconds", "why", "rounds", "most_s"), BUDGETS.values(), ids=BUDGETS
+)
 def test_what_does_not_fit_into_the_budget_is_not_begun(budget_s, seconds, why, rounds, most_s):
     job = Job({OWN: 5.0, SOME: 100.0, FEW: 50.0}, noise=0.001, seconds=seconds)
     assert job.run(SOME, budget_s=budget_s) == why
@@ -158,10 +186,30 @@ def test_what_does_not_fit_into_the_budget_is_not_begun(budget_s, seconds, why, 
     ("rates", "winner", "runs"),
     [
         ({OWN: 50.0, FEW: 90.0, SOME: BROKEN}, FEW, 1),
-        ({OWN: 50.0, FEW: 90.0, SOME: itertools.chain([100.0, BROKEN], itertools.repeat(100.0)).__next__}, SOME, 40),
-        ({OWN: 50.0, FEW: 90.0, SOME: itertools.chain([100.0, HANGS], itertools.repeat(100.0)).__next__}, FEW, 2),
         (
-            {OWN: 50.0, FEW: 90.0, SOME: itertools.chain([100.0], itertools.repeat(BROKEN)).__next__},
+            {
+                OWN: 50.0,
+                FEW: 90.0,
+                SOME: itertools.chain([100.0, BROKEN], itertools.repeat(100.0)).__next__,
+            },
+            SOME,
+            40,
+        ),
+        (
+            {
+                OWN: 50.0,
+                FEW: 90.0,
+                SOME: itertools.chain([100.0, HANGS], itertools.repeat(100.0)).__next__,
+            },
+            FEW,
+            2,
+        ),
+        (
+            {
+                OWN: 50.0,
+                FEW: 90.0,
+                SOME: itertools.chain([100.0], itertools.repeat(BROKEN)).__next__,
+            },
             FEW,
             1 + MAX_FAILURES,
         ),

@@ -13,28 +13,49 @@ from autotune_loader.search.queue import simulate
 from autotune_loader.search.space import Context
 from autotune_loader.search.twin import Twin, _line
 from autotune_loader.values import LoaderConfig, MemoryUse, Trial
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_trials, with_workers
+from tests.support import (
+    FakeClock,
+    SimulatedMachine,
+    SimulatedProbe,
+    simulated_trials,
+    with_workers,
+)
 
 MIB = 2**20
 
 
 @settings(max_examples=30, derandomize=True)
-@given(st.floats(0.001, 0.1), st.integers(0, 5), st.integers(1, 4), st.sampled_from([0.0, 0.01, 0.03]))
+@given(
+    st.floats(0.001, 0.1), st.integers(0, 5), st.integers(1, 4), st.sampled_from([0.0, 0.01, 0.03])
+)
 def test_the_queue_agrees_with_the_event_simulation_of_a_machine(wait_s, workers, prefetch, pin_s):
     # GIVEN the times of the batches of a burst, which differ much, and another loader in the same call
     # AND perhaps a thread that pins them, one after the other
     cv = 0.0 if pin_s else 1.0  # it takes them as they come, and the twin in order
     machine = SimulatedMachine(
-        cpu_s=0.0, wait_s=wait_s, service_cv=cv, receive_s=0.003, step_s=0.02, step_cv=0.5, pin_s=pin_s
+        cpu_s=0.0,
+        wait_s=wait_s,
+        service_cv=cv,
+        receive_s=0.003,
+        step_s=0.02,
+        step_cv=0.5,
+        pin_s=pin_s,
     )
     config = with_workers(workers, prefetch, pin_memory=pin_s > 0)
     traces = simulated_trials(machine, config)[0].measurement.traces
     step_ends = np.array([each.step_end for each in traces])
     service = [each.collate_end - each.fetch_start for each in traces]
     before = [each.step_end for each in traces[:-1]]
-    receive = [each.received - max(each.ready, end) for each, end in zip(traces, [0.0, *before], strict=True)]
-    times = [np.column_stack([each] * 2) for each in (service, receive, [each.step_s for each in traces])]
-    done = simulate(*times, workers=np.array([workers, 5]), prefetch=np.array([prefetch, 4]), pin_s=pin_s)
+    receive = [
+        each.received - max(each.ready, end)
+        for each, end in zip(traces, [0.0, *before], strict=True)
+    ]
+    times = [
+        np.column_stack([each] * 2) for each in (service, receive, [each.step_s for each in traces])
+    ]
+    done = simulate(
+        *times, workers=np.array([workers, 5]), prefetch=np.array([prefetch, 4]), pin_s=pin_s
+    )
     # THEN every step ends at the same time
     assert done[:, 0] == pytest.approx(step_ends - traces[0].fetch_start, rel=1e-9)
 
@@ -53,9 +74,13 @@ BURST = simulated_trials(SimulatedMachine(batch_size=8), LoaderConfig())[0].meas
     ],
 )
 def test_a_prediction_holds_the_true_rate(machine, workers):
-    trials = simulated_trials(machine, *(with_workers(count) for count in (0, 1, machine.cores)), seed=1)
+    trials = simulated_trials(
+        machine, *(with_workers(count) for count in (0, 1, machine.cores)), seed=1
+    )
     config = with_workers(workers, 4)
-    rate = predict(trials, [config], usable_cores=machine.cores, step_cores=machine.step_cores)[0].samples_per_s
+    rate = predict(trials, [config], usable_cores=machine.cores, step_cores=machine.step_cores)[
+        0
+    ].samples_per_s
     assert rate.low <= SimulatedProbe(machine, FakeClock()).truth(config) <= rate.high
 
 
@@ -82,7 +107,9 @@ def test_memory_grows_by_what_workers_took_and_by_what_their_queues_hold():
     # GIVEN bursts in which a worker takes 100 MiB beside 500 MiB for the process, and batches of 10 MiB
     def burst(config):
         taken = (500 + 100 * config.num_workers + 10 * config.batches_in_flight) * MIB
-        return Trial.of(0, config, replace(BURST, batch_bytes=10 * MIB, memory=MemoryUse(rss_bytes=taken)))
+        return Trial.of(
+            0, config, replace(BURST, batch_bytes=10 * MIB, memory=MemoryUse(rss_bytes=taken))
+        )
 
     known = [burst(with_workers(2)), burst(with_workers(4))]
     found = predict(known, [with_workers(8, 4), LoaderConfig()], usable_cores=4)
@@ -94,7 +121,9 @@ def test_memory_grows_by_what_workers_took_and_by_what_their_queues_hold():
 
 def observation(workers, service_s, step_s, receive_s=0.001, **more):
     """A burst with these seconds of each batch."""
-    service, step, receive = (np.full(np.size(service_s), 1.0) * each for each in (service_s, step_s, receive_s))
+    service, step, receive = (
+        np.full(np.size(service_s), 1.0) * each for each in (service_s, step_s, receive_s)
+    )
     bound = workers / service.mean() if workers else 1 / (service + receive + step).mean()
     rate = min(bound, 1 / (receive + step).mean())
     known = {"at_work": min(float(workers), rate * service.mean()), "cpu_s": service, **more}
@@ -105,7 +134,10 @@ def observation(workers, service_s, step_s, receive_s=0.001, **more):
 def test_a_step_on_the_cores_is_slowed_by_workers_as_the_bursts_show():
     # GIVEN a step of four threads that workers beside it slow down 2.5 times
     fetch = np.full(80, 0.01)
-    seen = [observation(0, fetch, 0.012), *(observation(n, fetch, 0.03, at_work=0.7) for n in (1, 4))]
+    seen = [
+        observation(0, fetch, 0.012),
+        *(observation(n, fetch, 0.03, at_work=0.7) for n in (1, 4)),
+    ]
     twin = Twin(seen, Context(usable_cores=4, step_cores=4.0, step_s=0.012))
     # THEN with other workers beside it it is expected to take about as long
     assert twin.predict([with_workers(2)]).samples_per_s[0] == pytest.approx(8 / 0.031, rel=0.08)

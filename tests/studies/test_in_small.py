@@ -15,15 +15,22 @@ from studies.libraries.attempt import Job, make_attempt
 from studies.live import births, births_kills, overhead
 from studies.processes import busy_neighbours
 
-pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
 
 
-def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(tmp_path, preloaded, monkeypatch):
+def test_a_run_killed_at_any_moment_leaves_nothing_and_its_file_loads(
+    tmp_path, preloaded, monkeypatch
+):
     # Five short runs, each of which would otherwise begin with importing torch.
     (tmp_path / "run.py").write_text(kills.RUN.replace("budget=4", "budget=1"))
 
     def start(folder):
-        return preloaded.start(str(tmp_path / "run.py"), folder=folder, environ=kills.environ(folder))
+        return preloaded.start(
+            str(tmp_path / "run.py"), folder=folder, environ=kills.environ(folder)
+        )
 
     monkeypatch.setattr(kills, "start", start)
     figures = kills.kill_runs(2, seed=5)
@@ -52,7 +59,13 @@ def test_a_job_runs_in_small_on_an_accelerator_and_its_verdict_is_right(simulate
 )
 def test_an_attempt_is_tuned_refused_or_wrong(given, batch, outcome, says):
     options = {"batch_size": 4, "budget": 2, "collate_fn": default_collate}
-    job = Job(given=given, model=None, options=options, batch=batch, epoch=lambda result: result.make_loader(given))
+    job = Job(
+        given=given,
+        model=None,
+        options=options,
+        batch=batch,
+        epoch=lambda result: result.make_loader(given),
+    )
     made = make_attempt(job)
     assert made.outcome == outcome
     assert says in made.says
@@ -72,7 +85,9 @@ def in_small(preloaded, tmp_path, monkeypatch):
     """Jobs of births under fork, each in a process that has torch already."""
 
     def answer(job, **given):
-        run = preloaded.start(births.__file__, "--job", json.dumps({"job": job, **given}), folder=tmp_path)
+        run = preloaded.start(
+            births.__file__, "--job", json.dumps({"job": job, **given}), folder=tmp_path
+        )
         assert run.wait(60) == 0, run.output
         return json.loads(run.output.splitlines()[-1])
 
@@ -86,8 +101,15 @@ def test_births_of_workers_are_rows_of_a_table(in_small):
     rows = [*births.starts(in_small, "fork"), *births.further_workers(in_small._replace(rounds=1))]
     cells = [str(row).strip("| ").split(" | ") for row in rows]
     assert {len(each) for each in cells} == {5}
-    assert all(each.split()[0].replace(",", "").replace(".", "").isdigit() for row in cells[:6] for each in row[1:3])
-    assert {(row[3] == "-", row[4] in ("yes", "NO")) for row in cells} == {(True, False), (False, True)}
+    assert all(
+        each.split()[0].replace(",", "").replace(".", "").isdigit()
+        for row in cells[:6]
+        for each in row[1:3]
+    )
+    assert {(row[3] == "-", row[4] in ("yes", "NO")) for row in cells} == {
+        (True, False),
+        (False, True),
+    }
     failed = births.compared(in_small, "a job that failed", [1.0], [], bar=2.0)
     assert (failed.ours, failed.is_met) == ("no answer", False)
 

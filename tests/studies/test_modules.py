@@ -12,8 +12,12 @@ from studies.libraries.environments import ENVIRONMENTS
 from studies.libraries.table import LIBRARIES
 
 ROOT = Path(__file__).parents[2]
-FILES = [path for path in (ROOT / "studies").rglob("*") if path.is_file() and "results" not in path.parts]
-MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES if path.suffix == ".py")
+FILES = [
+    path for path in (ROOT / "studies").rglob("*") if path.is_file() and "results" not in path.parts
+]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in FILES if path.suffix == ".py"
+)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -24,7 +28,9 @@ def test_a_module_says_what_it_is_for(module):
 def test_the_commands_of_pages_and_scripts_exist_and_no_raw_records_are_kept():
     assert {path.suffix for path in FILES} <= {".py", ".md", ".sh", ".pyc"}
     texts = [path.read_text() for path in FILES if path.suffix in (".md", ".sh")]
-    commands = {command for text in texts for command in re.findall(r"-m (studies(?:\.\w+)+)", text)}
+    commands = {
+        command for text in texts for command in re.findall(r"-m (studies(?:\.\w+)+)", text)
+    }
     assert len(commands) > 5
     assert all(importlib.util.find_spec(command) for command in commands), commands
 

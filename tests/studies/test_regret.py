@@ -29,7 +29,11 @@ class FakeBench:
         self.asked.append(config)
         if config not in RATES:
             raise BenchError("no answer")
-        return RATES[config] * (1 + 0.3 * math.sin(seed)) * math.exp(random.Random(len(self.asked)).gauss(0, 0.01))
+        return (
+            RATES[config]
+            * (1 + 0.3 * math.sin(seed))
+            * math.exp(random.Random(len(self.asked)).gauss(0, 0.01))
+        )
 
 
 def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out():
@@ -61,11 +65,16 @@ def test_the_best_is_found_by_rounds_and_whoever_is_out_drops_out():
 def test_a_tie_is_called_a_tie(value, low, high, verdict):
     assert verdict_of(Interval(value=value, low=low, high=high, count=6)) == verdict
     rows = table([Outcome(job="jpeg", strategy="tpe", seconds=1.0, ours=[verdict])]).splitlines()
-    cells = [each.strip() for each in rows[0].split("|")], [each.strip() for each in rows[2].split("|")]
+    cells = (
+        [each.strip() for each in rows[0].split("|")],
+        [each.strip() for each in rows[2].split("|")],
+    )
     assert dict(zip(*cells, strict=True))[f"ours {verdict}"] == "1"
 
 
-@pytest.mark.parametrize(("workers", "regret"), [(None, 1.0), (0, 0.96), (24, 0.1), (27, 0.0), (32, 0.0)])
+@pytest.mark.parametrize(
+    ("workers", "regret"), [(None, 1.0), (0, 0.96), (24, 0.1), (27, 0.0), (32, 0.0)]
+)
 def test_the_truth_of_slow_batches_is_arithmetic(workers, regret):
     assert known_regret(workers, KEEP_UP["slow_batches"]) == pytest.approx(regret, abs=0.01)
     job = WORKLOADS["slow_batches"]()
@@ -94,16 +103,23 @@ class Written:
 
 
 def test_seeds_in_a_row_have_each_foreign_law():
-    assert sorted(machines.foreign_machine(seed)[0] for seed in range(60)) == sorted(6 * machines.FOREIGN)
+    assert sorted(machines.foreign_machine(seed)[0] for seed in range(60)) == sorted(
+        6 * machines.FOREIGN
+    )
 
 
 def test_slow_batches_and_long_starts_are_tables_with_a_bar(monkeypatch, capsys):
-    rows = [row for row in slow.machines() if row[0] in ("fetch 1 s, step 0.3 s", "warm after 70 s")]
+    rows = [
+        row for row in slow.machines() if row[0] in ("fetch 1 s, step 0.3 s", "warm after 70 s")
+    ]
     monkeypatch.setattr(slow, "machines", lambda: rows)
     for name, less in {"SEEDS": 1, "COUNTS": (0, 16, 32), "WARM_BATCHES": 400}.items():
         monkeypatch.setattr(slow, name, less)
     slow.main()
-    assert [line.split(" | ")[3] for line in capsys.readouterr().out.splitlines()[2:]] == ["met", "met"]
+    assert [line.split(" | ")[3] for line in capsys.readouterr().out.splitlines()[2:]] == [
+        "met",
+        "met",
+    ]
 
 
 def test_every_strategy_chooses_on_a_simulated_machine():
@@ -113,5 +129,8 @@ def test_every_strategy_chooses_on_a_simulated_machine():
     chosen = {name: strategy(fields[name], 0) for name, strategy in STRATEGIES.items()}
     # THEN those that measure choose workers, and only those take time; who is asked to end does
     assert {name for name, config in chosen.items() if config.num_workers < 2} == {"torch default"}
-    assert {name for name, field in fields.items() if field.clock() == 0} == {"torch default", "workers = cores"}
+    assert {name for name, field in fields.items() if field.clock() == 0} == {
+        "torch default",
+        "workers = cores",
+    }
     assert all(field.clock() < 35 for field in fields.values())

@@ -19,7 +19,9 @@ from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
         (MADE, [BESIDE, WITHIN], 0.32, 0.005, 0.015),
     ],
 )
-def test_what_binds_and_the_laws_that_give_the_rate_are_named(capsys, binds, holds, cpu_s, pin_s, step_s):
+def test_what_binds_and_the_laws_that_give_the_rate_are_named(
+    capsys, binds, holds, cpu_s, pin_s, step_s
+):
     # GIVEN a machine of which two and eight workers are seen
     steady = {"service_cv": 0.0, "step_cv": 0.0, "alpha": 0.0, "first_batch_extra_s": 0.0}
     machine = SimulatedMachine(cores=10, cpu_s=cpu_s, pin_s=pin_s, step_s=step_s, **steady)
@@ -30,7 +32,9 @@ def test_what_binds_and_the_laws_that_give_the_rate_are_named(capsys, binds, hol
         seen.append(Stations.of(config, traces))
     # WHEN the eight are recorded
     seen[1].record("simulated", seen[0])
-    found, by_own, by_two = (json.loads(line.removeprefix("RECORD ")) for line in capsys.readouterr().out.splitlines())
+    found, by_own, by_two = (
+        json.loads(line.removeprefix("RECORD ")) for line in capsys.readouterr().out.splitlines()
+    )
     # THEN the rate is what binds, and by those of two workers only the right laws give it
     assert found["batch_s"] == pytest.approx(max(cpu_s / 8, pin_s, step_s), rel=0.03)
     assert (found["binds"], by_own["holds"], by_two["holds"]) == (binds, [BESIDE, WITHIN], holds)

@@ -31,7 +31,9 @@ class Bench:
         return text
 
     def run(self, *argv: str, **environ: str) -> tuple[int, str]:
-        started = self.python.start(*argv, folder=self.folder, environ={"OMP_NUM_THREADS": "1", **environ})
+        started = self.python.start(
+            *argv, folder=self.folder, environ={"OMP_NUM_THREADS": "1", **environ}
+        )
         return started.wait(HARD_DEADLINE_S), started.output
 
     def command(self, *argv: str, **environ: str) -> tuple[int, str, str]:

@@ -20,7 +20,9 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.values import BurstPlan, Failure, FailureKind, LoaderConfig, Measurement
 
-QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2, deadline_s=60.0)  # a spawned worker imports torch
+QUICK = BurstPlan(
+    max_s=0.2, min_s=0.05, relative_error=0.2, deadline_s=60.0
+)  # a spawned worker imports torch
 ALONE, ONE_WORKER, TWO_WORKERS = (LoaderConfig(num_workers=workers) for workers in range(3))
 
 
@@ -74,7 +76,9 @@ class ColdStore(Dataset[Any]):
         return torch.tensor(index)
 
 
-def workload(dataset: Any, batch_size: int | None = 4, training: TrainingSide | None = None, **parts: Any) -> Workload:
+def workload(
+    dataset: Any, batch_size: int | None = 4, training: TrainingSide | None = None, **parts: Any
+) -> Workload:
     """A dataset in batches, with other parts of its loader, and what is trained on it: nothing unless it is given."""
     data = DataSide.from_dataset(dataset, batch_size=batch_size, **parts)
     return Workload(data=data, training=training or TrainingSide())
@@ -96,17 +100,24 @@ def measured(probe: Any, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK) 
     assert found.first_batch_s is None or found.first_batch_s > 0
     assert found.memory is not None  # read at the first burst of a configuration, and told of each
     assert {each.worker for each in found.traces} <= (set(range(config.num_workers)) or {-1})
-    assert all(t.fetch_start <= t.fetch_end <= t.collate_end <= t.received <= t.step_end for t in found.traces)
+    assert all(
+        t.fetch_start <= t.fetch_end <= t.collate_end <= t.received <= t.step_end
+        for t in found.traces
+    )
     return found
 
 
-def run(job: Workload, *configs: LoaderConfig, plan: BurstPlan = QUICK) -> tuple[OpenProbe, list[Measurement]]:
+def run(
+    job: Workload, *configs: LoaderConfig, plan: BurstPlan = QUICK
+) -> tuple[OpenProbe, list[Measurement]]:
     """A probe, which is closed again, and what bursts in it have measured."""
     with opened(job) as probe:
         return probe, [measured(probe.probe, config, plan) for config in configs]
 
 
-def failed(probe: Any, kind: FailureKind, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK) -> Failure:
+def failed(
+    probe: Any, kind: FailureKind, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK
+) -> Failure:
     """The failure of a burst, which must be of this kind."""
     outcome = probe.burst(config, plan)
     assert isinstance(outcome, Failure), outcome
@@ -122,8 +133,16 @@ def assert_views_travel_once(device: str) -> None:
     with os.fdopen(os.memfd_create("test"), "rb") as file:
         write_archive(file.fileno(), held, 8 << 20)  # 6 MiB
         views, linear, half = read_archive(file.fileno())
-    assert {view.untyped_storage().data_ptr() for view in views} == {views[0].data_ptr()} != {base.data_ptr()}
-    for own, travelled in (*zip(held[0], views, strict=True), (layer.weight, linear.weight), (held[2], half)):
+    assert (
+        {view.untyped_storage().data_ptr() for view in views}
+        == {views[0].data_ptr()}
+        != {base.data_ptr()}
+    )
+    for own, travelled in (
+        *zip(held[0], views, strict=True),
+        (layer.weight, linear.weight),
+        (held[2], half),
+    ):
         assert torch.equal(own, travelled)
         assert (own.device, own.requires_grad) == (travelled.device, travelled.requires_grad)
 

@@ -51,7 +51,9 @@ class FixedLoader(AutoLoader[Any]):
         tuner = self.found.tuner
         if tuner.refused is None:
             tuner.wanted = (
-                tuner.asked.with_workers(1, 2) if tuner.asked.num_workers and not config.num_workers else config
+                tuner.asked.with_workers(1, 2)
+                if tuner.asked.num_workers and not config.num_workers
+                else config
             )
 
 
@@ -100,7 +102,9 @@ class Where(Slow):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         info = get_worker_info()
-        return torch.tensor([super().__getitem__(index)[0], *((info.id, info.num_workers) if info else (-1, 0))])
+        return torch.tensor(
+            [super().__getitem__(index)[0], *((info.id, info.num_workers) if info else (-1, 0))]
+        )
 
 
 class Fetched(Numbers):
@@ -142,11 +146,19 @@ SAMPLERS: dict[str, Callable[[Any, torch.Generator, int], Any]] = {
     "none": lambda dataset, generator, seed: data.SequentialSampler(dataset),
     "shuffle": lambda dataset, generator, seed: data.RandomSampler(dataset),
     "generator": lambda dataset, generator, seed: data.RandomSampler(dataset, generator=generator),
-    "random": lambda dataset, generator, seed: data.RandomSampler(dataset, num_samples=len(dataset) * 2),
-    "replacement": lambda dataset, generator, seed: data.RandomSampler(dataset, replacement=True, generator=generator),
+    "random": lambda dataset, generator, seed: data.RandomSampler(
+        dataset, num_samples=len(dataset) * 2
+    ),
+    "replacement": lambda dataset, generator, seed: data.RandomSampler(
+        dataset, replacement=True, generator=generator
+    ),
     "subset": lambda dataset, generator, seed: data.SubsetRandomSampler(range(0, len(dataset), 2)),
-    "weighted": lambda dataset, generator, seed: data.WeightedRandomSampler(range(1, len(dataset) + 1), len(dataset)),
-    "distributed": lambda dataset, generator, seed: data.DistributedSampler(dataset, num_replicas=2, rank=seed % 2),
+    "weighted": lambda dataset, generator, seed: data.WeightedRandomSampler(
+        range(1, len(dataset) + 1), len(dataset)
+    ),
+    "distributed": lambda dataset, generator, seed: data.DistributedSampler(
+        dataset, num_replicas=2, rank=seed % 2
+    ),
     "eager": lambda dataset, generator, seed: Eager(len(dataset)),
 }
 
@@ -183,14 +195,33 @@ def draw_case(seed: int, kind: str | None = None) -> Case:
         (rng.randrange(epochs), rng.randrange(batches + 1)): draw_config(rng)
         for _ in range(0 if kind == "stream" else rng.randint(1, 4))
     }
-    leaves = {rng.randrange(epochs): rng.randint(1, batches)} if rng.random() < 0.2 and kind != "stream" else {}
-    return Case(seed, kind, sampler, samples, batch_size, epochs, asked, changes, leaves, draws=rng.random() < 0.5)
+    leaves = (
+        {rng.randrange(epochs): rng.randint(1, batches)}
+        if rng.random() < 0.2 and kind != "stream"
+        else {}
+    )
+    return Case(
+        seed,
+        kind,
+        sampler,
+        samples,
+        batch_size,
+        epochs,
+        asked,
+        changes,
+        leaves,
+        draws=rng.random() < 0.5,
+    )
 
 
 def draw_config(rng: random.Random) -> LoaderConfig:
     if (workers := rng.choice([0, 1, 2, 3])) == 0:
         return LoaderConfig()
-    return LoaderConfig(num_workers=workers, prefetch_factor=rng.randint(1, 4), persistent_workers=rng.random() < 0.3)
+    return LoaderConfig(
+        num_workers=workers,
+        prefetch_factor=rng.randint(1, 4),
+        persistent_workers=rng.random() < 0.3,
+    )
 
 
 def arguments(case: Case) -> dict[str, Any]:
@@ -204,7 +235,9 @@ def arguments(case: Case) -> dict[str, Any]:
     if case.sampler in ("generator", "replacement"):
         asked["generator"] = generator
     if case.kind == "batch_sampler":
-        return asked | {"batch_sampler": data.BatchSampler(sampler, case.batch_size, case.seed % 2 == 0)}
+        return asked | {
+            "batch_sampler": data.BatchSampler(sampler, case.batch_size, case.seed % 2 == 0)
+        }
     asked["batch_size"] = None if case.kind == "unbatched" else case.batch_size
     if case.kind != "unbatched" and case.sampler in ("none", "shuffle", "generator"):
         return asked | {"shuffle": case.sampler != "none"}
@@ -237,7 +270,13 @@ def run(case: Case, loader_class: type[Any], change: bool) -> tuple[list[Any], A
 def states(generator: torch.Generator | None = None) -> Any:
     _, words, *others = np.random.get_state()
     own = generator.get_state().tolist() if generator else None
-    return torch.get_rng_state().tolist(), random.getstate(), [str(x) for x in others], words.tolist(), own
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        [str(x) for x in others],
+        words.tolist(),
+        own,
+    )
 
 
 def differences(case: Case) -> list[str]:

@@ -53,7 +53,9 @@ class SimulatedMachine:
     batch_size: int = 32
     cpu_s: float = 0.04  # CPU seconds of a worker, alone on the machine
     wait_s: float = 0.0  # Seconds in which a worker waits for storage or the network
-    service_cv: float = 0.1  # Coefficient of variation of a batch's service time, a property of its samples
+    service_cv: float = (
+        0.1  # Coefficient of variation of a batch's service time, a property of its samples
+    )
     tail_share: float = 0.0  # Share of batches that take `tail_factor` times as long
     tail_factor: float = 5.0
     receive_s: float = 0.0005  # Seconds in which the training loop takes a ready batch over
@@ -62,31 +64,47 @@ class SimulatedMachine:
     step_cv: float = 0.02
     alpha: float = 0.05  # Relative growth of CPU seconds per further worker that runs (caches, memory bandwidth)
     beta: float = 0.0  # The same, per pair of running workers
-    full_cores: float | None = None  # Beyond so many that run, each further one adds only `further_core` (SMT)
+    full_cores: float | None = (
+        None  # Beyond so many that run, each further one adds only `further_core` (SMT)
+    )
     further_core: float = 1.0
     servers: int | None = None  # Workers whose waiting storage serves at once; None: all
     receive_growth: float = 0.0  # Relative growth of `receive_s` per worker
-    depth_growth: float = (
-        0.0  # Relative growth of CPU seconds and of `receive_s` per doubling of a worker's batches ahead
-    )
+    depth_growth: float = 0.0  # Relative growth of CPU seconds and of `receive_s` per doubling of a worker's batches ahead
     pin_s: float = 0.0  # Seconds in which a thread beside the loop pins a batch, with pin_memory
-    lock_s: float = 0.0  # Seconds more where it has to lock new pages, as more batches than ever are in use
+    lock_s: float = (
+        0.0  # Seconds more where it has to lock new pages, as more batches than ever are in use
+    )
     copy_s: float = 0.0  # Seconds in which the loop copies a batch to the device that is not pinned
-    in_loop: float = 1.0  # Factor on the step beside the threads that receive batches: they share an interpreter
-    memory_bytes_per_s: float = 4e9  # At which a worker writes a batch that lies ready into shared memory
+    in_loop: float = (
+        1.0  # Factor on the step beside the threads that receive batches: they share an interpreter
+    )
+    memory_bytes_per_s: float = (
+        4e9  # At which a worker writes a batch that lies ready into shared memory
+    )
     probe_s: float = 1.5  # Until a probe is warm: its start, imports, compilation; 1.1 s for a small model in memory
     start_s: float = 0.05
-    worker_start_s: float = 0.02  # Workers start one after the other, then the first indices are handed out
-    first_batch_extra_s: float = 0.02  # CPU seconds that every worker's first batch takes longer (imports, cold caches)
+    worker_start_s: float = (
+        0.02  # Workers start one after the other, then the first indices are handed out
+    )
+    first_batch_extra_s: float = (
+        0.02  # CPU seconds that every worker's first batch takes longer (imports, cold caches)
+    )
     batch_bytes: int = 1 << 20
     worker_bytes: int = 100 << 20  # Private memory of one worker
     noise_sd: float = 0.0  # Relative standard deviation between bursts of one configuration
-    noise_is_of_workers: bool = False  # Whether step and receipt scatter by themselves, and not with the workers
+    noise_is_of_workers: bool = (
+        False  # Whether step and receipt scatter by themselves, and not with the workers
+    )
     drift_per_hour: float = 0.0  # Relative growth of all times per hour of the probe's clock
     spike_share: float = 0.0  # Share of bursts that something disturbs
-    neighbours: float | None = None  # Cores that others want; None: none, and nothing measures the use of CPUs
+    neighbours: float | None = (
+        None  # Cores that others want; None: none, and nothing measures the use of CPUs
+    )
     neighbours_share: float = 1.0  # Share of bursts beside which they run
-    fails: Callable[[LoaderConfig], Failure | None] | None = None  # Configurations that fail, and how
+    fails: Callable[[LoaderConfig], Failure | None] | None = (
+        None  # Configurations that fail, and how
+    )
 
 
 class SimulatedProbe:
@@ -102,7 +120,11 @@ class SimulatedProbe:
         self.machine, self.epoch_batches = machine, epoch_batches
         self.bursts: list[LoaderConfig] = []
         """Every configuration that was asked for, in order."""
-        self._clock, self._rng, self._truths = clock, random.Random(seed), dict[LoaderConfig, float]()
+        self._clock, self._rng, self._truths = (
+            clock,
+            random.Random(seed),
+            dict[LoaderConfig, float](),
+        )
         self._begun = itertools.count()
         self._locked = [TORCH_PREFETCH_FACTOR * machine.cores + IN_HAND]
 
@@ -117,11 +139,19 @@ class SimulatedProbe:
 
     def hand_over(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train on copies of the first batch."""
-        ready = {"wait_s": 0.0, "service_cv": 0.0, "tail_share": 0.0, "first_batch_extra_s": 0.0, "servers": None}
+        ready = {
+            "wait_s": 0.0,
+            "service_cv": 0.0,
+            "tail_share": 0.0,
+            "first_batch_extra_s": 0.0,
+            "servers": None,
+        }
         copied_s = self.machine.batch_bytes / self.machine.memory_bytes_per_s
         return self._train(replace(self.machine, cpu_s=copied_s, **ready), config, plan)
 
-    def _train(self, machine: SimulatedMachine, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
+    def _train(
+        self, machine: SimulatedMachine, config: LoaderConfig, plan: BurstPlan
+    ) -> Measurement | Failure:
         disturbed, begun, traces = self._disturbed(machine), self._clock(), list[BatchTrace]()
         next_check = begun
         order = self._order(next(self._begun))
@@ -129,7 +159,9 @@ class SimulatedProbe:
             traces.append(trace)
             if (now := trace.step_end) - begun > plan.deadline_s:
                 self._clock.advance(plan.deadline_s)
-                return Failure(kind="deadline", phase="batches", message="the simulated burst took too long")
+                return Failure(
+                    kind="deadline", phase="batches", message="the simulated burst took too long"
+                )
             workers, count = config.num_workers, len(traces)
             if count > 1 and (now >= next_check or (count <= 3 * workers and count % workers == 0)):
                 next_check = now + 0.05
@@ -144,7 +176,9 @@ class SimulatedProbe:
         begun = now = self._clock()
         while now - begun < plan.min_s or len(traces) < 3:
             end = now + disturbed.step_seconds / disturbed.step_speed
-            traces.append(Batch(0, MAIN_PROCESS, 0.0, now, now, now, now).trace(end, self.machine.batch_size))
+            traces.append(
+                Batch(0, MAIN_PROCESS, 0.0, now, now, now, now).trace(end, self.machine.batch_size)
+            )
             now = end
         self._clock.advance(now - begun)
         return self._measurement(LoaderConfig(), traces, begun, disturbed)
@@ -169,7 +203,9 @@ class SimulatedProbe:
         if self.epoch_batches is None:
             return itertools.count(seed * 1_000_003)
         rng, dataset = random.Random(seed), range(self.epoch_batches)
-        return itertools.chain.from_iterable(rng.sample(dataset, len(dataset)) for _ in itertools.count())
+        return itertools.chain.from_iterable(
+            rng.sample(dataset, len(dataset)) for _ in itertools.count()
+        )
 
     def _disturbed(self, machine: SimulatedMachine) -> Disturbed:
         slower = loop_slower = math.exp(self._rng.gauss(0.0, machine.noise_sd))
@@ -181,12 +217,17 @@ class SimulatedProbe:
         spike = SPIKE_FACTOR if self._rng.random() < machine.spike_share else 1.0
         are_there = machine.neighbours and self._rng.random() < machine.neighbours_share
         return Disturbed(
-            machine, slower * spike, loop_slower * spike, (machine.neighbours or 0.0) if are_there else 0.0
+            machine,
+            slower * spike,
+            loop_slower * spike,
+            (machine.neighbours or 0.0) if are_there else 0.0,
         )
 
     def _measurement(self, config, traces, begun, disturbed) -> Measurement:
         own, foreign = disturbed.cpu_shares(traces)
-        worker_bytes = self.machine.worker_bytes + (config.prefetch_factor or 0) * self.machine.batch_bytes
+        worker_bytes = (
+            self.machine.worker_bytes + (config.prefetch_factor or 0) * self.machine.batch_bytes
+        )
         return replace(
             summarise(traces, workers=config.num_workers, started=begun), cpu_share=own, foreign_cpu_share=foreign,
             batch_bytes=self.machine.batch_bytes, traces=tuple(traces),
@@ -200,8 +241,15 @@ class Disturbed:
     Others want `neighbours` cores.
     """
 
-    def __init__(self, machine: SimulatedMachine, slower: float, loop_slower: float, neighbours: float = 0.0) -> None:
-        self.machine, self.slower, self.loop_slower, self.neighbours = machine, slower, loop_slower, neighbours
+    def __init__(
+        self, machine: SimulatedMachine, slower: float, loop_slower: float, neighbours: float = 0.0
+    ) -> None:
+        self.machine, self.slower, self.loop_slower, self.neighbours = (
+            machine,
+            slower,
+            loop_slower,
+            neighbours,
+        )
         self.step_cores = min(machine.step_cores, machine.cores)
         self.step_seconds = machine.step_s * loop_slower
         demand = self.step_cores + neighbours
@@ -224,11 +272,15 @@ class Disturbed:
         factor = rng.lognormvariate(-0.5 * math.log1p(cv * cv), math.sqrt(math.log1p(cv * cv)))
         factor *= machine.tail_factor if rng.random() < machine.tail_share else 1.0
         factor = factor / (1.0 + machine.tail_share * (machine.tail_factor - 1.0)) * self.slower
-        return machine.cpu_s * factor + (machine.first_batch_extra_s if is_first else 0.0), machine.wait_s * factor
+        return machine.cpu_s * factor + (
+            machine.first_batch_extra_s if is_first else 0.0
+        ), machine.wait_s * factor
 
     def step_of(self, index: int, config: LoaderConfig) -> float:
         """Seconds of the step of the batch with this index, its copy included."""
-        step_s = self.step_seconds * max(0.1, random.Random(~index).gauss(1.0, self.machine.step_cv))
+        step_s = self.step_seconds * max(
+            0.1, random.Random(~index).gauss(1.0, self.machine.step_cv)
+        )
         copy_s = 0.0 if config.pin_memory else self.machine.copy_s * self.loop_slower
         return copy_s + step_s * (self.machine.in_loop if config.num_workers else 1.0)
 
@@ -314,7 +366,9 @@ class Run:
         for index, number in enumerate(self.order):
             cpu_s, wait_s = self.disturbed.fetch_seconds(number, is_first=index in self.fresh)
             requested, fetched = self.now, self.now + cpu_s * crowding + wait_s
-            self.now = fetched + self.disturbed.step_of(index, self.config) / self.disturbed.step_speed
+            self.now = (
+                fetched + self.disturbed.step_of(index, self.config) / self.disturbed.step_speed
+            )
             batch = Batch(index, MAIN_PROCESS, cpu_s, requested, fetched, requested, fetched)
             yield batch.trace(self.now, self.machine.batch_size)
 
@@ -366,7 +420,9 @@ class Run:
         begun = max(self.now, self.pinning_until)
         self.pinning_until = begun + self.machine.pin_s * self.disturbed.loop_slower + lock_s
         batch.pinning = begun, self.pinning_until
-        self._at(self.pinning_until, lambda pinned: self.ready.__setitem__(pinned.index, pinned), batch)
+        self._at(
+            self.pinning_until, lambda pinned: self.ready.__setitem__(pinned.index, pinned), batch
+        )
 
     def _request(self) -> None:
         """The training loop takes the batch it wants next, where that is ready and the step lets it."""
@@ -378,7 +434,11 @@ class Run:
             self.is_receiving = True
             batch = self.ready.pop(self.received)
             grown = (1.0 + self.machine.receive_growth * self.config.num_workers) * self.deeper
-            self._at(self.now + self.machine.receive_s * grown * self.disturbed.loop_slower, self._receive, batch)
+            self._at(
+                self.now + self.machine.receive_s * grown * self.disturbed.loop_slower,
+                self._receive,
+                batch,
+            )
 
     def _receive(self, batch: Batch) -> None:
         batch.requested, batch.received = self.requested_at, self.now
@@ -392,19 +452,31 @@ class Run:
         machine, running = self.machine, max(1, min(computing, self.machine.cores))
         full = min(running, machine.full_cores or running)
         slowed = running / (full + machine.further_core * (running - full))
-        return slowed * (1.0 + machine.alpha * (running - 1) + machine.beta * (running - 1) * running)
+        return slowed * (
+            1.0 + machine.alpha * (running - 1) + machine.beta * (running - 1) * running
+        )
 
     def _speeds(self) -> tuple[float, float]:
         """Work per second of each computing worker and of the step."""
-        computing, cores, step_cores = len(self.computing), self.machine.cores, self.disturbed.step_cores
-        demand = computing + (step_cores if self.stepping is not None else 0.0) + self.disturbed.neighbours
+        computing, cores, step_cores = (
+            len(self.computing),
+            self.machine.cores,
+            self.disturbed.step_cores,
+        )
+        demand = (
+            computing
+            + (step_cores if self.stepping is not None else 0.0)
+            + self.disturbed.neighbours
+        )
         fair = min(1.0, cores / demand) if demand else 1.0
         return fair / self._stretched(computing), fair if step_cores else 1.0
 
     def _advance(self) -> Batch | None:
         """Go to the next event; the batch whose step that ended, if it did."""
         worker_speed, step_speed = self._speeds()
-        until_whole = (self.computing[0][0] - self.worked) / worker_speed if self.computing else math.inf
+        until_whole = (
+            (self.computing[0][0] - self.worked) / worker_speed if self.computing else math.inf
+        )
         until_timed = self.timed[0][0] - self.now if self.timed else math.inf
         until_step = self.step_left / step_speed
         passed = max(0.0, min(until_whole, until_timed, until_step))

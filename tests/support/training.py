@@ -98,7 +98,11 @@ class Training(Dataset[Any]):
         return indices
 
     def _loader_with(self, config: LoaderConfig, **arguments: Any) -> AutoLoader[Any]:
-        how = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch_factor, **arguments}
+        how = {
+            "num_workers": config.num_workers,
+            "prefetch_factor": config.prefetch_factor,
+            **arguments,
+        }
         loader = AutoLoader(self, batch_size=SAMPLES, collate_fn=list, **how)
         loader.check_worker_number_rationality = lambda: None  # type: ignore[method-assign]
         return loader
@@ -106,7 +110,12 @@ class Training(Dataset[Any]):
     def tuner(self, asked: LoaderConfig, **arguments: Any) -> Tuner:
         """From now on a tuner of these arguments decides, and nobody has asked for workers if these are none."""
         self.loader = self._loader_with(asked, num_workers=asked.num_workers or None)
-        options = {"cores": self.cores, "epoch_batches": self.epoch_batches, "max_workers": 32, **arguments}
+        options = {
+            "cores": self.cores,
+            "epoch_batches": self.epoch_batches,
+            "max_workers": 32,
+            **arguments,
+        }
         live = self.loader._live
         live.tuner = live.found.tuner = Tuner(self.log, asked, **options)
         live.found.log, live.is_torchs = self.log, False
@@ -116,7 +125,9 @@ class Training(Dataset[Any]):
 
     def fixed(self, config: LoaderConfig) -> Training:
         """The same job, begun anew, with a configuration that nobody changes."""
-        other = replace(self, seed=self.seed + 1, now=BEGUN_S, samples=0, started=0, most=0, log=Log())
+        other = replace(
+            self, seed=self.seed + 1, now=BEGUN_S, samples=0, started=0, most=0, log=Log()
+        )
         other.loader = other._loader_with(config, tune=False)
         return other
 
@@ -164,7 +175,15 @@ class Training(Dataset[Any]):
             real.time, real.Births, real.end_process = before  # type: ignore[misc]
 
     def _births(
-        self, _context: Any, setup: Any, _held: Any, _pinner: Any, _home: Any, *, nursery_first: bool, **_: Any
+        self,
+        _context: Any,
+        setup: Any,
+        _held: Any,
+        _pinner: Any,
+        _home: Any,
+        *,
+        nursery_first: bool,
+        **_: Any,
     ) -> Workers:
         return Workers(self, is_asked=setup.asked > 0, is_prepared=nursery_first)
 
@@ -243,7 +262,11 @@ class Workers:
         return self._made
 
     def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802
-        return self._made if self._is_asked else SimpleNamespace(start=lambda: None, pid=0, daemon=True)
+        return (
+            self._made
+            if self._is_asked
+            else SimpleNamespace(start=lambda: None, pid=0, daemon=True)
+        )
 
     def start(self, number: int, _count: int) -> tuple[Worker, Worker]:
         worker: Worker = self.Queue()
@@ -317,7 +340,9 @@ class Worker:
         gone = Come(None, WorkerGone(), None, None, self)  # type: ignore[arg-type]
         messages = self._workers._messages
         messages[:] = [
-            each for each in messages if each[3].channel is not self or each[0] <= self._workers.training.now
+            each
+            for each in messages
+            if each[3].channel is not self or each[0] <= self._workers.training.now
         ]
         heapq.heapify(messages)
         self._is_alive = False

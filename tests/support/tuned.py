@@ -52,14 +52,22 @@ def simulated_run(machine, space=None, *, own=None, epoch_batches=None, has_step
     data = DataSide(dataset=dataset, batch_size=machine.batch_size)
     step = (lambda model, batch: None) if has_step else None
     training = TrainingSide(device="cpu" if machine.step_cores else "cuda", train_step=step)
-    batch, pins = BatchCost(bytes=machine.batch_bytes, tensors=2), (True, False) if machine.pin_s else (False,)
+    batch, pins = (
+        BatchCost(bytes=machine.batch_bytes, tensors=2),
+        (True, False) if machine.pin_s else (False,),
+    )
     space = space or Space(limits=Limits(memory_bytes=16 << 30), batch=batch, pin_memory=pins)
-    step_cores, known = float(machine.cores) if machine.step_cores else 1.0, simulated_warmup(machine, **warmup)
+    step_cores, known = (
+        float(machine.cores) if machine.step_cores else 1.0,
+        simulated_warmup(machine, **warmup),
+    )
     first = {"fetch_s": known.first_fetch_s, "fetch_cpu_s": known.first_fetch_cpu_s}
     return Run(
         workload=Workload(data=data, training=training, own_config=own),
         space=replace(space, also=() if own is None else (own,)),
-        context=Context(usable_cores=machine.cores, step_cores=step_cores, epoch_batches=epoch_batches, **first),
+        context=Context(
+            usable_cores=machine.cores, step_cores=step_cores, epoch_batches=epoch_batches, **first
+        ),
         warmup=known,
         machine=inspect_machine(),
     )

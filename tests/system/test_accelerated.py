@@ -21,7 +21,9 @@ from tests.support.bursts import Made, assert_views_travel_once, measured, opene
 PINS_FOR_ANY = "accelerator" in inspect.getsource(dataloader)
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(not PINS_FOR_ANY, reason="needs a torch whose DataLoader pins for other devices than CUDA"),
+    pytest.mark.skipif(
+        not PINS_FOR_ANY, reason="needs a torch whose DataLoader pins for other devices than CUDA"
+    ),
 ]
 
 BATCH, BYTES = 4, 400_000
@@ -47,7 +49,11 @@ class Model(torch.nn.Module):
 
     def __init__(self, step_s, host_s):
         super().__init__()
-        self.step_s, self.host, self.weight = step_s, Sleep(host_s, 0.005), torch.nn.Parameter(torch.ones(1))
+        self.step_s, self.host, self.weight = (
+            step_s,
+            Sleep(host_s, 0.005),
+            torch.nn.Parameter(torch.ones(1)),
+        )
 
     def forward(self, x):
         self.host()
@@ -55,7 +61,9 @@ class Model(torch.nn.Module):
         return (self.weight * x[0, 0]).sum()
 
 
-def job(fetch_s=0.0005, step_s=0.01, copy_s=0.001, host_s=0.0, own=False, blocking=False, pinning_s=0.0):
+def job(
+    fetch_s=0.0005, step_s=0.01, copy_s=0.001, host_s=0.0, own=False, blocking=False, pinning_s=0.0
+):
     """Data, model and step: a step of its own moves its batch."""
     torch.sim.configure(bytes_per_s=BYTES / copy_s, pinning_s=pinning_s)
     fetch = Sleep(fetch_s, 0.03)
@@ -72,12 +80,28 @@ def job(fetch_s=0.0005, step_s=0.01, copy_s=0.001, host_s=0.0, own=False, blocki
 
 def tuned(options, **times):
     data, model, step = job(**times)
-    result = tune(data, model, train_step=step, batch_size=BATCH, device="sim", budget=3, progress=False, **options)
+    result = tune(
+        data,
+        model,
+        train_step=step,
+        batch_size=BATCH,
+        device="sim",
+        budget=3,
+        progress=False,
+        **options,
+    )
     assert result.measurement_of(result.best).gpu_memory_bytes >= BYTES
     assert result.machine.gpu == "Simulated accelerator"
     assert not torch.sim.is_initialized()  # the caller's process has not opened it
-    busy = result.bottleneck.kind == "unclear" and "Other processes used" in result.bottleneck.sentence
-    return busy or result.bottleneck.kind, BATCH / result.rate.value, BATCH / result.ceiling.value, result.best
+    busy = (
+        result.bottleneck.kind == "unclear" and "Other processes used" in result.bottleneck.sentence
+    )
+    return (
+        busy or result.bottleneck.kind,
+        BATCH / result.rate.value,
+        BATCH / result.ceiling.value,
+        result.best,
+    )
 
 
 STEP_BOUND = {"step_s": 0.030}
@@ -94,12 +118,19 @@ AHEAD_TOO = {"allow": "device_prefetch"}
         ({**COPY_BOUND, "own": True}, AHEAD_TOO, "copy", 0.030),
     ],
 )
-def test_tune_finds_what_binds_by_construction_and_the_devices_periods(simulated, times, options, kind, period_s):
+def test_tune_finds_what_binds_by_construction_and_the_devices_periods(
+    simulated, times, options, kind, period_s
+):
     found, period, ceiling, best = simulated.call(tuned, options, **times)
-    assert found in (kind, True)  # with that many neighbours it is not clear what a fetch waits for, and told so
+    assert found in (
+        kind,
+        True,
+    )  # with that many neighbours it is not clear what a fetch waits for, and told so
     assert period == pytest.approx(period_s, rel=0.05)
     assert ceiling == pytest.approx(times["step_s"], rel=0.05)
-    assert best.pin_memory or kind == "storage"  # pageable copies take twice as long, and the host waits
+    assert (
+        best.pin_memory or kind == "storage"
+    )  # pageable copies take twice as long, and the host waits
     assert (best.device_prefetch > 0) == (options is AHEAD_TOO)
 
 
@@ -109,7 +140,10 @@ def bursts(configs, **times):
     side = TrainingSide(model=model, train_step=step, device="sim")
     with opened(workload(data, BATCH, side)) as probe:
         found = [measured(probe.probe, config, PLAN) for config in configs]
-    return [(BATCH / each.samples_per_s.value, each.step_s, each.copy_s, each.wait_share) for each in found]
+    return [
+        (BATCH / each.samples_per_s.value, each.step_s, each.copy_s, each.wait_share)
+        for each in found
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,13 +202,18 @@ def stamped():
     """By configuration: seconds of pinning, of receiving, of waiting; and how many batches have stamps, of how many."""
     data, model, step = job(fetch_s=0.02, own=True)
     side = TrainingSide(model=model, train_step=step, device="sim")
-    own = workload(data, BATCH, side, collate_fn=lambda rows: SlowToPin(torch.utils.data.default_collate(rows)))
+    own = workload(
+        data, BATCH, side, collate_fn=lambda rows: SlowToPin(torch.utils.data.default_collate(rows))
+    )
     found = {}
     with opened(own) as probe:
         for config in (PINNED, PAGEABLE, AHEAD, LoaderConfig(pin_memory=True)):
             burst = measured(probe.probe, config, PLAN)
             stamps = [each for each in burst.traces if each.pin_end is not None]
-            assert all(each.collate_end <= each.pin_start <= each.pin_end <= each.received for each in stamps)
+            assert all(
+                each.collate_end <= each.pin_start <= each.pin_end <= each.received
+                for each in stamps
+            )
             waited_s = sum(each.wait_s for each in burst.traces[1:]) / len(burst.traces[1:])
             found[config] = burst.pin_s, burst.receive_s, waited_s, len(stamps) / len(burst.traces)
     return found
@@ -188,7 +227,9 @@ def test_the_thread_that_pins_leaves_its_times_and_workers_that_bind_are_waited_
         assert (pin_s, share) == (pytest.approx(0.02, abs=0.005), 1)
         # THEN what the loop waits for is neither the worker's nor the thread's time taken for that of receiving
         assert 5 * receive_s < waited_s or config == AHEAD
-    assert [(found[each][0], found[each][3]) for each in (PAGEABLE, LoaderConfig(pin_memory=True))] == [(None, 0)] * 2
+    assert [
+        (found[each][0], found[each][3]) for each in (PAGEABLE, LoaderConfig(pin_memory=True))
+    ] == [(None, 0)] * 2
 
 
 def handed_over():
@@ -196,14 +237,21 @@ def handed_over():
     found = []
     for config in (PINNED, PAGEABLE):
         data, model, _ = job(fetch_s=0.1, copy_s=0.02, step_s=0.01)
-        side = TrainingSide(model=model, train_step=OfOneKind(model, config.pin_memory), device="sim")
+        side = TrainingSide(
+            model=model, train_step=OfOneKind(model, config.pin_memory), device="sim"
+        )
         with opened(workload(data, BATCH, side)) as probe:
             found.append(probe.probe.hand_over(config, PLAN))
-    return [(BATCH / each.samples_per_s.value, each.step_s, each.pin_s is None, each.copy_s) for each in found]
+    return [
+        (BATCH / each.samples_per_s.value, each.step_s, each.pin_s is None, each.copy_s)
+        for each in found
+    ]
 
 
 def test_handing_over_is_measured_with_its_copies_and_without_the_dataset(simulated):
-    for found, known in zip(simulated.call(handed_over), ((0.03, False, 0.02), (0.05, True, 0.04)), strict=True):
+    for found, known in zip(
+        simulated.call(handed_over), ((0.03, False, 0.02), (0.05, True, 0.04)), strict=True
+    ):
         period_s, step_s, is_pageable, copy_s = found
         assert (period_s, step_s) == pytest.approx((known[0], known[0]), rel=0.1)
         assert (is_pageable, copy_s) == (known[1], pytest.approx(known[2], abs=0.002))
@@ -217,20 +265,33 @@ DEVICE = f"GPU-{UUID} 50000 {{mig}} 0 0 {3 << 30} 1000:64"
 def told_by_nvml(environ):
     os.environ.update(environ)
     data, model, _ = job(step_s=0.010)
-    result = tune(data, model, batch_size=BATCH, device="sim", max_workers=1, budget=3, progress=False)
+    result = tune(
+        data, model, batch_size=BATCH, device="sim", max_workers=1, budget=3, progress=False
+    )
     measured = result.measurement_of(result.best)
     frame = result.to_dataframe()[["gpu_utilization", "gpu_used_bytes"]].dropna().drop_duplicates()
     notes = [each.sentence for each in result.warnings if "NVML" in each.sentence]
-    return measured.gpu_utilization, result.gpu_utilization, frame.gpu_used_bytes.tolist(), notes, result.report()
+    return (
+        measured.gpu_utilization,
+        result.gpu_utilization,
+        frame.gpu_used_bytes.tolist(),
+        notes,
+        result.report(),
+    )
 
 
 @pytest.mark.parametrize("mig", [0, 1])
 def test_tune_tells_what_nvml_tells_or_once_why_it_tells_nothing(simulated, tmp_path, mig):
-    environ = {"SIMULATED_NVML": f"{built_nvml(tmp_path)} {UUID}", "NVML_STANDIN": DEVICE.format(mig=mig)}
+    environ = {
+        "SIMULATED_NVML": f"{built_nvml(tmp_path)} {UUID}",
+        "NVML_STANDIN": DEVICE.format(mig=mig),
+    }
     of_best, share, used_bytes, notes, report = simulated.call(told_by_nvml, environ)
     if mig:
         assert (of_best, share, used_bytes) == (None, None, [])
-        assert notes == ["NVML does not tell the utilization of sim: it tells none of MIG instances."]
+        assert notes == [
+            "NVML does not tell the utilization of sim: it tells none of MIG instances."
+        ]
     else:
         assert of_best == share == pytest.approx(0.64)
         assert (set(used_bytes), notes) == ({3 << 30}, [])
@@ -239,7 +300,10 @@ def test_tune_tells_what_nvml_tells_or_once_why_it_tells_nothing(simulated, tmp_
 
 def compared():
     data, model, _ = job(**COPY_BOUND)
-    sides = {str(each.pin_memory): DataLoader(data, BATCH, **each.to_kwargs()) for each in (PAGEABLE, PINNED)}
+    sides = {
+        str(each.pin_memory): DataLoader(data, BATCH, **each.to_kwargs())
+        for each in (PAGEABLE, PINNED)
+    }
     found = compare(sides, model, device="sim", budget=5, progress=False)
     return found.ratios["True"].value, {side.name: side.bottleneck.kind for side in found.sides}
 
@@ -253,7 +317,9 @@ def test_compare_tells_what_pinning_brings(simulated):
 def prefetched(copy_s, step_s, depth):
     """Seconds of a batch, and what CUDA would have read too soon or overwritten too early."""
     torch.sim.configure(bytes_per_s=BYTES / copy_s)
-    batches = DevicePrefetcher([torch.full((BYTES // 4,), float(each)).pin_memory() for each in range(8)], "sim", depth)
+    batches = DevicePrefetcher(
+        [torch.full((BYTES // 4,), float(each)).pin_memory() for each in range(8)], "sim", depth
+    )
     means, marks = [], []
     for batch in batches:
         torch.sim.work(step_s, batch)
@@ -265,7 +331,9 @@ def prefetched(copy_s, step_s, depth):
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize(("copy_s", "step_s"), [(0.015, 0.030), (0.030, 0.015)])
-def test_batches_copied_ahead_are_whole_and_cost_the_longer_of_copy_and_step(simulated, copy_s, step_s, depth):
+def test_batches_copied_ahead_are_whole_and_cost_the_longer_of_copy_and_step(
+    simulated, copy_s, step_s, depth
+):
     period_s, values, hazards = simulated.call(prefetched, copy_s, step_s, depth)
     assert (values, hazards) == ([float(each) for each in range(8)], [])
     assert period_s == pytest.approx(0.030, rel=0.05)
@@ -283,7 +351,9 @@ def failing(trouble):
         model.steps = getattr(model, "steps", 0) + 1
         if model.steps > 30 and trouble == "kernel":
             torch.sim.fail()
-        held = torch.empty(1 << 34, device="sim") if model.steps > 30 and trouble == "memory" else None
+        held = (
+            torch.empty(1 << 34, device="sim") if model.steps > 30 and trouble == "memory" else None
+        )
         return model(batch["x"].to("sim")) if held is None else None
 
     return said(data, model, step)
@@ -292,14 +362,21 @@ def failing(trouble):
 def in_use():
     """Where a model can only be forked, and this process uses the device."""
     data, _, _ = job()
-    return said(data, torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4)).to("sim"))
+    return said(
+        data, torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4)).to("sim")
+    )
 
 
 def too_large_to_copy_in_seconds():
     """Where the data are more than is copied as long as a fork would do, and this process uses the device."""
     parent.LARGEST_PAYLOAD_BYTES = 1 << 20
-    data, model = torch.utils.data.TensorDataset(torch.zeros(4096, 256)), torch.nn.Linear(256, 1).to("sim")
-    side = TrainingSide(model=model, train_step=lambda model, batch: model(batch[0].to("sim")).mean(), device="sim")
+    data, model = (
+        torch.utils.data.TensorDataset(torch.zeros(4096, 256)),
+        torch.nn.Linear(256, 1).to("sim"),
+    )
+    side = TrainingSide(
+        model=model, train_step=lambda model, batch: model(batch[0].to("sim")).mean(), device="sim"
+    )
     with opened(workload(data, BATCH, side)) as probe:
         return f"in forks: {[note for note in probe.notes if 'forks' in note]}"
 
@@ -318,7 +395,12 @@ class InPlace(dict):
 
 def in_place():
     data, model, _ = job()
-    return said(DataLoader(data, BATCH, collate_fn=lambda rows: InPlace(torch.utils.data.default_collate(rows))), model)
+    return said(
+        DataLoader(
+            data, BATCH, collate_fn=lambda rows: InPlace(torch.utils.data.default_collate(rows))
+        ),
+        model,
+    )
 
 
 class Length:
@@ -332,7 +414,11 @@ def moved_in_parts():
     """By a step of its own, which is all that knows how the batch moves."""
     data, model, step = job(own=True)
     return said(
-        DataLoader(data, BATCH, collate_fn=lambda rows: {"x": rows[0]["x"][None], "length": Length()}), model, step
+        DataLoader(
+            data, BATCH, collate_fn=lambda rows: {"x": rows[0]["x"][None], "length": Length()}
+        ),
+        model,
+        step,
     )
 
 
@@ -360,7 +446,10 @@ def said(data, model, step=None):
         ((in_place,), " samples/s"),
         ((moved_in_parts,), " samples/s"),
         ((too_large_to_copy_in_seconds,), "in forks: []"),
-        ((without_room,), "a second copy of the model on sim takes at least 0.8 GB, and 0.4 GB are free: move it"),
+        (
+            (without_room,),
+            "a second copy of the model on sim takes at least 0.8 GB, and 0.4 GB are free: move it",
+        ),
     ],
 )
 def test_trouble_with_the_device_ends_tune_in_a_sentence(simulated, trouble, says):

@@ -87,7 +87,9 @@ def blocks(page):
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=name(page)) for page in PAGES if blocks(page)])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=name(page)) for page in PAGES if blocks(page)]
+)
 def test_the_code_of_a_page_runs(page, tmp_path, request):
     found = blocks(page)
     given = TAKEN_FOR_GRANTED.get(name(page), [""] * len(found))
@@ -121,12 +123,24 @@ def test_the_commands_of_the_readme_run_as_printed(preloaded, tmp_path):
     assert commands == ["watch train.py", "run --allow-workers train.py", "run train.py"]
     for command in commands:
         code, _, report = bench.command(*command.split())
-        assert (code, "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in report) == (0, True)
+        assert (
+            code,
+            "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in report,
+        ) == (0, True)
 
 
 def test_the_documentation_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--quiet",
+        "--strict",
+        "--site-dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
 
@@ -135,16 +149,27 @@ def test_the_reference_has_every_key_every_option_and_every_public_name():
     page = (ROOT / "docs" / "reference.md").read_text() + (ROOT / "docs" / "watch.md").read_text()
     keys = {each.name for each in fields(TuningResult)} - set(NOT_IN_FILE) | set(FILE_ONLY)
     options = {option for command in Command.all.values() for option in command.options}
-    wanted = keys | {each for each in options if each.startswith("--")} - {"--output"} | set(autotune_loader.__all__)
+    wanted = (
+        keys
+        | {each for each in options if each.startswith("--")} - {"--output"}
+        | set(autotune_loader.__all__)
+    )
     assert sorted(each for each in wanted - {"__version__"} if each not in page) == []
 
 
 def test_the_contract_is_the_same_wherever_it_is_told():
     """The docstring of AutoLoader, its page, README, and the help of `run`."""
-    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "README.md", ROOT / "docs" / "autoloader.md")]
-    told = [re.findall(r"[\w']+", each.lower()) for each in (autotune_loader.AutoLoader.__doc__, *pages)]
+    pages = [
+        page.read_text(encoding="utf-8")
+        for page in (ROOT / "README.md", ROOT / "docs" / "autoloader.md")
+    ]
+    told = [
+        re.findall(r"[\w']+", each.lower()) for each in (autotune_loader.AutoLoader.__doc__, *pages)
+    ]
     told.append(re.findall(r"[\w']+", Command.all["run"].description.lower()))
-    contracts = [re.search("it gives the samples that .* they do as there", " ".join(each)) for each in told]
+    contracts = [
+        re.search("it gives the samples that .* they do as there", " ".join(each)) for each in told
+    ]
     assert all(contracts)
     assert len({each[0] for each in contracts}) == 1
 
@@ -166,7 +191,9 @@ def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(notebook
     path = ROOT / "notebooks" / f"{notebook}.ipynb"
     committed = build["nbformat"].read(path, as_version=4)
     outputs = [out for cell in committed.cells for out in cell.get("outputs", [])]
-    assert [cell.source for cell in committed.cells] == [cell.source for cell in build["make"](notebook).cells]
+    assert [cell.source for cell in committed.cells] == [
+        cell.source for cell in build["make"](notebook).cells
+    ]
     assert path.stat().st_size < 1_000_000
     assert any("image/png" in out.get("data", {}) for out in outputs)
     assert [out for out in outputs if out.output_type == "error"] == []
@@ -179,11 +206,17 @@ def warm_kernel(preloaded, monkeypatch, tmp_path):
     def launch(command, *, env, cwd, **_):
         script = tmp_path / "kernel.py"
         script.write_text("from ipykernel import kernelapp\nkernelapp.launch_new_instance()")
-        run = preloaded.start(str(script), *command[command.index("-f") :], folder=cwd, environ=env, probes=True)
+        run = preloaded.start(
+            str(script), *command[command.index("-f") :], folder=cwd, environ=env, probes=True
+        )
         run.stdin = run.stdout = run.stderr = None
         return run
 
-    monkeypatch.setattr(pytest.importorskip("jupyter_client.provisioning.local_provisioner"), "launch_kernel", launch)
+    monkeypatch.setattr(
+        pytest.importorskip("jupyter_client.provisioning.local_provisioner"),
+        "launch_kernel",
+        launch,
+    )
 
 
 @pytest.mark.parametrize("notebook", ["quickstart", "inspect_study"])

@@ -92,7 +92,9 @@ def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(tmp_path, preloaded):
     (tmp_path / "train.py").write_text(SCRIPT)
     run = preloaded.start("train.py", folder=tmp_path, environ={**ENVIRON, "BUDGET": "600"})
     deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline and not (journal.exists() and "samples_per_s" in journal.read_text()):
+    while time.monotonic() < deadline and not (
+        journal.exists() and "samples_per_s" in journal.read_text()
+    ):
         time.sleep(0.02)
     time.sleep(0.3)  # the trial is told, and the next burst runs
     assert run.poll() is None, run.output
@@ -105,4 +107,6 @@ def test_ctrl_c_returns_the_best_so_far_and_leaves_nothing(tmp_path, preloaded):
     _, alive = psutil.wait_procs(members, timeout=5)
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
     own = {str(each) for each in (run.pid, *(member.pid for member in members))}
-    assert [path.name for path in Path("/dev/shm").glob("torch_*") if path.name.split("_")[1] in own] == []
+    assert [
+        path.name for path in Path("/dev/shm").glob("torch_*") if path.name.split("_")[1] in own
+    ] == []

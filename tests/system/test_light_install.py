@@ -75,7 +75,9 @@ def needed_by(name: str) -> set[str]:
         asked = [Requirement(each) for each in distribution(name).requires or ()]
     except PackageNotFoundError:
         return set()
-    wanted = (each.name for each in asked if each.marker is None or each.marker.evaluate({"extra": ""}))
+    wanted = (
+        each.name for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})
+    )
     return {canonicalize_name(name)}.union(*map(needed_by, wanted))
 
 
@@ -83,7 +85,9 @@ def needed_by(name: str) -> set[str]:
 def folder(tmp_path_factory):
     allowed = {"autotune-loader"}.union(*map(needed_by, ("torch", "numpy", "psutil")))
     known = packages_distributions().items()
-    refused = {module for module, names in known if allowed.isdisjoint(map(canonicalize_name, names))}
+    refused = {
+        module for module, names in known if allowed.isdisjoint(map(canonicalize_name, names))
+    }
     assert refused >= {"optuna", "pandas", "msgspec", "cloudpickle", "pynvml"}
     folder = tmp_path_factory.mktemp("light")
     (folder / "sitecustomize.py").write_text(REFUSING.format(refused=sorted(refused)))
@@ -97,16 +101,33 @@ def folder(tmp_path_factory):
     [
         ("auto.py", 0, "WHOLE True\nWHOLE True\n"),
         ("enabled.py", 0, "made/loader.json.\n"),
-        (f"{COMMAND} watch -o new/a/loader.json --json new/b/report.json spawning.py", 0, "new/b/report.json.\n"),
+        (
+            f"{COMMAND} watch -o new/a/loader.json --json new/b/report.json spawning.py",
+            0,
+            "new/b/report.json.\n",
+        ),
         (f"{COMMAND} run spawning.py", 0, "autotune-loader run: 1 loader"),
-        (f"{COMMAND} tune spawning.py:Squares", 2, f"Error: tune needs optuna, msgspec, cloudpickle. {HOW_TO_INSTALL}"),
-        ("tuned.py", 1, f"MissingExtraError: compare needs optuna, msgspec, cloudpickle. {HOW_TO_INSTALL}"),
+        (
+            f"{COMMAND} tune spawning.py:Squares",
+            2,
+            f"Error: tune needs optuna, msgspec, cloudpickle. {HOW_TO_INSTALL}",
+        ),
+        (
+            "tuned.py",
+            1,
+            f"MissingExtraError: compare needs optuna, msgspec, cloudpickle. {HOW_TO_INSTALL}",
+        ),
     ],
 )
 def test_all_but_tuning_works_with_torch_numpy_and_psutil_alone(typed, code, told, folder):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])])}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])]),
+    }
     line = [sys.executable, *typed.split()]
-    done = subprocess.run(line, cwd=folder, env=environ, text=True, capture_output=True, timeout=90, check=False)
+    done = subprocess.run(
+        line, cwd=folder, env=environ, text=True, capture_output=True, timeout=90, check=False
+    )
     said = done.stdout + done.stderr
     assert (done.returncode, told in said) == (code, True), said
     assert code or "WHOLE True" in done.stdout

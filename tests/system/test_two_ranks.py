@@ -128,7 +128,9 @@ def both_trained(folder, epochs):
 
 def test_a_launcher_runs_a_script_each_rank_trains_on_its_half_and_rank_0_reports(tmp_path):
     (tmp_path / "train.py").write_text(PLAIN)
-    temporary = tempfile.mkdtemp(dir="/tmp")  # a longer path leaves no room for the names of torch's sockets
+    temporary = tempfile.mkdtemp(
+        dir="/tmp"
+    )  # a longer path leaves no room for the names of torch's sockets
     launch = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
     launch += " --dynamo_backend no --main_process_port 0 -m autotune_loader"
     command = f"{launch} run --allow-workers --json report.json -o loader.json train.py {EPOCHS}"
@@ -157,7 +159,12 @@ def test_accelerate_tunes_where_loading_is_done(tmp_path, preloaded_frameworks):
     # THEN where all ranks load they have tuned in lock-step, each with its share of the cores
     assert said[0]["best"] == said[1]["best"]
     assert {each["workers"] for each in said} == {said[0]["best"]["num_workers"]}
-    assert {each["cores"] for each in said} == {usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable}
+    assert {each["cores"] for each in said} == {
+        usable_cores(environ={"LOCAL_WORLD_SIZE": "2"}).usable
+    }
     assert [each["probed"] for each in said] == [True, True]
     # AND where rank 0 loads for both, that is refused with what would work
-    assert all("dispatch_batches=False) with a sharded dataset would work" in each["refused"] for each in said)
+    assert all(
+        "dispatch_batches=False) with a sharded dataset would work" in each["refused"]
+        for each in said
+    )

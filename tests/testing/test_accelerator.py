@@ -29,10 +29,15 @@ def trained(device, num_workers):
     model = torch.nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = torch.utils.data.TensorDataset(samples, classes)
-    pinning = {"pin_memory": True, "pin_memory_device": "sim"}  # torch 2.6 pins for CUDA alone where it is not told
+    pinning = {
+        "pin_memory": True,
+        "pin_memory_device": "sim",
+    }  # torch 2.6 pins for CUDA alone where it is not told
     losses = []
     for _ in range(5):
-        for batch, wanted in torch.utils.data.DataLoader(data, 16, num_workers=num_workers, **pinning):
+        for batch, wanted in torch.utils.data.DataLoader(
+            data, 16, num_workers=num_workers, **pinning
+        ):
             assert batch.is_pinned()
             found = model(batch.to(device, non_blocking=True))
             loss = torch.nn.functional.cross_entropy(found, wanted.to(device, non_blocking=True))
@@ -54,7 +59,9 @@ def test_a_model_trains_and_computes_what_it_computes_on_the_cpu(simulated):
 def timed(launch, wait):
     """Whether the host went on while the device worked, milliseconds of the device, and whether it had done after the wait."""
     begin, end = (torch.sim.Event(enable_timing=True, blocking=True) for _ in "01")
-    torch.sim.work(WORK_S)  # the device is behind the host from here on, so that a busy machine changes nothing
+    torch.sim.work(
+        WORK_S
+    )  # the device is behind the host from here on, so that a busy machine changes nothing
     begin.record(torch.sim.current_stream("sim"))
     launch()
     end.record()
@@ -97,7 +104,9 @@ def copied(to_device, pinned, non_blocking):
     ("pinned", "non_blocking", "goes_on", "times"),
     [(True, True, True, 1), (True, False, False, 1), (False, True, False, 2)],
 )
-def test_copies_overlap_from_pinned_memory_only(simulated, to_device, pinned, non_blocking, goes_on, times):
+def test_copies_overlap_from_pinned_memory_only(
+    simulated, to_device, pinned, non_blocking, goes_on, times
+):
     took_ms = pytest.approx(1e3 * WORK_S * times, rel=0.05)
     assert simulated.call(copied, to_device, pinned, non_blocking) == (goes_on, took_ms)
 
@@ -128,7 +137,11 @@ def prefetched(copy_s, left_out, reads):
     return timed(steps, lambda end: None)[1], torch.sim.hazards()
 
 
-WORK, KERNEL, LIST = (lambda moved: None), (lambda moved: moved.sum()), (lambda moved: torch.stack([moved, moved]))
+WORK, KERNEL, LIST = (
+    (lambda moved: None),
+    (lambda moved: moved.sum()),
+    (lambda moved: torch.stack([moved, moved])),
+)
 
 
 @pytest.mark.parametrize(
@@ -196,5 +209,7 @@ def test_a_failed_kernel_and_a_fork_end_every_use_of_the_device(simulated, is_lo
 def test_any_python_has_the_device_that_has_its_folder(simulated):
     code = "import torch; print(torch.ones(3, device='sim').sum().item(), torch.get_device_module('sim').get_device_name())"
     environ = {**os.environ, "PYTHONPATH": str(simulated.folder)}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split(" ", 1) == ["3.0", "Simulated accelerator\n"], done.stderr

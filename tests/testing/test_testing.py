@@ -12,7 +12,13 @@ from autotune_loader.values import BurstPlan
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, with_workers
 
 PLAN = BurstPlan(max_s=1.0, relative_error=0.0)
-STEADY = {"service_cv": 0.0, "step_cv": 0.0, "alpha": 0.0, "receive_s": 0.0, "first_batch_extra_s": 0.0}
+STEADY = {
+    "service_cv": 0.0,
+    "step_cv": 0.0,
+    "alpha": 0.0,
+    "receive_s": 0.0,
+    "first_batch_extra_s": 0.0,
+}
 
 
 ACTS = {
@@ -24,7 +30,9 @@ ACTS = {
 
 
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
-def test_what_starts_a_process_or_sleeps_fails_as_a_unit_test_whoever_catches_the_error(act, unit_guard):
+def test_what_starts_a_process_or_sleeps_fails_as_a_unit_test_whoever_catches_the_error(
+    act, unit_guard
+):
     with pytest.raises(pytest.fail.Exception, match=r"a unit test (starts a process|sleeps)"):
         act()
     with pytest.raises(pytest.fail.Exception, match="mark it process, system or acceptance"):
@@ -41,15 +49,27 @@ RATES = {
     "the step is slower": (3, {"cpu_s": 0.04, "step_s": 0.015}, 1 / 0.015),
     "one thing after the other": (0, {"cpu_s": 0.03, "wait_s": 0.01, "step_s": 0.01}, 1 / 0.05),
     "more workers than cores": (4, {"cores": 2, "cpu_s": 0.04, "step_s": 0.0001}, 2 / 0.04),
-    "waiting takes no core": (8, {"cores": 2, "cpu_s": 0.0, "wait_s": 0.04, "step_s": 0.0001}, 8 / 0.04),
+    "waiting takes no core": (
+        8,
+        {"cores": 2, "cpu_s": 0.0, "wait_s": 0.04, "step_s": 0.0001},
+        8 / 0.04,
+    ),
     "receipt": (1, {"cpu_s": 0.001, "step_s": 0.02, "receive_s": 0.01}, 1 / 0.03),
     "receipt of many workers": (
         4,
         {"cpu_s": 0.001, "step_s": 0.02, "receive_s": 0.01, "receive_growth": 0.25},
         1 / 0.04,
     ),
-    "two threads a core": (8, {"cores": 8, "full_cores": 4, "further_core": 0.3, "step_s": 0.0001}, 5.2 / 0.04),
-    "storage serves two at once": (8, {"cpu_s": 0.0, "wait_s": 0.04, "step_s": 0.0001, "servers": 2}, 2 / 0.04),
+    "two threads a core": (
+        8,
+        {"cores": 8, "full_cores": 4, "further_core": 0.3, "step_s": 0.0001},
+        5.2 / 0.04,
+    ),
+    "storage serves two at once": (
+        8,
+        {"cpu_s": 0.0, "wait_s": 0.04, "step_s": 0.0001, "servers": 2},
+        2 / 0.04,
+    ),
 }
 
 
@@ -67,7 +87,10 @@ def test_a_step_on_the_cpu_slows_down_when_workers_want_its_cores():
 
 @pytest.mark.parametrize(("workers", "depth"), [(1, 8), (2, 8), (2, 2)])
 def test_the_share_of_waiting_is_that_of_the_long_run_however_full_the_queues_were(workers, depth):
-    config, times = with_workers(workers, depth), {"cores": 2, "cpu_s": 0.001, "wait_s": 0.05, "step_s": 0.02}
+    config, times = (
+        with_workers(workers, depth),
+        {"cores": 2, "cpu_s": 0.001, "wait_s": 0.05, "step_s": 0.02},
+    )
     probe = probe_on(**{**STEADY, **times, "receive_s": 1e-4, "service_cv": 0.1})
     in_the_long_run = 1 - probe.truth(config) * 0.02 / 32
     plans = [BurstPlan(max_s=0.5, min_s=0.3, prefill_s=s) for _ in range(4) for s in (0.0, 0.75)]

@@ -137,7 +137,9 @@ def test_tune_has_the_arguments_that_are_promised_and_reads_each_way_to_write_th
         (SimpleNamespace(_iterables={"a": HELD}), {}, 5, 10, "data=SimpleNamespace holds a DataLoader (_iterables['a'])"),
     ],
 )  # fmt: skip
-def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(given, options, size, samples, says):
+def test_what_is_right_is_read_and_what_is_assumed_or_left_out_is_said(
+    given, options, size, samples, says
+):
     workload = make_workload(given, **options)
     assert (workload.data.batch_size, workload.data.samples_per_epoch()) == (size, samples)
     assert type(workload.data.batch_size) is int
@@ -155,10 +157,16 @@ DEVICES = {
 }
 
 
-@pytest.mark.parametrize(("asked", "used", "default", "cuda", "rank", "chosen"), DEVICES.values(), ids=DEVICES)
-def test_auto_is_where_the_model_is_or_what_is_chosen(monkeypatch, asked, used, default, cuda, rank, chosen):
+@pytest.mark.parametrize(
+    ("asked", "used", "default", "cuda", "rank", "chosen"), DEVICES.values(), ids=DEVICES
+)
+def test_auto_is_where_the_model_is_or_what_is_chosen(
+    monkeypatch, asked, used, default, cuda, rank, chosen
+):
     model = nn.Linear(2, 2)
-    monkeypatch.setattr(model, "parameters", lambda recurse=True: iter([SimpleNamespace(device=torch.device(used))]))
+    monkeypatch.setattr(
+        model, "parameters", lambda recurse=True: iter([SimpleNamespace(device=torch.device(used))])
+    )
     monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(default))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if cuda is None else 3)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(cuda))
@@ -175,13 +183,17 @@ def test_a_model_is_trained_without_the_wrapper_of_its_ranks():
 def test_finding_a_gpu_does_not_open_the_driver_which_would_break_a_later_fork(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
-    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: pytest.fail("it was opened"), raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getDeviceCount", lambda: pytest.fail("it was opened"), raising=False
+    )
     assert make_workload(SAMPLES, batch_size=2).training.device == "cuda"
 
 
 def test_a_spawned_process_that_imports_the_script_does_not_tune_again(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(RuntimeError, match=r"imports it, and tunes once more; .*__main__.*would work"):
+    with pytest.raises(
+        RuntimeError, match=r"imports it, and tunes once more; .*__main__.*would work"
+    ):
         make_workload(SAMPLES)
 
 
@@ -202,10 +214,16 @@ def data(given=100, batch_size=8, **parts):
     return DataSide.from_dataset(dataset, batch_size=batch_size, **parts)
 
 
-LONG, TOLD, DROPPING = data(800), data(ToldItsEpoch(torch.zeros(100, 3))), data(Stream(100), drop_last=True)
+LONG, TOLD, DROPPING = (
+    data(800),
+    data(ToldItsEpoch(torch.zeros(100, 3))),
+    data(Stream(100), drop_last=True),
+)
 
 
-def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why_no_workers=None, **ready):
+def run_of(
+    side=LONG, allow=(), training=None, own=None, max_workers=None, why_no_workers=None, **ready
+):
     workload = Workload(data=side, training=training or TrainingSide(), own_config=own)
     opened = OpenProbe(probe=None, warmup=simulated_warmup(SimulatedMachine(), **ready))
     machine = replace(inspect_machine(), why_no_workers=why_no_workers)
@@ -218,8 +236,16 @@ def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why_n
         (data(), (None, 16, 32, 4), ""),
         (data(20), (None, 16, 4), ""),
         (data(Stream(100)), (None, 16, 32, 4), ""),
-        (data(batch_size=None), (None,), "the DataLoader has no batch_size; one with a batch_size would work"),
-        (data(1, batch_size=1), (None,), "an epoch of 1 samples has room for no other batch size than 1"),
+        (
+            data(batch_size=None),
+            (None,),
+            "the DataLoader has no batch_size; one with a batch_size would work",
+        ),
+        (
+            data(1, batch_size=1),
+            (None,),
+            "an epoch of 1 samples has room for no other batch size than 1",
+        ),
     ],
     ids=["map-style", "a small epoch", "a stream", "no batches", "one sample"],
 )
@@ -227,7 +253,9 @@ def test_batch_sizes_are_powers_of_two_around_the_users_own_or_it_is_said_why_no
     assert run_of(side).space.batch_size == (None,)
     run = run_of(side, allow="batch_size")
     assert run.space.batch_size == sizes
-    assert [why in note for note in run.notes if note.startswith("batch_size is not tuned")] == ([True] if why else [])
+    assert [why in note for note in run.notes if note.startswith("batch_size is not tuned")] == (
+        [True] if why else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,21 +280,30 @@ def test_no_more_workers_are_tried_than_are_right(side, given, most):
     assert run_of(side, own=own, **given).space.veto(own) is None
 
 
-SPAWNS = {"side": data(multiprocessing_context="spawn"), "own": with_workers(1, multiprocessing_context="spawn")}
+SPAWNS = {
+    "side": data(multiprocessing_context="spawn"),
+    "own": with_workers(1, multiprocessing_context="spawn"),
+}
 
 
 @pytest.mark.parametrize(
-    ("side", "start_s", "each_core"), [(LONG, 9.0, 64), (SPAWNS["side"], 9.0, 5), (SPAWNS["side"], 90.0, 1)]
+    ("side", "start_s", "each_core"),
+    [(LONG, 9.0, 64), (SPAWNS["side"], 9.0, 5), (SPAWNS["side"], 90.0, 1)],
 )
 def test_no_more_workers_are_tried_than_start_in_the_budget(side, start_s, each_core):
     run = run_of(side, start_s=start_s)
     most = min(64, each_core * inspect_machine().usable_cores)
     assert run.space.max_workers == most
-    assert ["a budget above 60 s would try more" in note for note in run.notes] == [True] * (most < 64)
+    assert ["a budget above 60 s would try more" in note for note in run.notes] == [True] * (
+        most < 64
+    )
 
 
 KEEPS = with_workers(2, persistent_workers=True)
-CUDA, WAIT = ({"training": TrainingSide(**part)} for part in ({"device": "cuda:1"}, {"train_step": StepTime(0.05)}))
+CUDA, WAIT = (
+    {"training": TrainingSide(**part)}
+    for part in ({"device": "cuda:1"}, {"train_step": StepTime(0.05)})
+)
 
 
 @pytest.mark.parametrize(
@@ -285,16 +322,23 @@ CUDA, WAIT = ({"training": TrainingSide(**part)} for part in ({"device": "cuda:1
         (WAIT, "device_prefetch", (0,), (0,)),
     ],
 )
-def test_what_is_searched_is_safe_here_or_allowed_and_the_rest_is_the_users_own(given, knob, unless_allowed, allowed):
+def test_what_is_searched_is_safe_here_or_allowed_and_the_rest_is_the_users_own(
+    given, knob, unless_allowed, allowed
+):
     run = run_of(**given)
     assert getattr(run.space, knob) == unless_allowed
     assert run.baseline == given.get("own", LoaderConfig())
     assert allowed is None or getattr(run_of(allow=knob, **given).space, knob) == allowed
 
 
-def test_the_accelerator_is_the_one_that_the_child_has_and_its_memory_is_what_no_other_job_holds(monkeypatch):
+def test_the_accelerator_is_the_one_that_the_child_has_and_its_memory_is_what_no_other_job_holds(
+    monkeypatch,
+):
     # GIVEN 80 bytes, of which another job has 30, the child 10 and this process, whose model will be trained, 5
-    asked = {"mem_get_info": (35, 80), "get_device_properties": SimpleNamespace(name="H100 MIG 1g.10gb")}
+    asked = {
+        "mem_get_info": (35, 80),
+        "get_device_properties": SimpleNamespace(name="H100 MIG 1g.10gb"),
+    }
     for function, answer in asked.items():
         monkeypatch.setattr(torch.cuda, function, {torch.device("cuda:1"): answer}.get)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -309,7 +353,9 @@ def test_the_accelerator_is_the_one_that_the_child_has_and_its_memory_is_what_no
 
 def test_the_tightest_limits_of_all_ranks_hold_for_each():
     limits = (100, None, 50), (200, 70, 20), (100, 70, 20)
-    one, other, both = (Limits(shm_bytes=shm, memory_bytes=memory, descriptors=fds) for shm, memory, fds in limits)
+    one, other, both = (
+        Limits(shm_bytes=shm, memory_bytes=memory, descriptors=fds) for shm, memory, fds in limits
+    )
     ranks = [Space(max_workers=8, limits=one), Space(max_workers=6, limits=other)]
     assert common_space(ranks) == Space(max_workers=6, limits=both)
 
@@ -317,9 +363,24 @@ def test_the_tightest_limits_of_all_ranks_hold_for_each():
 @pytest.mark.parametrize(
     ("best", "side", "row", "words"),
     [
-        ({"batch_size": 32}, TOLD, Caution.BATCH_SIZE, "from 8 to 32: adjust the learning rate and its schedule"),
-        ({"num_workers": 1, "in_order": False}, TOLD, Caution.OUT_OF_ORDER, "order of batches differs between runs"),
-        ({"num_workers": 1, "persistent_workers": True}, TOLD, Caution.EPOCH_NOT_SEEN, "set_epoch()"),
+        (
+            {"batch_size": 32},
+            TOLD,
+            Caution.BATCH_SIZE,
+            "from 8 to 32: adjust the learning rate and its schedule",
+        ),
+        (
+            {"num_workers": 1, "in_order": False},
+            TOLD,
+            Caution.OUT_OF_ORDER,
+            "order of batches differs between runs",
+        ),
+        (
+            {"num_workers": 1, "persistent_workers": True},
+            TOLD,
+            Caution.EPOCH_NOT_SEEN,
+            "set_epoch()",
+        ),
         ({"num_workers": 3}, DROPPING, Caution.FEWER_SAMPLES, "an epoch has fewer samples"),
         ({"num_workers": 1}, DROPPING, None, ""),
         ({"num_workers": 1, "prefetch_factor": 4}, TOLD, None, ""),

@@ -6,14 +6,19 @@ from torch.utils.data import DataLoader
 from autotune_loader import compare
 from tests.support.bursts import ColdStore
 
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
 
 
 def test_no_side_reads_what_another_has_brought_into_memory():
     # GIVEN sides that wait 10 ms for a sample that nobody has read before, and one of them 5 ms more for each
     slow = ColdStore.new(20_000, decode_s=0.005)
     sides = {"slow": slow, "fast": ColdStore(slow.path)}
-    loaders = {name: DataLoader(data, 4, shuffle=True, num_workers=2) for name, data in sides.items()}
+    loaders = {
+        name: DataLoader(data, 4, shuffle=True, num_workers=2) for name, data in sides.items()
+    }
     try:
         found = compare(loaders, budget=10, progress=False)
     finally:

@@ -16,7 +16,13 @@ from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.compare import LEAST_ROUNDS, paired_rounds, working
 from autotune_loader.tuning.study import CHOSEN
 from autotune_loader.values import Failure, Interval, Trial, WorkloadError
-from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, on_simulated_machines, simulated_trials
+from tests.support import (
+    FakeClock,
+    SimulatedMachine,
+    SimulatedProbe,
+    on_simulated_machines,
+    simulated_trials,
+)
 
 ROWS = TensorDataset(torch.zeros(100_000, 3), torch.zeros(100_000, dtype=torch.long))
 MACHINE = SimulatedMachine(batch_size=8, step_s=0.005)
@@ -44,21 +50,33 @@ def test_a_loader_is_the_baseline_and_result_and_file_make_the_same_one_anew(tmp
     assert (result.trials[0].config, result.batch_size) == (result.baseline, 8)
     # AND what is written is what was measured: the best, exactly as it is told, ran in the rounds
     assert result.best in {trial.config for trial in result.trials if trial.round is not None}
-    assert load_config(path) == LoaderConfig.from_loader(result.make_loader(ROWS, shuffle=True)) == result.best
+    assert (
+        load_config(path)
+        == LoaderConfig.from_loader(result.make_loader(ROWS, shuffle=True))
+        == result.best
+    )
     written = TuningResult.load(path)
-    assert (written.best, written.status, len(written.trials)) == (result.best, result.status, len(result.trials))
+    assert (written.best, written.status, len(written.trials)) == (
+        result.best,
+        result.status,
+        len(result.trials),
+    )
     # AND only a loader that shuffles is given back shuffled
     assert (result.shuffle, tuned(monkeypatch, ROWS, batch_size=8).shuffle) == (False, False)
     assert tuned(monkeypatch, loader(shuffle=True)).shuffle
 
 
-def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(tmp_path, monkeypatch):
+def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(
+    tmp_path, monkeypatch
+):
     path, odd = tmp_path / "loader.json", LoaderConfig(num_workers=7, prefetch_factor=5)
     earlier = tuned(monkeypatch, output=path)
 
     def tried(**changes):
         replace(earlier, best=odd, **changes).save(path)
-        return [trial.config for trial in tuned(monkeypatch, output=path).trials if trial.round is None]
+        return [
+            trial.config for trial in tuned(monkeypatch, output=path).trials if trial.round is None
+        ]
 
     assert tried()[0] == odd
     assert odd not in tried(batch_size=16) + tried(machine=None)
@@ -67,9 +85,14 @@ def test_what_a_file_that_fits_has_found_is_tried_first_and_another_jobs_is_not(
     assert tuned(monkeypatch, output=path).best == TuningResult.load(path).best
 
 
-@pytest.mark.parametrize("given", [None, optuna.samplers.RandomSampler(seed=0)], ids=["the twin", "another sampler"])
+@pytest.mark.parametrize(
+    "given", [None, optuna.samplers.RandomSampler(seed=0)], ids=["the twin", "another sampler"]
+)
 def test_the_study_of_the_user_is_gone_on_with_and_told_the_choice(monkeypatch, given):
-    study, params = optuna.create_study(direction="maximize"), {"num_workers": 5, "prefetch_factor": 2}
+    study, params = (
+        optuna.create_study(direction="maximize"),
+        {"num_workers": 5, "prefetch_factor": 2},
+    )
     sampler = study.sampler
     study.enqueue_trial(params)
     result = tuned(monkeypatch, study=study, sampler=given)
@@ -88,29 +111,52 @@ def ending_by(error):
     return Ending
 
 
-def test_ctrl_c_keeps_what_was_measured_and_a_sample_that_raises_ends_the_run_and_writes_nothing(tmp_path, monkeypatch):
+def test_ctrl_c_keeps_what_was_measured_and_a_sample_that_raises_ends_the_run_and_writes_nothing(
+    tmp_path, monkeypatch
+):
     path, study = tmp_path / "loader.json", optuna.create_study(direction="maximize")
     path.write_text("{}")
     with pytest.raises(WorkloadError, match="sample 40 raises ValueError: no"):
-        tuned(monkeypatch, probe=ending_by(WorkloadError("sample 40 raises ValueError: no")), output=path, study=study)
+        tuned(
+            monkeypatch,
+            probe=ending_by(WorkloadError("sample 40 raises ValueError: no")),
+            output=path,
+            study=study,
+        )
     assert path.read_text() == "{}"
     assert all(each.state.is_finished() for each in study.trials)
     result = tuned(monkeypatch, probe=ending_by(KeyboardInterrupt()), output=path)
-    assert (result.status, len(result.trials), TuningResult.load(path).status) == ("partial", 3, "partial")
+    assert (result.status, len(result.trials), TuningResult.load(path).status) == (
+        "partial",
+        3,
+        "partial",
+    )
     assert "interrupted" in result.report()
     # AND so does a Ctrl-C that comes while Optuna is told a trial
-    tell, told = optuna.study._optimize._tell_with_warning, Mock(side_effect=[None, None, None, KeyboardInterrupt()])
+    tell, told = (
+        optuna.study._optimize._tell_with_warning,
+        Mock(side_effect=[None, None, None, KeyboardInterrupt()]),
+    )
     monkeypatch.setattr(
-        optuna.study._optimize, "_tell_with_warning", lambda **given: tell(**given) if told() is None else None
+        optuna.study._optimize,
+        "_tell_with_warning",
+        lambda **given: tell(**given) if told() is None else None,
     )
     result = tuned(monkeypatch)
-    assert (result.status, len([each for each in result.trials if each.measurement])) == ("partial", 3)
+    assert (result.status, len([each for each in result.trials if each.measurement])) == (
+        "partial",
+        3,
+    )
 
 
-def test_an_output_that_cannot_be_written_is_refused_and_a_disk_that_fills_up_costs_a_warning(tmp_path, monkeypatch):
+def test_an_output_that_cannot_be_written_is_refused_and_a_disk_that_fills_up_costs_a_warning(
+    tmp_path, monkeypatch
+):
     (tmp_path / "a-file").touch()
     for place in (tmp_path, tmp_path / "a-file" / "loader.json"):
-        with pytest.raises(ValueError, match=r"cannot be written .*output='loader.json' would work"):
+        with pytest.raises(
+            ValueError, match=r"cannot be written .*output='loader.json' would work"
+        ):
             tune(ROWS, batch_size=8, output=place)
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
     # WHERE nothing can be written into the folder that the job is in THEN another one is proposed
@@ -120,7 +166,9 @@ def test_an_output_that_cannot_be_written_is_refused_and_a_disk_that_fills_up_co
     with pytest.raises(ValueError, match=r"output='/.+/loader.json' would work"):
         tune(ROWS, batch_size=8, output="loader.json")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(TuningResult, "save", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        TuningResult, "save", Mock(side_effect=OSError(28, "No space left on device"))
+    )
     result = tuned(monkeypatch, output=tmp_path / "x.json")
     assert Caution.NOT_WRITTEN.said_by(result.warnings[-1])
     assert result.rate is not None
@@ -128,9 +176,16 @@ def test_an_output_that_cannot_be_written_is_refused_and_a_disk_that_fills_up_co
 
 # compare()
 
-FAST, SLOW = SimulatedMachine(cpu_s=0.02, noise_sd=0.02), SimulatedMachine(cpu_s=0.04, noise_sd=0.02)
-BROKEN = SimulatedMachine(fails=lambda config: Failure(kind="user_exception", phase="batches", message="no such file"))
-SAMPLE_RAISES = SimulatedMachine(fails=Mock(side_effect=WorkloadError("sample 3 raises KeyError: 'label'")))
+FAST, SLOW = (
+    SimulatedMachine(cpu_s=0.02, noise_sd=0.02),
+    SimulatedMachine(cpu_s=0.04, noise_sd=0.02),
+)
+BROKEN = SimulatedMachine(
+    fails=lambda config: Failure(kind="user_exception", phase="batches", message="no such file")
+)
+SAMPLE_RAISES = SimulatedMachine(
+    fails=Mock(side_effect=WorkloadError("sample 3 raises KeyError: 'label'"))
+)
 AT_ONCE = "the first batch failed"
 SHAPE = simulated_trials(FAST, LoaderConfig())[0].measurement
 
@@ -140,7 +195,9 @@ def compared(monkeypatch, budget=30, probe_on=SimulatedProbe, length=10**6, **ma
     sizes = {name: getattr(machine, "batch_size", 32) for name, machine in machines.items()}
     sides = {name: DataLoader([0] * length, size, num_workers=1) for name, size in sizes.items()}
     machine_of = {id(sides[name].dataset): machine for name, machine in machines.items()}
-    on_simulated_machines(monkeypatch, lambda workload: machine_of[id(workload.data.dataset)], probe_on)
+    on_simulated_machines(
+        monkeypatch, lambda workload: machine_of[id(workload.data.dataset)], probe_on
+    )
     return compare(sides, train_step=0.001, progress=False, budget=budget)
 
 
@@ -167,7 +224,9 @@ def test_the_faster_side_is_told_with_its_interval_and_what_limits_it(monkeypatc
         (1.0, 0.003, {"equal"}),
     ],
 )
-def test_ten_percent_are_shown_in_30_seconds_and_equal_sides_are_never_told_apart(monkeypatch, factor, noise, rows):
+def test_ten_percent_are_shown_in_30_seconds_and_equal_sides_are_never_told_apart(
+    monkeypatch, factor, noise, rows
+):
     now = SimulatedMachine(cpu_s=0.04, noise_sd=noise)
     found = compared(monkeypatch, now=now, other=replace(now, cpu_s=now.cpu_s / factor))
     assert answer("other", found.ratios["other"], "now").kind in rows
@@ -202,11 +261,17 @@ def paired(outcomes, budget_s=30.0, burst_s=1.0):
         ({"a": [100.0], "b": [200.0, "crashed"]}, "a", {"a": 4, "b": 3}),
         ({"a": [100.0], "b": ["deadline"], "c": [300.0]}, "ac", {"a": 4, "b": 1, "c": 4}),
         ({"a": [100.0, "deadline"], "b": [200.0], "c": [300.0]}, "bc", {"a": 2, "b": 4, "c": 4}),
-        ({"a": [100.0], "b": [200.0], "c": [100.0, 104.0, 97.0, 101.0] * 9}, "abc", {"a": 13, "b": 4, "c": 13}),
+        (
+            {"a": [100.0], "b": [200.0], "c": [100.0, 104.0, 97.0, 101.0] * 9},
+            "abc",
+            {"a": 13, "b": 4, "c": 13},
+        ),
         ({"a": ["crashed"], "b": ["crashed"]}, "", {"a": 2, "b": 2}),
     ],
 )
-def test_rounds_end_once_all_is_decided_and_who_fails_twice_or_hangs_once_is_out(outcomes, works, runs):
+def test_rounds_end_once_all_is_decided_and_who_fails_twice_or_hangs_once_is_out(
+    outcomes, works, runs
+):
     trials, begun = paired(outcomes)
     assert "".join(working(trials)) == works
     assert Counter(begun) == runs
@@ -274,11 +339,15 @@ def test_sides_read_the_same_in_a_round_only_where_none_reads_it_for_the_other(m
     class Reading(SimulatedProbe):
         def burst(self, config, plan):
             places[self.machine].append(plan.place)
-            return replace(super().burst(config, plan), read_bytes=read_bytes if self.machine == then else 0)
+            return replace(
+                super().burst(config, plan), read_bytes=read_bytes if self.machine == then else 0
+            )
 
     found = compared(monkeypatch, 10, Reading, length=length, now=now, then=then)
     rounds = range(len(found.rounds))
-    assert list(places.values()) == [[None, *(number if is_same else None for number in rounds)]] * 2
+    assert (
+        list(places.values()) == [[None, *(number if is_same else None for number in rounds)]] * 2
+    )
     assert [Caution.READ_TWICE.said_by(each) for each in found.notes] == [True] * is_noted
 
 
@@ -292,8 +361,16 @@ LOADER = loader()
         ({"a": LOADER}, ValueError, "^sides=.* has fewer than two sides; .* would work"),
         ({"a": LOADER, 2: LOADER}, TypeError, "sides has the name 2, which is not a string"),
         ({"a": LOADER, "b": "path"}, TypeError, r"sides\['b'\]: data='path' is a path"),
-        ({"a": LOADER, "b": (LOADER,)}, TypeError, r"sides\['b'\] is a tuple of 1; \(loader, train_step\) or "),
-        ({"a": LOADER, "b": (LOADER, "step")}, TypeError, r"sides\['b'\]: train_step='step' is not callable"),
+        (
+            {"a": LOADER, "b": (LOADER,)},
+            TypeError,
+            r"sides\['b'\] is a tuple of 1; \(loader, train_step\) or ",
+        ),
+        (
+            {"a": LOADER, "b": (LOADER, "step")},
+            TypeError,
+            r"sides\['b'\]: train_step='step' is not callable",
+        ),
     ],
 )
 def test_wrong_sides_are_named(sides, error, message):
@@ -305,7 +382,11 @@ def test_a_side_may_have_a_step_or_a_model_of_its_own(monkeypatch):
     model, step = torch.nn.Linear(4, 2), lambda model, batch: None
 
     def machine_of(workload):
-        return SLOW if workload.training.train_step is None and workload.training.model is model else FAST
+        return (
+            SLOW
+            if workload.training.train_step is None and workload.training.model is model
+            else FAST
+        )
 
     on_simulated_machines(monkeypatch, machine_of)
     sides = {"now": LOADER, "step": (LOADER, step), "model": (Own([0] * 9), torch.nn.Linear(4, 2))}

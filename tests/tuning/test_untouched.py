@@ -18,7 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from autotune_loader import tune
 from tests.support.schedules import states
 
-pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
 QUICK = {"budget": 2, "max_workers": 1, "progress": False}
 
 
@@ -45,9 +48,14 @@ def state(model, optimizer, generator):
     return {
         "random": states(generator),
         "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
-        "processes": (torch.multiprocessing.get_sharing_strategy(), multiprocessing.get_start_method(allow_none=True)),
+        "processes": (
+            torch.multiprocessing.get_sharing_strategy(),
+            multiprocessing.get_start_method(allow_none=True),
+        ),
         "environment": (dict(os.environ), Path.cwd(), list(warnings.filters)),
-        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "signals": [
+            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+        ],
         "model": {name: value.tolist() for name, value in model.state_dict().items()},
         "gradients": [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
         "training": [module.training for module in model.modules()],
@@ -68,7 +76,12 @@ def leftovers():
 @pytest.mark.parametrize("held", [None, "a lock"])
 def test_a_run_changes_nothing_and_leaves_nothing(held):
     # GIVEN a training under way, whose step closes over its optimizer; what is in no pickle is run in forks
-    layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 2)
+    layers = (
+        torch.nn.Linear(3, 4),
+        torch.nn.BatchNorm1d(4),
+        torch.nn.Dropout(),
+        torch.nn.Linear(4, 2),
+    )
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters())
 

@@ -34,7 +34,11 @@ def test_every_config_constructs_a_loader_that_reads_back_the_same(config):
 
 @given(configs)
 def test_json_brings_a_config_back_also_in_two_parts(config):
-    whole = {**config.to_kwargs(), "device_prefetch": config.device_prefetch, "batch_size": config.batch_size}
+    whole = {
+        **config.to_kwargs(),
+        "device_prefetch": config.device_prefetch,
+        "batch_size": config.batch_size,
+    }
     for written in (config.to_dict(), whole):
         assert LoaderConfig.from_dict(json.loads(json.dumps(written))) == config
 
@@ -47,10 +51,18 @@ def test_words_tell_different_configs_apart(one, other):
 def test_kwargs_name_only_what_has_an_effect_and_an_unnamed_prefetch_factor_is_torchs_own():
     """DataLoader refuses what needs workers without them, and older ones what they do not know."""
     assert LoaderConfig().to_kwargs() == {"num_workers": 0, "pin_memory": False}
-    with_one = {"num_workers": 1, "pin_memory": False, "prefetch_factor": 2, "persistent_workers": False}
+    with_one = {
+        "num_workers": 1,
+        "pin_memory": False,
+        "prefetch_factor": 2,
+        "persistent_workers": False,
+    }
     assert LoaderConfig(num_workers=1).to_kwargs() == with_one
     assert LoaderConfig(num_workers=3) == LoaderConfig(num_workers=3, prefetch_factor=2)
-    assert LoaderConfig(num_workers=3).prefetch_factor == DataLoader(SAMPLES, num_workers=3).prefetch_factor
+    assert (
+        LoaderConfig(num_workers=3).prefetch_factor
+        == DataLoader(SAMPLES, num_workers=3).prefetch_factor
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from autotune_loader.values import Effects, Round, correlated_mean_interval, mean_interval, student_t_quantile
+from autotune_loader.values import (
+    Effects,
+    Round,
+    correlated_mean_interval,
+    mean_interval,
+    student_t_quantile,
+)
 
 rates = st.floats(1e-2, 1e6)
 pairs = st.lists(st.tuples(rates, rates), min_size=2, max_size=12)
@@ -19,7 +25,11 @@ def rounds_of(values):
 
 
 def test_a_mean_has_the_textbook_interval():
-    for probability, freedom, quantile in ((0.975, 1, 12.7062), (0.975, 10, 2.22814), (0.975, 1000, 1.96234)):
+    for probability, freedom, quantile in (
+        (0.975, 1, 12.7062),
+        (0.975, 10, 2.22814),
+        (0.975, 1000, 1.96234),
+    ):
         assert student_t_quantile(probability, freedom) == pytest.approx(quantile, abs=1e-4)
     interval = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (interval.value, interval.count) == (3.0, 5)
@@ -43,7 +53,12 @@ def test_intervals_of_correlated_series_cover():
         values = [rng.gauss(0, 1 / math.sqrt(0.75))]
         for _ in range(199):
             values.append(0.5 * values[-1] + rng.gauss(0, 1))
-        hits.append([each.low <= 0 <= each.high for each in (correlated_mean_interval(values), mean_interval(values))])
+        hits.append(
+            [
+                each.low <= 0 <= each.high
+                for each in (correlated_mean_interval(values), mean_interval(values))
+            ]
+        )
     # THEN the one for correlated values is honest where the other is not
     correlated, independent = (fmean(column) for column in zip(*hits, strict=True))
     assert correlated >= 0.90 > independent
@@ -85,11 +100,15 @@ def test_a_ratio_holds_at_whatever_round_one_stops(noise):
     assert missed <= 0.05 * 400
 
 
-@pytest.mark.parametrize(("count", "ratio", "told", "share"), [(2, 3.0, 2.0, 0.9), (3, 1.3, 1.0, 0.85)])
+@pytest.mark.parametrize(
+    ("count", "ratio", "told", "share"), [(2, 3.0, 2.0, 0.9), (3, 1.3, 1.0, 0.85)]
+)
 def test_few_rounds_show_what_is_far_above_the_noise(count, ratio, told, share):
     rng, shown = random.Random(0), 0
     for _ in range(300):
-        values = [[base * math.exp(rng.gauss(0.0, 0.03)) for base in (ratio, 1.0)] for _ in range(count)]
+        values = [
+            [base * math.exp(rng.gauss(0.0, 0.03)) for base in (ratio, 1.0)] for _ in range(count)
+        ]
         shown += Effects(rounds_of(values)).ratio("a", "b").low > told
     assert shown >= share * 300
     # AND no single round does

@@ -67,11 +67,23 @@ def folder(tmp_path_factory):
 def run(folder, *arguments):
     """Exit code, stdout and stderr."""
     place = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-    done = subprocess.run([sys.executable, *arguments], **place, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, *arguments], **place, capture_output=True, text=True, timeout=60
+    )
     return done.returncode, done.stdout, done.stderr
 
 
-TOLD = ("./info.py", "-m package.info", "-m package", "app.pyz", "app", "app/", "spawning.py", "three.py", "words.py")
+TOLD = (
+    "./info.py",
+    "-m package.info",
+    "-m package",
+    "app.pyz",
+    "app",
+    "app/",
+    "spawning.py",
+    "three.py",
+    "words.py",
+)
 NOT_TOLD = ("closed.py", "left.py", "ended.py", "nowhere.py")
 
 
@@ -79,10 +91,16 @@ NOT_TOLD = ("closed.py", "left.py", "ended.py", "nowhere.py")
 def test_a_script_runs_and_ends_as_under_plain_python(folder, target):
     arguments = [*target.split(), "a", "-o", "--json", "--", "b"]  # they are the script's own
     code, out, err = run(folder, *arguments)
-    assert run(folder, *WATCH, *arguments) == (code, out, err if target in NOT_TOLD else f"{err}{NOTHING}")
+    assert run(folder, *WATCH, *arguments) == (
+        code,
+        out,
+        err if target in NOT_TOLD else f"{err}{NOTHING}",
+    )
 
 
-@pytest.mark.parametrize(("target", "told"), [("boom.py", NOTHING), ("interrupted.py", NOTHING), ("syntax.py", "")])
+@pytest.mark.parametrize(
+    ("target", "told"), [("boom.py", NOTHING), ("interrupted.py", NOTHING), ("syntax.py", "")]
+)
 def test_a_traceback_ends_with_the_script_s_own_frames(folder, target, told):
     code, out, err = run(folder, target)
     # `Traceback ... File "x.py", line` of each exception

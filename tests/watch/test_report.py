@@ -24,7 +24,14 @@ SITE = Site(line=Line("/x/train.py", 15), dataset="Images", batch_size=8, is_shu
 def loader_of(workers=0, *, loop_cpu_s=0.001, queued_s=0.0, busy_s=5.0, **totals):
     """500 batches of 8 in 10 s of one epoch; the loop waits 41% of it, and a fetch takes 8.2 ms, 1 ms of it of CPU."""
     known = ScriptLoader(SITE, "train.py:15", LoaderConfig(num_workers=workers), lambda _: None)
-    figures = {"epochs": 1, "batches": 500, "samples": 4000, "waited_s": 4.1, "started_s": 0.01, "stepped_s": 5.9}
+    figures = {
+        "epochs": 1,
+        "batches": 500,
+        "samples": 4000,
+        "waited_s": 4.1,
+        "started_s": 0.01,
+        "stepped_s": 5.9,
+    }
     figures |= totals
     known.log.totals = Totals(asking_s=figures["waited_s"], **figures)
     for clocked, cpu_s in ((known.in_loop, loop_cpu_s), (known.in_workers, 0.001)):
@@ -49,7 +56,12 @@ RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
         (loader_of(), 4, Bottleneck.STORAGE, RUN_WITH_WORKERS),
         (loader_of(), 1, Bottleneck.STORAGE, RUN_WITH_WORKERS),
         (loader_of(loop_cpu_s=0.008), 4, Bottleneck.CPU, RUN_WITH_WORKERS),
-        (loader_of(loop_cpu_s=0.008), 1, Bottleneck.CPU, None),  # one core gains nothing from workers that compute
+        (
+            loader_of(loop_cpu_s=0.008),
+            1,
+            Bottleneck.CPU,
+            None,
+        ),  # one core gains nothing from workers that compute
         (loader_of(2), 4, Bottleneck.STORAGE, RUN),
         (loader_of(2, queued_s=0.039, busy_s=39.0), 4, Bottleneck.CORES, None),
         (loader_of(loop_cpu_s=0.002, queued_s=0.005), 4, Bottleneck.CORES, None),
@@ -60,12 +72,16 @@ RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
         (loader_of(started_s=1.5, epochs=10), 4, Bottleneck.STORAGE, RUN_WITH_WORKERS),
     ],
 )
-def test_the_command_that_tries_more_is_named_where_it_could_pay(monkeypatch, known, cores, bottleneck, command):
+def test_the_command_that_tries_more_is_named_where_it_could_pay(
+    monkeypatch, known, cores, bottleneck, command
+):
     (found,) = seen_of(monkeypatch, known, cores=cores).report.loaders
     assert bottleneck.said_by(found.bottleneck), found.bottleneck
     named = [each.kind for each in found.advice if each.kind in (RUN, RUN_WITH_WORKERS)]
     assert named == ([command] if command else [])
-    assert not any("x as fast" in each.sentence and "at most" not in each.sentence for each in found.advice)
+    assert not any(
+        "x as fast" in each.sentence and "at most" not in each.sentence for each in found.advice
+    )
 
 
 @pytest.mark.parametrize(("delivered", "is_told"), [(3, False), (6, True)])
@@ -94,7 +110,10 @@ def test_how_busy_the_gpu_was_is_said_where_nvml_tells(monkeypatch):
     known.gpu_s, known.gpu_busy_s = 8.0, 5.12
     (found,) = seen_of(monkeypatch, known).report.loaders
     assert (without.gpu_utilization, found.gpu_utilization) == (None, pytest.approx(0.64))
-    assert ["GPU 64% busy (NVML)" in " ".join(str(each).split()) for each in (without, found)] == [False, True]
+    assert ["GPU 64% busy (NVML)" in " ".join(str(each).split()) for each in (without, found)] == [
+        False,
+        True,
+    ]
 
 
 def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):
@@ -102,7 +121,9 @@ def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):
     assert found.advice[0].startswith('`enable("run", allow_workers=True)` tries worker processes')
 
 
-def test_while_other_settings_are_tried_all_figures_are_those_of_the_settings_that_are_told(monkeypatch):
+def test_while_other_settings_are_tried_all_figures_are_those_of_the_settings_that_are_told(
+    monkeypatch,
+):
     known, eight = loader_of(), LoaderConfig(num_workers=8)
     tuner = Tuner(known.log, known.own, cores=4, max_workers=32)
     known.tune_by(Found(site=SITE, log=known.log, tuner=tuner, has_batched_fetch=True))
@@ -112,7 +133,11 @@ def test_while_other_settings_are_tried_all_figures_are_those_of_the_settings_th
     known.found.tuner.is_trying = True
     seen = seen_of(monkeypatch, known)
     (told,), result = seen.report.loaders, seen.result
-    assert (told.samples_per_s, told.wait_share, told.settings_now["num_workers"]) == (47.0, 0.125, 0)
+    assert (told.samples_per_s, told.wait_share, told.settings_now["num_workers"]) == (
+        47.0,
+        0.125,
+        0,
+    )
     assert (result.rate.value, result.wait_share, result.status) == (47.0, 0.125, "partial")
     assert result.bottleneck == told.bottleneck == known.found.result.bottleneck
     assert "Best so far: 8 workers, prefetch 2, 14.7x the rate of 0 workers." in result.report()
@@ -157,7 +182,9 @@ Written to loader.json."""
 
 
 def test_a_report_says_what_was_changed_and_what_it_brought_and_hundreds_of_loaders_can_be_read():
-    found = ScriptReport(verb="run", seconds=61.0, loaders=(CHANGED, KEPT), notes=("Written to loader.json.",))
+    found = ScriptReport(
+        verb="run", seconds=61.0, loaders=(CHANGED, KEPT), notes=("Written to loader.json.",)
+    )
     assert str(found) == DRAWN
     text = str(ScriptReport(verb="watch", seconds=61.0, loaders=(CHANGED,) * 100))
     assert len(text.splitlines()) < 120

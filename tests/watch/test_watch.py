@@ -111,14 +111,21 @@ SHARDS = """
     """
 
 
-@pytest.mark.parametrize(("how", "processes"), [("spawn", 1), ("fork", 2), ("pool", 2), ("script", 1)])
+@pytest.mark.parametrize(
+    ("how", "processes"), [("spawn", 1), ("fork", 2), ("pool", 2), ("script", 1)]
+)
 def test_what_processes_of_the_script_saw_is_told_and_judged_by_the_command(bench, how, processes):
     line, temporary = f"train.py:{line_of(bench.write(CHILDREN), 'CHILD')}", bench.folder / "tmp"
     temporary.mkdir()
     asked = ("watch", "-o", "loader.json", "--json", "report.json", "--fail-if-wait", "10%")
     code, printed, report = bench.command(*asked, "train.py", how, TMPDIR=str(temporary))
     (loader,) = json.loads((bench.folder / "report.json").read_text())["loaders"]
-    assert (code, printed, report.count("batches of 8"), "--fail-if-wait allows 10%" in report) == (4, "", 1, True)
+    assert (code, printed, report.count("batches of 8"), "--fail-if-wait allows 10%" in report) == (
+        4,
+        "",
+        1,
+        True,
+    )
     assert (loader["name"], loader["batches"], loader["processes"]) == (line, 10, processes)
     assert TuningResult.load(bench.folder / "loader.json").loaders == {line: loader["settings"]}
     assert [path.name for path in temporary.iterdir() if path.name.startswith("autotune")] == []
@@ -128,7 +135,9 @@ def test_what_processes_of_the_script_saw_is_told_and_judged_by_the_command(benc
 def test_a_script_that_is_ended_ends_as_without_us_and_what_was_seen_is_told(bench, arguments):
     bench.write(ENDED)
     plain = bench.run("train.py", *arguments.split())
-    code, printed, report = bench.command("watch", "-o", "o.json", "--json", "r.json", "train.py", *arguments.split())
+    code, printed, report = bench.command(
+        "watch", "-o", "o.json", "--json", "r.json", "train.py", *arguments.split()
+    )
     assert (code, printed) == plain
     if "kill" in arguments:
         return
@@ -143,7 +152,9 @@ def test_sigterm_while_the_report_is_told_waits_for_its_end(bench):
     assert (code, report.count("12 batches")) == (-signal.SIGTERM, 1)
 
 
-@pytest.mark.parametrize(("workers", "shards", "told"), [(4, 3, "1 of 4 workers delivered no batch."), (2, 2, None)])
+@pytest.mark.parametrize(
+    ("workers", "shards", "told"), [(4, 3, "1 of 4 workers delivered no batch."), (2, 2, None)]
+)
 def test_workers_of_a_stream_that_have_nothing_to_deliver_are_told(bench, workers, shards, told):
     bench.write(SHARDS)
     _, found = bench.told("watch", "train.py", str(workers), str(shards))
@@ -170,17 +181,24 @@ def test_workers_that_are_forked_from_a_process_with_an_accelerator_are_told(
     bench.write(FORKED)
     printed, found = bench.told(verb, "train.py", method, kind)
     (loader,) = found["loaders"]
-    assert [each["kind"] for each in loader["advice"] if "fork" in each["kind"]] == ([advised] if advised else [])
+    assert [each["kind"] for each in loader["advice"] if "fork" in each["kind"]] == (
+        [advised] if advised else []
+    )
     assert advised is None or "initialized SIM: they may crash" in loader["advice"][-1]["sentence"]
     assert ("initialized SIM" in " ".join(printed.split())) == (kind == "AutoLoader")
 
 
 def told_alike(bench, report):
     """What `r.json` has of the loaders, and the result in `o.json`: the terminal and both files say the same."""
-    told, result = json.loads((bench.folder / "r.json").read_text()), TuningResult.load(bench.folder / "o.json")
+    told, result = (
+        json.loads((bench.folder / "r.json").read_text()),
+        TuningResult.load(bench.folder / "o.json"),
+    )
     loader, block = told["loaders"][0], " ".join(report.split())
     assert result.bottleneck.sentence == loader["bottleneck"]["sentence"] in block
-    assert [each.sentence for each in result.advice] == [each["sentence"] for each in loader["advice"]]
+    assert [each.sentence for each in result.advice] == [
+        each["sentence"] for each in loader["advice"]
+    ]
     assert result.best.arguments() == loader["settings_now"] == result.loaders[loader["name"]]
     assert result.wait_share == pytest.approx(loader["wait_share"])
     assert f"waits for data {loader['wait_share'] * 100:.0f}% of the time" in block
@@ -201,18 +219,24 @@ def test_weights_and_random_states_are_the_same_bit_for_bit(bench, workers):
         assert f"num_workers={workers}" in block
 
 
-@pytest.mark.parametrize(("workers", "command"), [(0, "run --allow-workers train.py"), (1, "run train.py")])
+@pytest.mark.parametrize(
+    ("workers", "command"), [(0, "run --allow-workers train.py"), (1, "run train.py")]
+)
 def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, command):
     line = f"train.py:{line_of(bench.write(WAITS), 'MAIN')}"
     written = ("-o", "o.json", "--json", "r.json", "--fail-if-wait", "10%")
     code, _, report = bench.command("watch", *written, "train.py", str(workers))
-    assert [first.partition(" the training loop waits ")[0] for first in bench.first_lines] == [f"{line}:"]
+    assert [first.partition(" the training loop waits ")[0] for first in bench.first_lines] == [
+        f"{line}:"
+    ]
     assert report.startswith("watch: 2 loaders in ")
     # AND the loader with most time comes first, with what it waits for and at most gains, and a command
     (loader, other), result = told_alike(bench, report)
     assert (loader["name"], loader["bottleneck"]["kind"]) == (line, "storage")
     assert 0.6 < loader["wait_share"] < 0.95
-    assert loader["bottleneck"]["gain"] == pytest.approx(loader["wait_share"] / (1 - loader["wait_share"]))
+    assert loader["bottleneck"]["gain"] == pytest.approx(
+        loader["wait_share"] / (1 - loader["wait_share"])
+    )
     assert f"autotune-loader {command}" in loader["advice"][0]["sentence"]
     assert "1 batch: too few to report a bottleneck" in other["bottleneck"]["sentence"]
     assert (code, "--fail-if-wait allows 10%" in report) == (4, True)
@@ -221,7 +245,9 @@ def test_what_a_loop_waits_for_is_told_with_a_step_to_take(bench, workers, comma
 
 
 @pytest.mark.parametrize(("verb", "workers"), [("watch", 0), ("watch", 2), ("run", 2)])
-def test_an_error_of_the_dataset_ends_the_script_and_the_report_comes_all_the_same(bench, verb, workers):
+def test_an_error_of_the_dataset_ends_the_script_and_the_report_comes_all_the_same(
+    bench, verb, workers
+):
     bench.write(TRAIN)
     code, printed, report = bench.command(verb, "train.py", str(workers), BAD="20")
     assert (code, "train.py:" in report) == (1, True)
@@ -234,7 +260,11 @@ def test_autoloaders_of_the_script_are_told_of_and_of_ranks_rank_0_tells(bench):
     for rank, told in (("0", ["These are the loaders of rank 0 of 2."]), ("1", [])):
         _, _, report = bench.command("watch", "train.py", RANK=rank, WORLD_SIZE="2")
         assert [each for each in report.splitlines() if "rank" in each] == told
-        assert (f"{line}  Numbers[96], batches of 8\n  12 batches" in report) == bool(report) == (rank == "0")
+        assert (
+            (f"{line}  Numbers[96], batches of 8\n  12 batches" in report)
+            == bool(report)
+            == (rank == "0")
+        )
 
 
 WAITING = """
@@ -276,7 +306,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("kind", "more", "fetch_s"), [("KEPT", ["kept"], "0.004"), ("ANEW", [], "0")])
+@pytest.mark.parametrize(
+    ("kind", "more", "fetch_s"), [("KEPT", ["kept"], "0.004"), ("ANEW", [], "0")]
+)
 def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring_is_measured(
     bench, kind, more, fetch_s
 ):
@@ -286,7 +318,11 @@ def test_loaders_get_workers_where_it_is_said_that_they_may_and_what_these_bring
     code, printed, report = bench.command(*asked, *script, FETCH_S=fetch_s)
     assert (code, printed) == (0, plain)
     (loader,), result = told_alike(bench, report)
-    assert (loader["name"], loader["epochs"], loader["batches"]) == (f"train.py:{line_of(text, kind)}", 6, 600)
+    assert (loader["name"], loader["epochs"], loader["batches"]) == (
+        f"train.py:{line_of(text, kind)}",
+        6,
+        600,
+    )
     assert result.best.num_workers == loader["settings_now"]["num_workers"] <= 4
     if kind == "KEPT":  # one that is made anew knows nothing of those before it
         assert (result.best.num_workers > 0, loader["speedup"]["value"] > 1.15) == (True, True)
@@ -300,7 +336,10 @@ def test_loaders_that_ask_for_no_workers_get_none_and_the_command_that_allows_th
         (loader,) = told["loaders"]
         assert printed == plain
         assert (loader["settings_now"]["num_workers"], loader["kept"]["kind"]) == (0, "no_consent")
-        assert f"`autotune-loader run --allow-workers {shlex.join(script)}`" in loader["advice"][0]["sentence"]
+        assert (
+            f"`autotune-loader run --allow-workers {shlex.join(script)}`"
+            in loader["advice"][0]["sentence"]
+        )
 
 
 def test_start_with_begins_with_what_a_file_says(bench):
@@ -325,4 +364,7 @@ def test_what_the_script_has_dropped_is_gone(bench):
     bench.write(DROPPED)
     for options in ((), ("--allow-workers",)):
         printed, told = bench.told("run", *options, "train.py")
-        assert (printed, [each["batches"] for each in told["loaders"]]) == ("[None, None, None]\n", [75])
+        assert (printed, [each["batches"] for each in told["loaders"]]) == (
+            "[None, None, None]\n",
+            [75],
+        )

@@ -16,7 +16,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+)
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from autotune_loader import enable
@@ -42,7 +49,10 @@ def watching(capsys):
 
 def seen(enabled):
     """Name, epochs and batches of each loader."""
-    return [(each.name, each.log.totals.epochs, each.log.totals.batches) for each in enabled.session.loaders]
+    return [
+        (each.name, each.log.totals.epochs, each.log.totals.batches)
+        for each in enabled.session.loaders
+    ]
 
 
 def make(batch_size=4):
@@ -64,8 +74,15 @@ def test_loaders_of_one_line_are_one_unless_both_are_there(watching):
     begun = iter(kept[0])  # an iterator that is kept leaves its loader one
     assert len([next(begun), *kept[0]]) == 1 + 12
     list(make(batch_size=8))
-    assert [counts for _, *counts in seen(watching)] == [[4 + 1 + 2, 26 + 1 + 24], [1 + 4, 1 + 37], [1, 6]]
-    assert [name for name, *_ in seen(watching)] == [LINE, *(f"{LINE} TensorDataset {number}" for number in (2, 3))]
+    assert [counts for _, *counts in seen(watching)] == [
+        [4 + 1 + 2, 26 + 1 + 24],
+        [1 + 4, 1 + 37],
+        [1, 6],
+    ]
+    assert [name for name, *_ in seen(watching)] == [
+        LINE,
+        *(f"{LINE} TensorDataset {number}" for number in (2, 3)),
+    ]
 
 
 def test_what_is_still_iterated_or_reads_other_data_is_another_loader(watching):
@@ -81,7 +98,9 @@ def test_what_is_still_iterated_or_reads_other_data_is_another_loader(watching):
 def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_batch(verb, capsys):
     with enable(verb) as enabled:
         for _ in range(2):
-            loader = DataLoader(TensorDataset(torch.arange(18.0)), batch_size=4, collate_fn=lambda items: items[:1])
+            loader = DataLoader(
+                TensorDataset(torch.arange(18.0)), batch_size=4, collate_fn=lambda items: items[:1]
+            )
             assert len(list(loader)) == 5
         assert next(iter(DataLoader(NUMBERS, sampler=itertools.repeat(7))))[0].item() == 7
         assert list(DataLoader(TensorDataset(torch.empty(0)), batch_size=4)) == []
@@ -94,7 +113,9 @@ def test_samples_are_those_of_the_dataset_also_of_loaders_without_a_length_or_a_
 @pytest.mark.parametrize("workers", [0, 2])
 def test_under_run_one_log_has_each_moment_of_a_loop_once(workers, monkeypatch, capsys):
     noted, note = [], Marks.note
-    monkeypatch.setattr(Marks, "note", lambda marks, *moment: noted.append(marks) or note(marks, *moment))
+    monkeypatch.setattr(
+        Marks, "note", lambda marks, *moment: noted.append(marks) or note(marks, *moment)
+    )
     loader = DataLoader(NUMBERS, batch_size=5, num_workers=workers)
     with enable("run", allow_workers=True) as enabled:
         for _ in range(2):
@@ -104,7 +125,12 @@ def test_under_run_one_log_has_each_moment_of_a_loop_once(workers, monkeypatch, 
         assert (known.found.log, {*noted}) == (known.log, {known.log.marks})
         # THEN: begin, started; ask and receive of each batch; ask, end, and the end that the tuner is told of
         assert len(noted) == 2 * (2 + 2 * 10 + 3)
-        assert (totals.epochs, totals.batches, totals.samples, known.epoch_samples) == (2, 20, 96, {48})
+        assert (totals.epochs, totals.batches, totals.samples, known.epoch_samples) == (
+            2,
+            20,
+            96,
+            {48},
+        )
         assert (len(known.log.rows), known.is_running) == (20, False)
     assert "TensorDataset[48], batches of 5\n  20 batches in 2 epochs" in capsys.readouterr().err
 
@@ -120,8 +146,15 @@ def test_under_run_a_loader_whose_numbers_the_script_sets_anew_is_another_one(ca
         loader.collate_fn = len  # this makes it no other one
         assert list(loader) == [4] * 12
         none, two = enabled.session.loaders
-        assert [(each.own.num_workers, each.log.totals.batches) for each in (none, two)] == [(0, 36), (2, 12)]
-        assert (none.found.log, two.found.log, two.found.tuner.asked.prefetch_factor) == (none.log, two.log, 3)
+        assert [(each.own.num_workers, each.log.totals.batches) for each in (none, two)] == [
+            (0, 36),
+            (2, 12),
+        ]
+        assert (none.found.log, two.found.log, two.found.tuner.asked.prefetch_factor) == (
+            none.log,
+            two.log,
+            3,
+        )
 
 
 @pytest.mark.process
@@ -130,8 +163,14 @@ def test_under_run_a_loader_that_is_made_anew_goes_on_in_the_log_of_its_line(cap
         for _ in range(3):
             list(make())
         (known,) = enabled.session.loaders
-        assert (known.log.totals.batches, known.found.log.end, known.found.tuner.measured) == (36, 36, {})
-    with enable("run", allow_workers=True):  # one that was tuned under an earlier hook is told of by this one's figures
+        assert (known.log.totals.batches, known.found.log.end, known.found.tuner.measured) == (
+            36,
+            36,
+            {},
+        )
+    with enable(
+        "run", allow_workers=True
+    ):  # one that was tuned under an earlier hook is told of by this one's figures
         loader = make()
         list(loader)
     with enable("run", allow_workers=True) as enabled:
@@ -146,7 +185,11 @@ def test_what_tunes_a_loader_that_is_made_anew_knows_and_may_spend_what_came_sin
         loop.ask(float(number))
         loop.receive(number + 0.9, 4, (number % 4, number - 3.0, number + 0.5, number + 0.8, 0.5))
     live = live_of(DataLoader(NUMBERS), None, allow_workers=True, log=log)
-    assert (live.found.result.trials, live.tuner._may(0.4), live.tuner._may(0.6)) == ((), True, False)
+    assert (live.found.result.trials, live.tuner._may(0.4), live.tuner._may(0.6)) == (
+        (),
+        True,
+        False,
+    )
 
 
 class Batches(IterableDataset):
@@ -166,7 +209,9 @@ def test_samples_of_a_stream_of_batches_are_those_within_them(verb, capsys):
 
 
 def test_under_run_the_report_says_why_no_autoloader_takes_a_place(monkeypatch, capsys):
-    monkeypatch.setattr("autotune_loader.autoloader.live.live_of", Mock(side_effect=OSError("no room")))
+    monkeypatch.setattr(
+        "autotune_loader.autoloader.live.live_of", Mock(side_effect=OSError("no room"))
+    )
     with enable("run"):
         assert len(list(make())) == 12
     assert "not changed: AutoLoader cannot tune it: OSError: no room" in capsys.readouterr().err
@@ -184,8 +229,12 @@ def test_enabling_again_leaves_nothing_behind(capsys):
     assert type(iter(DataLoader(NUMBERS))) is _SingleProcessDataLoaderIter
 
 
-@pytest.mark.parametrize(("verb", "told"), [("run", "'watch' is enabled already"), ("look", "verb='look' is not")])
-def test_another_verb_is_refused_while_one_is_enabled_and_the_same_goes_on(watching, verb, told, capsys):
+@pytest.mark.parametrize(
+    ("verb", "told"), [("run", "'watch' is enabled already"), ("look", "verb='look' is not")]
+)
+def test_another_verb_is_refused_while_one_is_enabled_and_the_same_goes_on(
+    watching, verb, told, capsys
+):
     with pytest.raises(ValueError, match=told):
         enable(verb)
     with enable("watch"):
@@ -248,8 +297,12 @@ def test_no_code_of_the_user_s_runs_that_torch_does_not_run(arguments, capsys):
         data = Counted()
         with look() as enabled:
             loader = DataLoader(data, **arguments)
-            batches = [[batch.x if isinstance(batch, Own) else batch for batch in loader] for _ in range(2)]
-            found.append(([x.tolist() for each in batches for x in each], data.asked, torch.rand(()).item()))
+            batches = [
+                [batch.x if isinstance(batch, Own) else batch for batch in loader] for _ in range(2)
+            ]
+            found.append(
+                ([x.tolist() for each in batches for x in each], data.asked, torch.rand(()).item())
+            )
     assert found[0] == found[1]
     (known,) = enabled.session.loaders
     assert known.log.totals.samples == sum(len(x) for each in batches for x in each)
@@ -264,7 +317,9 @@ def in_a_pool(loader):
 
 def in_a_queue(loader):
     full = queue.Queue()
-    threading.Thread(target=lambda: [full.put(batch) for batch in [*loader, None]], name="ahead").start()
+    threading.Thread(
+        target=lambda: [full.put(batch) for batch in [*loader, None]], name="ahead"
+    ).start()
     while full.get() is not None:
         pass
 
@@ -276,7 +331,8 @@ def trained_in_a_thread(loader):
 
 
 @pytest.mark.parametrize(
-    ("way", "is_ahead"), [(list, False), (trained_in_a_thread, False), (in_a_pool, True), (in_a_queue, True)]
+    ("way", "is_ahead"),
+    [(list, False), (trained_in_a_thread, False), (in_a_pool, True), (in_a_queue, True)],
 )
 def test_a_thread_that_reads_ahead_is_told_and_not_judged(way, is_ahead, capsys):
     slow = DataLoader(NUMBERS, batch_size=4, collate_fn=lambda items: time.sleep(0.002) or items)
@@ -292,7 +348,9 @@ def test_something_is_said_within_10_seconds_also_where_no_batch_has_come(capfd)
     forked, begun = multiprocessing.get_context("fork").Event(), time.monotonic()
 
     def one_by_one(items):
-        if not forked.is_set():  # a process that is forked meanwhile has no thread, nor is the first line lost
+        if (
+            not forked.is_set()
+        ):  # a process that is forked meanwhile has no thread, nor is the first line lost
             forked.set()
             if os.fork() == 0:
                 os._exit(len(os.listdir("/proc/self/task")) - 1)  # noqa: PTH208
@@ -319,14 +377,22 @@ def test_something_is_said_within_10_seconds_also_where_no_batch_has_come(capfd)
         ({}, "cuda", False),
     ],
 )
-def test_the_process_that_workers_are_forked_from_is_looked_at_before(arguments, accelerator, is_told, monkeypatch):
+def test_the_process_that_workers_are_forked_from_is_looked_at_before(
+    arguments, accelerator, is_told, monkeypatch
+):
     monkeypatch.setattr(forking, "initialized_accelerator", lambda: accelerator)
     loader = DataLoader(NUMBERS, **arguments)
-    known = ScriptLoader(Site.of(loader, None), "train.py:15", LoaderConfig.from_loader(loader), lambda _: None)
+    known = ScriptLoader(
+        Site.of(loader, None), "train.py:15", LoaderConfig.from_loader(loader), lambda _: None
+    )
     Watch(known, loader, 0.0)
     found = known.log.parent
     assert (found is not None) == is_told
-    assert not is_told or (found.accelerator, found.is_elastic, found.own_bytes > 0) == (accelerator, False, True)
+    assert not is_told or (found.accelerator, found.is_elastic, found.own_bytes > 0) == (
+        accelerator,
+        False,
+        True,
+    )
 
 
 class FakeLoop:
@@ -369,12 +435,16 @@ class FakeLoop:
         (20.0, 0.1, 3, 100),  # the fewest that say anything
     ],
 )
-def test_the_first_line_comes_after_50_batches_or_10_seconds_once(wait_s, step_s, silent, share, monkeypatch):
+def test_the_first_line_comes_after_50_batches_or_10_seconds_once(
+    wait_s, step_s, silent, share, monkeypatch
+):
     loop, said = FakeLoop(60, monkeypatch), []
     for _ in range(60):
         loop.batch(wait_s, step_s)
         said.append(list(loop.told))
-    assert said == [[]] * silent + [[f"the training loop waits for data {share}% of the time"]] * (60 - silent)
+    assert said == [[]] * silent + [[f"the training loop waits for data {share}% of the time"]] * (
+        60 - silent
+    )
 
 
 def test_waiting_pauses_and_starts_of_epochs_are_told_apart(monkeypatch):
@@ -386,7 +456,12 @@ def test_waiting_pauses_and_starts_of_epochs_are_told_apart(monkeypatch):
         with pytest.raises(StopIteration):
             loop.watch.take(next, iter(()))
     totals = loop.known.log.totals
-    assert (totals.batches, totals.samples, totals.epochs, loop.watch.loop.is_over) == (8, 64, 2, True)
+    assert (totals.batches, totals.samples, totals.epochs, loop.watch.loop.is_over) == (
+        8,
+        64,
+        2,
+        True,
+    )
     assert (totals.waited_s, totals.stepped_s) == pytest.approx((4.8, 0.7))
     assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
     assert loop.known.in_loop.of_one == pytest.approx((1.4 / 8, 0.7 / 8))
@@ -423,14 +498,20 @@ def test_nvml_is_asked_every_2_s_at_most_once_the_script_uses_cuda(keeps, uses_c
 
 @pytest.mark.process
 def test_workers_tell_what_cpu_they_take(watching, monkeypatch):
-    own, a_workers = itertools.count(0, 0.25), itertools.count(0, 0.5)  # seconds of CPU between two readings
+    own, a_workers = (
+        itertools.count(0, 0.25),
+        itertools.count(0, 0.5),
+    )  # seconds of CPU between two readings
     times = lambda pid: CpuTimes(next(own if pid == os.getpid() else a_workers), 0.0)  # noqa: E731
     for name, value in (("READ_EVERY_S", 0.0), ("LOOK_EVERY_S", 0.0)):
         monkeypatch.setattr(watched, name, value)
     monkeypatch.setattr(CpuTimes, "of_process", times)
     list(DataLoader(NUMBERS, batch_size=8, num_workers=1))
     (known,) = watching.session.loaders
-    assert (known.in_workers.batches, known.in_workers.cpu_s) == (5, 2.5)  # from the first batch to the last
+    assert (known.in_workers.batches, known.in_workers.cpu_s) == (
+        5,
+        2.5,
+    )  # from the first batch to the last
     assert known.busy_s == 2.5 + 5 * 0.25
 
 
@@ -451,6 +532,8 @@ def test_what_waits_for_a_core_is_told_from_what_waits_for_data():
     finally:
         busy.kill()
         os.sched_setaffinity(0, cores)
-    waited, computed = (after.queued_s - before.queued_s for before, after in itertools.pairwise(times))
+    waited, computed = (
+        after.queued_s - before.queued_s for before, after in itertools.pairwise(times)
+    )
     assert computed > 0.1 > waited
     assert CpuTimes.of_process(os.getpid()).cpu_s > times[2].cpu_s - times[0].cpu_s

@@ -34,7 +34,9 @@ def built(folder: Path) -> Path:
     import torch
 
     source = HERE / "simulated.cpp"
-    stamp = hashlib.sha256(source.read_bytes() + Path(__file__).read_bytes() + torch.__version__.encode()).hexdigest()
+    stamp = hashlib.sha256(
+        source.read_bytes() + Path(__file__).read_bytes() + torch.__version__.encode()
+    ).hexdigest()
     package, record = folder / "simulated_accelerator", folder / "simulated_accelerator-0.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     record.mkdir(exist_ok=True)
@@ -73,7 +75,9 @@ def _compile(source: Path, library: Path) -> None:
     import torch
 
     if (command := compiler()) is None:
-        raise RuntimeError("the simulated accelerator needs a C++ compiler: c++ or g++ on PATH would work")
+        raise RuntimeError(
+            "the simulated accelerator needs a C++ compiler: c++ or g++ on PATH would work"
+        )
     root = Path(torch.__file__).parent
     made = library.with_suffix(f".{os.getpid()}")
     flags = [
@@ -85,7 +89,9 @@ def _compile(source: Path, library: Path) -> None:
     ]
     includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-    done = subprocess.run([command, *flags, *includes, source, "-o", made, *libraries], capture_output=True, text=True)
+    done = subprocess.run(
+        [command, *flags, *includes, source, "-o", made, *libraries], capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(
             f"the simulated accelerator does not compile with torch {torch.__version__}:\n{done.stderr[-4000:]}"

@@ -180,5 +180,9 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def _index(device: Any) -> int:
-    index = device if isinstance(device, int) else torch.device("sim" if device is None else device).index
+    index = (
+        device
+        if isinstance(device, int)
+        else torch.device("sim" if device is None else device).index
+    )
     return current_device() if index is None else index

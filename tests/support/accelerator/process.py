@@ -34,7 +34,9 @@ class SimulatedPython(PreloadedPython):
         self.folder = built(ROOT / "build" / "accelerator")
         super().__init__(environ={"PYTHONPATH": f"{ROOT}:{self.folder}"})
 
-    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = 60, **options: Any) -> Any:
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 60, **options: Any
+    ) -> Any:
         """What a function of the test's file returns in a process of its own."""
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
         with tempfile.TemporaryDirectory() as name:
