@@ -7,7 +7,7 @@ OTHER := build/$(notdir $(PYTHON))-torch-$(TORCH)
 QUIETLY := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test all rest quick coverage mutants acceptance docs gpu libraries torch dist clean
+.PHONY: help venv demo check test all rest quick coverage mutants acceptance docs gpu libraries torch other dist clean
 MAKEFLAGS += --no-print-directory
 
 help: ## show this list
@@ -50,13 +50,20 @@ acceptance: $(INSTALLED) ## many simulated searches: how good the choices are, a
 docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-torch: ## unit and process tests with another torch, in an environment of its own (TORCH=2.6.0, PYTHON=python3.10)
+torch: ## unit and process tests with another torch, in an environment of its own (TORCH=2.6.0, PYTHON=python3.10, LACKS=1: see below)
 	@test -n "$(TORCH)" || { echo 'say which: make torch TORCH=2.6.0'; exit 2; }
 	@$(PYTHON) -m venv $(OTHER)
 	@grep -vE '^(torch|sympy)==' constraints.txt > $(OTHER)/constraints.txt
 	@$(OTHER)/bin/python -m pip install $(QUIETLY) -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]'
 	@$(OTHER)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
-	@$(OTHER)/bin/python -m pytest -n 4 -m "unit or process"
+	@$(MAKE) other
+
+# LACKS=1: as the Pythons of uv and conda are, which lack os.memfd_create and os.pidfd_open.
+LACKING := import os; [delattr(os, name) for name in ("memfd_create", "pidfd_open") if hasattr(os, name)]
+other:
+	@PTH=$$($(OTHER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lacking.pth; \
+		trap 'rm -f "$$PTH"' EXIT; $(if $(LACKS),echo '$(LACKING)' > "$$PTH";) \
+		$(OTHER)/bin/python -m pytest -n 4 -m "unit or process"
 
 dist: ## build wheel and sdist, check their metadata, install the wheel alone in a fresh environment, run its demo
 	@rm -rf dist build/release build/wheel
