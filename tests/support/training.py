@@ -39,7 +39,7 @@ NEIGHBOUR_S, NEIGHBOUR_EVERY_S = 20.0, 70.0
 """How long a neighbour takes cores, and how often."""
 DRIFT_S = 600.0
 TAIL_ONE_IN = 32
-MEMORY_BYTES, WORKER_BYTES = 1 << 40, 1 << 27
+WORKER_BYTES = 1 << 27
 
 
 @dataclass
@@ -65,7 +65,8 @@ class Training:
     drift: float = 1.0  # Fetches take so many times as long after ten minutes
     neighbour: float = 1.0  # Fetches take so many times as long while there is one
     tail: float = 1.0  # One fetch in 32 takes so many times as long
-    free_bytes: int = MEMORY_BYTES  # Of memory, whoever runs
+    free_bytes: int = 1 << 40  # Of memory, whoever runs
+    memory_bytes: int = 1 << 40
     now: float = BEGUN_S
     samples: int = 0
     started: int = 0
@@ -112,6 +113,11 @@ class Training:
         }
         return cls(seed=seed, **{**drawn, **more})
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds since it began."""
+        return self.now - BEGUN_S
+
     def fetch(self) -> None:
         """The loop fetches a batch itself."""
         took = self.fetch_takes(self.now, -1, 1.0)
@@ -119,7 +125,7 @@ class Training:
         self.cpu_s += took * self.cpu
 
     def _memory(self) -> MemoryBudget:
-        return MemoryBudget(available_bytes=self.free_bytes, total_bytes=MEMORY_BYTES, inputs=())
+        return MemoryBudget(available_bytes=self.free_bytes, total_bytes=self.memory_bytes, inputs=())
 
     def _begin(self, config: LoaderConfig, **how: Any) -> None:
         """From now on a loader with this configuration loads."""
@@ -363,7 +369,7 @@ class Nursery:
 
 
 def together(ranks: Sequence[Training], tuners: Sequence[Tuner | None], seconds: float) -> float:
-    """Train for so long; samples/s of each. Steps end together, as of ranks that reduce gradients."""
+    """Train for so long; samples/s of each. Steps end together, as of ranks with gradients."""
     first = ranks[0]
     begun, before = first.now, first.samples
     while first.now - begun < seconds:
