@@ -38,6 +38,12 @@ def quick(index: int) -> torch.Tensor:
     return torch.tensor([index, os.getpid()])
 
 
+def fixed(dataset: Made, *, num_workers: int, **rest: Any) -> FixedLoader:
+    loader = FixedLoader(dataset, num_workers=num_workers, **rest)
+    loader.change_to(loader.config)  # it is frozen from the first time that it is asked
+    return loader
+
+
 class Order:
     """A sampler that notes how far it was drawn."""
 
@@ -96,7 +102,7 @@ def test_where_the_number_stays_workers_take_turns(arguments: dict[str, Any]) ->
 
 def test_a_sampler_that_draws_is_ahead_as_in_dataloader() -> None:
     order, furthest = Order(120, draws=True), 0
-    loader = FixedLoader(Made(late, 120), batch_size=1, sampler=order, num_workers=4)
+    loader = fixed(Made(late, 120), batch_size=1, sampler=order, num_workers=4)
     for number, _ in enumerate(loader):
         furthest = max(furthest, order.given - number - 1)
     assert furthest == 4 * 2
@@ -146,7 +152,7 @@ def test_kills_and_changes_while_others_are_ahead(caplog: pytest.LogCaptureFixtu
         return index
 
     rng, seen = random.Random(0), list[int]()
-    loader = FixedLoader(Made(tailed, 640), batch_size=1, num_workers=4)
+    loader = fixed(Made(tailed, 640), batch_size=1, num_workers=4)
     iterator = iter(loader)
     for number, batch in enumerate(iterator):
         seen += batch.tolist()
@@ -163,7 +169,7 @@ def test_kills_and_changes_while_others_are_ahead(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("fetch", [late, quick])
 def test_generators_draw_the_same_whether_batches_are_late(fetch: Any) -> None:
     orders = []
-    for kind in (DataLoader, FixedLoader):
+    for kind in (DataLoader, fixed):
         generator = torch.Generator().manual_seed(0)
         loader = kind(Made(fetch, 120), shuffle=True, generator=generator, num_workers=2)
         for _ in itertools.islice(loader, 100):
@@ -189,7 +195,7 @@ def test_who_is_frozen_draws_no_further_ahead() -> None:
 
 
 def test_a_job_is_waited_for_where_its_copy_is_left() -> None:
-    loader = FixedLoader(Made(quick, 40), num_workers=4)
+    loader = fixed(Made(quick, 40), num_workers=4)
     iterator = iter(loader)
     for _ in range(8):
         next(iterator)

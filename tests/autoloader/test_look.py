@@ -247,16 +247,17 @@ class DrawnLate:
         raise AssertionError("nobody asks for it")
 
 
-def test_a_sampler_that_draws_is_not_drawn_ahead() -> None:
+@pytest.mark.parametrize("asked", [0, 2])
+def test_where_a_sampler_draws_the_number_stays(asked: int) -> None:
     def rows(base: Any, **rest: Any) -> Any:
         random.seed(4)
-        Items.wait_s = 0.002 if rest else 0.0
         loader = base(Items(lambda self, i: i), batch_sampler=DrawnLate(), **rest)
         both = itertools.chain(loader, loader)
         return loader, [(batch.tolist(), random.random()) for batch in both]
 
-    loader, seen = rows(AutoLoader, max_workers=3)
-    assert seen == rows(DataLoader)[1]
+    Items.wait_s = 0.02 if asked else 0.002
+    loader, seen = rows(AutoLoader, num_workers=asked or None, max_workers=4)
+    assert seen == rows(DataLoader, num_workers=asked)[1]
     assert loader.kept is not None
     assert loader.kept.kind == "sampler_draws"
 
