@@ -38,7 +38,6 @@ BIRTH_S = 0.005
 NEIGHBOUR_S, NEIGHBOUR_EVERY_S = 20.0, 70.0
 """How long a neighbour takes cores, and how often."""
 DRIFT_S = 600.0
-TAIL_ONE_IN = 32
 WORKER_BYTES = 1 << 27
 
 
@@ -64,7 +63,6 @@ class Training:
     launch_s: float = 0.001
     drift: float = 1.0  # Fetches take so many times as long after ten minutes
     neighbour: float = 1.0  # Fetches take so many times as long while there is one
-    tail: float = 1.0  # One fetch in 32 takes so many times as long
     free_bytes: int = 1 << 40  # Of memory, whoever runs
     memory_bytes: int = 1 << 40
     now: float = BEGUN_S
@@ -74,7 +72,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self._random, self.cpu_s = random.Random(self.seed), 0.0
-        self._device = 0.0  # When the device has done all
+        self.device = 0.0  # When the device has done all
         self._steps, self._opened = 0, set[int]()
         self._hiccup_at = BEGUN_S + 0.6 * self.hiccup_every_s
         clock = SimpleNamespace(monotonic=lambda: self.now, thread_time=lambda: self.cpu_s)
@@ -92,7 +90,9 @@ class Training:
             },
             live: {
                 "usable_cores": lambda: SimpleNamespace(usable=self.cores),
-                "memory_budget": self._memory,
+                "memory_budget": lambda: MemoryBudget(
+                    available_bytes=self.free_bytes, total_bytes=self.memory_bytes, inputs=()
+                ),
                 "private_bytes": lambda _: WORKER_BYTES,
             },
         }
@@ -100,18 +100,18 @@ class Training:
         self._begin(LoaderConfig(), tune=False)
 
     @classmethod
-    def drawn(cls, seed: int, **more: Any) -> Training:
+    def drawn(cls, seed: int) -> Training:
         """A job of a kind that there is."""
         rng = random.Random(seed)
-        drawn: dict[str, Any] = {
-            "fetch_s": 10 ** rng.uniform(-3.5, -1.2),
-            "cpu": rng.choice([0.05, 0.5, 1.0]),
-            "step_s": 10 ** rng.uniform(-4, -1.5),
-            "cores": rng.choice([2, 4, 8]),
-            "transfer_s": 10 ** rng.uniform(-4, -3),
-            "epoch_batches": rng.choice([20, 200, 100_000]),
-        }
-        return cls(seed=seed, **{**drawn, **more})
+        return cls(
+            fetch_s=10 ** rng.uniform(-3.5, -1.2),
+            cpu=rng.choice([0.05, 0.5, 1.0]),
+            step_s=10 ** rng.uniform(-4, -1.5),
+            cores=rng.choice([2, 4, 8]),
+            transfer_s=10 ** rng.uniform(-4, -3),
+            epoch_batches=rng.choice([20, 200, 100_000]),
+            seed=seed,
+        )
 
     @property
     def spent_s(self) -> float:
@@ -124,17 +124,10 @@ class Training:
         self.now += took
         self.cpu_s += took * self.cpu
 
-    def _memory(self) -> MemoryBudget:
-        return MemoryBudget(available_bytes=self.free_bytes, total_bytes=self.memory_bytes, inputs=())
-
     def _begin(self, config: LoaderConfig, **how: Any) -> None:
         """From now on a loader with this configuration loads."""
-        self.loader: Any = AutoLoader(
-            Samples(self),
-            batch_size=SAMPLES,
-            collate_fn=list,
-            **{"num_workers": config.num_workers, "prefetch_factor": config.prefetch_factor, **how},
-        )
+        how = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch_factor, **how}
+        self.loader: Any = AutoLoader(Samples(self), batch_size=SAMPLES, collate_fn=list, **how)
         self.loader.check_worker_number_rationality = lambda: None
         with self._is_simulated():
             self.log: Log = self.loader.log
@@ -156,13 +149,13 @@ class Training:
 
     def rate(self, config: LoaderConfig, seconds: float = 20.0) -> float:
         """Samples/s of a configuration that nobody changes."""
-        return self.fixed(config).run(None, seconds)
+        return self.fixed(config).run(seconds)
 
-    def run(self, tuner: Tuner | None, seconds: float) -> float:
+    def run(self, seconds: float) -> float:
         """Train for so long; samples/s."""
-        return together([self], [tuner], seconds)
+        return together([self], seconds)
 
-    def batch(self, _: Tuner | None = None) -> list[int]:
+    def batch(self) -> list[int]:
         with self._is_simulated():
             try:
                 batch: list[int] = next(self._batches)
@@ -173,11 +166,6 @@ class Training:
         self.most = max(self.most, self.loader.num_workers)
         self._step()
         return batch
-
-    @property
-    def passed(self) -> float:
-        """When the device has done what it was given by now."""
-        return max(self.now, self._device)
 
     @contextlib.contextmanager
     def _is_simulated(self) -> Iterator[None]:
@@ -198,10 +186,10 @@ class Training:
         step_s = self._noisy(self.step_s)
         self._steps += 1
         if self.sync_every:
-            self._device = max(self._device, self.now) + step_s
+            self.device = max(self.device, self.now) + step_s
             self.now += self.launch_s
             if self._steps % self.sync_every == 0:
-                self.now = max(self.now, self._device)
+                self.now = max(self.now, self.device)
         else:
             self.now += step_s
         if self.evaluate_every and self._steps % self.evaluate_every == 0:
@@ -213,8 +201,6 @@ class Training:
             seconds *= self.drift ** ((now - BEGUN_S) / DRIFT_S)
         if self.neighbour != 1.0 and (now + 7 * self.seed) % NEIGHBOUR_EVERY_S < NEIGHBOUR_S:
             seconds *= self.neighbour
-        if self.tail != 1.0 and self._random.random() < 1 / TAIL_ONE_IN:
-            seconds *= self.tail
         if self.open_s and worker not in self._opened:
             self._opened.add(worker)
             seconds += self.open_s
@@ -256,7 +242,7 @@ class Passed:
         return 0
 
     def note(self, now: float, tell: Callable[..., object], *what: Any) -> None:
-        tell(*what, max(now, self._training.passed))
+        tell(*what, max(now, self._training.now, self._training.device))
 
     def settle(self, now: float, *, is_end: bool = False) -> None: ...
 
@@ -368,13 +354,13 @@ class Nursery:
     popen = cloned = close
 
 
-def together(ranks: Sequence[Training], tuners: Sequence[Tuner | None], seconds: float) -> float:
+def together(ranks: Sequence[Training], seconds: float) -> float:
     """Train for so long; samples/s of each. Steps end together, as of ranks with gradients."""
     first = ranks[0]
     begun, before = first.now, first.samples
     while first.now - begun < seconds:
-        for rank, tuner in zip(ranks, tuners, strict=True):
-            rank.batch(tuner)
+        for rank in ranks:
+            rank.batch()
         now = max(rank.now for rank in ranks)
         for rank in ranks:
             rank.now = now
