@@ -97,7 +97,6 @@ class Training:
             },
         }
         """What takes the place of the real names in these modules while the training runs."""
-        self._begin(LoaderConfig(), tune=False)
 
     @classmethod
     def drawn(cls, seed: int) -> Training:
@@ -113,19 +112,12 @@ class Training:
             seed=seed,
         )
 
-    @property
-    def spent_s(self) -> float:
-        """Seconds since it began."""
-        return self.now - BEGUN_S
-
     def fetch(self) -> None:
         """The loop fetches a batch itself."""
-        took = self.fetch_takes(self.now, -1, 1.0)
-        self.now += took
-        self.cpu_s += took * self.cpu
+        took_s = self.fetch_takes(self.now, -1, 1.0)
+        self.now, self.cpu_s = self.now + took_s, self.cpu_s + took_s * self.cpu
 
     def _begin(self, config: LoaderConfig, **how: Any) -> None:
-        """From now on a loader with this configuration loads."""
         how = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch_factor, **how}
         self.loader: Any = AutoLoader(Samples(self), batch_size=SAMPLES, collate_fn=list, **how)
         self.loader.check_worker_number_rationality = lambda: None
