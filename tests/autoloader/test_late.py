@@ -109,7 +109,7 @@ def test_a_sampler_that_draws_is_ahead_as_in_dataloader() -> None:
 
 
 class Stuck(Made):
-    """The first read of one sample takes 15 s."""
+    """The first read of one sample takes a minute."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__(torch.tensor, 300)
@@ -121,7 +121,7 @@ class Stuck(Made):
     def __getitem__(self, index: int) -> Any:
         if index == 100 and not self.mark.exists():
             self.mark.touch()
-            time.sleep(15.0)
+            time.sleep(60.0)
         time.sleep(0.002)
         return super().__getitem__(index)
 
@@ -140,7 +140,7 @@ def test_a_read_that_is_stuck_is_done_by_another_worker(
     begun = time.monotonic()
     for _ in range(2):
         assert torch.cat(list(loader)).tolist() == list(range(300))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30  # of 60
     assert [each for each in caplog.records if each.levelname == "WARNING"] == []
     assert (tmp_path / "mark").exists()
     assert loader.num_workers == workers

@@ -210,7 +210,7 @@ def test_a_worker_that_hangs_is_not_waited_for() -> None:
     begun = time.monotonic()
     for _ in range(4):
         assert [list(batch) for batch in loader] == [[1] * BATCH] * (SIZE // BATCH)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 60  # of 1000
 
 
 def test_workers_lost_later_leave_the_loop_to_itself() -> None:
