@@ -1,14 +1,23 @@
-"""A command in a process of its own, of which nothing is left: what most studies measure in; neighbours that slow it."""
+"""A function in a process of its own, of which nothing is left: what most studies measure in; neighbours that slow it.
+
+python studies/processes.py studies.live.births:start '{"workers": 2}'     # the process: prints what the function returns
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import importlib
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
@@ -24,6 +33,20 @@ while os.getppid() == parent:
 
 class NoAnswerError(RuntimeError):
     """A process failed, hung or said nothing."""
+
+
+def answer(
+    function: Callable[..., Any], *, under: tuple[str, ...] = (), python: str = sys.executable, timeout_s: float = 600.0,
+    environ: dict[str, str] | None = None, **given: Any,
+) -> Any:  # fmt: skip
+    """What a function of a module returns in a fresh process, as JSON has it; `under` comes before the script.
+
+    Raises:
+        NoAnswerError: it failed, printed nothing, or took longer.
+    """
+    job = [__file__, f"{function.__module__}:{function.__name__}", json.dumps(given)]
+    line = last_line(*under, *job, python=python, timeout_s=timeout_s, **(environ or {}))
+    return json.loads(line)
 
 
 def last_line(*command: str, python: str = sys.executable, timeout_s: float = 600.0, **environ: str) -> str:
@@ -50,6 +73,36 @@ def last_line(*command: str, python: str = sys.executable, timeout_s: float = 60
         said = errors.strip().splitlines()
         raise NoAnswerError(said[-1] if said else f"exit status {process.returncode}")
     return output.splitlines()[-1]
+
+
+def forked(function: Callable[..., Any], *given: Any) -> Any:
+    """What a function returns in a fork of this process, which has imported what it needs."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: theirs.send(function(*given)))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        raise NoAnswerError(f"{function.__name__}{given} failed") from None
+    finally:
+        process.join()
+
+
+def cores_free(seconds: float = 0.3) -> float:
+    """The least share of a core that one process for each core gets, that is 1 where nobody else wants them."""
+    with concurrent.futures.ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
+    ) as pool:
+        return min(pool.map(_share, [seconds] * len(os.sched_getaffinity(0))))
+
+
+def _share(seconds: float) -> float:
+    begun, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() < begun + seconds:
+        pass
+    return (time.process_time() - used) / (time.perf_counter() - begun)
 
 
 @contextlib.contextmanager
@@ -85,3 +138,9 @@ def _beside(programs: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
             each.kill()
         for each in started:
             each.wait()
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # in place of this folder, whose names are not those of modules
+    module, _, name = sys.argv[1].partition(":")
+    print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))), flush=True)

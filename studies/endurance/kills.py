@@ -1,6 +1,6 @@
 """What is left when a whole tuning run is killed with SIGKILL at a random moment?
 
-    python -m studies.endurance.kills --kills 50
+    python -m studies endurance.kills --kills 50
 
 A run with `output=` is killed, every second time the process of its bursts instead. Then no process and no file of it may be
 left but `loader.json`, which must load where it is there, and a run after it must end well.
@@ -8,7 +8,6 @@ left but `loader.json`, which must load where it is there, and a run after it mu
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -25,6 +24,7 @@ import psutil
 from autotune_loader import TuningResult
 from autotune_loader.values import TunerError
 from studies.processes import ROOT
+from studies.study import Row, Table
 
 MARK = "AUTOTUNE_ENDURANCE"
 RUN = """
@@ -43,17 +43,7 @@ tune(Rows(), batch_size=8, budget=4, max_workers=2, output="loader.json", progre
 DEADLINE_S = 120.0
 FIGURES = ("kills", "of the bursts' process", "before first file", "after the end", "unreadable files", "not finished")
 LEFT = ("leftover processes", "leftover files")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    figures = kill_runs(options.kills, options.seed)
-    for name in (*FIGURES, *LEFT):
-        print(f"{name:<24} {figures[name]}")
-    return 1 if any(figures[name] for name in ("unreadable files", "not finished", *LEFT)) else 0
+BAR = "no unreadable file, none not finished, nothing left"
 
 
 def kill_runs(kills: int, seed: int = 0) -> Counter[str]:
@@ -143,5 +133,8 @@ def still_there(mark: str, within_s: float = 5.0) -> list[int]:
         time.sleep(0.1)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def rows(*, kills: int = 50, seed: int = 0) -> Table:
+    figures = kill_runs(kills, seed)
+    for name in (*FIGURES, *LEFT):
+        is_fault = name in ("unreadable files", "not finished", *LEFT)
+        yield Row({"figure": name, "times": figures[name]}, not figures[name] if is_fault else None)

@@ -1,6 +1,6 @@
 """Does a trial train as the script does? Seconds of a batch and of a step in both, for jobs that set something of their own.
 
-    python -m studies.fidelity.alike [NAME ...]
+    python -m studies fidelity.alike [--only NAME]
 
 Each job runs in a process of its own: some steps as its script trains, `tune()`, and the same steps once more. Without workers
 a batch is what the loop waits for, and all of it is the script's own time. Compared are medians: of the script, before and
@@ -9,46 +9,25 @@ after, and of all trials without workers.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import importlib
 import itertools
-import json
-import os
-import sqlite3
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from autotune_loader import TuningResult, tune
-from studies.processes import NoAnswerError, last_line
+from studies.processes import NoAnswerError, answer
+from studies.study import Row, Table
 from studies.workloads import WORKLOADS, spin
 
 GOAL, STEPS, BUDGET_S, ROWS, WIDTH = 0.10, 25, 12.0, 4000, 32
-SETTINGS = """
-from types import SimpleNamespace
-class AttrDict(dict):
-    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
-cfg, space = AttrDict(rounds=1), SimpleNamespace(rounds=1)
-"""
-DATA = """
-import settings_of_alike
-from studies.fidelity.alike import Spun
-class Rows(Spun):
-    def __init__(self, name): self.name = name
-    def rounds(self): return getattr(settings_of_alike, self.name).rounds
-"""
-"""A script's modules: settings that it changes, and a dataset that reads them."""
+BAR = "each batch and each step within 10%"
 
 
 @dataclass(frozen=True)
@@ -97,25 +76,14 @@ class Stream(IterableDataset[Any]):
             yield spin(20, b"x" * (1 << 16), index)[0][:WIDTH], index % 2
 
 
-class Opened(Dataset[Any]):
-    """Rows of a file that is opened on first use."""
-
-    def __init__(self, open_it: Callable[[], Callable[[int], float]]) -> None:
-        self.open_it, self.read = open_it, None
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        self.read = self.read or self.open_it()
-        x = spin(10, b"x" * (1 << 16), index)[0][:WIDTH]
-        return x + self.read(index), index % 2
-
-
 def model(width: int = WIDTH, hidden: int = 2048) -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Linear(width, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, hidden), torch.nn.Linear(hidden, 2)
+    layers = (
+        torch.nn.Linear(width, hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(hidden, hidden),
+        torch.nn.Linear(hidden, 2),
     )
+    return torch.nn.Sequential(*layers)
 
 
 def timed(loader: Iterable[Any], step: Callable[[Any], Any]) -> Timed:
@@ -136,9 +104,9 @@ def by_hand(data: Any, net: torch.nn.Module | None = None, train_step: Any = Non
     net = net or model()
     loss_fn = torch.nn.CrossEntropyLoss()
     optimizer: Any = None if train_step else torch.optim.SGD(net.parameters(), 1e-3)
-    loader = (
-        data if isinstance(data, DataLoader) else DataLoader(data, 16, shuffle=not isinstance(data, IterableDataset))
-    )
+    loader = data
+    if not isinstance(data, DataLoader):
+        loader = DataLoader(data, 16, shuffle=not isinstance(data, IterableDataset))
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -169,43 +137,6 @@ def own_backward() -> Job:
         return loss
 
     return by_hand(Spun(lambda: 10), net, step)
-
-
-def settings(name: str) -> Job:
-    """Of a module whose object of settings the script has changed."""
-    folder = Path(tempfile.mkdtemp())
-    (folder / "settings_of_alike.py").write_text(SETTINGS)
-    (folder / "data_of_alike.py").write_text(DATA)
-    sys.path.insert(0, str(folder))
-    data = importlib.import_module("data_of_alike")
-    getattr(sys.modules["settings_of_alike"], name).rounds = 20
-    return by_hand(data.Rows(name))
-
-
-def database() -> Job:
-    path = f"{tempfile.mkdtemp()}/rows.db"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("CREATE TABLE rows (number INTEGER PRIMARY KEY, value REAL)")
-        connection.executemany("INSERT INTO rows VALUES (?, ?)", [(number, float(number)) for number in range(ROWS)])
-        connection.commit()
-
-    def opened() -> Callable[[int], float]:
-        connection = sqlite3.connect(path)
-        return lambda index: connection.execute("SELECT value FROM rows WHERE number = ?", (index,)).fetchone()[0]
-
-    return by_hand(Opened(opened))
-
-
-def mapped() -> Job:
-    path = f"{tempfile.mkdtemp()}/rows.bin"
-    np.zeros(ROWS, np.float32).tofile(path)
-
-    def opened() -> Callable[[int], float]:
-        rows = np.memmap(path, dtype=np.float32, mode="r")
-        return lambda index: float(rows[index])
-
-    return by_hand(Opened(opened))
 
 
 def lightning_job(*, hook: bool = False, **trainer: Any) -> Job:
@@ -239,17 +170,13 @@ def lightning_job(*, hook: bool = False, **trainer: Any) -> Job:
         def on_train_batch_start(self, *_: Any) -> None:
             self.marks.append(time.perf_counter())
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.marks.append(time.perf_counter())
+        on_train_batch_end = on_train_batch_start
 
     def fit(net: Any, data: Any, steps: int) -> Clock:
-        clock, quiet = (
-            Clock(),
-            dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-        )
-        lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=1, limit_train_batches=steps, callbacks=[clock], **quiet, **trainer
-        ).fit(net, datamodule=data)
+        names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        clock, given = Clock(), {**dict.fromkeys(names, False), "accelerator": "cpu", "devices": 1, **trainer}
+        loop = lightning.Trainer(max_epochs=1, limit_train_batches=steps, callbacks=[clock], **given)
+        loop.fit(net, datamodule=data)
         return clock
 
     def train() -> Timed:
@@ -332,10 +259,6 @@ JOBS: dict[str, Callable[[], Job]] = {
     "wait_light_tail": lambda: of_workload("wait_light_tail"),
     "stream": lambda: by_hand(Stream()),
     "own backward": own_backward,
-    "settings: an attribute dict": lambda: settings("cfg"),
-    "settings: a namespace": lambda: settings("space"),
-    "database opened on first use": database,
-    "map opened on first use": mapped,
     "Lightning": lightning_job,
     "Lightning, hook of the data module": lambda: lightning_job(hook=True),
     "Lightning, clipped, every second step": lambda: lightning_job(gradient_clip_val=1.0, accumulate_grad_batches=2),
@@ -346,43 +269,29 @@ JOBS: dict[str, Callable[[], Job]] = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Medians of one job: batch and step, or the period where a framework does not tell them apart."""
+    """Medians of one job, in a process of its own: batch and step, or the period where a framework does not tell them apart."""
     warnings.simplefilter("ignore")
     job = JOBS[name]()
     before, result, after = job.train(), job.tune(), job.train()
     alone = [m for each in result.trials if not each.config.num_workers and (m := each.measurement)]
-    said = [str(each) for each in result.warnings]
-    script = {
-        key: median([*getattr(before, key)[2:], *getattr(after, key)[2:]] or [0.0]) for key in ("batch_s", "step_s")
-    }
+    script = {key: [*getattr(before, key)[2:], *getattr(after, key)[2:]] for key in ("batch_s", "step_s")}
     trials = {"batch_s": median(m.service_s for m in alone), "step_s": median(m.step_s for m in alone)}
     if not before.batch_s:
-        trials = {"batch_s": 0.0, "step_s": median(m.service_s + m.step_s for m in alone)}
-    return {"script": script, "trials": trials, "said": said}
+        trials["step_s"] += trials["batch_s"]
+    return {"script": {key: median(each) for key, each in script.items() if each}, "trials": trials}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(JOBS))
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.one:
-        print(json.dumps(measure(asked.one)), flush=True)
-        return
-    print("| job | batch: script, trials | | step: script, trials | |\n|---|---|---|---|---|", flush=True)
-    for name in asked.names or JOBS:
+def rows(*, only: str = "", quick: bool = False) -> Table:
+    for name in [each for each in JOBS if only in each][: 1 if quick else None]:
+        found, cells, is_met = {"script": {}, "trials": {}}, {"job": name}, True
         try:
-            found = json.loads(last_line("-m", "studies.fidelity.alike", "--one", name, timeout_s=180.0))
+            found = answer(measure, timeout_s=180.0, environ={"OMP_NUM_THREADS": "1"}, name=name)
         except NoAnswerError as error:
-            print(f"| {name} | no answer: {error} | | | |", flush=True)
+            yield f"{name}: no answer: {error}"
             continue
-        cells = []
         for key in ("batch_s", "step_s"):
-            ours, theirs = found["trials"][key], found["script"][key]
-            cells += [f"{theirs * 1e3:.2f}, {ours * 1e3:.2f} ms", f"{ours / theirs - 1:+.0%}"] if theirs else ["-", ""]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+            theirs, ours = found["script"].get(key), found["trials"][key]
+            cells[f"{key[:-2]}: script, trials"] = f"{theirs * 1e3:.2f}, {ours * 1e3:.2f} ms" if theirs else "-"
+            cells[f"{key[:-2]} apart"] = f"{ours / theirs - 1:+.0%}" if theirs else "-"
+            is_met &= not theirs or abs(ours / theirs - 1) <= GOAL
+        yield Row(cells, is_met)
