@@ -1,4 +1,4 @@
-"""A promise turns red where rounds surely break it, and by nothing else: not by noise, not by a busy machine."""
+"""A promise turns red where rounds surely break it: not by noise, not by a busy machine."""
 
 import pytest
 
