@@ -14,57 +14,45 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autotune_loader import TuningResult, tune
 from studies.processes import NoAnswerError, answer
 from studies.study import Row, Table
-from studies.workloads import WORKLOADS, spin
+from studies.workloads import WORKLOADS, Items, spin
 
 GOAL, STEPS, BUDGET_S, ROWS, WIDTH = 0.10, 25, 12.0, 4000, 32
 BAR = "each batch and each step within 10%"
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """Seconds of each step and of the batch before it."""
 
     batch_s: list[float]
     step_s: list[float]
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A script: how it trains for some steps, and how it is tuned."""
 
     train: Callable[[], Timed]
     tune: Callable[[], TuningResult]
 
 
-class Spun(Dataset[Any]):
-    """Samples that take some milliseconds of one core; `rounds` says how long, each time."""
-
-    def __init__(self, rounds: Callable[[], int]) -> None:
-        self.rounds = rounds
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return spin(self.rounds(), b"x" * (1 << 16), index)[0][:WIDTH], index % 2
+def sample(index: int, rounds: int = 10) -> tuple[torch.Tensor, int]:
+    """Some milliseconds of one core."""
+    return spin(rounds, b"x" * (1 << 16), index)[0][:WIDTH], index % 2
 
 
-class Dicts(Spun):
-    """The same as dicts, for models that take names."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        x, y = super().__getitem__(index)
-        return {"x": x, "labels": y}
+def as_dict(index: int) -> dict[str, Any]:
+    """For models that take names."""
+    x, y = sample(index)
+    return {"x": x, "labels": y}
 
 
 class Stream(IterableDataset[Any]):
@@ -73,17 +61,12 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         for index in range(info.id if info else 0, ROWS, info.num_workers if info else 1):
-            yield spin(20, b"x" * (1 << 16), index)[0][:WIDTH], index % 2
+            yield sample(index, 20)
 
 
-def model(width: int = WIDTH, hidden: int = 2048) -> torch.nn.Module:
-    layers = (
-        torch.nn.Linear(width, hidden),
-        torch.nn.ReLU(),
-        torch.nn.Linear(hidden, hidden),
-        torch.nn.Linear(hidden, 2),
-    )
-    return torch.nn.Sequential(*layers)
+def model(hidden: int = 2048) -> torch.nn.Module:
+    linear = torch.nn.Linear
+    return torch.nn.Sequential(linear(WIDTH, hidden), torch.nn.ReLU(), linear(hidden, hidden), linear(hidden, 2))
 
 
 def timed(loader: Iterable[Any], step: Callable[[Any], Any]) -> Timed:
@@ -99,25 +82,22 @@ def timed(loader: Iterable[Any], step: Callable[[Any], Any]) -> Timed:
     return found
 
 
-def by_hand(data: Any, net: torch.nn.Module | None = None, train_step: Any = None, **options: Any) -> Job:
-    """A script with a loop of its own, cross entropy and SGD."""
-    net = net or model()
-    loss_fn = torch.nn.CrossEntropyLoss()
-    optimizer: Any = None if train_step else torch.optim.SGD(net.parameters(), 1e-3)
-    loader = data
-    if not isinstance(data, DataLoader):
-        loader = DataLoader(data, 16, shuffle=not isinstance(data, IterableDataset))
+def by_hand(loader: Any, net: torch.nn.Module, train_step: Any = None) -> Job:
+    """A script with a loop of its own, with cross entropy and SGD where it has no step."""
+    loss_fn, given = torch.nn.CrossEntropyLoss(), {"train_step": train_step}
+    if train_step is None:
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        given = {"loss_fn": loss_fn, "optimizer": optimizer}
 
-    def step(batch: Any) -> None:
+    def step(net: Any, batch: Any) -> None:
         optimizer.zero_grad()
         loss_fn(net(batch[0]), batch[1]).backward()
         optimizer.step()
 
     def tuned() -> TuningResult:
-        given = {"loss_fn": loss_fn, "optimizer": optimizer} if train_step is None else {"train_step": train_step}
-        return tune(loader, net, budget=BUDGET_S, progress=False, **given, **options)
+        return tune(loader, net, budget=BUDGET_S, progress=False, **given)
 
-    return Job(lambda: timed(loader, step if train_step is None else lambda batch: train_step(net, batch)), tuned)
+    return Job(lambda: timed(loader, lambda batch: (train_step or step)(net, batch)), tuned)
 
 
 def of_workload(name: str) -> Job:
@@ -136,7 +116,7 @@ def own_backward() -> Job:
         optimizer.step()
         return loss
 
-    return by_hand(Spun(lambda: 10), net, step)
+    return by_hand(DataLoader(Items(sample, ROWS), 16, shuffle=True), net, step)
 
 
 def lightning_job(*, hook: bool = False, **trainer: Any) -> Job:
@@ -147,10 +127,10 @@ def lightning_job(*, hook: bool = False, **trainer: Any) -> Job:
 
     class Data(lightning.LightningDataModule):
         def train_dataloader(self) -> Any:
-            return DataLoader(Spun(lambda: 10), 16, shuffle=True)
+            return DataLoader(Items(sample, ROWS), 16, shuffle=True)
 
         def on_after_batch_transfer(self, batch: Any, _index: int) -> Any:
-            return (spin(200, b"x" * (1 << 16), 0) and batch) if hook else batch
+            return (sample(0, 200) and batch) if hook else batch
 
     class Net(lightning.LightningModule):
         def __init__(self) -> None:
@@ -186,11 +166,9 @@ def lightning_job(*, hook: bool = False, **trainer: Any) -> Job:
         return Timed([], periods)
 
     def tune_it() -> TuningResult:
-        net = Net()
-        data = tuned(Data(), net, budget=BUDGET_S, progress=False)
+        data = tuned(Data(), net := Net(), budget=BUDGET_S, progress=False)
         fit(net, data, 2)
-        found: TuningResult = data.tuning_result
-        return found
+        return data.tuning_result  # type: ignore[no-any-return]
 
     return Job(train, tune_it)
 
@@ -241,7 +219,7 @@ def trainer_job(**options: Any) -> Job:
             tempfile.mkdtemp(), per_device_train_batch_size=16, max_steps=STEPS, report_to=[], save_strategy="no",
             logging_strategy="no", disable_tqdm=True, use_cpu=True, **options,
         )  # fmt: skip
-        return Trainer(Net(PretrainedConfig()), arguments, train_dataset=Dicts(lambda: 10))
+        return Trainer(Net(PretrainedConfig()), arguments, train_dataset=Items(as_dict, ROWS))
 
     def train() -> Timed:
         trainer, clock = made(), Clock()
@@ -253,11 +231,8 @@ def trainer_job(**options: Any) -> Job:
 
 
 JOBS: dict[str, Callable[[], Job]] = {
-    "jpeg": lambda: of_workload("jpeg"),
-    "in_memory": lambda: of_workload("in_memory"),
-    "cpu_bound": lambda: of_workload("cpu_bound"),
-    "wait_light_tail": lambda: of_workload("wait_light_tail"),
-    "stream": lambda: by_hand(Stream()),
+    **{name: partial(of_workload, name) for name in ("jpeg", "in_memory", "cpu_bound", "wait_light_tail")},
+    "stream": lambda: by_hand(DataLoader(Stream(), 16), model()),
     "own backward": own_backward,
     "Lightning": lightning_job,
     "Lightning, hook of the data module": lambda: lightning_job(hook=True),

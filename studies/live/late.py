@@ -2,7 +2,6 @@
 
     python -m studies live.late --only tails                # about six minutes a round; --step: with steps, too
     python -m studies live.late --only stuck                # one read of 20 s
-    python -m studies live.late --only uniform --before ../earlier   # no sample is late: beside another worktree
 
 AutoLoader keeps its workers, as its tuner is never due, but their number might change. What is compared takes turns; ratios
 are of one round.
@@ -19,7 +18,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -27,7 +25,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from studies.processes import ROOT, answer
+from studies.processes import answer
 from studies.study import Row, Table
 
 USUAL_S, WORKERS = 0.002, 8
@@ -39,9 +37,9 @@ JOBS: dict[str, Callable[[int, random.Random], float]] = {
 }
 BARS = {1: 0.77, 8: 0.95, 32: 0.95}
 """Of the rate of in_order=False, by the samples of a batch."""
-LONGEST_S, AS_BEFORE = 1.0, 0.99
-"""What one stuck read may keep the loop; CPU and wall of the other worktree over these."""
-BAR = "tails: that share of in_order=False; stuck: the loop waits at most 1 s, nothing is left; uniform: 0.99 of before"
+LONGEST_S = 1.0
+"""What one stuck read may keep the loop."""
+BAR = "tails: that share of in_order=False; stuck: the loop waits at most 1 s, nothing is left; the same batches"
 Found = list[dict[str, Any]]
 """What the processes of one kind of run find, by round."""
 
@@ -65,64 +63,40 @@ class Waits:
         return torch.tensor([index, index * index]), torch.tensor([random.random(), float(torch.rand(()))])
 
 
-class Ready(list[int]):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices  # they cost nothing
-
-
 def measured(
-    job: str, size: int, batches: int, how: str = "auto", workers: int = WORKERS, scale: float = 1.0, step_s: float = 0.0,
-    stuck_s: float = 0.0, tree: str = str(ROOT),
-) -> dict[str, Any]:  # fmt: skip
-    """One run, in a process of its own; `how` is in_order, any_order or auto, of the worktree `tree`."""
+    job: str, size: int, batches: int, how: str = "auto", scale: float = 1.0, step_s: float = 0.0, stuck_s: float = 0.0
+) -> dict[str, Any]:
+    """One run, in a process of its own; `how` is in_order, any_order or auto. The first batch is not counted."""
+    from autotune_loader import AutoLoader
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    digests, ends, longest_s, most, asked = (hashlib.sha256(), hashlib.sha256()), list[float](), 0.0, 0, math.inf
     with tempfile.TemporaryDirectory() as folder:
-        is_tiny = job == "tiny"
-        data: Any = (
-            Ready(range(size * batches)) if is_tiny else Waits(job, size * batches, scale, stuck_s, f"{folder}/flag")
-        )
-        given: dict[str, Any] = {"batch_size": size, "num_workers": workers, "prefetch_factor": 2}
-        given |= {"collate_fn": min} if is_tiny else {}
+        data: Any = Waits(job, size * batches, scale, stuck_s, f"{folder}/flag")
+        given: dict[str, Any] = {"batch_size": size, "num_workers": WORKERS, "prefetch_factor": 2}
         if how == "auto":
-            import autotune_loader
-
-            if not Path(autotune_loader.__file__).is_relative_to(tree):
-                raise RuntimeError(f"{autotune_loader.__file__} is not of {tree}")
-            del given["num_workers"]
-            loader: Any = autotune_loader.AutoLoader(data, num_workers=workers, max_workers=workers, **given)
+            loader: Any = AutoLoader(data, max_workers=WORKERS, **given)
             loader._known().tuner.wake = math.inf
         else:
             loader = DataLoader(data, in_order=how == "in_order", **given)
-        found = timed(loader, batches, is_tiny, step_s)
-        if loader.num_workers != workers:
-            raise RuntimeError(f"{loader.num_workers} workers at the end")
-        return found
-
-
-def timed(loader: Any, expected: int, is_tiny: bool, step_s: float) -> dict[str, Any]:
-    digests, ends, longest_s, most = (hashlib.sha256(), hashlib.sha256()), list[float](), 0.0, 0
-    begun, used_s = time.monotonic(), sum(os.times()[:4])
-    batches, asked = iter(loader), math.inf  # the first batch is not counted
-    for batch in batches:
-        ends.append(time.monotonic())
-        longest_s = max(longest_s, ends[-1] - asked)
-        most = max(most, getattr(batches, "_send_idx", 0) - getattr(batches, "_rcvd_idx", 0))
-        for digest, each in zip(digests, () if is_tiny else batch, strict=False):
-            digest.update(each.numpy().tobytes())
-        if step_s:
+        begun, iterator = time.monotonic(), iter(loader)
+        for batch in iterator:
+            ends.append(time.monotonic())
+            longest_s = max(longest_s, ends[-1] - asked)
+            most = max(most, getattr(iterator, "_send_idx", 0) - getattr(iterator, "_rcvd_idx", 0))
+            for digest, each in zip(digests, batch, strict=True):
+                digest.update(each.numpy().tobytes())
             time.sleep(step_s)
-        asked = time.monotonic()
-    if len(ends) != expected:
-        raise RuntimeError(f"{len(ends)} batches at the end")
-    del batches, batch
-    end_s, batch_s = time.monotonic() - asked, (ends[-1] - ends[0]) / (len(ends) - 1)
-    cpu_us = (sum(os.times()[:4]) - used_s) / len(ends) * 1e6
-    time.sleep(0.2)
+            asked = time.monotonic()
+        if len(ends) != batches or loader.num_workers != WORKERS:
+            raise RuntimeError(f"{len(ends)} batches and {loader.num_workers} workers at the end")
+        del iterator, batch, loader
+        end_s = time.monotonic() - asked
+        time.sleep(0.2)
     return {
-        "rate": 1 / batch_s, "wall_us": batch_s * 1e6, "cpu_us": cpu_us, "most": most, "left": left(),
-        "longest_s": longest_s, "whole_s": asked - begun, "end_s": end_s,
-        "values": digests[0].hexdigest(), "draws": digests[1].hexdigest(),
+        "rate": (len(ends) - 1) / (ends[-1] - ends[0]), "most": most, "left": left(), "longest_s": longest_s,
+        "whole_s": asked - begun, "end_s": end_s, "values": digests[0].hexdigest(), "draws": digests[1].hexdigest(),
     }  # fmt: skip
 
 
@@ -135,13 +109,12 @@ def left() -> int:
     return found
 
 
-def in_turns(run: dict[str, Any], rounds: int, field: str, *values: str) -> list[Found]:
-    """What each value of a field finds in each round, in an order of each round's own."""
-    runs, found = [{**run, field: value} for value in values], [Found() for _ in values]
+def in_turns(run: dict[str, Any], rounds: int, *hows: str) -> list[Found]:
+    """What each finds in each round, in an order of each round's own."""
+    found = [Found() for _ in hows]
     for number in range(rounds):
-        for its, each in random.Random(number).sample(list(zip(found, runs, strict=True)), len(runs)):
-            path = f"{each.get('tree', ROOT)}{os.pathsep}{ROOT}"
-            its.append(answer(measured, environ={"PYTHONPATH": path}, **each))
+        for its, how in random.Random(number).sample(list(zip(found, hows, strict=True)), len(hows)):
+            its.append(answer(measured, how=how, **run))
     return found
 
 
@@ -156,7 +129,7 @@ def tails(rounds: int, seconds: float, scale: float, step: bool, quick: bool) ->
         batch_s = fmean(Waits(job, 1 << 15).waits_s) * size / WORKERS
         batches, step_s = round(seconds / batch_s), scale * batch_s * is_stepped
         run = {"job": job, "size": size, "batches": batches, "scale": scale, "step_s": step_s}
-        plain, free, ours = in_turns(run, rounds or 3, "how", "in_order", "any_order", "auto")
+        plain, free, ours = in_turns(run, rounds, "in_order", "any_order", "auto")
         is_same = len({*column(plain + ours, "values")}) == len({*column(ours, "draws")}) == 1
         cells = {"job": job, "samples": size, "batches": batches, "step, ms": 1000 * step_s}
         for name, found in (("in order, /s", plain), ("in_order=False, /s", free), ("AutoLoader, /s", ours)):
@@ -170,7 +143,7 @@ def tails(rounds: int, seconds: float, scale: float, step: bool, quick: bool) ->
 def stuck(rounds: int, scale: float, quick: bool) -> Table:
     stuck_s, batches = (3.0, 400) if quick else (20.0, 2000)
     run = {"job": "uniform", "size": 8, "batches": batches, "scale": scale, "stuck_s": stuck_s}
-    plain, ours = in_turns(run, rounds or 3, "how", "in_order", "auto")
+    plain, ours = in_turns(run, rounds, "in_order", "auto")
     is_same = len({*column(plain + ours, "values")}) == 1
     is_met = is_same and max(column(ours, "longest_s")) <= LONGEST_S and not any(column(ours, "left"))
     for name, found, verdict in (("DataLoader", plain, None), ("AutoLoader", ours, is_met)):
@@ -179,34 +152,18 @@ def stuck(rounds: int, scale: float, quick: bool) -> Table:
         yield Row({**cells, "processes left": max(column(found, "left")), "same batches": is_same}, verdict)
 
 
-def uniform(rounds: int, before: str, scale: float, quick: bool) -> Table:
-    earlier = str(Path(before).resolve())
-    for job, workers in itertools.product(("uniform", "tiny"), (2, WORKERS)):
-        batches = (50_000 if job == "tiny" else 500 * workers) // (20 if quick else 1)
-        run = {"job": job, "size": 8, "batches": batches, "workers": workers, "scale": scale}
-        old, now = in_turns(run, rounds or (12 if job == "tiny" else 5), "tree", earlier, str(ROOT))
-        cells, is_met = {"batches": job, "workers": workers}, True
-        for what, key in (("CPU", "cpu_us"), ("wall", "wall_us")):
-            gain = column(old, key, now)
-            cells |= {f"{what} before, us": column(old, key), f"{what} now, us": column(now, key)}
-            cells[f"{what}, before / now"] = gain
-            is_met &= median(gain) >= AS_BEFORE
-        yield Row(cells, is_met)
-
-
 def rows(
-    *, only: str = "", rounds: int = 0, seconds: float = 4.5, scale: float = 1.0, step: bool = False, before: str = "",
+    *,
+    only: str = "",
+    rounds: int = 3,
+    seconds: float = 4.5,
+    scale: float = 1.0,
+    step: bool = False,
     quick: bool = False,
-) -> Table:  # fmt: skip
+) -> Table:
     """`scale` is of all waits, so that neighbours matter less; `step` adds rows whose loop needs as long as 8 workers."""
     rounds, seconds = (1, 0.5) if quick else (rounds, seconds)
-    tables: dict[str, Callable[[], Table]] = {
-        "tails": lambda: tails(rounds, seconds, scale, step, quick),
-        "stuck": lambda: stuck(rounds, scale, quick),
-    }
-    if before:
-        tables["uniform"] = lambda: uniform(rounds, before, scale, quick)
-    for name, table in tables.items():
-        if only in name:
-            for row in table():
-                yield row._replace(is_met=None) if quick and isinstance(row, Row) else row
+    tables = {"tails": (tails, (rounds, seconds, scale, step, quick)), "stuck": (stuck, (rounds, scale, quick))}
+    for name, (table, given) in tables.items():
+        for row in table(*given) if only in name else ():
+            yield row._replace(is_met=None) if quick and isinstance(row, Row) else row
