@@ -22,13 +22,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 """Keeps a core busy until the process that started it ends, however it does."""
-BUSY_HALF = """import os, time
-parent = os.getppid()
-while os.getppid() == parent:
-    until = time.perf_counter() + 0.001
-    while time.perf_counter() < until: pass
-    time.sleep(0.001)"""
-"""The same, for a millisecond of every two."""
 
 
 class NoAnswerError(RuntimeError):
@@ -108,35 +101,13 @@ def _share(seconds: float) -> float:
 @contextlib.contextmanager
 def busy_neighbours(count: int) -> Iterator[None]:
     """So many processes want a core each while the block runs. Ctrl-C does not reach them; it ends the block, and that them."""
-    with _beside([BUSY] * count):
-        yield
-
-
-@contextlib.contextmanager
-def halved_cores() -> Iterator[None]:
-    """Each core is half as fast while the block runs, for whoever uses it: a real-time process takes every other millisecond.
-
-    Raises:
-        PermissionError: The user may not start such processes (root may).
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    with _beside([BUSY_HALF] * len(cores)) as started:
-        for core, each in zip(cores, started, strict=True):
-            os.sched_setaffinity(each.pid, {core})
-            os.sched_setscheduler(each.pid, os.SCHED_FIFO, os.sched_param(1))
-        yield
-
-
-@contextlib.contextmanager
-def _beside(programs: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
     started = list[subprocess.Popen[bytes]]()
     try:
-        started += (subprocess.Popen([sys.executable, "-c", each], start_new_session=True) for each in programs)
-        yield started
+        started += (subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count))
+        yield
     finally:
         for each in started:
             each.kill()
-        for each in started:
             each.wait()
 
 

@@ -3,7 +3,6 @@
     python -m studies live.never_slower                    # twelve jobs, with 0 and with 2 workers asked; about 25 minutes
     python -m studies live.never_slower --only waits --rounds 1
     python -m studies live.never_slower --slowed           # beside a busy process a core
-    python -m studies live.never_slower --halved           # each core half as fast; as root
     python -m studies live.never_slower --quick            # a minute: is "never slower by more than 2% + 0.5 s" broken?
 
 Under `watch` the loop takes at most 1.01 x plain + 0.1 s, and the whole script 0.2 s more. With `--quick` a promise is broken
@@ -22,7 +21,7 @@ from typing import Any
 
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values import Interval
-from studies.processes import answer, busy_neighbours, cores_free, forked, halved_cores
+from studies.processes import answer, busy_neighbours, cores_free, forked
 from studies.study import Row, Table
 from studies.verdict import SLOWER, SLOWER_S, Verdict, confirmed, never_slower, ratio
 
@@ -145,16 +144,15 @@ def quick_row(name: str, workers: int) -> Row:
     )
 
 
-def rows(*, only: str = "", rounds: int = 3, slowed: bool = False, halved: bool = False, quick: bool = False) -> Table:
+def rows(*, only: str = "", rounds: int = 3, slowed: bool = False, quick: bool = False) -> Table:
     if quick:
         import PIL.Image  # noqa: F401
         import torch  # noqa: F401 - forks have both
 
         import autotune_loader  # noqa: F401
-    beside = busy_neighbours(usable_cores().usable) if slowed else contextlib.nullcontext()
-    with halved_cores() if halved else beside:
+    with busy_neighbours(usable_cores().usable) if slowed else contextlib.nullcontext():
         # tiny_epochs with workers would take plain torch minutes: it starts them 5,000 times
-        every = [each for each in itertools.product(jobs(), (0, 2)) if each != ("tiny_epochs", 2)]
-        for name, workers in QUICK if quick else every:
+        every = QUICK if quick else [each for each in itertools.product(jobs(), (0, 2)) if each != ("tiny_epochs", 2)]
+        for name, workers in every:
             if only in name:
                 yield quick_row(name, workers) if quick else row(name, workers, rounds)
