@@ -27,8 +27,8 @@ LOOK = BurstPlan(max_s=1.5, min_s=1.5, relative_error=0.0)
 
 Field = Any
 """Where a strategy looks: `cores`, `counts` of workers to choose from, how many `trials` a sampler has (None is as many as
-there are seconds), the `rate()` of a configuration in a short run, 0 of what fails, `look()`, a burst of `LOOK` with the times of its
-stages or None, and whether the strategy has had its seconds (`is_over()`)."""
+there are seconds), the `rate()` of a configuration in a short run, 0 of what fails, `look()`, a burst of `LOOK` with the times
+of its stages or None, and whether the strategy has had its seconds (`is_over()`)."""
 Strategy = Callable[[Field, int], LoaderConfig]
 """Of a field and a seed."""
 
