@@ -31,7 +31,8 @@ HOWS = {"plain": (), "auto": (), "run": ("-m", "autotune_loader", "run", "--allo
 WAITING, WATCH_MOST, WATCH_MORE_S, WATCH_SCRIPT_S = 0.6, 1.01, 0.1, 0.2
 """Times plain where samples wait and workers are allowed; and what `watch` may cost."""
 BAR = "AutoLoader and run take at most 1.02 x plain + 0.5 s, `waits` from 0 workers 0.6 x plain; watch as told above"
-QUICK, QUICK_ROUNDS = (("text", 0), ("in_memory", 0), ("jpegs", 0), ("short_epochs", 2)), 4
+QUICK, QUICK_ROUNDS, QUICK_S = (("text", 0), ("jpegs", 0), ("short_epochs", 2)), 4, 30.0
+"""Jobs, rounds, and seconds after which no further round of a look begins: on a busy machine few rounds tell nothing."""
 
 
 def jobs() -> dict[str, tuple[Any, dict[str, Any], int, float]]:
@@ -127,17 +128,19 @@ def row(name: str, workers: int, rounds: int) -> Row:
 
 def quick_row(name: str, workers: int) -> Row:
     """The loop alone, each in a fork of this process, which has imported torch."""
-    taken = {how: list[float]() for how in ("plain", "auto")}
+    plain, ours = list[float](), list[float]()
 
     def look() -> tuple[Interval, Verdict]:
+        begun, first = time.monotonic(), len(plain)
         for number in range(QUICK_ROUNDS):
-            for how in sorted(taken, reverse=bool(number % 2)):
-                taken[how].append(forked(loop_s, name, workers, how))
-        found = ratio(taken["auto"][-QUICK_ROUNDS:], taken["plain"][-QUICK_ROUNDS:])
-        return found, never_slower(found, statistics.median(taken["plain"]))
+            if time.monotonic() < begun + QUICK_S:
+                for how in ("auto", "plain") if number % 2 else ("plain", "auto"):
+                    (ours if how == "auto" else plain).append(forked(loop_s, name, workers, how))
+        found = ratio(ours[first:], plain[first:])
+        return found, never_slower(found, statistics.median(plain[first:]))
 
     found, verdict, free = confirmed(look, cores_free)
-    cells = {"job": name, "workers asked": workers, "DataLoader, s": taken["plain"], "AutoLoader, s": taken["auto"]}
+    cells = {"job": name, "workers asked": workers, "DataLoader, s": plain, "AutoLoader, s": ours}
     return Row(
         {**cells, "AutoLoader / DataLoader": found, "cores free": f"{free:.0%}", "never slower": verdict.value},
         verdict.is_met,

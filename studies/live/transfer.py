@@ -10,6 +10,7 @@ status is 1; and only while the cores are free. "Could not tell" is no failure: 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -80,8 +81,8 @@ KINDS = {
 }
 
 
-PROMISED, QUICK_S, QUICK_ROUNDS = ("tiny", "images (19 MB)", "flat, 16 MiB", "300 tensors"), 0.6, 5
-"""Where transfer counts, and how long each is looked at with `--quick`."""
+PROMISED, QUICK_S, QUICK_ROUNDS, LOOK_S = ("tiny", "images (19 MB)", "flat, 16 MiB", "300 tensors"), 0.6, 5, 20.0
+"""Where transfer counts; how long and how often each is looked at with `--quick`, and after what no further round begins."""
 BAR = "medians, in the column `bar`; with --quick: broken where it is surely less than 3 times DataLoader"
 
 
@@ -108,11 +109,14 @@ def rate(loader: Any, seconds: float) -> float:
     return count / (time.perf_counter() - first)
 
 
-def rates_of(kind: Kind, rounds: int, seconds: float, sides: tuple[str, ...]) -> dict[str, list[float]]:
-    """Batches/s of each side, which take turns; every second round runs backwards."""
+def rates_of(
+    kind: Kind, rounds: int, seconds: float, sides: tuple[str, ...], limit_s: float = math.inf
+) -> dict[str, list[float]]:
+    """Batches/s of each side, which take turns; every second round runs backwards, none begins after the limit."""
+    begun = time.monotonic()
     data, rates = Items(kind.get, 10_000_000), {side: list[float]() for side in sides}
     for number in range(rounds):
-        for side in sides if number % 2 else sides[::-1]:
+        for side in () if time.monotonic() > begun + limit_s else sides if number % 2 else sides[::-1]:
             make = AutoLoader if side == "ours" else DataLoader
             own = {"tune": False, **kind.ours} if side == "ours" else {}
             workers = 0 if side == "none" else kind.workers
@@ -130,7 +134,7 @@ def row(name: str, kind: Kind, rounds: int, seconds: float) -> Row:
 
 def quick_row(name: str, kind: Kind) -> Row:
     def look() -> tuple[Interval, Verdict]:
-        plain, ours = rates_of(kind, QUICK_ROUNDS, QUICK_S, ("plain", "ours")).values()
+        plain, ours = rates_of(kind, QUICK_ROUNDS, QUICK_S, ("plain", "ours"), LOOK_S).values()
         found = ratio(ours, plain)
         return found, fast_enough(found)
 
