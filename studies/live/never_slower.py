@@ -30,7 +30,7 @@ HOWS = {"plain": (), "auto": (), "run": ("-m", "autotune_loader", "run", "--allo
 """The command of each, if it has one."""
 WAITING, WATCH_MOST, WATCH_MORE_S, WATCH_SCRIPT_S = 0.6, 1.01, 0.1, 0.2
 """Times plain where samples wait and workers are allowed; and what `watch` may cost."""
-BAR = "AutoLoader and run take at most 1.02 x plain + 0.5 s, `waits` from 0 workers 0.6 x plain; watch as told above"
+BAR = "1.02 x plain + 0.5 s (--quick: surely beyond it is broken), `waits` from 0 workers 0.6 x plain; watch as told above"
 QUICK, QUICK_ROUNDS, QUICK_S = (("text", 0), ("jpegs", 0), ("short_epochs", 2)), 4, 30.0
 """Jobs, rounds, and seconds after which no further round of a look begins: on a busy machine few rounds tell nothing."""
 

@@ -3,6 +3,9 @@
 import pytest
 
 from autotune_loader.values import Interval
+from studies.__main__ import main
+from studies.live import never_slower as slower
+from studies.live import transfer
 from studies.study import Row, print_table
 from studies.verdict import Verdict, confirmed, fast_enough, never_slower, ratio
 
@@ -77,3 +80,26 @@ def test_a_table_fails_by_a_broken_promise_alone(verdict, is_met, capsys):
     row = Row({"job": "tiny", "verdict": verdict.value}, verdict.is_met)
     assert print_table([Row({"job": "large", "verdict": "kept"}, True), row]) is is_met
     assert f"| tiny | {verdict.value} |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("times", "status"), [(2.0, 1), (4.0, 0)])
+def test_the_command_fails_where_transfer_is_less_than_promised(times, status, monkeypatch, capsys):
+    plain = [100.0, 101.0, 99.0, 100.0]
+    rates = {"plain": plain, "ours": [times * each for each in plain]}
+    monkeypatch.setattr(transfer, "rates_of", lambda *given: rates)
+    monkeypatch.setattr(transfer, "cores_free", lambda: 1.0)
+    assert main(["live.transfer", "--quick", "--only", "tiny"]) == status
+    assert ("broken |" in capsys.readouterr().out) is bool(status)
+
+
+@pytest.mark.parametrize(
+    ("auto_s", "free", "status"), [(3.0, 1.0, 1), (3.0, 0.5, 0), (2.4, 1.0, 0)]
+)
+def test_the_command_fails_where_a_loop_is_slower_on_free_cores(
+    auto_s, free, status, monkeypatch, capsys
+):
+    seconds = {"plain": 2.0, "auto": auto_s}
+    monkeypatch.setattr(slower, "forked", lambda job, name, workers, how: seconds[how])
+    monkeypatch.setattr(slower, "cores_free", lambda: free)
+    assert main(["live.never_slower", "--quick", "--only", "text"]) == status
+    assert ("broken |" in capsys.readouterr().out) is bool(status)
