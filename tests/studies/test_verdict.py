@@ -3,11 +3,17 @@
 import pytest
 
 from autotune_loader.values import Interval
-from studies.__main__ import main
+from studies import __main__ as command
 from studies.live import never_slower as slower
 from studies.live import transfer
 from studies.study import Row, print_table
 from studies.verdict import Verdict, confirmed, fast_enough, never_slower, ratio
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Its commit is asked of git, in a process."""
+    monkeypatch.setattr(command, "machine", lambda: "a machine")
 
 
 def between(low, high):
@@ -88,7 +94,7 @@ def test_the_command_fails_where_transfer_is_less_than_promised(times, status, m
     rates = {"plain": plain, "ours": [times * each for each in plain]}
     monkeypatch.setattr(transfer, "rates_of", lambda *given: rates)
     monkeypatch.setattr(transfer, "cores_free", lambda: 1.0)
-    assert main(["live.transfer", "--quick", "--only", "tiny"]) == status
+    assert command.main(["live.transfer", "--quick", "--only", "tiny"]) == status
     assert ("broken |" in capsys.readouterr().out) is bool(status)
 
 
@@ -101,5 +107,5 @@ def test_the_command_fails_where_a_loop_is_slower_on_free_cores(
     seconds = {"plain": 2.0, "auto": auto_s}
     monkeypatch.setattr(slower, "forked", lambda job, name, workers, how: seconds[how])
     monkeypatch.setattr(slower, "cores_free", lambda: free)
-    assert main(["live.never_slower", "--quick", "--only", "text"]) == status
+    assert command.main(["live.never_slower", "--quick", "--only", "text"]) == status
     assert ("broken |" in capsys.readouterr().out) is bool(status)
