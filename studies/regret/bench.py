@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -98,8 +99,16 @@ JOBS: list[TimedJob] = []
 
 def begin(name: str) -> None:
     os.setsid()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     warnings.simplefilter("ignore")
     JOBS.append(TimedJob(name))
+
+
+def end_with(parent: int) -> None:
+    """A pool's process does not hear that its parent was killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
 
 
 def timed(*given: Any) -> float:
