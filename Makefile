@@ -76,7 +76,7 @@ dist: ## build wheel and sdist, check their metadata, install the wheel alone in
 	@cd build/wheel && env -u PYTHONPATH bin/autotune-loader demo
 
 libraries: $(INSTALLED) ## tune with the loaders of twenty libraries, each in an environment of its own under ~/.cache (LIBRARIES="monai timm")
-	@$(BIN)/python -m studies.libraries $(LIBRARIES)
+	@$(BIN)/python -m studies libraries.attempts $(if $(LIBRARIES),--only "$(LIBRARIES)")
 
 gpu: ## on a machine with CUDA: the tests that need it and studies/gpu (see its README)
 	@sh studies/gpu/run.sh
