@@ -1,4 +1,4 @@
-"""Nothing of ours stays, however a run ends; and places where a run is hard to begin are no trouble."""
+"""Nothing of ours stays, however a run ends; places that are hard to begin in are no trouble."""
 
 import os
 import signal

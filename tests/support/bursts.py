@@ -81,7 +81,7 @@ class ColdStore(Dataset[Any]):
 def workload(
     dataset: Any, batch_size: int | None = 4, training: TrainingSide | None = None, **parts: Any
 ) -> Workload:
-    """A dataset in batches, with other parts of its loader, and what is trained on it, if anything."""
+    """A dataset in batches, with other parts of its loader, and what is trained on it."""
     data = DataSide.from_dataset(dataset, batch_size=batch_size, **parts)
     return Workload(data=data, training=training or TrainingSide())
 
