@@ -130,39 +130,31 @@ def test_a_gpu_is_found_by_its_uuid(machine, device, visible, share):
 LATE, BUSY_AFTER_5_S = "20000:100,11000:0", "5000000:0,5000000:90"
 
 
-@pytest.mark.parametrize(("device", "at", "seconds"), [
-    (gpu("a", "1000:64"), 100.0, 0.5),
-    (gpu("a", LATE), 100.03, 1.0),
-    (gpu("a", "300000:100,400000:20"), 100.1, 3.0),
+@pytest.mark.parametrize(("device", "at", "seconds", "tells", "mib"), [
+    (gpu("a", "1000:64"), 100.0, 0.5, True, 100),
+    (gpu("a", LATE), 100.03, 1.0, True, 100),
+    (gpu("a", "300000:100,400000:20"), 100.1, 3.0, True, 100),
     # what was before the window, and is in the first sample that ends in it, does not count
-    (gpu("a", BUSY_AFTER_5_S), 105.01, 0.5),
-    (gpu("a", BUSY_AFTER_5_S), 109.0, 0.95),
-    (gpu("a", BUSY_AFTER_5_S, us=SLOW_US), 105.3, 3.0),
-    (gpu("a", BUSY_AFTER_5_S, samples=NOT_SUPPORTED), 105.01, 2.0),
-    (gpu("a", BUSY_AFTER_5_S, us=SLOW_US, samples=NOT_SUPPORTED), 105.01, 3.0),
-    (gpu("a", LATE, samples=NO_PERMISSION, mig=-1), 100.03, 3.0),
+    (gpu("a", BUSY_AFTER_5_S), 105.01, 0.5, True, 100),
+    (gpu("a", BUSY_AFTER_5_S), 109.0, 0.95, True, 100),
+    (gpu("a", BUSY_AFTER_5_S, us=SLOW_US), 105.3, 3.0, True, 100),
+    (gpu("a", BUSY_AFTER_5_S, samples=NOT_SUPPORTED), 105.01, 2.0, True, 100),
+    (gpu("a", BUSY_AFTER_5_S, us=SLOW_US, samples=NOT_SUPPORTED), 105.01, 3.0, True, 100),
+    (gpu("a", LATE, samples=NO_PERMISSION, mig=-1), 100.03, 3.0, True, 100),
+    # of a window that is too short NVML's mean would be of what was before
+    (gpu("a", BUSY_AFTER_5_S, us=SLOW_US), 105.1, 0.5, False, 100),
+    (gpu("a", BUSY_AFTER_5_S, samples=NOT_SUPPORTED), 105.1, 0.9, False, 100),
+    # memory that CPU and GPU share belongs to neither
+    (gpu("a", BUSY_AFTER_5_S, us=SLOW_US, mib=0), 105.1, 0.5, False, None),
 ])  # fmt: skip
-def test_a_windows_utilization_is_told_within_5_points(machine, device, at, seconds):
+def test_a_windows_use_is_told_within_5_points(machine, device, at, seconds, tells, mib):
     machine.have(device)
     meter = GpuMeter("cuda")
     machine.go_to(at)
-    use, true_share = machine.window(meter, seconds)
-    assert use == (pytest.approx(true_share, abs=0.05), 100 * MIB)
-
-
-@pytest.mark.parametrize(("device", "seconds", "used"), [
-    # NVML's mean would be of what was before
-    (gpu("a", BUSY_AFTER_5_S, us=SLOW_US), 0.5, 100 * MIB),
-    (gpu("a", BUSY_AFTER_5_S, samples=NOT_SUPPORTED), 0.9, 100 * MIB),
-    # memory that CPU and GPU share belongs to neither
-    (gpu("a", BUSY_AFTER_5_S, us=SLOW_US, mib=0), 0.5, None),
-])  # fmt: skip
-def test_of_too_short_a_window_nothing_is_told(machine, device, seconds, used):
-    machine.have(device)
-    meter = GpuMeter("cuda")
-    machine.go_to(105.1)
     assert meter.why_none == ""
-    assert machine.window(meter, seconds)[0] == (None, used)
+    use, true_share = machine.window(meter, seconds)
+    assert use.utilization == (pytest.approx(true_share, abs=0.05) if tells else None)
+    assert use.used_bytes == (mib and mib * MIB)
 
 
 MIG, NOT_FOUND = "it tells none of MIG instances", "NVML Shared Library Not Found"
