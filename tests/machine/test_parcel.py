@@ -61,15 +61,11 @@ def test_a_value_arrives(value):
 
 
 def test_what_is_one_object_arrives_as_one():
-    names = [str(index) for index in range(2 * LARGE)]
-    one, other, inner = arrived(Parcel((names, names, {"names": names}), lists=Lists()))
-    assert one is other is inner["names"]
-
-
-def test_shared_memory_is_shared_by_both():
-    tensor = torch.zeros(2).share_memory_()
-    found, array = arrived(Parcel((tensor, np.arange(9)), lists=Lists()))
-    found[0] = 7
+    names, tensor = [str(index) for index in range(2 * LARGE)], torch.zeros(2).share_memory_()
+    parcel = Parcel((names, {"names": names}, tensor, np.arange(9)), lists=Lists())
+    one, other, shared, array = arrived(parcel)
+    assert one is other["names"]
+    shared[0] = 7
     assert tensor.tolist() == [7.0, 0.0]
     assert array.tolist() == list(range(9))
 
