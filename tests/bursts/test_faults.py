@@ -224,7 +224,7 @@ def test_a_hang_in_a_worker_leaves_no_process(probe, trouble):
     trouble.write_text("worker:hang")
     begun, group = time.monotonic(), probe._child.pid
     # WHEN it is broken by the deadline
-    assert failed(probe, "deadline", FORKED, replace(PLAN, deadline_s=1.5)).phase == "batches"
+    assert failed(probe, "deadline", FORKED, replace(PLAN, deadline_s=3.0)).phase == "batches"
     while has_members(group):
         assert time.monotonic() - begun < 10.0
         time.sleep(0.05)
@@ -241,7 +241,7 @@ def test_the_memory_guard_stops_a_burst(trouble):
 @FORKS
 def test_a_hang_at_the_first_sample_is_named(trouble):
     trouble.write_text("main:hang")
-    probe = ProcessProbe(job(trouble, fine=0), None, start_s=2.0)
+    probe = ProcessProbe(job(trouble, fine=0), None, start_s=3.0)
     with contextlib.closing(probe), pytest.raises(WorkloadError, match="first_batch"):
         probe.start()
 
@@ -306,7 +306,7 @@ def test_no_burst_reads_what_another_has_cached():
     _, bursts = run(workload(Made(remembered)), *[ALONE] * 3, plan=plan)
     # THEN samples are slow in each: later on a burst may come back to what it has read itself
     for each in bursts:
-        assert sum(trace.fetch_end - trace.fetch_start for trace in each.traces[:8]) > 8 * 0.01
+        assert min(trace.fetch_end - trace.fetch_start for trace in each.traces[:4]) >= 4 * 0.005
 
 
 class Shuffled(IterableDataset):
@@ -320,6 +320,19 @@ class Shuffled(IterableDataset):
         own = np.random.default_rng(info.seed if info else 0)
         for number in own.permutation(range(info.id if self.is_sharded and info else 0, 20, 2)):
             yield torch.tensor(number + np.random.rand()) + torch.rand(())  # noqa: NPY002
+
+
+class Shared(IterableDataset):
+    """Shares its rows out among workers, and has none without."""
+
+    def __init__(self, raises):
+        self.raises = raises
+
+    def __iter__(self):
+        info = get_worker_info()
+        if info is None and not self.raises:
+            return
+        yield from map(float, range(info.id, 64, info.num_workers))
 
 
 def slow(key):
@@ -337,18 +350,25 @@ NOT_SENT = {"collate_fn": lambda samples: 0, "multiprocessing_context": "spawn"}
 NOT_PICKLED = r"cannot be pickled .*Local.* none are tried"
 
 
+NEEDS_ONE = "cannot be read without workers"
+
+
 @pytest.mark.process
-@pytest.mark.parametrize(("dataset", "parts", "says", "most_workers"), [
-    (Shuffled(False), SEEDED, "delivers the same samples", 1),
-    (Shuffled(True), SEEDED, "", None),
-    (Made(slow), {}, "raise the budget, or tune with a smaller batch_size", None),
-    (Made(float), {"collate_fn": Local}, NOT_PICKLED, 0),
-    (Made(float), NOT_SENT, "sent the collate_fn", 0),
-], ids=("repeated", "sharded", "slow", "not picklable", "not sent"))  # fmt: skip
-def test_what_the_first_batch_tells_is_noted(dataset, parts, says, most_workers):
-    probe, _ = run(workload(dataset, **parts))
+@FORKS
+@pytest.mark.parametrize(("dataset", "parts", "says", "workers"), [
+    (Shuffled(False), SEEDED, "delivers the same samples", (0, 1)),
+    (Shuffled(True), SEEDED, "", (0, None)),
+    (Shared(raises=True), {}, NEEDS_ONE, (1, None)),
+    (Shared(raises=False), {}, NEEDS_ONE, (1, None)),
+    (Made(slow), {}, "raise the budget, or tune with a smaller batch_size", (0, None)),
+    (Made(float), {"collate_fn": Local}, NOT_PICKLED, (0, 0)),
+    (Made(float), NOT_SENT, "sent the collate_fn", (0, 0)),
+], ids=("repeated", "sharded", "raises", "is empty", "slow", "lambda", "not sent"))  # fmt: skip
+def test_what_the_first_batch_tells_is_noted(dataset, parts, says, workers):
+    configs = [ONE_WORKER, TWO_WORKERS] if says == NEEDS_ONE else []
+    probe, _ = run(workload(dataset, **parts), *configs)
     assert re.search(says, " ".join(probe.notes))
-    assert probe.warmup.most_workers == most_workers
+    assert (probe.warmup.least_workers, probe.warmup.most_workers) == workers
     assert (probe.warmup.first_fetch_s > 2.0) is ("raise the budget" in says)
 
 

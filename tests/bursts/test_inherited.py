@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from tests.support.bursts import ALONE, ONE_WORKER, QUICK, TWO_WORKERS, Made, run, workload
 
@@ -39,27 +39,6 @@ def test_workers_inherit_nothing_of_bursts_without(sample):
     configs = ONE_WORKER, ALONE, TWO_WORKERS, ALONE, ONE_WORKER
     probe, _ = run(workload(Made(sample)), *configs)
     assert probe.warmup.most_workers is None
-
-
-class Shared(IterableDataset):
-    """Shares its rows out among workers, and has none without."""
-
-    def __init__(self, raises):
-        self.raises = raises
-
-    def __iter__(self):
-        info = get_worker_info()
-        if info is None and not self.raises:
-            return
-        yield from map(float, range(info.id, 64, info.num_workers))
-
-
-@pytest.mark.parametrize("raises", [True, False], ids=["raises", "is empty"])
-def test_a_stream_that_needs_workers_has_one(raises):
-    probe, _ = run(workload(Shared(raises)), ONE_WORKER, TWO_WORKERS)
-    assert probe.warmup.least_workers == 1
-    assert probe.warmup.most_workers is None
-    assert "cannot be read without workers" in " ".join(probe.notes)
 
 
 @pytest.fixture
