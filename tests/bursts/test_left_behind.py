@@ -61,7 +61,7 @@ def environ(folder):
     return {"TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
 
 
-def wait_until(holds, seconds=60.0):
+def wait_until(holds, seconds=100.0):
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
