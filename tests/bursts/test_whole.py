@@ -321,7 +321,7 @@ def test_shared_memory_travels_once():
     assert all(map(torch.equal, rows, back))
 
 
-def test_a_mapped_file_travels_by_name_and_is_safe(tmp_path):
+def test_a_mapped_file_travels_by_name_safely(tmp_path):
     path = tmp_path / "tokens.bin"
     np.arange(MIB, dtype=np.int64).tofile(path)
     tokens = np.memmap(path, dtype=np.int64, mode="r+")

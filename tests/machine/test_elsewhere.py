@@ -88,7 +88,7 @@ def test_a_process_without_its_parent_ends_at_once():
     assert in_fork(lambda _: elsewhere.die_with_parent(1 << 22)) == 1
 
 
-def test_a_fork_without_channels_is_joined_at_its_end():
+def test_a_fork_without_channels_is_joined_at_end():
     def live():
         elsewhere.cut_channels([])
         time.sleep(1000)
@@ -115,7 +115,7 @@ def test_own_memory_is_shared_with_no_parent():
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_a_fork_starts_a_fork_server_of_its_own():
+def test_a_fork_starts_its_own_fork_server():
     def started(_=None):
         process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
         process.start()

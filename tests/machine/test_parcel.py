@@ -111,7 +111,7 @@ def test_what_is_apart_does_not_count_and_arrives():
     assert arrived(parcel).rng.random() != drawn
 
 
-def test_a_parcel_with_a_pipe_is_never_the_same():
+def test_a_parcel_with_a_pipe_has_no_key():
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     assert Parcel(queue).key is None
     queue.close()
