@@ -26,7 +26,7 @@ check: $(INSTALLED) ## lint, format, types, layers, circles between files
 
 # More at a time than there are cores: many wait.
 test: check ## check, then units, processes, and five seconds of each framework, of ranks and of each page
-	@$(BIN)/python -m pytest -n 4 -m "unit or process or smoke" --durations=15 -r fER
+	@$(BIN)/python -m pytest -n 4 -m "smoke or not (system or acceptance)" --durations=15 -r fER
 
 all: test rest ## test, then the rest of the system, and the claims of README on this machine
 
@@ -39,7 +39,7 @@ quick: $(INSTALLED) ## the unit tests: under a minute
 	@$(BIN)/python -m pytest -m unit
 
 coverage: $(INSTALLED) ## branches of the package that unit and process tests run; what a probe's own process runs does not count
-	@$(BIN)/python -m pytest -n 4 -m "unit or process" --cov --cov-report=term:skip-covered
+	@$(BIN)/python -m pytest -n 4 -m "not (system or acceptance)" --cov --cov-report=term:skip-covered
 
 mutants: $(INSTALLED) ## change random lines of each room and print how many of the changes no unit test notices (ROOMS="search" SEED=1)
 	@$(BIN)/python -m tests.mutants $(ROOMS) $(if $(SEED),--seed $(SEED))
@@ -63,7 +63,7 @@ LACKING := import os; [delattr(os, name) for name in ("memfd_create", "pidfd_ope
 other:
 	@PTH=$$($(OTHER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lacking.pth; \
 		trap 'rm -f "$$PTH"' EXIT; $(if $(LACKS),echo '$(LACKING)' > "$$PTH";) \
-		$(OTHER)/bin/python -m pytest -n 4 -m "unit or process"
+		$(OTHER)/bin/python -m pytest -n 4 -m "not (system or acceptance)"
 
 dist: ## build wheel and sdist, check their metadata, install the wheel alone in a fresh environment, run its demo
 	@rm -rf dist build/release build/wheel
