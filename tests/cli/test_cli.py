@@ -83,7 +83,7 @@ def result():
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch, result):
-    """A folder to be in, with scripts and a result; what is imported from it is forgotten afterwards."""
+    """A folder to be in, with scripts and a result; what is imported from it is forgotten later."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     (tmp_path / "jobs").mkdir()
