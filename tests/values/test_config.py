@@ -1,4 +1,4 @@
-"""`LoaderConfig`: what can be constructed works in a DataLoader, and what cannot names a value that does."""
+"""`LoaderConfig`: what can be made works in a DataLoader, and what cannot names what does."""
 
 import json
 import re

@@ -7,7 +7,7 @@ from report.example import ran
 
 from autotune_loader.autoloader.live import Found
 from autotune_loader.autoloader.tuner import Tuner
-from autotune_loader.diagnosis import Advice, Bottleneck, Kept
+from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Kept
 from autotune_loader.lines import Line
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.pipeline.loop_log import Site, Totals
@@ -100,6 +100,14 @@ def test_how_busy_the_gpu_was_is_said_where_nvml_tells(monkeypatch):
     assert found.gpu_utilization == pytest.approx(0.64)
     assert "GPU" not in str(without)
     assert "GPU 64% busy (NVML)" in " ".join(str(found).split())
+
+
+def test_a_wait_above_what_is_allowed_is_told(monkeypatch):
+    seen = seen_of(monkeypatch, loader_of())
+    told = seen.too_long(Plan(verb="watch", most_waiting=0.4))
+    assert told == Caution.WAITS_TOO_LONG(name="train.py:15", share=0.41, most=0.4)
+    assert seen.too_long(Plan(verb="watch", most_waiting=0.42)) is None
+    assert seen.too_long(Plan(verb="watch")) is None
 
 
 def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):
