@@ -55,7 +55,8 @@ def parsed(required):
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=required)
     parser.parse_args()
-    assert (__main__.NUMBERS is NUMBERS, __main__.__file__) == (True, FILE_AT_IMPORT)
+    assert __main__.NUMBERS is NUMBERS
+    assert __main__.__file__ == FILE_AT_IMPORT
     return NUMBERS
 
 make_by_line = lambda: parsed(required=False)
@@ -252,7 +253,7 @@ def test_a_terminal_has_colour_unless_asked_not_to(monkeypatch, capsys):
     assert capsys.readouterr().err == f"{plain}\n{coloured}\n{plain}\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch):
+def test_a_closed_pipe_is_no_error(monkeypatch):
     # GIVEN a pipe whose reader is gone, as after `| head`
     reading, writing = os.pipe()
     os.close(reading)
@@ -286,7 +287,7 @@ def test_show_says_whether_this_machine_fits(tuned_on, told, result, capsys):
     assert re.search(told, text, re.DOTALL)
 
 
-def test_show_html_writes_a_page_and_makes_its_folder(capsys):
+def test_show_html_writes_a_page(capsys):
     assert cli.main(["show", "--html", "new/page.html"]) == 0
     assert capsys.readouterr().out == "Written to new/page.html.\n"
     assert Path("new/page.html").read_text().startswith("<!doctype html>")

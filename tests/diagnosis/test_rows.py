@@ -171,7 +171,7 @@ BY_PROCESS = {  # what is replaced, and by what
 
 @pytest.mark.process
 @pytest.mark.parametrize("row", BY_PROCESS, ids=str)
-def test_a_loader_that_cannot_have_workers_gives_its_row(row, monkeypatch):
+def test_a_loader_without_workers_gives_its_row(row, monkeypatch):
     place, name, value, method = BY_PROCESS[row]
     monkeypatch.setattr(place, name, value)
     data = Rows(lambda index: time.sleep(0.004) or index, 4000)

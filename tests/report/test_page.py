@@ -21,7 +21,7 @@ def pictures(page):
     return [what for what, _ in found]
 
 
-def test_a_page_holds_all_and_escapes_what_it_quotes(result, tmp_path):
+def test_a_page_escapes_what_it_quotes(result, tmp_path):
     result.save_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert pictures(page) == BOTH
@@ -44,7 +44,7 @@ def test_a_cell_has_pictures_where_there_is_matplotlib(result, monkeypatch):
     assert "\nchosen " in result._repr_html_()
 
 
-def test_a_row_holds_what_was_measured_or_why_not(result):
+def test_a_row_holds_what_was_measured(result):
     frame, trial = result.to_dataframe().set_index("number"), result.trials[1]
     assert list(frame.index) == [trial.number for trial in result.trials]
     row, measured = frame.loc[1], trial.measurement

@@ -83,7 +83,7 @@ def test_workers_shows_rounds_and_the_choice(result):
 
 
 @pytest.mark.parametrize(("failing", "crosses"), [((7, 12, 48), [7, 12]), ((), [])])
-def test_what_is_far_away_does_not_press_rates_together(result, failing, crosses):
+def test_what_is_far_away_leaves_rates_room(result, failing, crosses):
     last = result.trials[-1]
     failed = [replace(last, config=LoaderConfig(num_workers=count)) for count in failing]
     far = {"ceiling": exactly(1e6), "transfer_ceiling": exactly(2e6)}

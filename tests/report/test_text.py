@@ -122,7 +122,7 @@ def test_nobody_is_told_to_keep_much_slower_settings():
     assert "Keep your settings" not in text
 
 
-def test_a_report_says_what_was_found_within_80_columns(result):
+def test_a_report_says_all_within_80_columns(result):
     text = result.report()
     assert max(map(len, text.splitlines())) <= 80
     told = " ".join(text.split())

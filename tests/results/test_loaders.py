@@ -143,7 +143,7 @@ def test_an_own_sampler_belongs_to_its_dataset(order, size, batches):
     assert [batch[0].tolist() for batch in result.make_loader(other, **order)] == batches
 
 
-def test_a_tuned_batch_size_is_used_and_a_batch_sampler_refuses_it():
+def test_a_batch_sampler_refuses_a_tuned_batch_size():
     sized = result_of(LOADERS["in order"](), LoaderConfig(batch_size=2))
     assert [len(batch) for (batch,) in sized.apply_to(LOADERS["in order"]())] == [2] * 5
     assert sized.make_loader(DATA).batch_size == 2

@@ -198,7 +198,7 @@ FROM_THE_FUTURE = {
 }
 
 
-def test_the_least_file_is_enough_and_unknown_keys_are_ignored(path):
+def test_unknown_keys_are_ignored_and_few_are_needed(path):
     write(path)
     least = TuningResult.load(path)
     assert (least.best.num_workers, least.bottleneck, least.tolerance) == (2, None, 0.02)
@@ -233,7 +233,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("content", "told"), REFUSED, ids=[str(content)[:60] for content, _ in REFUSED]
 )
-def test_what_is_wrong_is_named_with_a_way_out(path, content, told):
+def test_what_is_wrong_names_a_way_out(path, content, told):
     path.write_bytes(content) if isinstance(content, bytes) else write(path, **content)
     with pytest.raises(ConfigFileError, match=f"^path='{re.escape(str(path))}' .*{told}") as caught:
         TuningResult.load(path)
@@ -241,7 +241,7 @@ def test_what_is_wrong_is_named_with_a_way_out(path, content, told):
 
 
 @pytest.mark.parametrize("name", ["missing.json", ".", "a\0.json"], ids=["missing", "folder", "0"])
-def test_what_is_no_file_says_how_to_make_one(tmp_path, name):
+def test_no_file_says_how_to_make_one(tmp_path, name):
     with pytest.raises(ConfigFileError, match=r"cannot be read .*output='loader\.json'"):
         load_config(tmp_path / name)
 
@@ -290,7 +290,7 @@ def test_another_machine_is_told(path, monkeypatch, here, on_mismatch, told, cha
     assert all(re.search(f"{re.escape(str(path))}.*{told}", str(each.message)) for each in caught)
 
 
-def test_a_job_names_its_file_or_has_it_there(tmp_path, monkeypatch):
+def test_a_job_names_its_file_or_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # nowhere else
     monkeypatch.setenv("AUTOTUNE_LOADER_CONFIG", "named.json")

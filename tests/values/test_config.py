@@ -71,7 +71,7 @@ def test_kwargs_name_only_what_has_an_effect():
     ],
     ids=str,
 )
-def test_a_wrong_value_is_answered_with_one_that_works(values, kind):
+def test_a_wrong_value_names_one_that_works(values, kind):
     name, value = list(values.items())[-1]
     with pytest.raises(kind, match=re.escape(f"{name}={value!r}")) as caught:
         LoaderConfig(**values)

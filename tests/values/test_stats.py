@@ -38,7 +38,7 @@ def test_a_mean_has_the_textbook_interval():
     assert mean_interval([2.0]).high == math.inf
 
 
-def test_a_series_without_correlation_has_the_interval_of_means():
+def test_a_series_without_correlation_has_the_plain_interval():
     values = [random.Random(n).gauss(10.0, 1.0) for n in range(400)]
     plain, own = mean_interval(values), correlated_mean_interval(values)
     assert own.value == pytest.approx(plain.value)
@@ -48,7 +48,7 @@ def test_a_series_without_correlation_has_the_interval_of_means():
 
 
 @given(st.integers(1, 8), st.integers(0, 7), st.data())
-def test_a_periodic_series_has_the_mean_of_its_period(period, shift, data):
+def test_a_periodic_series_has_its_periods_mean(period, shift, data):
     # GIVEN bursts of `period`: one long wait, then none, begun and ended anywhere
     whole = period * data.draw(st.integers(4, 9)) - shift % period
     for count in (whole, data.draw(st.integers(max(period, 2), 2 * period))):
@@ -125,7 +125,7 @@ def test_few_rounds_show_what_is_far_above_noise(count, ratio, told, share):
     assert Effects(rounds_of(values[:1])).ratio("a", "b").high == math.inf
 
 
-def test_the_fastest_of_equal_ones_has_its_true_rate():
+def test_the_fastest_of_equals_has_its_true_rate():
     # GIVEN five that are all as fast as 100, 3% noise and four rounds, whose fastest is chosen
     rng, plain, selected = random.Random(0), 0, 0
     for _ in range(600):

@@ -72,7 +72,7 @@ def test_a_command_is_named_where_it_could_pay(monkeypatch, known, cores, bottle
 
 
 @pytest.mark.parametrize(("delivered", "is_told"), [(3, False), (6, True)])
-def test_a_worker_is_idle_once_each_had_its_turn(monkeypatch, delivered, is_told):
+def test_a_worker_is_idle_once_all_had_turns(monkeypatch, delivered, is_told):
     known = loader_of(4)
     known.delivered.update(dict.fromkeys(range(3), delivered))
     (found,) = seen_of(monkeypatch, known).report.loaders
@@ -91,7 +91,7 @@ def test_a_fork_is_told_beside_the_next_step(monkeypatch):
     assert Advice.FORKSERVER_BY_AUTOLOADER.said_by(found.advice[-1])
 
 
-def test_how_busy_the_gpu_was_is_said_where_nvml_tells(monkeypatch):
+def test_gpu_use_is_said_where_nvml_tells(monkeypatch):
     known = loader_of(2)
     (without,) = seen_of(monkeypatch, known).report.loaders
     known.gpu_s, known.gpu_busy_s = 8.0, 5.12
@@ -110,7 +110,7 @@ def test_a_wait_above_what_is_allowed_is_told(monkeypatch):
     assert seen.too_long(Plan(verb="watch")) is None
 
 
-def test_in_a_script_that_watches_itself_the_next_step_is_a_call(monkeypatch):
+def test_a_script_that_watches_itself_gets_a_call(monkeypatch):
     (found,) = seen_of(monkeypatch, loader_of(), script=None).report.loaders
     assert found.advice[0].startswith('`enable("run", allow_workers=True)` tries worker processes')
 
@@ -178,7 +178,7 @@ def test_a_report_is_drawn():
     assert str(found) == DRAWN
 
 
-def test_a_report_of_hundreds_of_loaders_can_be_read():
+def test_hundreds_of_loaders_can_be_read():
     text = str(ScriptReport(verb="watch", seconds=61.0, loaders=(CHANGED,) * 100))
     assert len(text.splitlines()) < 120
     assert text.endswith("88 loaders more, each with less time; use --json FILE for all of them.")

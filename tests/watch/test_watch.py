@@ -322,7 +322,7 @@ def test_a_loop_that_waits_gets_a_next_step(bench, workers, command):
 
 
 @pytest.mark.parametrize("verb", ["watch", "run"])
-def test_a_dataset_error_ends_the_script_after_its_report(bench, verb):
+def test_a_dataset_error_comes_after_the_report(bench, verb):
     bench.write(TRAIN)
     ended = bench.command(verb, "-o", "o.json", "train.py", "2", BAD="20")
     assert ended.code == 1
@@ -376,7 +376,7 @@ def test_start_with_begins_with_what_a_file_says(bench):
     ],
     ids=["own kinds", "StatefulDataLoader"],
 )
-def test_what_cannot_be_tuned_is_watched_with_the_reason(bench, script, kept):
+def test_what_cannot_be_tuned_has_a_reason(bench, script, kept):
     if script is STATEFUL:
         pytest.importorskip("torchdata")
     bench.write(script)

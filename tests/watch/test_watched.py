@@ -55,7 +55,7 @@ def make(batch_size=4):
 LINE = f"tests/watch/test_watched.py:{make.__code__.co_firstlineno + 1}"
 
 
-def test_loaders_of_a_line_are_one_unless_both_live(watching):
+def test_loaders_of_a_line_are_one(watching):
     for _ in range(2):  # made anew for each epoch
         list(make())
         for _ in make():
@@ -74,7 +74,7 @@ def test_loaders_of_a_line_are_one_unless_both_live(watching):
     }
 
 
-def test_what_runs_or_has_other_data_is_another_loader(watching):
+def test_what_has_other_data_is_another_loader(watching):
     both = [iter(make()) for _ in range(2)]  # their loaders are gone
     assert [len(next(each)) for each in both] == [1, 1]
     data = [TensorDataset(torch.arange(8)) for _ in range(2)]
