@@ -124,7 +124,7 @@ WRONG = {
     "-o x watch train.py": "after the command: autotune-loader watch -o x train.py would work",
     "--nothing": "no command '--nothing'; autotune-loader --help would work",
     "watch": "required: SCRIPT; autotune-loader watch train.py would work",
-    "run -o /dev/null/x.json train.py": "--output='/dev/null/x.json' cannot be written (Not ",
+    "watch -o /dev/null/x.json train.py": "--output='/dev/null/x.json' cannot be written (Not ",
     "run --max-workers -1 train.py": "'-1' must be an integer >= 1",
     "run --start-with /nope/x.json train.py": "/nope/x.json",
     "watch --fail-if-wait ten train.py": "'ten' must be between 0% and 100%, such as 5%",

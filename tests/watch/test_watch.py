@@ -54,22 +54,19 @@ AUTO = """
 CHILDREN = """
     import subprocess
     import torch.multiprocessing as mp
-    def work(rank, *_):
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2") if sys.argv[1] == "spawn" else None
+    def work(*_):
         for x in DataLoader(Waiting(80), batch_size=8):  # CHILD
             pass
     if __name__ == "__main__":
-        if sys.argv[1] == "spawn":
-            mp.spawn(work, nprocs=2)
-        elif sys.argv[1] == "pool":
+        if sys.argv[1] == "pool":
             with mp.get_context("fork").Pool(2) as pool:
                 pool.map(work, range(2), chunksize=1)
         elif sys.argv[1] == "script":
             subprocess.run([sys.executable, "train.py", "work"], check=True)
         elif sys.argv[1] == "work":
-            work(0)
+            work()
         else:
-            both = [mp.get_context("fork").Process(target=work, args=(n,)) for n in range(2)]
+            both = [mp.get_context("fork").Process(target=work) for _ in range(2)]
             [each.start() for each in both]
             [each.join() for each in both]
     """
@@ -174,15 +171,7 @@ def loaders_in(path):
     return json.loads(path.read_text())["loaders"]
 
 
-@pytest.mark.parametrize(
-    ("how", "processes"),
-    [
-        ("fork", 2),
-        ("pool", 2),
-        ("script", 1),
-        pytest.param("spawn", 1, marks=pytest.mark.system),  # ranks, of which rank 0 tells
-    ],
-)
+@pytest.mark.parametrize(("how", "processes"), [("fork", 2), ("pool", 2), ("script", 1)])
 def test_the_command_tells_what_its_processes_saw(bench, how, processes):
     line, temporary = f"train.py:{line_of(bench.write(CHILDREN), 'CHILD')}", bench.folder / "tmp"
     temporary.mkdir()
