@@ -90,8 +90,13 @@ def simulated_result(machine, *, seed=0, budget_s=60.0, epoch_batches=10_000, **
     return assembled(simulated_search(probe, run, clock, budget_s=budget_s), clock())
 
 
-def on_simulated_machines(monkeypatch, machine_of, probe_on=SimulatedProbe):
-    """From now on `tune()` and `compare()` burst on the machine of a workload; a text is what its first batch raises."""
+def on_simulated_machines(
+    monkeypatch, machine_of, probe_on=SimulatedProbe, warmup_of=lambda workload: {}
+):
+    """From now on `tune()` and `compare()` burst on the machine of a workload.
+
+    A text in its place is what the first batch raises; `warmup_of` gives fields of the `WarmupReport`.
+    """
     clock = FakeClock()
 
     @contextlib.contextmanager
@@ -101,7 +106,7 @@ def on_simulated_machines(monkeypatch, machine_of, probe_on=SimulatedProbe):
             raise WorkloadError(machine, "the traceback")
         batches = None if workload.data.is_iterable else workload.data.batches_per_epoch()
         probe = probe_on(machine, clock, epoch_batches=batches)
-        yield OpenProbe(probe=probe, warmup=simulated_warmup(machine))
+        yield OpenProbe(probe=probe, warmup=simulated_warmup(machine, **warmup_of(workload)))
 
     for module in (tuner, comparer):
         monkeypatch.setattr(module, "open_probe", opened)
