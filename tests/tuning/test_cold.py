@@ -13,7 +13,7 @@ pytestmark = [
 
 
 def test_no_side_reads_what_another_has_brought_into_memory():
-    # GIVEN sides that wait 10 ms for a sample that nobody has read before, and one of them 5 ms more for each
+    # GIVEN sides that wait 10 ms for a sample that nobody has read before, one of them 5 ms more
     slow = ColdStore.new(20_000, decode_s=0.005)
     sides = {"slow": slow, "fast": ColdStore(slow.path)}
     loaders = {
