@@ -70,7 +70,7 @@ def leftovers():
 
 @pytest.mark.parametrize("held", [None, "a lock"])
 def test_a_run_changes_nothing_and_leaves_nothing(held):
-    # GIVEN a training under way, whose step closes over its optimizer; what is in no pickle is forked
+    # GIVEN a training under way, whose step has its optimizer; what is in no pickle is forked
     layers = (
         torch.nn.Linear(3, 4),
         torch.nn.BatchNorm1d(4),
