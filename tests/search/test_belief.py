@@ -56,7 +56,7 @@ def test_equally_fast_means_within_2_percent(deficit, sd, is_equal):
     assert choose(draws, [(4,), (8,)], 0.02) == (0 if is_equal else 1)
 
 
-def test_the_choice_on_a_machine_is_near_the_best():
+def test_the_choice_is_near_the_best():
     ran = [with_workers(count, 8) for count in (0, 1, 4, 6)]
     belief = Belief(Space(), CONTEXT, simulated_trials(MACHINE, *ran))
     choice, probe = belief.choice, SimulatedProbe(MACHINE, FakeClock())

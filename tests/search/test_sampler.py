@@ -56,7 +56,7 @@ def peaked(trial):
 @pytest.mark.parametrize(
     ("objective", "best", "workers"), [(saturating, 6000, (6, 12)), (peaked, 1000, (16, 24))]
 )
-def test_an_objective_is_led_near_its_best_in_15_trials(objective, best, workers):
+def test_an_objective_is_led_near_its_best(objective, best, workers):
     study = study_with(sampler := TwinSampler(context=EIGHT_CORES))
     study.optimize(objective, n_trials=15, callbacks=[sampler.stop_when_safe])
     assert study.best_value >= 0.98 * best
@@ -184,7 +184,7 @@ def test_what_raises_is_not_proposed_again():
 
 
 @pytest.mark.parametrize("record", ["{}", "no JSON", 3, None])
-def test_a_record_that_cannot_be_read_leaves_the_value(record):
+def test_an_unreadable_record_leaves_the_value(record):
     study = study_with(sampler := TwinSampler())
     known = {"params": {"num_workers": 3, "prefetch_factor": 2}, "value": 500.0}
     attributes = {} if record is None else {RECORD: record}

@@ -123,7 +123,7 @@ def test_vetoes_are_exact(limit, need, words):
     assert none.veto(NONE) is None
 
 
-def test_data_that_need_a_worker_are_not_read_without():
+def test_data_may_need_a_worker():
     assert "num_workers=1 would work" in vetoed(Space(min_workers=1), NONE)
 
 

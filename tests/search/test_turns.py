@@ -93,7 +93,7 @@ def test_as_fast_as_the_step_alone_ends_it(many):
 
 
 @pytest.mark.parametrize(("noise", "most"), [(0.01, 8), (0.05, 25), (0.2, MOST_ROUNDS)])
-def test_a_tie_ends_when_no_pair_is_worth_it(noise, most):
+def test_a_tie_ends_in_time(noise, most):
     job = Job(dict.fromkeys((OWN, FEW, SOME), 100.0), noise=noise)
     assert job.run(FEW, SOME) in ("SAFE", "EXPECTED", "ROUNDS")
     assert LEAST_ROUNDS <= job.rounds <= most

@@ -85,7 +85,7 @@ def test_what_cannot_be_predicted_is_refused(trials, cores, words):
         predict(trials, [with_workers(2)], usable_cores=4, cores=cores)
 
 
-def test_a_deeper_queue_than_any_that_ran_is_predicted():
+def test_a_deeper_queue_than_any_is_predicted():
     trials = simulated_trials(SimulatedMachine(), *(with_workers(count) for count in (0, 1, 4)))
     shallow, deep = predict(trials, [with_workers(4, 2), with_workers(4, 16)], usable_cores=4)
     assert deep.samples_per_s.value == pytest.approx(shallow.samples_per_s.value, rel=0.1)
@@ -107,7 +107,7 @@ def test_memory_grows_with_workers_and_queues():
     assert alone == (500 + 2 * 100 + 2 * 60 + 10 * 9) * MIB
 
 
-def test_workers_at_work_are_counted_while_all_are_seen():
+def test_workers_are_counted_while_all_are_seen():
     # GIVEN two workers, of which the second begins later, and the first ends later
     spans = {0: [(0.0, 1.0), (2.0, 3.0), (4.0, 6.0)], 1: [(0.5, 1.0), (2.5, 3.0), (4.5, 5.0)]}
     traces = [
@@ -139,7 +139,7 @@ def observation(workers, service_s, step_s, receive_s=0.001, **more):
     )  # fmt: skip
 
 
-def test_a_step_on_the_cores_is_slowed_as_shown():
+def test_a_step_on_cores_is_slowed_as_shown():
     # GIVEN a step of four threads that workers beside it slow down 2.5 times
     fetch = np.full(80, 0.01)
     seen = [observation(count, fetch, 0.03, at_work=0.7) for count in (1, 4)]
@@ -161,7 +161,7 @@ def test_workers_that_keep_up_have_filled_queues(tail, waits):
     assert (use < 0.95) == waits
 
 
-def test_a_falling_line_is_not_continued_below_what_was_seen():
+def test_a_falling_line_ends_where_it_was_seen():
     # GIVEN a step that was seen to get faster beside workers
     falling = _line([3.0, 6.0], np.array([0.0, -2.0]), np.array([0.02, 0.02]))
     assert falling.slope < 0

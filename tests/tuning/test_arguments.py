@@ -165,7 +165,7 @@ DEVICES = {
 
 
 @pytest.mark.parametrize("case", DEVICES.values(), ids=DEVICES)
-def test_auto_is_the_models_device_or_the_chosen_one(monkeypatch, case):
+def test_auto_is_the_models_device_or_chosen(monkeypatch, case):
     asked, used, default, cuda, rank, chosen = case
     model, placed = nn.Linear(2, 2), SimpleNamespace(device=torch.device(used))
     monkeypatch.setattr(model, "parameters", lambda recurse=True: iter([placed]))
@@ -240,7 +240,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize(("side", "sizes", "notes"), SIZES.values(), ids=SIZES)
-def test_batch_sizes_are_powers_of_two_around_ones_own(side, sizes, notes):
+def test_batch_sizes_are_doublings_of_ones_own(side, sizes, notes):
     assert run_of(side).space.batch_size == (None,)
     run = run_of(side, allow="batch_size")
     assert run.space.batch_size == sizes
@@ -313,7 +313,7 @@ def test_what_is_searched_is_safe_or_allowed(given, knob, unless_allowed, allowe
     assert allowed is None or getattr(run_of(allow=knob, **given).space, knob) == allowed
 
 
-def test_memory_of_the_device_is_what_no_other_job_holds(monkeypatch):
+def test_device_memory_is_what_no_other_job_holds(monkeypatch):
     # GIVEN 80 bytes: another job has 30, the child 10, and this process, which will train, 5
     asked = {
         "mem_get_info": (35, 80),

@@ -253,7 +253,7 @@ TWO_KEEP_UP = SimulatedMachine(cpu_s=0.01, step_s=0.03)
 @pytest.mark.parametrize(
     ("machine", "budget_s"), [(TWO_KEEP_UP, 60.0), (NO_CEILING, 8.0), (NO_CEILING, 60.0)]
 )
-def test_a_search_ends_at_the_ceiling_or_in_time(machine, budget_s):
+def test_a_search_ends_at_ceiling_or_in_time(machine, budget_s):
     found, clock = search_on(machine, budget_s=budget_s)
     if machine is TWO_KEEP_UP:
         assert found.ended is Ended.CEILING
@@ -334,32 +334,23 @@ def test_what_only_an_earlier_run_allowed_is_left():
     assert odd not in [trial.config for trial in found.trials[before:]]
 
 
-HANDS_OVER = SimulatedMachine(
-    cores=8, cpu_s=0.02, step_s=0.004, pin_s=0.008, batch_bytes=30_000_000
-)
-
-
 @pytest.mark.parametrize(("copy_s", "is_pinned"), [(0.02, True), (0.001, False)])
 def test_batches_are_pinned_where_that_hands_over_more(copy_s, is_pinned):
-    found, clock = search_on(replace(HANDS_OVER, copy_s=copy_s), own=NONE, budget_s=15.0)
-    with_some = [config for config in configs(found) if config.num_workers]
-    assert {config.pin_memory for config in with_some} == {is_pinned}
-    # THEN nothing trains faster than batches that lie ready
-    result = assembled(found, clock())
-    assert result.rate.value <= 1.1 * result.transfer_ceiling.value
-    assert result.transfer_ceiling.value < result.ceiling.value
-
-
-def test_where_pinning_is_decided_the_users_own_stays():
-    found, _ = search_on(replace(HANDS_OVER, copy_s=0.02), own=TWO, budget_s=15.0)
+    machine = SimulatedMachine(
+        cores=8, cpu_s=0.02, step_s=0.004, pin_s=0.008, copy_s=copy_s, batch_bytes=30_000_000
+    )
+    found, clock = search_on(machine, own=TWO, budget_s=15.0)
     others = [config for config in configs(found) if config.num_workers and config != TWO]
-    assert {config.pin_memory for config in others} == {True}
+    assert {config.pin_memory for config in others} == {is_pinned}
+    result = assembled(found, clock())
+    assert result.transfer_ceiling.value < result.ceiling.value
+    # AND the user's own, which does not pin, stays as it is
     assert TWO in configs(found)
     pinned = {"num_workers": 2, "prefetch_factor": 2, "pin_memory": True}
     assert found.run.space.config(pinned).pin_memory
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_search_ends_while_its_choice_loses_much(seed):
     machine = SimulatedMachine(cores=16, cpu_s=0.05, step_s=0.002, noise_sd=0.12)
     probe = functools.partial(SimulatedProbe, seed=seed)
@@ -429,7 +420,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("search", "why", "best"), CHOICES)
-def test_a_guess_is_the_users_own_unless_surely_slower(search, why, best):
+def test_a_guess_is_usually_the_users_own(search, why, best):
     chosen, found = choice_of(search)
     assert chosen == best
     assert (found and found.kind) == (why and why.kind)
@@ -442,8 +433,6 @@ def test_what_is_told_is_of_rounds_alone():
     assert len(rates) >= 2
     assert min(rates.values()) <= found.rate.value <= max(rates.values())
     assert found.speedup.low < found.rate.value / found.baseline_rate.value < found.speedup.high
-    assert found.ceiling is not None
-    assert found.tuned_at is not None
     assert found.step_s == pytest.approx(0.005, rel=0.2)
 
 
@@ -557,10 +546,9 @@ def test_a_hang_is_told_from_a_slow_start(case):
 
 @pytest.mark.parametrize(
     ("wait_s", "read_bytes", "is_same"),
-    [(0.0, 0, True), (0.0, 4096, False), (0.04, 0, False)],
-    ids=["in memory", "from a disk", "from what does not count"],
+    [(0.0, 0, True), (0.0, 4096, False), (0.04, 0, False)],  # in memory, disk, not counted
 )
-def test_sides_of_a_round_read_the_same_from_memory(wait_s, read_bytes, is_same):
+def test_a_round_reads_the_same_from_memory(wait_s, read_bytes, is_same):
     places = []
 
     class Reading(SimulatedProbe):
@@ -607,7 +595,7 @@ def test_a_batch_size_is_chosen_where_it_gains():
     assert any(Caution.BATCH_SIZE.said_by(each) for each in found.warnings)
 
 
-def test_a_batch_size_that_takes_too_much_is_out():
+def test_a_too_large_batch_size_is_out():
     # GIVEN batches of 64 that take 96 of 50 MiB of the device, and the user's own, which take 48
     found, _ = search_on(SimulatedMachine(), probe=Greedy, space=SIZES, budget_s=30.0)
     by_size = {trial.config.batch_size: trial for trial in found.trials}
