@@ -7,7 +7,7 @@ from autotune_loader import compare
 from tests.support.bursts import ColdStore
 
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.system,  # what bursts read is held by unit tests; this is the sum of them
     pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
 ]
 
@@ -20,7 +20,7 @@ def test_no_side_reads_what_another_brought():
         name: DataLoader(data, 4, shuffle=True, num_workers=2) for name, data in sides.items()
     }
     try:
-        found = compare(loaders, budget=6, progress=False)
+        found = compare(loaders, budget=15, progress=False)
     finally:
         slow.path.unlink()
     # THEN it is 15 / 10 times as fast, and not many times, as what reads from memory is

@@ -347,7 +347,7 @@ def test_batches_are_pinned_where_that_hands_over_more(copy_s, is_pinned):
     # AND the user's own, which does not pin, stays as it is
     assert TWO in configs(found)
     pinned = {"num_workers": 2, "prefetch_factor": 2, "pin_memory": True}
-    assert found.run.space.config(pinned).pin_memory
+    assert found.run.space.config(pinned).pin_memory == is_pinned
 
 
 @pytest.mark.parametrize("seed", range(2))
