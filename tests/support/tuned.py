@@ -19,7 +19,7 @@ from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.run import Run
 from autotune_loader.tuning.study import Search
 from autotune_loader.values import BurstPlan, LoaderConfig, Trial, WorkloadError
-from tests.support.schedules import Stream
+from tests.support.data import Stream
 from tests.support.simulation import FakeClock, SimulatedProbe
 
 
@@ -49,25 +49,20 @@ def simulated_run(machine, space=None, *, own=None, epoch_batches=None, has_step
     An epoch without length never ends. `own` is the user's configuration, `warmup` other fields of
     the `WarmupReport`.
     """
-    dataset = Stream(1) if epoch_batches is None else range(epoch_batches * machine.batch_size)
+    dataset = Stream(int, 1) if epoch_batches is None else range(epoch_batches * machine.batch_size)
     data = DataSide(dataset=dataset, batch_size=machine.batch_size)
     step = (lambda model, batch: None) if has_step else None
     training = TrainingSide(device="cpu" if machine.step_cores else "cuda", train_step=step)
     limits, batch = Limits(memory_bytes=16 << 30), BatchCost(bytes=machine.batch_bytes, tensors=2)
     pins = (True, False) if machine.pin_s else (False,)
     space = space or Space(limits=limits, batch=batch, pin_memory=pins)
-    step_cores = float(machine.cores) if machine.step_cores else 1.0
     known = simulated_warmup(machine, **warmup)
     first = {"fetch_s": known.first_fetch_s, "fetch_cpu_s": known.first_fetch_cpu_s}
+    first["step_cores"] = float(machine.cores) if machine.step_cores else 1.0
     return Run(
         workload=Workload(data=data, training=training, own_config=own),
         space=replace(space, also=() if own is None else (own,)),
-        context=Context(
-            usable_cores=machine.cores,
-            step_cores=step_cores,
-            epoch_batches=epoch_batches,
-            **first,
-        ),
+        context=Context(usable_cores=machine.cores, epoch_batches=epoch_batches, **first),
         warmup=known,
         machine=inspect_machine(),
     )
