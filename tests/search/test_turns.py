@@ -147,6 +147,7 @@ BUDGETS = {
     # budget, seconds of bursts: why it ends, after how many rounds, and seconds at most
     "a round": (20.0, {}, "SAFE", LEAST_ROUNDS, 20.0),
     "no second round": (6.5, {}, "BUDGET", 1, 8.5),
+    "a first round, by 2 s more at most": (3.5, {}, "BUDGET", 1, 5.5),
     "no round, but a burst of the caller's own": (12.0, SLOW, "BUDGET", 0, 14.0),
     "always a second burst": (1.5, {}, "BUDGET", 0, 4.0),
 }
