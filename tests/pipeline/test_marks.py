@@ -3,11 +3,10 @@
 from threading import Thread
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from autotune_loader.pipeline import loop_log
 from autotune_loader.pipeline.loop_log import Log
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support import FakeClock
 from tests.support.device import Device
 
