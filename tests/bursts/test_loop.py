@@ -23,48 +23,39 @@ from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import MAIN_PROCESS, BurstPlan, LoaderConfig
 from tests.support import FakeClock
 from tests.support.bursts import TWO_WORKERS, Made, measured, opened, workload
+from tests.support.device import Device
 
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 
 
-class FakeTimeline:
-    """A `Timeline` whose marks are the moments at which the device will have done, in order, what
-    it was given so far. Its lane, beside the device's work, takes `copy_s` for a batch."""
+class FakeTimeline(Device):
+    """The device as a `Timeline`. Its lane, beside its work, takes `copy_s` for a batch."""
 
     def __init__(self, clock, copy_s=0.0):
-        self.now, self.sleep, self.copy_s, self.lane = clock, clock.sleep, copy_s, self
-        self.busy_until = self.lane_until = self.most_ahead_s = 0.0
+        super().__init__(clock)
+        self.copy_s, self.lane = copy_s, self
+        self.lane_until = self.most_ahead_s = 0.0
         self.events, self.watched = [], []
         self.gpu = SimpleNamespace(begin=lambda: self.watched.append(clock()), end=self.use)
 
     def launch(self, seconds):
-        """Give the device so much work."""
-        self.busy_until = max(self.busy_until, self.now()) + seconds
-        self.most_ahead_s = max(self.most_ahead_s, self.busy_until - self.now())
+        super().launch(seconds)
+        self.most_ahead_s = max(self.most_ahead_s, self.free_at - self.now())
 
     def send(self, batch):
         self.lane_until = max(self.lane_until, self.now()) + self.copy_s
         return batch, self.lane_until
 
     def receive(self, sent):
-        self.busy_until = max(self.busy_until, sent[1])
+        self.free_at = max(self.free_at, sent[1])
         return sent[0]
 
     def open(self):
         self.events.append("open")
 
-    def mark(self):
-        return max(self.busy_until, self.now())
-
-    def passed(self, mark):
-        return mark if mark <= self.now() else None
-
-    def wait(self, mark):
-        self.sleep(max(0.0, mark - self.now()))
-
     def synchronize(self):
         self.events.append("synchronize")
-        self.wait(self.busy_until)
+        self.wait(self.free_at)
 
     def peak_bytes(self):
         return 0
