@@ -1,12 +1,13 @@
 """A log's seconds are the device's where one may be asked, and the host's where there is none."""
 
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from autotune_loader.pipeline import loop_log
-from autotune_loader.pipeline.loop_log import Log
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from autotune_loader.pipeline import loop_log
+from autotune_loader.pipeline.loop_log import Log
 from tests.support import FakeClock
 from tests.support.device import Device
 
@@ -67,12 +68,9 @@ def test_the_loop_waits_when_the_device_does(device, fetch_s, step_s, sync_every
 def test_otherwise_the_hosts_clock_counts(device, is_lost):
     # GIVEN a lost device, or a thread that takes the batches
     log, device.is_lost = Log(), is_lost
-    if is_lost:
-        looped(device, 0.009, 0.1, log)
-    else:
-        thread = Thread(target=looped, args=(device, 0.009, 0.1, log))
-        thread.start()
-        thread.join()
+    with ThreadPoolExecutor() as threads:
+        run = (lambda function, *what: function(*what)) if is_lost else threads.submit
+        run(looped, device, 0.009, 0.1, log)
     assert log.behind == 0
     assert log.totals.batches == 100
     assert log.totals.waited_s == pytest.approx(100 * 0.009)
@@ -110,7 +108,7 @@ def test_unfinished_work_counts_at_the_end(device, is_lost):
     assert min(row.step_s for row in log.rows) >= 0
 
 
-SECONDS = st.sampled_from([0.0, 0.001, 0.02, 0.3])
+SECONDS = st.sampled_from([0.0, 0.001, 0.02, 0.2])  # all of them together are no pause
 BATCHES = st.lists(st.tuples(SECONDS, SECONDS, SECONDS, st.booleans()), max_size=12)
 
 

@@ -1,10 +1,10 @@
 """Where a sample's time goes: what is clocked in a worker, and what follows from the seconds."""
 
-import functools
 import itertools
 import json
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from torch import nn
@@ -156,7 +156,7 @@ OWN = {"Of.__getitem__": 2, "collate": 1}
         (Of(Compose(lambda sample: crop(sample))), OWN | {"lambda": 5}),
         (Of(Compose(Flip(), crowded, crop)), OWN | {"Flip": 3, "crowded": 4, "crop": 5}),
         (Of(Compose(nn.Sequential(nn.Identity()), Flip())), OWN | {"Identity": 0, "Flip": 3}),
-        (Of(Compose(functools.partial(crop, by=3), functools.partial(Flip()))), OWN | {"crop": 5, "Flip": 3}),
+        (Of(Compose(partial(crop, by=3), partial(Flip()))), OWN | {"crop": 5, "Flip": 3}),
         (Subset(ConcatDataset([Of(crop), Of(crop)]), range(16)), OWN | {"crop": 5}),
         # what libraries read and decode has its own name, and the user's line
         (Of(lambda index: json.loads("1")), OWN | {"lambda": 0, "decode": 8}),
