@@ -12,6 +12,7 @@ from tests.support import FakeClock
 from tests.support.device import Device
 
 LAUNCH_S = 0.001
+FETCH = (0, 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def looped(device, fetch_s, step_s, log, sync_every=0):
     loop.started(now())
     for number in range(1, 101):
         loop.ask(now())
-        loop.receive(now.advance(fetch_s), 8, (0, 0.0, 0.0, 0.0, 0.0))
+        loop.receive(now.advance(fetch_s), 8, FETCH)
         device.launch(step_s)
         now.advance(LAUNCH_S)
         if sync_every and number % sync_every == 0:
@@ -129,7 +130,7 @@ def test_each_second_of_an_epoch_counts_once(epochs, has_device):
                     loop.skip(asked, now.advance(fetch_s), 4)
                 else:
                     loop.ask(asked)
-                    loop.receive(now.advance(fetch_s), 4)
+                    loop.receive(now.advance(fetch_s), 4, FETCH)
                 last = device.mark()
                 now.advance(host_s)
                 device.launch(step_s if has_device else 0.0)
