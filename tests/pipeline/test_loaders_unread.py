@@ -118,7 +118,7 @@ def test_more_workers_than_cores_may_be_asked():
     assert rebuild(DataLoader(PLAIN), LoaderConfig(num_workers=more)).num_workers == more
 
 
-def test_what_keeps_its_batches_is_made_by_its_owner():
+def test_what_keeps_an_iterator_is_refused():
     own = Steps(3, PLAIN)
     own.batches = iter(own)
     with pytest.raises(ValueError, match=r"Steps\(\.\.\., \*\*result\.best\.to_kwargs\(\)\) would"):

@@ -124,7 +124,7 @@ def test_pinned_memory_comes_in_blocks_by_tensor():
     assert locked_bytes({"x": torch.empty(3), "y": (torch.empty(5), "name")}) == 48
 
 
-def test_what_moves_in_its_own_way_is_moved_so():
+def test_objects_move_in_their_own_way():
     moved = move(Frozen(x=torch.ones(2)), "meta")
     assert moved.x.device.type == "meta"
     assert moved.total == 7

@@ -120,10 +120,12 @@ def test_no_sample_comes_twice_before_all(length, own, seed, bursts):
     # WHEN bursts have batches of any size
     for batches, size in bursts:
         taken = size or own["batch_size"]
-        left -= (batches + 2) * taken  # it begins where a batch does, also in another epoch
+        left -= (batches + 2) * taken  # some are left out where it begins, and at an end
         if left >= 0:
             burst = [*itertools.islice(reading.batches(taken), batches)]
             assert all(len(batch) <= taken for batch in burst)
+            if burst and taken == own["batch_size"] and not own["shuffle"]:
+                assert burst[0][0] % taken == 0  # it begins where a batch of training does
             read += samples_of(burst)
     # THEN no sample is read twice while others are left
     assert len(set(read)) == len(read)
@@ -269,7 +271,7 @@ def test_a_samplers_end_and_error_are_the_bursts():
     assert Run(loader(sampler=[]))() == []
 
 
-def test_a_stream_has_another_seed_and_epoch_in_each_burst():
+def test_each_burst_of_a_stream_draws_anew():
     streams, epochs = [Stream(lambda _: torch.randint(1 << 30, ()), 64) for _ in range(2)], []
     streams[1].set_epoch = epochs.append
     plain, told = (Run(loader(stream)) for stream in streams)
