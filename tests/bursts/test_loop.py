@@ -29,11 +29,12 @@ PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 
 
 class FakeTimeline(Device):
-    """A `Timeline`. Its lane, beside the device's work, takes `copy_s` for a batch."""
+    """The device as a `Timeline`. Its lane, beside its work, takes `copy_s` for a batch."""
 
     def __init__(self, clock, copy_s=0.0):
         super().__init__(clock)
-        self.lane, self.copy_s, self.lane_until, self.most_ahead_s = self, copy_s, 0.0, 0.0
+        self.copy_s, self.lane = copy_s, self
+        self.lane_until = self.most_ahead_s = 0.0
         self.events, self.watched = [], []
         self.gpu = SimpleNamespace(begin=lambda: self.watched.append(clock()), end=self.use)
 

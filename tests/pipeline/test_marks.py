@@ -1,62 +1,47 @@
-"""A log's seconds are those of the device where there is one that may be asked, and the host's where there is none."""
+"""A log's seconds are the device's where one may be asked, and the host's where there is none."""
 
-from threading import Thread
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autotune_loader.pipeline import loop_log
 from autotune_loader.pipeline.loop_log import Log
+from tests.support import FakeClock
+from tests.support.device import Device
 
-
-class FakeDevice:
-    """A device whose work takes time, in a module as torch has them."""
-
-    def __init__(self):
-        self.now = self.free = 0.0
-        self.is_lost, self.clock_speed = False, 1.0
-        self.current_stream = lambda index: self
-
-    def work(self, seconds):
-        self.free = max(self.free, self.now) + seconds
-
-    def Event(self, enable_timing):  # noqa: N802
-        def record(stream):
-            event.at = max(self.free, self.now)
-
-        def query():
-            if self.is_lost:
-                raise RuntimeError("device-side assert triggered")
-            return event.at <= self.now
-
-        def elapsed_time(other):
-            return 1e3 * self.clock_speed * (other.at - event.at)
-
-        event = SimpleNamespace(record=record, query=query, elapsed_time=elapsed_time)
-        return event
+LAUNCH_S = 0.001
+FETCH = (0, 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.fixture
 def device(monkeypatch):
-    device = FakeDevice()
+    device = Device()
     monkeypatch.setattr(loop_log, "_device_in_use", lambda: (device, 0))
     return device
 
 
-def looped(device, fetch_s, step_s, sync_every, log):
-    """100 batches of a loop that launches its steps in 1 ms."""
-    loop = log.begin(device.now)
-    loop.started(device.now)
+def looped(device, fetch_s, step_s, log, sync_every=0):
+    """Run 100 batches of a loop that launches its steps in 1 ms."""
+    now = device.now
+    loop = log.begin(now())
+    loop.started(now())
     for number in range(1, 101):
-        loop.ask(device.now)
-        device.now += fetch_s
-        loop.receive(device.now, 8, (0, 0.0, 0.0, 0.0, 0.0))
-        device.work(step_s)
-        device.now += 0.001
+        loop.ask(now())
+        loop.receive(now.advance(fetch_s), 8, FETCH)
+        device.launch(step_s)
+        now.advance(LAUNCH_S)
         if sync_every and number % sync_every == 0:
-            device.now = max(device.now, device.free)
-    loop.ask(device.now)
-    loop.end(device.now)
+            device.wait(device.mark())
+    loop.ask(now())
+    loop.end(now())
+
+
+def settled(device, *logs):
+    device.wait(device.mark())
+    for log in logs:
+        log.marks.settle(device.now())
 
 
 @pytest.mark.parametrize(
@@ -71,58 +56,94 @@ def looped(device, fetch_s, step_s, sync_every, log):
 def test_the_loop_waits_when_the_device_does(device, fetch_s, step_s, sync_every, waited_s):
     log = Log()
     for _ in range(2):
-        looped(device, fetch_s, step_s, sync_every, log)
+        looped(device, fetch_s, step_s, log, sync_every)
     assert 0 <= log.behind - (200 - len(log.rows)) <= 2  # where an epoch begins
-    device.now = device.free
-    log.marks.settle(device.now)
-    assert (log.totals.batches, len(log.rows), log.behind) == (200, 200, 0)
+    settled(device, log)
+    assert log.totals.batches == len(log.rows) == 200
+    assert log.behind == 0
     assert log.totals.stepped_s == pytest.approx(200 * step_s)
     assert log.totals.waited_s == pytest.approx(waited_s)
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_the_host_s_clock_counts_where_the_device_is_lost_or_a_thread_takes_the_batches(
-    device, is_lost
-):
+def test_otherwise_the_hosts_clock_counts(device, is_lost):
+    # GIVEN a lost device, or a thread that takes the batches
     log, device.is_lost = Log(), is_lost
-    way = (device, 0.009, 0.1, 0, log)
-    if is_lost:
-        looped(*way)
-    else:
-        thread = Thread(target=looped, args=way)
-        thread.start()
-        thread.join()
-    assert (log.behind, log.totals.batches) == (0, 100)
-    assert (log.totals.waited_s, log.totals.stepped_s) == pytest.approx((100 * 0.009, 100 * 0.001))
+    with ThreadPoolExecutor() as threads:
+        run = (lambda function, *what: function(*what)) if is_lost else threads.submit
+        run(looped, device, 0.009, 0.1, log)
+    assert log.behind == 0
+    assert log.totals.batches == 100
+    assert log.totals.waited_s == pytest.approx(100 * 0.009)
+    assert log.totals.stepped_s == pytest.approx(100 * LAUNCH_S)
 
 
 @pytest.mark.parametrize("clock_speed", [0.9, 1.1])
-def test_the_device_s_clock_does_not_drift_from_the_host_s(device, clock_speed):
+def test_the_devices_clock_does_not_drift(device, clock_speed):
     log, device.clock_speed = Log(), clock_speed
-    looped(device, 0.099, 0.02, 0, log)
-    device.now = device.free
-    log.marks.settle(device.now)
-    assert log.totals.active_s == pytest.approx(device.now, abs=0.1)
+    looped(device, 0.099, 0.02, log)
+    settled(device, log)
+    assert log.totals.active_s == pytest.approx(device.now(), abs=0.1)
 
 
-def test_loops_that_take_turns_have_each_their_own_steps(device):
-    training, evaluation = Log(), Log()
+def test_loops_in_turns_have_their_own_steps(device):
+    logs = {0.02: Log(), 0.015: Log()}
     for _ in range(3):
-        looped(device, 0.009, 0.02, 0, training)
-        looped(device, 0.009, 0.015, 0, evaluation)
-    device.now = device.free
-    for log, step_s in ((training, 0.02), (evaluation, 0.015)):
-        log.marks.settle(device.now)
-        assert (log.totals.batches, log.totals.stepped_s) == (300, pytest.approx(300 * step_s))
+        for step_s, log in logs.items():
+            looped(device, 0.009, step_s, log)
+    settled(device, *logs.values())
+    for step_s, log in logs.items():
+        assert log.totals.stepped_s == pytest.approx(300 * step_s)
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_what_a_device_has_not_passed_at_the_end_is_counted(device, is_lost):
+def test_unfinished_work_counts_at_the_end(device, is_lost):
     log = Log()
-    looped(device, 0.009, 0.1, 0, log)
+    looped(device, 0.009, 0.1, log)
     assert log.totals.batches < 100
     device.is_lost = is_lost
-    log.marks.settle(device.now, is_end=True)
-    assert (log.totals.batches, log.behind) == (100, 0)
-    assert log.totals.active_s == pytest.approx(device.now, abs=0.1)
+    log.marks.settle(device.now(), is_end=True)
+    assert log.totals.batches == 100
+    assert log.behind == 0
+    assert log.totals.active_s == pytest.approx(device.now(), abs=0.1)
     assert min(row.step_s for row in log.rows) >= 0
+
+
+SECONDS = st.sampled_from([0.0, 0.001, 0.02, 0.2])  # all of them together are no pause
+BATCHES = st.lists(st.tuples(SECONDS, SECONDS, SECONDS, st.booleans()), max_size=12)
+
+
+@settings(max_examples=60)
+@given(epochs=st.lists(st.tuples(BATCHES, st.booleans()), max_size=4), has_device=st.booleans())
+def test_each_second_of_an_epoch_counts_once(epochs, has_device):
+    device, log, expected_s = Device(FakeClock(1.0)), Log(), 0.0
+    now = device.now
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_log, "_device_in_use", lambda: (device, 0) if has_device else None)
+        # WHEN the host fetches and works, the device works, and epochs are left early, in any order
+        for batches, is_left in epochs:
+            loop, begun = log.begin(now()), device.mark()
+            loop.started(now.advance(0.01))
+            for fetch_s, host_s, step_s, may_skip in batches:
+                asked = now()
+                if may_skip and loop.may_skip(asked):
+                    loop.skip(asked, now.advance(fetch_s), 4)
+                else:
+                    loop.ask(asked)
+                    loop.receive(now.advance(fetch_s), 4, FETCH)
+                last = device.mark()
+                now.advance(host_s)
+                device.launch(step_s if has_device else 0.0)
+            if not is_left:
+                loop.ask(now())
+                loop.end(now.advance(0.02))
+            expected_s += (last if is_left and batches else device.mark()) - begun
+        settled(device, log)
+    # THEN all seconds up to what a loop did last are waiting or a step, and no batch is lost
+    batches = sum(len(batches) for batches, _ in epochs)
+    assert log.totals.batches == batches
+    assert log.totals.samples == 4 * batches
+    assert log.totals.waited_s + log.totals.stepped_s == pytest.approx(expected_s, abs=1e-6)
+    assert log.totals.asking_s == pytest.approx(
+        sum(each[0] for batches, _ in epochs for each in batches)
+    )

@@ -1,4 +1,4 @@
-"""`python -m tests.support.accelerator FOLDER`: build it there; `PYTHONPATH=FOLDER` then gives a Python the device."""
+"""`python -m tests.support.accelerator FOLDER` builds it there, for a Python's PYTHONPATH."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""`torch.sim`: the names of `torch.cuda` on a simulated device, and how a test says what its hardware does.
+"""`torch.sim`: the names of `torch.cuda` that torch and this package ask for.
 
-This file is copied beside the compiled `simulated.so`, and torch loads it as an out-of-tree backend (`__init__.py`).
+This file is copied beside the compiled `simulated.so`, and torch loads it as an out-of-tree
+backend (`__init__.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ _settings: dict[str, Any] = {
     "devices": 1,
     "pinning_s": 0.0,
 }
+torch.ops.load_library(Path(__file__).with_name("simulated.so"))
 _ops: Any = torch.ops.sim
 Stream = torch.Stream
+fail = _ops.fail
+"""Has a kernel fail: from now on every call of the device raises in this process."""
+hazards = _ops.hazards
+"""What CUDA would have read or overwritten too early: a wait is missing."""
+empty_cache, is_initialized, _is_in_bad_fork = _ops.empty_cache, _ops.is_used, _ops.is_in_bad_fork
 
 
 def register() -> None:
-    """Make "sim" a device of torch in this process; `SIMULATED` in its environment is what `configure` takes, as JSON."""
-    torch.ops.load_library(Path(__file__).with_name("simulated.so"))
+    """Make "sim" a device of torch in this process, as `SIMULATED` in its environment says."""
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -38,9 +44,12 @@ def register() -> None:
 
 
 def configure(**settings: float) -> None:
-    """Set what the hardware is: of copies `bytes_per_s` from pinned memory, and the factor `pageable_slower` from other memory;
-    `memory_bytes` of each of so many `devices`; `pinning_s` that it takes to pin memory which none before had. Processes that
-    this one starts have it, too.
+    """Set what the hardware is, here and in processes that this one starts.
+
+    Args:
+        settings: Of copies `bytes_per_s` from pinned memory, and the factor `pageable_slower` from
+            other memory; `memory_bytes` of each of so many `devices`; `pinning_s` that it takes to
+            pin memory which none before had.
     """
     if unknown := settings.keys() - _settings:
         raise TypeError(f"unknown settings: {sorted(unknown)}; known are {sorted(_settings)}")
@@ -50,18 +59,8 @@ def configure(**settings: float) -> None:
 
 
 def work(seconds: float, *reads: torch.Tensor) -> None:
-    """Launch a kernel that takes this long on the current stream, and reads these tensors until its end."""
+    """Launch a kernel on the current stream that reads these tensors until its end."""
     _ops.work(seconds, reads)
-
-
-def fail() -> None:
-    """A kernel fails: from now on every call of the device raises in this process."""
-    _ops.fail()
-
-
-def hazards() -> list[str]:
-    """What CUDA would have read before it was written, or overwritten before it was read: a wait is missing."""
-    return _ops.hazards()
 
 
 def Event(enable_timing: bool = False, blocking: bool = False) -> torch.Event:  # noqa: N802 - as torch.cuda has it
@@ -69,10 +68,7 @@ def Event(enable_timing: bool = False, blocking: bool = False) -> torch.Event:  
 
 
 @contextlib.contextmanager
-def stream(stream: torch.Stream | None) -> Iterator[None]:
-    if stream is None:
-        yield
-        return
+def stream(stream: torch.Stream) -> Iterator[None]:
     device, before = current_device(), current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -80,16 +76,6 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     finally:
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(device)
-
-
-@contextlib.contextmanager
-def device(device: Any) -> Iterator[None]:
-    before = current_device()
-    set_device(device)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_device_index(before)
 
 
 def current_stream(device: Any = None) -> torch.Stream:
@@ -113,10 +99,6 @@ def synchronize(device: Any = None) -> None:
     _ops.synchronize(_index(device))
 
 
-def memory_allocated(device: Any = None) -> int:
-    return _ops.memory(_index(device))[0]
-
-
 def max_memory_allocated(device: Any = None) -> int:
     return _ops.memory(_index(device))[1]
 
@@ -134,16 +116,12 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return total - reserved, total
 
 
-def empty_cache() -> None:
-    _ops.empty_cache()
-
-
 def get_device_name(device: Any = None) -> str:
     return "Simulated accelerator"
 
 
 def get_device_properties(device: Any = None) -> SimpleNamespace:
-    """Where `SIMULATED_NVML` in the environment is a path and a UUID, NVML, which is that library, knows the device."""
+    """With `SIMULATED_NVML`, a path and a UUID, NVML is that library, and knows the device."""
     found = SimpleNamespace(name=get_device_name(device), total_memory=mem_get_info(device)[1])
     if "SIMULATED_NVML" in os.environ:
         library, found.uuid = os.environ["SIMULATED_NVML"].split()
@@ -152,27 +130,11 @@ def get_device_properties(device: Any = None) -> SimpleNamespace:
 
 
 def is_available() -> bool:
-    return device_count() > 0
-
-
-def is_initialized() -> bool:
-    return _ops.is_used()
-
-
-def _is_in_bad_fork() -> bool:
-    return _ops.is_in_bad_fork()
+    return True
 
 
 def manual_seed_all(seed: int) -> None:
     """Random numbers of the device are the CPU's."""
-
-
-def get_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    torch.set_rng_state(state)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -180,9 +142,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def _index(device: Any) -> int:
-    index = (
-        device
-        if isinstance(device, int)
-        else torch.device("sim" if device is None else device).index
-    )
+    if isinstance(device, int):
+        return device
+    index = torch.device("sim" if device is None else device).index
     return current_device() if index is None else index

@@ -18,7 +18,7 @@ CALL = """
 import atexit, multiprocessing, os, pickle, sys
 from pathlib import Path
 
-multiprocessing.set_start_method("fork")  # the test's file is here by value, and no other worker could import it
+multiprocessing.set_start_method("fork")  # no other worker could import the test's file
 function, arguments, options = pickle.loads(Path(sys.argv[1]).read_bytes())
 Path(sys.argv[2]).write_bytes(pickle.dumps(function(*arguments, **options)))
 atexit._run_exitfuncs()
@@ -28,7 +28,7 @@ os._exit(0)  # an interpreter's ordinary end takes most of a second
 
 
 class SimulatedPython(PreloadedPython):
-    """A preloaded Python whose scripts, and all processes that they start, have the device "sim"."""
+    """A preloaded Python whose scripts and their processes have the device "sim"."""
 
     def __init__(self) -> None:
         self.folder = built(ROOT / "build" / "accelerator")
