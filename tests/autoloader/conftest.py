@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-
 from autotune_loader.autoloader import channel
 
 END_S = 5.0

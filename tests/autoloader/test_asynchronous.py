@@ -5,7 +5,6 @@ import sys
 import threading
 
 import pytest
-
 from autotune_loader.autoloader import tuner
 from tests.support.bench import Bench
 

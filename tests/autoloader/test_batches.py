@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
-
 from autotune_loader import AutoLoader
 from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import Channel, Come, Results, WorkerGone
 from autotune_loader.autoloader.segments import SMALL_BYTES, JobPickler, Mapped, Pool, Segment
 from autotune_loader.machine.elsewhere import descriptors
 from tests.support.bursts import Made
+from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.process
 

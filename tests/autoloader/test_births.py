@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -21,12 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
-
 from autotune_loader import AutoLoader
 from autotune_loader.machine.nursery import Root
 from autotune_loader.values import LoaderConfig
 from tests.support.schedules import FixedLoader, Remade
+from torch.utils.data import Dataset, IterableDataset
 
 pytestmark = pytest.mark.process
 
@@ -36,7 +34,6 @@ UNSEEDED, SEEDED, HELD = (
     np.random.default_rng(0),
     {"rng": np.random.default_rng()},
 )
-METHODS = ("spawn", "forkserver")
 
 
 class Told(Dataset[Any]):
@@ -89,12 +86,12 @@ class Changing(Told):
         return self.value, self.names[7], inherited()
 
 
-def name_changes(data: Changing, _: pytest.MonkeyPatch) -> None:
-    data.names[7] = "other"
+def name_changes(rows: Changing, _: pytest.MonkeyPatch) -> None:
+    rows.names[7] = "other"
 
 
-def value_changes(data: Changing, _: pytest.MonkeyPatch) -> None:
-    data.value = 1
+def value_changes(rows: Changing, _: pytest.MonkeyPatch) -> None:
+    rows.value = 1
 
 
 def process_changes(_: Changing, patch: pytest.MonkeyPatch) -> None:
@@ -109,14 +106,13 @@ def preparation_changes(_: Changing, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys, "argv", ["other"])
 
 
+CHANGES = [name_changes, value_changes, process_changes, preparation_changes]
+
+
 @pytest.fixture
 def process_is_put_back() -> Iterator[None]:
-    cores, limit, mask = (
-        os.sched_getaffinity(0),
-        resource.getrlimit(resource.RLIMIT_CORE),
-        os.umask(0),
-    )
-    os.umask(mask)
+    cores, limit = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_CORE)
+    os.umask(mask := os.umask(0))
     yield
     os.umask(mask)
     os.sched_setaffinity(0, cores)
@@ -124,25 +120,19 @@ def process_is_put_back() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_is_put_back")
-@pytest.mark.parametrize(
-    "change", [name_changes, value_changes, process_changes, preparation_changes]
-)
-def test_a_nursery_is_kept_until_something_changes(
-    change: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = Changing()
-    loader, processes, kept = loader_of(data), set[int](), set[int]()
-    for _ in range(3):
+def test_a_nursery_is_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Changing()
+    loader, processes, nurseries = loader_of(rows), set[int](), list[int]()
+    for change in [None, None, *CHANGES]:
+        if change is not None:
+            change(rows, monkeypatch)
         now, told = epoch_of(loader)
         assert not now & processes  # workers are new in each epoch, as torch's
         processes |= now
-        kept.add(nursery_of(loader).pid)
-        assert set(told) == {(0, "image_7", inherited())}
-    assert len(kept) == 1
-    change(data, monkeypatch)
-    _, told = epoch_of(loader)
-    assert set(told) == {(data.value, data.names[7], inherited())}
-    assert nursery_of(loader).pid not in kept
+        nurseries.append(nursery_of(loader).pid)
+        assert set(told) == {(rows.value, rows.names[7], inherited())}
+    assert nurseries[0] == nurseries[1]
+    assert len(set(nurseries)) == 1 + len(CHANGES)
 
 
 ROWS = """
@@ -172,27 +162,38 @@ def test_what_a_nursery_had_to_import_its_root_imports_for_the_next_ones(
     assert second == third == {Root.latest.pid}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_root_serves_all_loaders_and_further_workers_are_clones(method: str) -> None:
+class Counted(Told):
+    """Counts how often it is pickled, and shares memory with workers."""
+
+    def __init__(self) -> None:
+        self.pickled, self.value = 0, 7
+        self.shared = torch.zeros(SAMPLES).share_memory_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.pickled += 1
+        return self.__dict__
+
+    def __getitem__(self, index: int) -> tuple[int, int, Any]:
+        self.shared[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_root_serves_all_loaders_and_workers_are_clones(method: str) -> None:
     roots = set[int]()
     for _ in range(2):
-        loader = FixedLoader(
-            Told(),
-            batch_size=4,
-            collate_fn=list,
-            num_workers=2,
-            multiprocessing_context=method,
-            timeout=30,
-        )
+        data = Counted()
+        how = {"multiprocessing_context": method, "timeout": 30, "collate_fn": list}
+        loader = FixedLoader(data, batch_size=4, num_workers=2, **how)
         iterator = iter(loader)
         rows = list(next(iterator))
         loader.change_to(LoaderConfig(num_workers=4))
-        began = time.monotonic()
         rows += next(iterator)
-        assert len(iterator._workers) == 4
-        assert time.monotonic() - began < 5  # no imports
+        assert len(iterator._workers) == 4  # without imports, which take longer than a batch
         rows += [row for batch in iterator for row in batch]
         assert [index for index, *_ in rows] == list(range(SAMPLES))
+        assert data.pickled == 1
+        assert data.shared.tolist() == [1.0] * SAMPLES
         assert loader._live.home.why_not is None
         roots.add(id(Root.latest))
     assert len(roots) == 1
@@ -355,41 +356,6 @@ def test_errors_are_those_of_torch() -> None:
         epoch_of(loader_of(Refuses()))
 
 
-@pytest.mark.parametrize(
-    ("method", "victim"),
-    [
-        ("spawn", "root"),
-        ("spawn", "nursery"),
-        ("spawn", "worker"),
-        ("spawn", "all"),
-        ("forkserver", "all"),
-    ],
-)
-def test_whoever_is_killed_nothing_is_lost(method: str, victim: str) -> None:
-    loader = loader_of(Told(), method, num_workers=3)
-    for _ in range(2):
-        rows = []
-        for number, batch in enumerate(loader):
-            rows += batch
-            if number == 2:
-                root: Any = Root.latest
-                pids = {"root": root.pid, "nursery": nursery_of(loader).pid, "worker": batch[0][1]}
-                for pid in pids.values() if victim == "all" else [pids[victim]]:
-                    os.kill(pid, signal.SIGKILL)
-        assert [index for index, *_ in rows] == list(range(SAMPLES))
-    epoch_of(loader)
-    assert loader._live.home.why_not is None
-
-
-@pytest.fixture
-def undecided() -> Iterator[None]:
-    was = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method(None, force=True)
-    yield
-    multiprocessing.set_start_method(was, force=True)
-
-
-@pytest.mark.usefixtures("undecided")
 def test_imports_begin_with_the_loader_and_decide_nothing() -> None:
     Root.latest = None
     AutoLoader(Told(), num_workers=0)
@@ -436,7 +402,7 @@ class Data:
             "method": mp.get_start_method(allow_none=True), "parent": parent.name, "parent pid": parent.pid == TRAINING,
             "parent lives": parent.is_alive(), "id": info.id, "workers": info.num_workers, "seed": info.seed is not None,
             "threads": torch.get_num_threads(), "interrupt": str(signal.getsignal(signal.SIGINT)),
-            "stdin": os.fstat(sys.stdin.fileno()).st_rdev, "arguments": sys.argv[1:], "folder": os.getcwd(),
+            "stdin": os.fstat(sys.stdin.fileno()).st_rdev, "arguments": sys.argv[1:-1], "folder": os.getcwd(),
             "product": float(product[0, 0]), "imported here": AT_IMPORT == os.getpid(), "path": sys.path,
             "children": len(mp.active_children()), "standard": sys.stdout.fileno(),
         }
@@ -449,7 +415,7 @@ def main():
     data = Data(mp.get_context(method))
     options = {"tune": False} if kind == "AutoLoader" else {}
     loader = globals()[kind](data, batch_size=4, num_workers=2, collate_fn=list, **options)
-    rows = [batch[0] for _ in range(2) for batch in loader]
+    rows = [batch[0] for batch in loader]
     print(json.dumps([rows, data.value.value, data.shared.tolist(), data.queue.get(timeout=10), data.event.is_set(), data.own]))
 
 if __name__ == "__main__":
@@ -457,35 +423,20 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_worker_is_what_torchs_is(method: str, tmp_path: Path) -> None:
-    script = tmp_path / "fields.py"
+def differing(method: str, folder: Path) -> set[str]:
+    """In what workers of AutoLoader differ from those of DataLoader."""
+    script, told = folder / "fields.py", dict[str, Any]()
     script.write_text(FIELDS)
-    found = {}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: Any = {"capture_output": True, "text": True, "timeout": 100, "check": True}
     for kind in ("DataLoader", "AutoLoader"):
         command = [sys.executable, "-W", "ignore", str(script), method, kind]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        output = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=100, check=True
-        )
-        rows, *shared = json.loads(output.stdout)
-        found[kind] = (
-            [
-                {
-                    name: value
-                    for name, value in row.items()
-                    if (name, value) != ("arguments", [method, kind])
-                }
-                for row in rows
-            ],
-            shared,
-        )
-    (torchs, their_own), (ours, our_own) = found["DataLoader"], found["AutoLoader"]
-    assert our_own == their_own
-    differing = {
-        name
-        for one, other in zip(torchs, ours, strict=True)
-        for name in one
-        if one[name] != other[name]
-    }
-    assert differing <= {"imported here"}  # Python 3.14's fork server has imported the script, too
+        told[kind] = json.loads(subprocess.run(command, env=environment, **pipes).stdout)
+    (torchs, *shared), (ours, *our_shared) = told.values()
+    assert our_shared == shared
+    both = list(zip(torchs, ours, strict=True))
+    return {name for one, other in both for name in one if one[name] != other[name]}
+
+
+def test_a_worker_is_what_torchs_is(tmp_path: Path) -> None:
+    assert differing("spawn", tmp_path) == set()  # of the fork server: test_at_length.py

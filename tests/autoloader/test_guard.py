@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
 from autotune_loader.autoloader.guard import unguarded_line
 
 Ask = Callable[..., int | None]

@@ -1,4 +1,4 @@
-"""What once went wrong: lost workers, errors, forks, kernels that refuse. Each time the epoch is whole, and tuning goes on."""
+"""What once went wrong: lost workers, errors, forks, kernels that refuse. Each epoch is whole."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
-
 from autotune_loader import AutoLoader
 from autotune_loader.autoloader import births
 from autotune_loader.autoloader import iterator as iterator_module
 from autotune_loader.autoloader import live as live_module
 from autotune_loader.machine import clones, nursery
 from autotune_loader.machine.limits import MemoryBudget
+from autotune_loader.machine.nursery import Root
 from autotune_loader.values import LoaderConfig
+from tests.autoloader.test_elastic import imitate_pinning
 from tests.support.bursts import Made
 from tests.support.schedules import FixedLoader, Numbers, Remade, Slow
+from torch.utils.data import Dataset
 
 pytestmark = pytest.mark.process
 
@@ -69,12 +70,41 @@ def test_where_the_kernel_refuses_workers_are_forked(
     assert loader.num_workers == 4
 
 
-def test_persistent_workers_killed_between_epochs_hold_up_nothing() -> None:
-    loader = FixedLoader(Slow(80), batch_size=4, num_workers=2, persistent_workers=True)
-    iterator = begun(loader, FOUR)
-    os.kill(iterator._workers[3].pid, signal.SIGKILL)
-    time.sleep(0.1)
-    assert [batch[0, 0].item() for batch in loader] == list(range(0, 80, 4))
+SPAWN, FORKSERVER = ({"multiprocessing_context": method} for method in ("spawn", "forkserver"))
+# What is asked, how many run, who is killed after which batch, and how many there are then.
+KILLS = [
+    ({"num_workers": 3}, 3, {3: "worker", 9: "worker", 20: "worker"}, 3),
+    ({"num_workers": 3, "pin_memory": True}, 3, {3: "worker", 20: "worker"}, 3),
+    ({"num_workers": 2}, 4, {25: "worker"}, 2),
+    ({"num_workers": 2, "pin_memory": True}, 4, {25: "worker"}, 2),
+    ({"num_workers": 2, "persistent_workers": True}, 2, {3: "worker", 79: "worker"}, 2),
+    ({}, 2, {40: "worker"}, None),  # they may have begun by then
+    ({"num_workers": 3, **SPAWN}, 3, {2: "root", 9: "nursery", 20: "worker"}, 3),
+    ({"num_workers": 3, **FORKSERVER}, 3, {2: "root nursery worker"}, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "runs", "kills", "left"), KILLS)
+def test_whoever_is_killed_each_sample_comes_once(
+    asked: Any, runs: int, kills: Any, left: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "pin_memory" in asked:
+        imitate_pinning(monkeypatch)
+    loader = FixedLoader(Slow(320), batch_size=4, **asked)
+    for _ in range(2):
+        loader.change_to(LoaderConfig(num_workers=runs))
+        iterator, seen = iter(loader), list[int]()
+        for number, batch in enumerate(iterator):
+            seen += batch[:, 0].tolist()
+            alive = {"nursery": iterator._context._nursery, "root": Root.latest}
+            if iterator._workers:
+                alive["worker"] = iterator._workers[-1]
+            for name in kills.get(number, "").split():
+                if name in alive:
+                    os.kill(alive[name].pid, signal.SIGKILL)
+        assert seen == list(range(320))
+    assert left is None or loader.num_workers == left
+    assert loader._live.home.why_not is None
 
 
 class Failing:
@@ -203,17 +233,6 @@ def test_parked_workers_end_and_give_their_memory_back(monkeypatch: pytest.Monke
     assert len(multiprocessing.active_children()) == 2
 
 
-def test_a_slow_sampler_is_no_part_of_a_workers_start() -> None:
-    def slow() -> Iterator[int]:
-        time.sleep(1.0)
-        yield from range(8)
-
-    forked = {"num_workers": 2, "multiprocessing_context": "fork"}
-    loader = AutoLoader(Numbers(8), sampler=slow(), batch_size=2, **forked)
-    assert len(list(loader)) == 4
-    assert loader.found.tuner._start_s < 0.5
-
-
 @pytest.mark.parametrize(
     ("free", "held", "running", "fit"),
     [
@@ -285,13 +304,6 @@ def test_a_dataset_that_draws_late_is_seeded_all_the_same() -> None:
         return [*samples, np.random.rand()]
 
     assert epoch(None) == epoch(2) == epoch(3)
-
-
-def test_one_worker_with_one_batch_ahead_makes_whole_epochs() -> None:
-    loader = FixedLoader(Slow(60), batch_size=2)
-    for _ in range(3):
-        assert [int(batch[0, 0]) for batch in loader] == list(range(0, 60, 2))
-        loader.change_to(LoaderConfig(num_workers=1, prefetch_factor=1))
 
 
 class Flaky:
@@ -385,8 +397,11 @@ def test_system_entropy_that_a_dataset_holds_is_left_alone() -> None:
     assert len(list(AutoLoader(data, batch_size=4))) == 12
 
 
-def test_a_logger_that_fails_does_not_end_tuning(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_change_gets_what_is_best_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    told = list[LoaderConfig]()
+
     def failing(found: Any) -> None:
+        told.append(found.best)
         raise RuntimeError("network")
 
     loader = AutoLoader(Numbers(400), batch_size=2, num_workers=2, on_change=failing)
@@ -395,8 +410,28 @@ def test_a_logger_that_fails_does_not_end_tuning(caplog: pytest.LogCaptureFixtur
     tuner._look = lambda now, fit: setattr(tuner, "best", FOUR)  # type: ignore[method-assign]
     tuner.wake = 0.0
     assert len(list(iterator)) == 199
+    assert told == [FOUR]
     assert "raised" in caplog.text
     assert tuner.refused is None
+
+
+def test_a_timeout_is_the_patience_with_unasked_workers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(iterator_module, "FIRST_S", 0.2)  # GIVEN no patience with a first batch
+
+    def slow_in_workers(index: int) -> int:
+        time.sleep(0.002 if torch.utils.data.get_worker_info() is None else 0.8)
+        return index
+
+    loader = FixedLoader(Made(slow_in_workers, 60), timeout=60)
+    batches = iter(loader)
+    loader.change_to(LoaderConfig(num_workers=1))
+    seen = list[int]()
+    while loader.log.rows[-1:] == [] or loader.log.rows[-1].worker < 0:
+        seen += next(batches).tolist()
+    assert seen == list(range(len(seen)))
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

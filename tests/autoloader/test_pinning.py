@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from autotune_loader.autoloader import pinning
 from autotune_loader.autoloader.pinning import MOST_REFUSALS, Pinner, pinner_for
 

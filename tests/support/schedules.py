@@ -1,27 +1,32 @@
-"""Random schedules of changes over random loaders, run beside a plain DataLoader that never changes.
+"""A loader that changes beside a plain one that never does, which says what each batch has to be.
 
-A case is drawn from its seed alone, so that a difference can be run again: `python -m studies.live.mechanism --case 17`.
+Tests have hypothesis choose the steps (tests/autoloader/test_elastic.py), the study a seed:
+`python -m studies.live.mechanism --case 17`.
 """
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
 import random
+import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import data
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-
-from autotune_loader.autoloader.iterator import LOOKS
+from autotune_loader.autoloader.iterator import LOOKS, MOST_LOSSES
 from autotune_loader.autoloader.loader import AutoLoader
 from autotune_loader.autoloader.tuner import Frozen, Tuner
 from autotune_loader.values import LoaderConfig
+from torch.utils import data
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+OWN_GENERATOR = ("generator", "replacement")
 KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
 
 
@@ -66,6 +71,9 @@ class Numbers(Dataset[Any]):
     def __len__(self) -> int:
         return self.samples
 
+    def weights(self) -> range:
+        return range(1, self.samples + 1)
+
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, index * index])
 
@@ -82,7 +90,7 @@ class Slow(Numbers):
 
 
 class Remade:
-    """Makes its generator anew where it is unpickled, as people do who do not want workers to have the same."""
+    """Makes its generator anew where it is unpickled, so that workers do not have the same."""
 
     def __init__(self, seed: int | None = None) -> None:
         self.rng = np.random.default_rng(seed)
@@ -134,7 +142,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Eager(Numbers):
-    """A sampler that draws from all three global generators as soon as it is asked for an iterator."""
+    """A sampler that draws from the global generators once it is asked for an iterator."""
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(self.samples).tolist()
@@ -143,73 +151,70 @@ class Eager(Numbers):
 
 
 SAMPLERS: dict[str, Callable[[Any, torch.Generator, int], Any]] = {
-    "none": lambda dataset, generator, seed: data.SequentialSampler(dataset),
-    "shuffle": lambda dataset, generator, seed: data.RandomSampler(dataset),
-    "generator": lambda dataset, generator, seed: data.RandomSampler(dataset, generator=generator),
-    "random": lambda dataset, generator, seed: data.RandomSampler(
-        dataset, num_samples=len(dataset) * 2
-    ),
-    "replacement": lambda dataset, generator, seed: data.RandomSampler(
-        dataset, replacement=True, generator=generator
-    ),
-    "subset": lambda dataset, generator, seed: data.SubsetRandomSampler(range(0, len(dataset), 2)),
-    "weighted": lambda dataset, generator, seed: data.WeightedRandomSampler(
-        range(1, len(dataset) + 1), len(dataset)
-    ),
-    "distributed": lambda dataset, generator, seed: data.DistributedSampler(
-        dataset, num_replicas=2, rank=seed % 2
-    ),
-    "eager": lambda dataset, generator, seed: Eager(len(dataset)),
-}
+    "none": lambda rows, own, seed: data.SequentialSampler(rows),
+    "shuffle": lambda rows, own, seed: data.RandomSampler(rows),
+    "generator": lambda rows, own, seed: data.RandomSampler(rows, generator=own),
+    "random": lambda rows, own, seed: data.RandomSampler(rows, num_samples=len(rows) * 2),
+    "replacement": lambda rows, own, seed: data.RandomSampler(rows, True, generator=own),
+    "subset": lambda rows, own, seed: data.SubsetRandomSampler(range(0, len(rows), 2)),
+    "weighted": lambda rows, own, seed: data.WeightedRandomSampler(rows.weights(), len(rows)),
+    "distributed": lambda rows, own, seed: data.DistributedSampler(rows, 2, seed % 2),
+    "eager": lambda rows, own, seed: Eager(len(rows)),
+}  # fmt: skip
+GENERATORS = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A loader, and when it changes to what."""
+    """The arguments of a loader."""
 
     seed: int
     kind: str
     sampler: str
     samples: int
     batch_size: int
-    epochs: int
     asked: dict[str, Any]  # Arguments of DataLoader for both
-    changes: dict[tuple[int, int], LoaderConfig]  # By (epoch, batch): asked for after that batch
-    leaves: dict[int, int]  # Epochs that are left by `break` after so many batches
     draws: bool  # Whether the loop draws random numbers, too, as dropout does
 
+    def arguments(self) -> dict[str, Any]:
+        """Fresh ones, samplers and generators included."""
+        if self.kind == "stream":
+            return {"dataset": Stream(self.samples), "batch_size": self.batch_size, **self.asked}
+        dataset = Fetched(self.samples) if self.kind == "getitems" else Numbers(self.samples)
+        generator = torch.Generator().manual_seed(self.seed)
+        sampler = SAMPLERS[self.sampler](dataset, generator, self.seed)
+        asked: dict[str, Any] = {"dataset": dataset, **self.asked}
+        if self.sampler in OWN_GENERATOR:
+            asked["generator"] = generator
+        if self.kind == "batch_sampler":
+            batches = data.BatchSampler(sampler, self.batch_size, self.seed % 2 == 0)
+            return asked | {"batch_sampler": batches}
+        asked["batch_size"] = None if self.kind == "unbatched" else self.batch_size
+        if self.kind != "unbatched" and self.sampler in ("none", "shuffle", "generator"):
+            return asked | {"shuffle": self.sampler != "none"}
+        return asked | {"sampler": sampler}
 
-def draw_case(seed: int, kind: str | None = None) -> Case:
-    rng = random.Random(seed)
-    kind = kind or rng.choice(KINDS)
-    samples, batch_size, epochs = rng.randint(1, 90), rng.randint(1, 7), rng.randint(1, 3)
-    batches = -(-samples // (1 if kind == "unbatched" else batch_size))
-    asked: dict[str, Any] = {}
-    if rng.random() < 0.4:
+
+def draw_case(source: int | random.Random) -> Case:
+    """A case from a seed, or from whoever draws its numbers."""
+    rng = source if isinstance(source, random.Random) else random.Random(source)
+    kind, asked = rng.choice(KINDS), dict[str, Any]()
+    if rng.random() < 0.5:
         asked = {"num_workers": rng.randint(1, 3), "prefetch_factor": rng.randint(1, 3)}
         asked["persistent_workers"] = rng.random() < 0.4
     if kind in ("map", "getitems", "stream") and rng.random() < 0.3:
         asked["drop_last"] = True
-    sampler = "none" if kind == "stream" else rng.choice(list(SAMPLERS))
-    changes = {
-        (rng.randrange(epochs), rng.randrange(batches + 1)): draw_config(rng)
-        for _ in range(0 if kind == "stream" else rng.randint(1, 4))
-    }
-    leaves = (
-        {rng.randrange(epochs): rng.randint(1, batches)}
-        if rng.random() < 0.2 and kind != "stream"
-        else {}
-    )
     return Case(
-        seed,
-        kind,
-        sampler,
-        samples,
-        batch_size,
-        epochs,
-        asked,
-        changes,
-        leaves,
+        seed=rng.randint(0, 999),
+        kind=kind,
+        sampler="none" if kind == "stream" else rng.choice(list(SAMPLERS)),
+        samples=rng.randint(1, 90),
+        batch_size=rng.randint(1, 7),
+        asked=asked,
         draws=rng.random() < 0.5,
     )
 
@@ -217,74 +222,150 @@ def draw_case(seed: int, kind: str | None = None) -> Case:
 def draw_config(rng: random.Random) -> LoaderConfig:
     if (workers := rng.choice([0, 1, 2, 3])) == 0:
         return LoaderConfig()
-    return LoaderConfig(
-        num_workers=workers,
-        prefetch_factor=rng.randint(1, 4),
-        persistent_workers=rng.random() < 0.3,
-    )
+    return LoaderConfig(num_workers=workers, prefetch_factor=rng.randint(1, 4))
 
 
-def arguments(case: Case) -> dict[str, Any]:
-    """Fresh arguments of the case's loader, samplers and generators included."""
-    if case.kind == "stream":
-        return {"dataset": Stream(case.samples), "batch_size": case.batch_size, **case.asked}
-    dataset = Fetched(case.samples) if case.kind == "getitems" else Numbers(case.samples)
-    generator = torch.Generator().manual_seed(case.seed)
-    sampler = SAMPLERS[case.sampler](dataset, generator, case.seed)
-    asked: dict[str, Any] = {"dataset": dataset, **case.asked}
-    if case.sampler in ("generator", "replacement"):
-        asked["generator"] = generator
-    if case.kind == "batch_sampler":
-        return asked | {
-            "batch_sampler": data.BatchSampler(sampler, case.batch_size, case.seed % 2 == 0)
-        }
-    asked["batch_size"] = None if case.kind == "unbatched" else case.batch_size
-    if case.kind != "unbatched" and case.sampler in ("none", "shuffle", "generator"):
-        return asked | {"shuffle": case.sampler != "none"}
-    return asked | {"sampler": sampler}
+class Side:
+    """One of two loaders, with the global generators as its own training has them."""
+
+    def __init__(self, case: Case, loader_class: type[Any]) -> None:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(case.seed)
+        self.arguments, self.draws, self.iterator = case.arguments(), case.draws, None
+        self.__exit__()
+        with self:
+            self.loader = loader_class(**self.arguments)
+
+    def __enter__(self) -> None:
+        for (_, put_back), state in zip(GENERATORS, self.global_states, strict=True):
+            put_back(state)
+
+    def __exit__(self, *_: object) -> None:
+        self.global_states: list[Any] = [state() for state, _ in GENERATORS]
+
+    @property
+    def states(self) -> Any:
+        with self:
+            return states(self.arguments.get("generator"))
+
+    def begin(self, epoch: int) -> None:
+        with self:
+            if hasattr(self.loader.sampler, "set_epoch"):
+                self.loader.sampler.set_epoch(epoch)
+            self.iterator = iter(self.loader)
+
+    def take(self) -> Any:
+        """The next batch, and what the loop draws then; None at the end."""
+        with self:
+            if (batch := next(self.iterator, None)) is None:
+                self.iterator = None
+                return None
+            drawn = (
+                (torch.rand(1).item(), random.random(), np.random.random()) if self.draws else ()
+            )
+            return torch.as_tensor(batch).tolist(), *drawn
 
 
-def run(case: Case, loader_class: type[Any], change: bool) -> tuple[list[Any], Any]:
-    """All batches of all epochs, and the state of every generator afterwards."""
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(case.seed)
-    asked, seen = arguments(case), list[Any]()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        loader = loader_class(**asked)
-        for epoch in range(case.epochs):
-            if hasattr(loader.sampler, "set_epoch"):
-                loader.sampler.set_epoch(epoch)
-            for number, batch in enumerate(loader):
-                seen.append((epoch, torch.as_tensor(batch).tolist()))
-                if case.draws:
-                    seen.append((torch.rand(1).item(), random.random(), np.random.random()))
-                if change and (epoch, number) in case.changes:
-                    loader.change_to(case.changes[epoch, number])
-                if number + 1 == case.leaves.get(epoch):
+class Beside:
+    """A plain DataLoader, and one of the same arguments to which something happens."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.plain, self.ours = case, Side(case, DataLoader), Side(case, FixedLoader)
+        self.sides, self.epoch, self.kills, self.differs = (self.plain, self.ours), -1, 0, ""
+
+    @property
+    def is_running(self) -> bool:
+        return self.ours.iterator is not None
+
+    def begin(self) -> None:
+        """A new epoch."""
+        self.epoch += 1
+        for side in self.sides:
+            side.begin(self.epoch)
+
+    def take(self, batches: int = 1000) -> None:
+        """So many batches, or fewer at the end of the epoch."""
+        for _ in range(batches if self.is_running else 0):
+            plain, ours = (side.take() for side in self.sides)
+            if ours != plain:
+                self.differs = f"epoch {self.epoch}: {ours}, and not {plain}"
+            elif plain is None and self.ours.states != self.plain.states:
+                self.differs = f"the states of the generators after epoch {self.epoch}"
+            assert not self.differs, self.differs
+            if plain is None:
+                return
+
+    def resize(self, config: LoaderConfig) -> None:
+        self.ours.loader.change_to(config)
+
+    def pause(self) -> None:
+        """Workers begin meanwhile."""
+        time.sleep(0.02)
+
+    def leave(self) -> None:
+        """As by `break`."""
+        for side in self.sides:
+            side.iterator = None
+            if self.case.sampler == "replacement":
+                # It has drawn as far ahead as there are workers, in torch as here.
+                side.arguments["generator"].manual_seed(self.epoch)
+
+    def kill(self, number: int) -> None:
+        """A worker, or what forks further ones. The third in a row would be torch's error."""
+        iterator: Any = self.ours.iterator
+        if self.case.kind == "stream" or self.kills == MOST_LOSSES - 1:
+            return
+        processes = [*iterator._workers, iterator._context._nursery]
+        if pid := getattr(processes[number % len(processes)], "pid", None):
+            self.kills += 1
+            os.kill(pid, signal.SIGKILL)
+
+    def fork(self) -> None:
+        """A process of the training's own, which drops the iterator that it has inherited."""
+        if (pid := os.fork()) == 0:
+            with suppress(BaseException):
+                getattr(self.ours.iterator, "__del__", int)()  # a stream without workers has none
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    def copy(self) -> None:
+        """Train on with a copy of the loader; pickled where it has no generator of the script's."""
+        for side in self.sides:
+            loader = side.loader
+            # Neither a generator nor workers that are kept can be pickled.
+            is_shared = self.case.sampler in OWN_GENERATOR or loader.persistent_workers
+            side.loader = copy.copy(loader) if is_shared else pickle.loads(pickle.dumps(loader))
+
+    def close(self) -> None:
+        """Nothing is left for the garbage collector, which also runs in forks."""
+        for side in self.sides:
+            side.iterator = side.loader = None
+
+
+def differences(case: Case) -> list[str]:
+    """Where a loader to which much happens differs from the plain one in one random schedule."""
+    rng, beside = random.Random(case.seed), Beside(case)
+    try:
+        for _ in range(rng.randint(1, 3)):
+            beside.begin()
+            for _ in range(rng.randint(0, 4)):
+                if case.kind != "stream":
+                    beside.resize(draw_config(rng))
+                beside.take(rng.randint(1, 30))
+                if not beside.is_running:
                     break
-            seen.append("end of epoch")
-        return seen, states(asked.get("generator"))
+            if beside.is_running and rng.random() < 0.2:
+                beside.leave()
+            elif beside.is_running:
+                beside.take()
+    except AssertionError:
+        return [beside.differs]
+    return []
 
 
 def states(generator: torch.Generator | None = None) -> Any:
     _, words, *others = np.random.get_state()
     own = generator.get_state().tolist() if generator else None
-    return (
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        [str(x) for x in others],
-        words.tolist(),
-        own,
-    )
-
-
-def differences(case: Case) -> list[str]:
-    """In what the changing loader differs from the plain one; nothing where it keeps its promise."""
-    plain, plain_state = run(case, DataLoader, change=False)
-    ours, our_state = run(case, FixedLoader, change=True)
-    found = [] if plain == ours else [f"batches: {len(plain)} and {len(ours)}"]
-    # After `break` a sampler that draws batch by batch has drawn as far ahead as there are workers, in torch as here.
-    if plain_state != our_state and not case.leaves:
-        found.append("state of the generators")
-    return found
+    numpys = [str(x) for x in others]
+    return torch.get_rng_state().tolist(), random.getstate(), numpys, words.tolist(), own
