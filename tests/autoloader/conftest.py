@@ -1,4 +1,4 @@
-"""What every test of a live loader leaves: no process, no thread, and where it failed nothing that fails the next one."""
+"""What every test of a live loader leaves: no process, and no thread."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from autotune_loader.autoloader import channel
 
 END_S = 5.0

@@ -1,7 +1,7 @@
 """Whatever a script does with a loader, it sees what `DataLoader` shows it.
 
-Each scenario runs with a plain one, with an AutoLoader, and with plain ones under `enable("watch")` and
-`enable("run")`, which tunes those that ask for no workers, too.
+Each scenario runs with a plain one, with an AutoLoader, and with plain ones under `enable("watch")`
+and `enable("run")`, which tunes those that ask for no workers, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from autotune_loader import AutoLoader, enable
-from tests.support.schedules import Numbers, Stream
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -34,6 +32,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from autotune_loader import AutoLoader, enable
+from tests.support.schedules import Numbers, Stream
 
 pytestmark = [
     pytest.mark.process,
@@ -189,9 +190,9 @@ def init_fails(base: Any, workers: int) -> Any:
 
 
 OF_LOADER = (
-    "batch_size num_workers prefetch_factor pin_memory drop_last timeout dataset persistent_workers "
-    "in_order multiprocessing_context _index_sampler _auto_collation _dataset_kind collate_fn "
-    "generator"
+    "batch_size num_workers prefetch_factor pin_memory drop_last timeout dataset in_order "
+    "persistent_workers multiprocessing_context _index_sampler _auto_collation _dataset_kind "
+    "collate_fn generator"
 )
 OF_ITERATOR = "_num_yielded _num_workers _dataset _index_sampler _persistent_workers"
 
@@ -301,8 +302,8 @@ def timeout(base: Any, workers: int) -> Any:
 
 FAILING = [failing(make) for make in (not_decoded, StopIteration)]
 SCENARIOS = [
-    changes_between_epochs, inside_its_own_loop, in_a_thread, infinite, *FAILING, attributes, copies,
-    workers_get_what_is_sent, daemonic, attributes_set_later, timeout,
+    changes_between_epochs, inside_its_own_loop, in_a_thread, infinite, *FAILING, attributes,
+    copies, workers_get_what_is_sent, daemonic, attributes_set_later, timeout,
 ]  # fmt: skip
 
 

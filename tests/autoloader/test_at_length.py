@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.autoloader.test_as_torch import CASES, enabled, plain
 from tests.autoloader.test_births import differing
 from tests.autoloader.test_elastic import run_schedules
@@ -32,6 +33,6 @@ def test_a_scenario_under_run_goes_as_with_dataloader(
     assert enabled("run", scenario, workers) == expected
 
 
-def test_a_worker_of_the_fork_server_is_what_torchs_is(tmp_path: Path) -> None:
+def test_a_fork_servers_worker_is_what_torchs_is(tmp_path: Path) -> None:
     # Python 3.14's fork server has imported the script, too.
     assert differing("forkserver", tmp_path) <= {"imported here"}

@@ -1,4 +1,4 @@
-"""Workers of `spawn` and `forkserver` are what torch's are, are born once, and nothing of that can go wrong for good."""
+"""Workers of `spawn` and `forkserver` are what torch's are, and are born once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset, IterableDataset
+
 from autotune_loader import AutoLoader
 from autotune_loader.machine.nursery import Root
 from autotune_loader.values import LoaderConfig
 from tests.support.schedules import FixedLoader, Remade
-from torch.utils.data import Dataset, IterableDataset
 
 pytestmark = pytest.mark.process
 
@@ -147,7 +148,7 @@ class Rows(Told):
 """
 
 
-def test_what_a_nursery_had_to_import_its_root_imports_for_the_next_ones(
+def test_what_a_nursery_imports_its_root_imports_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows_of_births.py").write_text(ROWS)
@@ -206,7 +207,7 @@ class Drawing(Told):
         return tuple(float(each.random()) for each in (UNSEEDED, self.rng, HELD["rng"], SEEDED))
 
 
-def test_generators_without_a_seed_differ_between_workers_as_in_new_processes() -> None:
+def test_generators_without_a_seed_differ_between_workers() -> None:
     loader = loader_of(Drawing())
     rows = [row for batch in loader for row in batch]
     firsts = {process: told for _, process, told in reversed(rows)}
@@ -223,13 +224,13 @@ class Stream(IterableDataset[Any]):
         return (self.source() for _ in range(4))
 
 
-def test_generators_that_a_dataset_makes_where_it_is_unpickled_differ_too() -> None:
+def test_generators_made_by_unpickling_differ_between_workers() -> None:
     loader = AutoLoader(Stream(), batch_size=None, num_workers=2, multiprocessing_context="spawn")
     drawn = [float(each) for _ in range(2) for each in loader]
     assert len(set(drawn)) == len(drawn) == 16
 
 
-def test_a_fork_of_the_training_has_a_nursery_of_its_own() -> None:
+def test_a_fork_has_a_nursery_of_its_own() -> None:
     loader = loader_of(Changing())
     epoch_of(loader)
     if not (pid := os.fork()):
@@ -285,9 +286,7 @@ class ReadsFile(Told):
     ],
     ids=["thread", "socket", "file"],
 )
-def test_what_clones_would_share_is_told_and_workers_start_as_torchs(
-    data: Any, why: str | None
-) -> None:
+def test_what_clones_would_share_is_told(data: Any, why: str | None) -> None:
     loader = loader_of(data)
     epoch_of(loader)
     told = loader.report()
@@ -299,7 +298,7 @@ def test_what_clones_would_share_is_told_and_workers_start_as_torchs(
         assert why in " ".join(told.split())
 
 
-def test_memory_that_is_shared_by_name_has_no_nursery() -> None:
+def test_memory_shared_by_name_has_no_nursery() -> None:
     was = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -320,7 +319,7 @@ class Writes(Told):
         return self.value
 
 
-def test_a_pipe_of_the_dataset_ends_with_the_workers() -> None:
+def test_a_pipe_of_the_dataset_ends_with_workers() -> None:
     reader, writer = multiprocessing.Pipe(duplex=False)
     loader = loader_of(Writes(writer))
     for _ in range(2):
@@ -397,14 +396,16 @@ class Data:
             self.event.set()
         product = torch.ones(400, 400) @ torch.ones(400, 400)  # with the threads that a worker has
         return {
-            "name": process.name, "identity": process._identity, "kind": type(process).__name__,
-            "daemon": process.daemon, "main": sys.modules["__main__"].__name__, "class": Data.__module__,
-            "method": mp.get_start_method(allow_none=True), "parent": parent.name, "parent pid": parent.pid == TRAINING,
-            "parent lives": parent.is_alive(), "id": info.id, "workers": info.num_workers, "seed": info.seed is not None,
-            "threads": torch.get_num_threads(), "interrupt": str(signal.getsignal(signal.SIGINT)),
-            "stdin": os.fstat(sys.stdin.fileno()).st_rdev, "arguments": sys.argv[1:-1], "folder": os.getcwd(),
-            "product": float(product[0, 0]), "imported here": AT_IMPORT == os.getpid(), "path": sys.path,
-            "children": len(mp.active_children()), "standard": sys.stdout.fileno(),
+            "name": process.name, "identity": process._identity, "daemon": process.daemon,
+            "kind": type(process).__name__, "main": sys.modules["__main__"].__name__,
+            "class": Data.__module__, "method": mp.get_start_method(allow_none=True),
+            "parent": parent.name, "parent pid": parent.pid == TRAINING,
+            "parent lives": parent.is_alive(), "id": info.id, "workers": info.num_workers,
+            "seed": info.seed is not None, "threads": torch.get_num_threads(),
+            "interrupt": str(signal.getsignal(signal.SIGINT)), "arguments": sys.argv[1:-1],
+            "stdin": os.fstat(sys.stdin.fileno()).st_rdev, "folder": os.getcwd(),
+            "product": float(product[0, 0]), "standard": sys.stdout.fileno(), "path": sys.path,
+            "imported here": AT_IMPORT == os.getpid(), "children": len(mp.active_children()),
         }
 
 TRAINING = int(os.environ.setdefault("TRAINING", str(os.getpid())))
@@ -416,7 +417,8 @@ def main():
     options = {"tune": False} if kind == "AutoLoader" else {}
     loader = globals()[kind](data, batch_size=4, num_workers=2, collate_fn=list, **options)
     rows = [batch[0] for batch in loader]
-    print(json.dumps([rows, data.value.value, data.shared.tolist(), data.queue.get(timeout=10), data.event.is_set(), data.own]))
+    shared = [data.value.value, data.shared.tolist(), data.queue.get(timeout=10)]
+    print(json.dumps([rows, *shared, data.event.is_set(), data.own]))
 
 if __name__ == "__main__":
     main()

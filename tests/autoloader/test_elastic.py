@@ -21,11 +21,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from autotune_loader import AutoLoader
-from autotune_loader.autoloader import channel
-from autotune_loader.autoloader import iterator as elastic
-from autotune_loader.machine.elsewhere import descriptors
-from autotune_loader.values import LoaderConfig
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -35,6 +30,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from torch.utils.data import DataLoader, get_worker_info
+
+from autotune_loader import AutoLoader
+from autotune_loader.autoloader import channel
+from autotune_loader.autoloader import iterator as elastic
+from autotune_loader.machine.elsewhere import descriptors
+from autotune_loader.values import LoaderConfig
 from tests.support.bursts import Made
 from tests.support.schedules import (
     Beside,
@@ -47,7 +49,6 @@ from tests.support.schedules import (
     Where,
     draw_case,
 )
-from torch.utils.data import DataLoader, get_worker_info
 
 pytestmark = [
     pytest.mark.process,
@@ -135,7 +136,7 @@ def test_no_schedule_changes_what_the_training_sees() -> None:
 
 
 # Near its end a deeper queue has reached the sampler's end, where it draws once more.
-def test_a_break_near_the_end_leaves_the_samplers_generator() -> None:
+def test_a_break_leaves_the_samplers_generator_as_torch() -> None:
     asked = {"num_workers": 1, "prefetch_factor": 3}
     beside = Beside(Case(5064, "unbatched", "generator", 16, 6, asked, draws=True))
     beside.begin()
@@ -158,7 +159,7 @@ def mapped() -> int:
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_what_the_loop_keeps_stays_and_memory_is_reused(
+def test_what_is_kept_stays_and_memory_is_reused(
     pins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if pins:
@@ -314,7 +315,7 @@ def test_batches_are_whole_on_the_gpu(pins: bool, is_beside: bool) -> None:
     assert torch.cat(seen).tolist() == [[float(index)] * 2 for index in range(800)]
 
 
-def test_jobs_never_block_the_loop_however_many_or_long() -> None:
+def test_many_or_long_jobs_never_block_the_loop() -> None:
     how = {"num_workers": 2, "prefetch_factor": 1000, "tune": False}
     batches = iter(AutoLoader(Numbers(16_000), batch_size=8, **how))
     first = next(batches)
@@ -333,7 +334,7 @@ NO_WORKER = [
 
 
 @pytest.mark.parametrize(("make", "workers", "says"), NO_WORKER)
-def test_a_sample_no_worker_can_give_is_torchs_error(make: Any, workers: int, says: str) -> None:
+def test_a_sample_no_worker_gives_is_torchs_error(make: Any, workers: int, says: str) -> None:
     rows, seen = Made(lambda index: make() if index == 7 else index, 20), list[Any]()
     with pytest.raises(Exception, match=says):  # noqa: PT012
         for batch in AutoLoader(rows, collate_fn=list, num_workers=workers):
@@ -341,7 +342,7 @@ def test_a_sample_no_worker_can_give_is_torchs_error(make: Any, workers: int, sa
     assert seen == list(range(7))
 
 
-def test_where_one_worker_more_fails_there_are_as_many_as_asked() -> None:
+def test_where_further_workers_fail_the_asked_stay() -> None:
     connections = multiprocessing.BoundedSemaphore(2)  # GIVEN a server that takes two connections
     mine: list[bool] = []
 
@@ -377,7 +378,7 @@ def test_a_loop_with_few_descriptors_ends_as_torchs() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_loaders_numbers_tell_how_far_its_sampler_is_ahead() -> None:
+def test_the_loaders_numbers_tell_the_samplers_lead() -> None:
     given = list[int]()
     drawn = (given.append(index) or index for index in range(90))  # type: ignore[func-returns-value]
     loader = FixedLoader(Slow(90, 0.001), batch_size=None, sampler=drawn, num_workers=2)
@@ -391,7 +392,7 @@ def test_the_loaders_numbers_tell_how_far_its_sampler_is_ahead() -> None:
             assert loader.num_workers == (4 if number == 30 else 2)
 
 
-def test_where_the_data_ask_for_their_worker_the_number_stays() -> None:
+def test_data_that_ask_their_worker_keep_the_number() -> None:
     loader = AutoLoader(Where(24), batch_size=4, num_workers=2)
     assert {(who, of) for _, who, of in torch.cat(list(loader)).tolist()} == {(0, 2), (1, 2)}
     assert loader.kept.kind == "worker_info"
@@ -439,7 +440,7 @@ def test_torch_and_numpy_draw_different_words() -> None:
     assert not [numpys for numpys, torchs in rows if numpys == torchs]
 
 
-def test_items_of_a_batch_are_fetched_by_threads_at_once() -> None:
+def test_items_are_fetched_by_threads_at_once() -> None:
     def together(index: int) -> int:
         barrier.wait()
         return index
@@ -456,7 +457,7 @@ def test_items_of_a_batch_are_fetched_by_threads_at_once() -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_who_leaves_a_loop_or_the_loader_leaves_no_worker(kept: bool) -> None:
+def test_leaving_loop_or_loader_leaves_no_worker(kept: bool) -> None:
     loader = AutoLoader(Slow(400), batch_size=2, num_workers=2, persistent_workers=kept)
     for _ in range(2):
         for _ in loader:
@@ -483,7 +484,7 @@ def test_epochs_that_are_left_early_leak_nothing() -> None:
     assert mapped() == 0
 
 
-def test_a_fork_of_the_training_leaves_workers_to_its_parent(
+def test_a_fork_leaves_workers_to_its_parent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loader = AutoLoader(Slow(80), batch_size=2, num_workers=2, tune=False)
@@ -541,7 +542,7 @@ for number, batch in enumerate(AutoLoader(Slow(10_000), num_workers=2)):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_ctrl_c_and_a_kill_end_the_job_and_its_workers(
+def test_ctrl_c_and_kill_end_job_and_workers(
     how: signal.Signals, preloaded: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -610,9 +611,7 @@ def test_later_workers_see_the_data_as_the_first(kept: bool, is_nursery_killed: 
 @pytest.mark.parametrize(
     ("may_start", "kept", "begins"), [(True, False, 4), (False, False, 2), (False, True, 4)]
 )
-def test_a_short_epoch_starts_workers_at_its_beginning_alone(
-    may_start: bool, kept: bool, begins: int
-) -> None:
+def test_a_short_epoch_starts_workers_only_first(may_start: bool, kept: bool, begins: int) -> None:
     rows = Sized(40)
     how = {"persistent_workers": kept, "multiprocessing_context": "fork"}
     loader = FixedLoader(rows, batch_size=2, num_workers=2, **how)

@@ -1,4 +1,4 @@
-"""Private names of torch that AutoLoader and `run` stand on; a failure names what torch has changed."""
+"""Private names of torch that AutoLoader and `run` stand on: a failure names what has changed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, default_collate
+
 from autotune_loader.autoloader import births, iterator, live, torchs
 from autotune_loader.autoloader.iterator import ElasticIter
 from autotune_loader.autoloader.worker import OF_A_WORKER, OF_AN_EPOCH
 from tests.support.schedules import Numbers
-from torch.utils.data import DataLoader, default_collate
 
 T = TypeVar("T")
 Batch = TypeVar("Batch")
@@ -69,7 +70,7 @@ def test_torch_has_the_methods_that_are_extended() -> None:
     assert not [each.attr for each in extended if not hasattr(torchs.WorkersIter, each.attr)]
 
 
-def test_torchs_worker_loop_takes_what_is_replaced_by_name() -> None:
+def test_torchs_worker_loop_takes_the_replaced_names() -> None:
     parameters = inspect.signature(torchs.worker_loop).parameters
     names = {*OF_A_WORKER, *OF_AN_EPOCH, "collate_fn"}
     assert not names - {*parameters}, f"torch {torch.__version__}"
@@ -102,7 +103,7 @@ class OfSamplesAndBatches(Generic[T, Batch]):
 
 
 @pytest.mark.parametrize("loader", [DataLoader, OfSamples, OfSamplesAndBatches])
-def test_a_loader_of_samples_is_one_in_either_torch(
+def test_a_loader_class_works_with_either_torch(
     loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torchs, "DataLoader", loader)
@@ -114,7 +115,7 @@ def test_a_loader_of_samples_is_one_in_either_torch(
     assert made["Own"][str].__origin__ is made["Own"]
 
 
-def test_torchs_collate_asks_for_memory_by_the_replaced_name() -> None:
+def test_torchs_collate_asks_by_the_replaced_name() -> None:
     assert "_new_shared" in inspect.getsource(torch.utils.data._utils.collate.collate_tensor_fn)
     assert callable(torch.UntypedStorage._new_shared.__func__)  # type: ignore[attr-defined]
     assert torch.equal(default_collate([torch.ones(2), torch.ones(2)]), torch.ones(2, 2))

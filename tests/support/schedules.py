@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import data
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
 from autotune_loader.autoloader.iterator import LOOKS, MOST_LOSSES
 from autotune_loader.autoloader.loader import AutoLoader
 from autotune_loader.autoloader.tuner import Frozen, Tuner
 from autotune_loader.values import LoaderConfig
-from torch.utils import data
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 OWN_GENERATOR = ("generator", "replacement")
 KINDS = ("map", "getitems", "batch_sampler", "unbatched", "stream")
