@@ -11,7 +11,7 @@ import torch
 
 from tests.autoloader.test_as_torch import CASES, enabled, plain
 from tests.autoloader.test_births import differing
-from tests.autoloader.test_elastic import run_schedules
+from tests.autoloader.test_schedules import run_schedules
 
 pytestmark = [
     pytest.mark.system,

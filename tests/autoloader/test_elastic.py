@@ -21,15 +21,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from torch.utils.data import DataLoader, get_worker_info
 
 from autotune_loader import AutoLoader
@@ -38,17 +29,7 @@ from autotune_loader.autoloader import iterator as elastic
 from autotune_loader.machine.elsewhere import descriptors
 from autotune_loader.values import LoaderConfig
 from tests.support.bursts import Made
-from tests.support.schedules import (
-    Beside,
-    Case,
-    FixedLoader,
-    Noise,
-    Numbers,
-    Slow,
-    Stream,
-    Where,
-    draw_case,
-)
+from tests.support.schedules import FixedLoader, Noise, Numbers, Slow, Stream, Where
 
 pytestmark = [
     pytest.mark.process,
@@ -56,96 +37,6 @@ pytestmark = [
 ]
 
 TWO, THREE, FOUR = (LoaderConfig(num_workers=number) for number in (2, 3, 4))
-
-
-BATCHES = st.integers(1, 12)
-
-
-class Schedule(RuleBasedStateMachine):
-    """What may happen to a loader; a plain DataLoader says what each batch has to be."""
-
-    running = precondition(lambda self: self.beside.is_running)
-    between = precondition(lambda self: not self.beside.is_running)
-
-    @initialize(case=st.randoms(use_true_random=False).map(draw_case))
-    def begin(self, case: Case) -> None:
-        self.beside = Beside(case)
-        self.beside.begin()
-
-    @rule(workers=st.integers(0, 4), depth=st.integers(1, 4), batches=BATCHES)
-    def resize(self, workers: int, depth: int, batches: int) -> None:
-        self.beside.resize(LoaderConfig().with_workers(workers, depth if workers else None))
-        self.beside.take(batches)
-
-    @running
-    @rule(batches=BATCHES)
-    def pause(self, batches: int) -> None:
-        self.beside.pause()
-        self.beside.take(batches)
-
-    @running
-    @rule(worker=st.integers(0, 4), batches=BATCHES)
-    def kill(self, worker: int, batches: int) -> None:
-        self.beside.kill(worker)
-        self.beside.take(batches)
-
-    @running
-    @rule(batches=BATCHES)
-    def fork(self, batches: int) -> None:
-        self.beside.fork()
-        self.beside.take(batches)
-
-    @running
-    @rule()
-    def leave(self) -> None:
-        self.beside.leave()
-
-    @between
-    @rule()
-    def copy(self) -> None:
-        self.beside.copy()
-
-    @between
-    @rule()
-    def next_epoch(self) -> None:
-        self.beside.begin()
-
-    def teardown(self) -> None:
-        if not self.beside.differs:
-            self.beside.take()
-        self.beside.close()
-
-
-def run_schedules(examples: int, **options: Any) -> None:
-    run_state_machine_as_test(
-        Schedule,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=12,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],  # to shrink them takes minutes
-            suppress_health_check=list(HealthCheck),
-            **options,
-        ),
-    )
-
-
-def test_no_schedule_changes_what_the_training_sees() -> None:
-    run_schedules(10, derandomize=True)
-
-
-# Near its end a deeper queue has reached the sampler's end, where it draws once more.
-def test_a_break_leaves_the_samplers_generator_as_torch() -> None:
-    asked = {"num_workers": 1, "prefetch_factor": 3}
-    beside = Beside(Case(5064, "unbatched", "generator", 16, 6, asked, draws=True))
-    beside.begin()
-    beside.take(11)
-    beside.resize(LoaderConfig(num_workers=2, prefetch_factor=4))
-    beside.take(1)
-    beside.leave()
-    beside.begin()
-    beside.take()
 
 
 def one_twice(rows: list[Any]) -> Any:
