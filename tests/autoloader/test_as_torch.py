@@ -34,6 +34,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader import AutoLoader, enable
+from tests.support.data import Rows
 from tests.support.schedules import Numbers, Stream
 
 pytestmark = [
@@ -144,17 +145,6 @@ def not_decoded() -> NotDecodedError:
     return NotDecodedError("sample", 7)
 
 
-class Failing(Timed):
-    def __init__(self, make: Callable[[], BaseException]) -> None:
-        super().__init__(40, 0.0)
-        self.make = make
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 13:
-            raise self.make()
-        return super().__getitem__(index)
-
-
 def events(iterator: Any) -> list[Any]:
     """All batches and exceptions until the end."""
     seen: list[Any] = []
@@ -169,8 +159,13 @@ def events(iterator: Any) -> list[Any]:
 
 
 def failing(make: Callable[[], BaseException]) -> Callable[[Any, int], Any]:
+    def get(index: int) -> Any:
+        if index == 13:
+            raise make()
+        return torch.tensor([index])
+
     def scenario(base: Any, workers: int) -> Any:
-        loader, seen = base(Failing(make), batch_size=4, num_workers=workers), []
+        loader, seen = base(Rows(get, 40), batch_size=4, num_workers=workers), []
         for _ in range(2):
             iterator = iter(loader)
             # A StopIteration of the dataset's own is no end.

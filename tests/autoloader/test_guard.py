@@ -92,7 +92,8 @@ def test_a_script_that_cannot_be_parsed_is_unknown(text: bytes, ask: Ask, tmp_pa
     assert ask("write()\nask()", write=lambda: (tmp_path / "script.py").write_bytes(text)) == 0
 
 
-def test_a_script_that_has_ended_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_has_ended_is_unknown(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask("ask()")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__)
     assert unguarded_line() == 0  # no frame is left of it
 
