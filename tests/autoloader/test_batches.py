@@ -80,14 +80,7 @@ def shown(value: Any) -> Any:
         if value.layout is torch.strided:
             spans = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
             stride = (value if spans == value.numel() else value.contiguous()).stride()
-        flat = (
-            value.detach()
-            .as_subclass(torch.Tensor)
-            .resolve_conj()
-            .to_dense()
-            .flatten()
-            .contiguous()
-        )
+        flat = value.detach().resolve_conj().to_dense().flatten().contiguous()
         return *about, stride, value.shape, flat.view(torch.uint8).numpy().tobytes()
     if isinstance(value, np.ndarray):
         content = value.tolist() if value.dtype == object else value.tobytes()
@@ -103,12 +96,9 @@ def as_it_is(batch: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant", "ignore:The PyTorch API of nested tensors")
 def test_any_batch_arrives_as_from_dataloader() -> None:
-    def made(index: int) -> Any:
-        batch = list(BATCHES.values())[index]
-        return batch() if callable(batch) else batch
-
+    batches = [each() if callable(each) else each for each in BATCHES.values()]
     how: Any = {"batch_size": None, "collate_fn": as_it_is, "num_workers": 2}
-    loader = AutoLoader(Made(made, len(BATCHES)), **how, tune=False)
+    loader = AutoLoader(Made(batches.__getitem__, len(batches)), **how, tune=False)
     seen = [[shown(each) for each in kind] for kind in (DataLoader(loader.dataset, **how), loader)]
     both = zip(BATCHES, *seen, strict=True)
     assert [kind for kind, theirs, ours in both if theirs != ours] == []
