@@ -222,7 +222,9 @@ def test_parked_workers_end_and_give_their_memory_back(monkeypatch: pytest.Monke
     deadline = time.monotonic() + 60
     while len(iterator._workers) > 2 and time.monotonic() < deadline:
         next(iterator)
-    time.sleep(0.1)
+    assert len(iterator._workers) == 2
+    while len(multiprocessing.active_children()) > 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert len(multiprocessing.active_children()) == 2
 
 
