@@ -426,4 +426,5 @@ def differing(method: str, folder: Path) -> set[str]:
 
 
 def test_a_worker_is_what_torchs_is(tmp_path: Path) -> None:
-    assert differing("spawn", tmp_path) == set()  # of the fork server: test_at_length.py
+    # Clones of the root have not imported the script. The fork server is in test_at_length.py.
+    assert differing("spawn", tmp_path) <= {"imported here"}
