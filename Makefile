@@ -7,7 +7,7 @@ OTHER := build/$(notdir $(PYTHON))-torch-$(TORCH)
 QUIETLY := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test all rest quick coverage mutants acceptance docs gpu libraries torch dist clean
+.PHONY: help venv demo check test all rest quick coverage mutants acceptance docs gpu libraries torch other dist clean
 MAKEFLAGS += --no-print-directory
 
 help: ## show this list
@@ -26,7 +26,7 @@ check: $(INSTALLED) ## lint, format, types, layers, circles between files
 
 # More at a time than there are cores: many wait.
 test: check ## check, then units, processes, and five seconds of each framework, of ranks and of each page
-	@$(BIN)/python -m pytest -n 4 -m "unit or process or smoke" --durations=15 -r fER
+	@$(BIN)/python -m pytest -n 4 -m "smoke or not (system or acceptance)" --durations=15 -r fER
 
 all: test rest ## test, then the rest of the system, and the claims of README on this machine
 
@@ -39,7 +39,7 @@ quick: $(INSTALLED) ## the unit tests: under a minute
 	@$(BIN)/python -m pytest -m unit
 
 coverage: $(INSTALLED) ## branches of the package that unit and process tests run; what a probe's own process runs does not count
-	@$(BIN)/python -m pytest -n 4 -m "unit or process" --cov --cov-report=term:skip-covered
+	@$(BIN)/python -m pytest -n 4 -m "not (system or acceptance)" --cov --cov-report=term:skip-covered
 
 mutants: $(INSTALLED) ## change random lines of each room and print how many of the changes no unit test notices (ROOMS="search" SEED=1)
 	@$(BIN)/python -m tests.mutants $(ROOMS) $(if $(SEED),--seed $(SEED))
@@ -50,13 +50,20 @@ acceptance: $(INSTALLED) ## many simulated searches: how good the choices are, a
 docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-torch: ## unit and process tests with another torch, in an environment of its own (TORCH=2.6.0, PYTHON=python3.10)
+torch: ## unit and process tests with another torch, in an environment of its own (TORCH=2.6.0, PYTHON=python3.10, LACKS=1: see below)
 	@test -n "$(TORCH)" || { echo 'say which: make torch TORCH=2.6.0'; exit 2; }
 	@$(PYTHON) -m venv $(OTHER)
 	@grep -vE '^(torch|sympy)==' constraints.txt > $(OTHER)/constraints.txt
 	@$(OTHER)/bin/python -m pip install $(QUIETLY) -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]'
 	@$(OTHER)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
-	@$(OTHER)/bin/python -m pytest -n 4 -m "unit or process"
+	@$(MAKE) other
+
+# LACKS=1: as the Pythons of uv and conda are, which lack os.memfd_create and os.pidfd_open.
+LACKING := import os; [delattr(os, name) for name in ("memfd_create", "pidfd_open") if hasattr(os, name)]
+other:
+	@PTH=$$($(OTHER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lacking.pth; \
+		trap 'rm -f "$$PTH"' EXIT; $(if $(LACKS),echo '$(LACKING)' > "$$PTH";) \
+		$(OTHER)/bin/python -m pytest -n 4 -m "not (system or acceptance)"
 
 dist: ## build wheel and sdist, check their metadata, install the wheel alone in a fresh environment, run its demo
 	@rm -rf dist build/release build/wheel
@@ -69,7 +76,7 @@ dist: ## build wheel and sdist, check their metadata, install the wheel alone in
 	@cd build/wheel && env -u PYTHONPATH bin/autotune-loader demo
 
 libraries: $(INSTALLED) ## tune with the loaders of twenty libraries, each in an environment of its own under ~/.cache (LIBRARIES="monai timm")
-	@$(BIN)/python -m studies.libraries $(LIBRARIES)
+	@$(BIN)/python -m studies libraries.attempts $(if $(LIBRARIES),--only "$(LIBRARIES)")
 
 gpu: ## on a machine with CUDA: the tests that need it and studies/gpu (see its README)
 	@sh studies/gpu/run.sh

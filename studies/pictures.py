@@ -17,17 +17,12 @@ MEAN, STD = np.array([0.485, 0.456, 0.406], np.float32), np.array([0.229, 0.224,
 
 
 def cache_folder() -> Path:
-    """Where the pictures are kept between runs; the number changes when they do."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "autotune-loader" / "demo-jpegs-2"
+    """Where the pictures are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "autotune-loader" / "demo-jpegs-2"
 
 
 def make_jpegs(folder: Path, count: int = 1200, size: tuple[int, int] = (500, 375), seed: int = 0) -> list[Path]:
-    """Make the JPEG files that `folder` lacks of `count`, and return their paths in order.
-
-    A picture is soft noise with grain, as large as a photograph of its `size` (width, height). A file gets its name only
-    when it is whole, so an interrupted call is completed by the next.
-    """
+    """The JPEG files of a folder, soft noise with grain of `size` (width, height); those that are missing are made."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{index:05d}.jpg" for index in range(count)]
     for index, path in enumerate(paths):
@@ -38,11 +33,8 @@ def make_jpegs(folder: Path, count: int = 1200, size: tuple[int, int] = (500, 37
             grain = rng.normal(0, 7, (size[1], size[0], 3))
             picture = Image.fromarray(np.clip(np.asarray(smooth) + grain, 0, 255).astype(np.uint8))
             unfinished = path.with_suffix(f".{os.getpid()}.part")
-            try:
-                picture.save(unfinished, "JPEG", quality=90)
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            picture.save(unfinished, "JPEG", quality=90)
+            unfinished.replace(path)
     return paths
 
 

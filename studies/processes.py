@@ -1,29 +1,45 @@
-"""A command in a process of its own, of which nothing is left: what most studies measure in; neighbours that slow it."""
+"""A function in a process of its own, of which nothing is left: what most studies measure in; neighbours that slow it.
+
+python studies/processes.py studies.live.births:start '{"workers": 2}'     # the process: prints what the function returns
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import importlib
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 """Keeps a core busy until the process that started it ends, however it does."""
-BUSY_HALF = """import os, time
-parent = os.getppid()
-while os.getppid() == parent:
-    until = time.perf_counter() + 0.001
-    while time.perf_counter() < until: pass
-    time.sleep(0.001)"""
-"""The same, for a millisecond of every two."""
 
 
 class NoAnswerError(RuntimeError):
     """A process failed, hung or said nothing."""
+
+
+def answer(
+    function: Callable[..., Any], *, under: tuple[str, ...] = (), python: str = sys.executable, timeout_s: float = 600.0,
+    environ: dict[str, str] | None = None, **given: Any,
+) -> Any:  # fmt: skip
+    """What a function of a module returns in a fresh process, as JSON has it; `under` comes before the script.
+
+    Raises:
+        NoAnswerError: it failed, printed nothing, or took longer.
+    """
+    job = [__file__, f"{function.__module__}:{function.__name__}", json.dumps(given)]
+    line = last_line(*under, *job, python=python, timeout_s=timeout_s, **(environ or {}))
+    return json.loads(line)
 
 
 def last_line(*command: str, python: str = sys.executable, timeout_s: float = 600.0, **environ: str) -> str:
@@ -52,36 +68,50 @@ def last_line(*command: str, python: str = sys.executable, timeout_s: float = 60
     return output.splitlines()[-1]
 
 
+def forked(function: Callable[..., Any], *given: Any) -> Any:
+    """What a function returns in a fork of this process, which has imported what it needs."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: theirs.send(function(*given)))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        raise NoAnswerError(f"{function.__name__}{given} failed") from None
+    finally:
+        process.join()
+
+
+def cores_free(seconds: float = 0.3) -> float:
+    """The least share of a core that one process for each core gets, that is 1 where nobody else wants them."""
+    with concurrent.futures.ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
+    ) as pool:
+        return min(pool.map(_share, [seconds] * len(os.sched_getaffinity(0))))
+
+
+def _share(seconds: float) -> float:
+    begun, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() < begun + seconds:
+        pass
+    return (time.process_time() - used) / (time.perf_counter() - begun)
+
+
 @contextlib.contextmanager
 def busy_neighbours(count: int) -> Iterator[None]:
     """So many processes want a core each while the block runs. Ctrl-C does not reach them; it ends the block, and that them."""
-    with _beside([BUSY] * count):
-        yield
-
-
-@contextlib.contextmanager
-def halved_cores() -> Iterator[None]:
-    """Each core is half as fast while the block runs, for whoever uses it: a real-time process takes every other millisecond.
-
-    Raises:
-        PermissionError: The user may not start such processes (root may).
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    with _beside([BUSY_HALF] * len(cores)) as started:
-        for core, each in zip(cores, started, strict=True):
-            os.sched_setaffinity(each.pid, {core})
-            os.sched_setscheduler(each.pid, os.SCHED_FIFO, os.sched_param(1))
-        yield
-
-
-@contextlib.contextmanager
-def _beside(programs: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
     started = list[subprocess.Popen[bytes]]()
     try:
-        started += (subprocess.Popen([sys.executable, "-c", each], start_new_session=True) for each in programs)
-        yield started
+        started += (subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count))
+        yield
     finally:
         for each in started:
             each.kill()
-        for each in started:
             each.wait()
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # in place of this folder, whose names are not those of modules
+    module, _, name = sys.argv[1].partition(":")
+    print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))), flush=True)

@@ -1,6 +1,6 @@
 """Does AutoLoader, and DataLoader under `run`, pass torch's own tests of DataLoader? Prints who fails what.
 
-    python -m studies.torch_suite FILE [NAME ...]       # about ten minutes; NAME: only tests with one of these in their names
+    python -m studies torch_suite --file FILE [--only NAME,NAME]    # about ten minutes; tests with one of these in their names
 
 FILE is test/stateful_dataloader/test_dataloader.py of github.com/pytorch/data: torch's test/test_dataloader.py with another
 loader in one import, which is replaced here once more. It is fetched by whoever runs this and not kept here.
@@ -8,10 +8,8 @@ loader in one import, which is replaced here once more. It is fetched by whoever
 
 from __future__ import annotations
 
-import argparse
 import collections
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from studies.processes import ROOT
+from studies.study import Row, Table
 
 IMPORT = "from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader"
 SIDES = {
@@ -28,6 +27,7 @@ SIDES = {
         "import autotune_loader; from torch.utils.data import DataLoader; autotune_loader.enable('run')"
     ),
 }
+BAR = "no side fails what DataLoader passes, but test_invalid_ctor_args_combinations (AutoLoader)"
 SETTINGS = "[pytest]\naddopts =\n"
 TIMEOUT_S = 900
 
@@ -39,20 +39,11 @@ def outcomes(text: str, replaced: str, names: list[str]) -> dict[str, str]:
         file.write_text(text.replace(IMPORT, replaced))
         Path(folder, "pytest.ini").write_text(SETTINGS)
         select = ["-k", " or ".join(names)] if names else []
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "--junit-xml=out.xml",
-        ]
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--junit-xml=out.xml"]
         subprocess.run(
-            [*command, *select, file.name], cwd=folder, timeout=TIMEOUT_S, check=False, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            [sys.executable, "-m", "pytest", *options, *select, file.name], cwd=folder, timeout=TIMEOUT_S, check=False,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         found = {}
         for case in ElementTree.parse(Path(folder, "out.xml")).iter("testcase"):
@@ -62,27 +53,18 @@ def outcomes(text: str, replaced: str, names: list[str]) -> dict[str, str]:
         return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("names", nargs="*")
-    options = parser.parse_args()
-    text = options.file.read_text()
+def rows(*, file: str = "", only: str = "") -> Table:
+    text = Path(file).read_text() if Path(file).is_file() else ""
     if IMPORT not in text:
-        parser.error(f"{options.file} has no line {IMPORT!r}; test_dataloader.py of github.com/pytorch/data would work")
+        raise SystemExit(
+            f"--file {file!r} has no line {IMPORT!r}; test_dataloader.py of github.com/pytorch/data would work"
+        )
     plain: dict[str, str] = {}
-    worse = 0
     for side, replaced in SIDES.items():
-        found = outcomes(text, replaced, options.names)
+        found = outcomes(text, replaced, only.split(",") if only else [])
         plain = plain or found
-        print(f"{side}: {dict(collections.Counter(found.values()))}", flush=True)
-        for name, kind in found.items():
-            if kind == "failed":
-                same = plain.get(name) == "failed"
-                worse += not same
-                print(f"  {re.sub(r'^Test', '', name)}{' (DataLoader, too)' if same else ''}", flush=True)
-    return bool(worse)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        worse = [name for name, kind in found.items() if kind == "failed" and plain.get(name) != "failed"]
+        counts = collections.Counter(found.values())
+        cells = {"side": side, **{kind: counts[kind] for kind in ("passed", "failed", "skipped")}}
+        is_met = all("test_invalid_ctor_args_combinations" in name for name in worse)
+        yield Row({**cells, "failed here alone": ", ".join(worse)}, is_met)

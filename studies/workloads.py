@@ -74,13 +74,13 @@ class Items(Dataset[Any]):
         return self.get(index)
 
 
-def sleeping(
-    length: int, median_s: float, *, sigma: float = 0.0, slow_every: int = 0, slow_s: float = 0.0
-) -> Dataset[Any]:
-    """Samples that are waited for, as from remote storage, and cost no CPU: lognormal waits, each index always the same."""
+def sleeping(length: int, median_s: float, sigma: float = 0.0, slow_s: float = 0.0) -> Dataset[Any]:
+    """Samples that are waited for, as from remote storage, and cost no CPU: lognormal waits, each index always the same.
+
+    Every 32nd takes `slow_s`, where that is given.
+    """
     waits_s = median_s * np.exp(sigma * np.random.default_rng(0).standard_normal(length))
-    if slow_every:
-        waits_s[slow_every - 1 :: slow_every] = slow_s
+    waits_s[31::32] = slow_s or waits_s[31::32]
     return Items(partial(sleep, waits_s), length)
 
 
@@ -103,11 +103,6 @@ def turn(turns: int, index: int) -> tuple[torch.Tensor, int]:
     for number in range(turns):
         total = (total * 31 + number) & 0xFFFF
     return torch.full((64,), float(total)), index % 10
-
-
-def give(sample: torch.Tensor, index: int) -> torch.Tensor:
-    """A sample that costs nothing to make; a large one costs much to move."""
-    return sample
 
 
 def accelerated(dataset: Dataset[Any], batch_size: int, step_s: float) -> StudyWorkload:
@@ -133,23 +128,15 @@ def cpu_bound() -> StudyWorkload:
     return accelerated(Items(partial(spin, 50, np.random.default_rng(0).bytes(1 << 16)), 4096), 8, 0.005)
 
 
-def large_tensors() -> StudyWorkload:
-    sample = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0))
-    return accelerated(Items(partial(give, sample), 4096), 8, 0.001)
-
-
 WORKLOADS: dict[str, Callable[[], StudyWorkload]] = {
     "wait_light_tail": lambda: accelerated(sleeping(4096, 0.004, sigma=0.2), 8, 0.004),
-    "wait_heavy_tail": lambda: accelerated(sleeping(4096, 0.002, sigma=0.8, slow_every=32, slow_s=0.2), 8, 0.004),
+    "wait_heavy_tail": lambda: accelerated(sleeping(4096, 0.002, sigma=0.8, slow_s=0.2), 8, 0.004),
     # More workers than a multiple of a few cores would allow are best: 128 ms of waiting a batch over a step of 12 ms.
     "wait_behind_step": lambda: accelerated(sleeping(4096, 0.004), 32, 0.012),
     "cpu_bound": cpu_bound,
     "python_loops": lambda: accelerated(Items(partial(turn, 20_000), 4096), 16, 0.010),
     "jpeg": jpeg,
-    "large_tensors": large_tensors,
     "in_memory": in_memory,
-    "step_bound": lambda: accelerated(sleeping(4096, 0.0005), 16, 0.060),
     # 8 s of waiting a batch over a step of 0.3 s: 27 workers keep up.
     "slow_batches": lambda: accelerated(sleeping(4096, 0.5), 16, 0.3),
-    "short_epoch": lambda: accelerated(sleeping(64, 0.002), 8, 0.002),
 }

@@ -711,7 +711,7 @@ class ElasticIter(torchs.WorkersIter):  # type: ignore[misc]
             self._draws += 1
             return indices
         self._draws = 1
-        if draws and not self._asked and self._tuner.refused is None:  # the first one may shuffle
+        if draws and self._tuner.refused is None:  # the first one may shuffle
             self._decide(Refused(Kept.SAMPLER_DRAWS()))
         return indices
 

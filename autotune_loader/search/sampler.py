@@ -286,6 +286,8 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             self._turn_to(study)
             config = self._proposed.get(trial.number) or self.belief(study).choice or LoaderConfig()
             value = getattr(config, param_name)
+            if value is None and None in getattr(param_distribution, "choices", ()):
+                return None  # the user's own batch size
             if param_name == "prefetch_factor" and value is None:
                 value = TORCH_PREFETCH_FACTOR  # asked for also without workers
             value = closest(param_distribution, value)

@@ -1,6 +1,6 @@
 """What is left when a whole tuning run is killed with SIGKILL at a random moment?
 
-    python -m studies.endurance.kills --kills 50
+    python -m studies endurance.kills --kills 50
 
 A run with `output=` is killed, every second time the process of its bursts instead. Then no process and no file of it may be
 left but `loader.json`, which must load where it is there, and a run after it must end well.
@@ -8,7 +8,6 @@ left but `loader.json`, which must load where it is there, and a run after it mu
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -25,8 +24,9 @@ import psutil
 from autotune_loader import TuningResult
 from autotune_loader.values import TunerError
 from studies.processes import ROOT
+from studies.study import Row, Table
 
-MARK = "AUTOTUNE_ENDURANCE"
+MARK, DEADLINE_S = "AUTOTUNE_ENDURANCE", 120.0
 RUN = """
 import time, torch
 from autotune_loader import tune
@@ -40,26 +40,21 @@ class Rows(torch.utils.data.Dataset):
 
 tune(Rows(), batch_size=8, budget=4, max_workers=2, output="loader.json", progress=False)
 """
-DEADLINE_S = 120.0
 FIGURES = ("kills", "of the bursts' process", "before first file", "after the end", "unreadable files", "not finished")
 LEFT = ("leftover processes", "leftover files")
+BAR = "no unreadable file, none not finished, nothing left"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    figures = kill_runs(options.kills, options.seed)
+def rows(*, kills: int = 50, seed: int = 0) -> Table:
+    figures = kill_runs(kills, seed)
     for name in (*FIGURES, *LEFT):
-        print(f"{name:<24} {figures[name]}")
-    return 1 if any(figures[name] for name in ("unreadable files", "not finished", *LEFT)) else 0
+        is_fault = name in ("unreadable files", "not finished", *LEFT)
+        yield Row({"figure": name, "times": figures[name]}, not figures[name] if is_fault else None)
 
 
 def kill_runs(kills: int, seed: int = 0) -> Counter[str]:
     """Kill that many runs, each at a moment drawn from the whole length of a run."""
-    rng, figures = random.Random(seed), Counter[str]()
-    begun = time.monotonic()
+    rng, figures, begun = random.Random(seed), Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         wait(start(Path(folder)))
     whole_s = time.monotonic() - begun
@@ -84,18 +79,17 @@ def kill_one(folder: Path, after_s: float, *, kills_child: bool, figures: Counte
     figures["kills"] += 1
     note_left(folder, figures)
     figures["before first file"] += not path.exists()
-    figures["unreadable files"] += path.exists() and not loads(path)
+    figures["unreadable files"] += path.exists() and not status_of(path)
     wait(start(folder))
-    figures["not finished"] += not path.exists() or TuningResult.load(path).status not in ("complete", "undecided")
+    figures["not finished"] += status_of(path) not in ("complete", "undecided")
     note_left(folder, figures)
 
 
-def loads(path: Path) -> bool:
-    try:
-        return bool(TuningResult.load(path))
-    except TunerError as error:
-        print(error, file=sys.stderr)
-        return False
+def status_of(path: Path) -> str:
+    """Of the result in a file; empty where there is none, or none that can be read."""
+    with contextlib.suppress(TunerError, FileNotFoundError):
+        return str(TuningResult.load(path).status)
+    return ""
 
 
 def child_of(pid: int) -> psutil.Process | None:
@@ -141,7 +135,3 @@ def still_there(mark: str, within_s: float = 5.0) -> list[int]:
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Does a trial train as the script does? Seconds of a batch and of a step in both, for jobs that set something of their own.
 
-    python -m studies.fidelity.alike [NAME ...]
+    python -m studies fidelity.alike [--only NAME]
 
 Each job runs in a process of its own: some steps as its script trains, `tune()`, and the same steps once more. Without workers
 a batch is what the loop waits for, and all of it is the script's own time. Compared are medians: of the script, before and
@@ -9,83 +9,50 @@ after, and of all trials without workers.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import importlib
 import itertools
-import json
-import os
-import sqlite3
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autotune_loader import TuningResult, tune
-from studies.processes import NoAnswerError, last_line
-from studies.workloads import WORKLOADS, spin
+from studies.processes import NoAnswerError, answer
+from studies.study import Row, Table
+from studies.workloads import WORKLOADS, Items, spin
 
 GOAL, STEPS, BUDGET_S, ROWS, WIDTH = 0.10, 25, 12.0, 4000, 32
-SETTINGS = """
-from types import SimpleNamespace
-class AttrDict(dict):
-    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
-cfg, space = AttrDict(rounds=1), SimpleNamespace(rounds=1)
-"""
-DATA = """
-import settings_of_alike
-from studies.fidelity.alike import Spun
-class Rows(Spun):
-    def __init__(self, name): self.name = name
-    def rounds(self): return getattr(settings_of_alike, self.name).rounds
-"""
-"""A script's modules: settings that it changes, and a dataset that reads them."""
+BAR = "each batch and each step within 10%"
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """Seconds of each step and of the batch before it."""
 
     batch_s: list[float]
     step_s: list[float]
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A script: how it trains for some steps, and how it is tuned."""
 
     train: Callable[[], Timed]
     tune: Callable[[], TuningResult]
 
 
-class Spun(Dataset[Any]):
-    """Samples that take some milliseconds of one core; `rounds` says how long, each time."""
-
-    def __init__(self, rounds: Callable[[], int]) -> None:
-        self.rounds = rounds
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return spin(self.rounds(), b"x" * (1 << 16), index)[0][:WIDTH], index % 2
+def sample(index: int, rounds: int = 10) -> tuple[torch.Tensor, int]:
+    """Some milliseconds of one core."""
+    return spin(rounds, b"x" * (1 << 16), index)[0][:WIDTH], index % 2
 
 
-class Dicts(Spun):
-    """The same as dicts, for models that take names."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        x, y = super().__getitem__(index)
-        return {"x": x, "labels": y}
+def as_dict(index: int) -> dict[str, Any]:
+    """For models that take names."""
+    x, y = sample(index)
+    return {"x": x, "labels": y}
 
 
 class Stream(IterableDataset[Any]):
@@ -94,28 +61,12 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         for index in range(info.id if info else 0, ROWS, info.num_workers if info else 1):
-            yield spin(20, b"x" * (1 << 16), index)[0][:WIDTH], index % 2
+            yield sample(index, 20)
 
 
-class Opened(Dataset[Any]):
-    """Rows of a file that is opened on first use."""
-
-    def __init__(self, open_it: Callable[[], Callable[[int], float]]) -> None:
-        self.open_it, self.read = open_it, None
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        self.read = self.read or self.open_it()
-        x = spin(10, b"x" * (1 << 16), index)[0][:WIDTH]
-        return x + self.read(index), index % 2
-
-
-def model(width: int = WIDTH, hidden: int = 2048) -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.Linear(width, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, hidden), torch.nn.Linear(hidden, 2)
-    )
+def model(hidden: int = 2048) -> torch.nn.Module:
+    linear = torch.nn.Linear
+    return torch.nn.Sequential(linear(WIDTH, hidden), torch.nn.ReLU(), linear(hidden, hidden), linear(hidden, 2))
 
 
 def timed(loader: Iterable[Any], step: Callable[[Any], Any]) -> Timed:
@@ -131,25 +82,22 @@ def timed(loader: Iterable[Any], step: Callable[[Any], Any]) -> Timed:
     return found
 
 
-def by_hand(data: Any, net: torch.nn.Module | None = None, train_step: Any = None, **options: Any) -> Job:
-    """A script with a loop of its own, cross entropy and SGD."""
-    net = net or model()
-    loss_fn = torch.nn.CrossEntropyLoss()
-    optimizer: Any = None if train_step else torch.optim.SGD(net.parameters(), 1e-3)
-    loader = (
-        data if isinstance(data, DataLoader) else DataLoader(data, 16, shuffle=not isinstance(data, IterableDataset))
-    )
+def by_hand(loader: Any, net: torch.nn.Module, train_step: Any = None) -> Job:
+    """A script with a loop of its own, with cross entropy and SGD where it has no step."""
+    loss_fn, given = torch.nn.CrossEntropyLoss(), {"train_step": train_step}
+    if train_step is None:
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        given = {"loss_fn": loss_fn, "optimizer": optimizer}
 
-    def step(batch: Any) -> None:
+    def step(net: Any, batch: Any) -> None:
         optimizer.zero_grad()
         loss_fn(net(batch[0]), batch[1]).backward()
         optimizer.step()
 
     def tuned() -> TuningResult:
-        given = {"loss_fn": loss_fn, "optimizer": optimizer} if train_step is None else {"train_step": train_step}
-        return tune(loader, net, budget=BUDGET_S, progress=False, **given, **options)
+        return tune(loader, net, budget=BUDGET_S, progress=False, **given)
 
-    return Job(lambda: timed(loader, step if train_step is None else lambda batch: train_step(net, batch)), tuned)
+    return Job(lambda: timed(loader, lambda batch: (train_step or step)(net, batch)), tuned)
 
 
 def of_workload(name: str) -> Job:
@@ -168,44 +116,7 @@ def own_backward() -> Job:
         optimizer.step()
         return loss
 
-    return by_hand(Spun(lambda: 10), net, step)
-
-
-def settings(name: str) -> Job:
-    """Of a module whose object of settings the script has changed."""
-    folder = Path(tempfile.mkdtemp())
-    (folder / "settings_of_alike.py").write_text(SETTINGS)
-    (folder / "data_of_alike.py").write_text(DATA)
-    sys.path.insert(0, str(folder))
-    data = importlib.import_module("data_of_alike")
-    getattr(sys.modules["settings_of_alike"], name).rounds = 20
-    return by_hand(data.Rows(name))
-
-
-def database() -> Job:
-    path = f"{tempfile.mkdtemp()}/rows.db"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("CREATE TABLE rows (number INTEGER PRIMARY KEY, value REAL)")
-        connection.executemany("INSERT INTO rows VALUES (?, ?)", [(number, float(number)) for number in range(ROWS)])
-        connection.commit()
-
-    def opened() -> Callable[[int], float]:
-        connection = sqlite3.connect(path)
-        return lambda index: connection.execute("SELECT value FROM rows WHERE number = ?", (index,)).fetchone()[0]
-
-    return by_hand(Opened(opened))
-
-
-def mapped() -> Job:
-    path = f"{tempfile.mkdtemp()}/rows.bin"
-    np.zeros(ROWS, np.float32).tofile(path)
-
-    def opened() -> Callable[[int], float]:
-        rows = np.memmap(path, dtype=np.float32, mode="r")
-        return lambda index: float(rows[index])
-
-    return by_hand(Opened(opened))
+    return by_hand(DataLoader(Items(sample, ROWS), 16, shuffle=True), net, step)
 
 
 def lightning_job(*, hook: bool = False, **trainer: Any) -> Job:
@@ -216,10 +127,10 @@ def lightning_job(*, hook: bool = False, **trainer: Any) -> Job:
 
     class Data(lightning.LightningDataModule):
         def train_dataloader(self) -> Any:
-            return DataLoader(Spun(lambda: 10), 16, shuffle=True)
+            return DataLoader(Items(sample, ROWS), 16, shuffle=True)
 
         def on_after_batch_transfer(self, batch: Any, _index: int) -> Any:
-            return (spin(200, b"x" * (1 << 16), 0) and batch) if hook else batch
+            return (sample(0, 200) and batch) if hook else batch
 
     class Net(lightning.LightningModule):
         def __init__(self) -> None:
@@ -239,17 +150,13 @@ def lightning_job(*, hook: bool = False, **trainer: Any) -> Job:
         def on_train_batch_start(self, *_: Any) -> None:
             self.marks.append(time.perf_counter())
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.marks.append(time.perf_counter())
+        on_train_batch_end = on_train_batch_start
 
     def fit(net: Any, data: Any, steps: int) -> Clock:
-        clock, quiet = (
-            Clock(),
-            dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-        )
-        lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=1, limit_train_batches=steps, callbacks=[clock], **quiet, **trainer
-        ).fit(net, datamodule=data)
+        names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        clock, given = Clock(), {**dict.fromkeys(names, False), "accelerator": "cpu", "devices": 1, **trainer}
+        loop = lightning.Trainer(max_epochs=1, limit_train_batches=steps, callbacks=[clock], **given)
+        loop.fit(net, datamodule=data)
         return clock
 
     def train() -> Timed:
@@ -259,11 +166,9 @@ def lightning_job(*, hook: bool = False, **trainer: Any) -> Job:
         return Timed([], periods)
 
     def tune_it() -> TuningResult:
-        net = Net()
-        data = tuned(Data(), net, budget=BUDGET_S, progress=False)
+        data = tuned(Data(), net := Net(), budget=BUDGET_S, progress=False)
         fit(net, data, 2)
-        found: TuningResult = data.tuning_result
-        return found
+        return data.tuning_result  # type: ignore[no-any-return]
 
     return Job(train, tune_it)
 
@@ -314,7 +219,7 @@ def trainer_job(**options: Any) -> Job:
             tempfile.mkdtemp(), per_device_train_batch_size=16, max_steps=STEPS, report_to=[], save_strategy="no",
             logging_strategy="no", disable_tqdm=True, use_cpu=True, **options,
         )  # fmt: skip
-        return Trainer(Net(PretrainedConfig()), arguments, train_dataset=Dicts(lambda: 10))
+        return Trainer(Net(PretrainedConfig()), arguments, train_dataset=Items(as_dict, ROWS))
 
     def train() -> Timed:
         trainer, clock = made(), Clock()
@@ -326,16 +231,9 @@ def trainer_job(**options: Any) -> Job:
 
 
 JOBS: dict[str, Callable[[], Job]] = {
-    "jpeg": lambda: of_workload("jpeg"),
-    "in_memory": lambda: of_workload("in_memory"),
-    "cpu_bound": lambda: of_workload("cpu_bound"),
-    "wait_light_tail": lambda: of_workload("wait_light_tail"),
-    "stream": lambda: by_hand(Stream()),
+    **{name: partial(of_workload, name) for name in ("jpeg", "in_memory", "cpu_bound", "wait_light_tail")},
+    "stream": lambda: by_hand(DataLoader(Stream(), 16), model()),
     "own backward": own_backward,
-    "settings: an attribute dict": lambda: settings("cfg"),
-    "settings: a namespace": lambda: settings("space"),
-    "database opened on first use": database,
-    "map opened on first use": mapped,
     "Lightning": lightning_job,
     "Lightning, hook of the data module": lambda: lightning_job(hook=True),
     "Lightning, clipped, every second step": lambda: lightning_job(gradient_clip_val=1.0, accumulate_grad_batches=2),
@@ -346,43 +244,29 @@ JOBS: dict[str, Callable[[], Job]] = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Medians of one job: batch and step, or the period where a framework does not tell them apart."""
+    """Medians of one job, in a process of its own: batch and step, or the period where a framework does not tell them apart."""
     warnings.simplefilter("ignore")
     job = JOBS[name]()
     before, result, after = job.train(), job.tune(), job.train()
     alone = [m for each in result.trials if not each.config.num_workers and (m := each.measurement)]
-    said = [str(each) for each in result.warnings]
-    script = {
-        key: median([*getattr(before, key)[2:], *getattr(after, key)[2:]] or [0.0]) for key in ("batch_s", "step_s")
-    }
+    script = {key: [*getattr(before, key)[2:], *getattr(after, key)[2:]] for key in ("batch_s", "step_s")}
     trials = {"batch_s": median(m.service_s for m in alone), "step_s": median(m.step_s for m in alone)}
     if not before.batch_s:
-        trials = {"batch_s": 0.0, "step_s": median(m.service_s + m.step_s for m in alone)}
-    return {"script": script, "trials": trials, "said": said}
+        trials["step_s"] += trials["batch_s"]
+    return {"script": {key: median(each) for key, each in script.items() if each}, "trials": trials}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(JOBS))
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.one:
-        print(json.dumps(measure(asked.one)), flush=True)
-        return
-    print("| job | batch: script, trials | | step: script, trials | |\n|---|---|---|---|---|", flush=True)
-    for name in asked.names or JOBS:
+def rows(*, only: str = "", quick: bool = False) -> Table:
+    for name in [each for each in JOBS if only in each][: 1 if quick else None]:
+        found, cells, is_met = {"script": {}, "trials": {}}, {"job": name}, True
         try:
-            found = json.loads(last_line("-m", "studies.fidelity.alike", "--one", name, timeout_s=180.0))
+            found = answer(measure, timeout_s=180.0, environ={"OMP_NUM_THREADS": "1"}, name=name)
         except NoAnswerError as error:
-            print(f"| {name} | no answer: {error} | | | |", flush=True)
+            yield f"{name}: no answer: {error}"
             continue
-        cells = []
         for key in ("batch_s", "step_s"):
-            ours, theirs = found["trials"][key], found["script"][key]
-            cells += [f"{theirs * 1e3:.2f}, {ours * 1e3:.2f} ms", f"{ours / theirs - 1:+.0%}"] if theirs else ["-", ""]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+            theirs, ours = found["script"].get(key), found["trials"][key]
+            cells[f"{key[:-2]}: script, trials"] = f"{theirs * 1e3:.2f}, {ours * 1e3:.2f} ms" if theirs else "-"
+            cells[f"{key[:-2]} apart"] = f"{ours / theirs - 1:+.0%}" if theirs else "-"
+            is_met &= not theirs or abs(ours / theirs - 1) <= GOAL
+        yield Row(cells, is_met)

@@ -1,4 +1,6 @@
-"""What does `compare()` show, and how often is it wrong? `python -m studies.fidelity.selection [--runs 1000]`
+"""What does `compare()` show, and how often is it wrong?
+
+    python -m studies fidelity.selection [--runs 1000] [--only power]
 
 Its own rounds (`tuning.compare.paired_rounds`) run on simulated bursts of 0.8 s, whose rates scatter by a normal or by a
 heavy-tailed noise beside a drift of 1% that all bursts of a round share. What is told is what its sentences say.
@@ -10,13 +12,11 @@ heavy-tailed noise beside a drift of 1% that all bursts of a round share. What i
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import multiprocessing
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from autotune_loader.results.comparison import ratios_of
 from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.compare import paired_rounds
 from autotune_loader.values import Interval, LoaderConfig, Measurement, Round, Trial
+from studies.study import Row, Table
 from tests.support import FakeClock, SimulatedMachine, simulated_trials
 
 BURST_S, DRIFT_SD, APART_SD = 0.8, 0.01, 0.05
@@ -35,6 +36,7 @@ LOOKS_DECIDED = 0.05
 """Like `tune()`, the other rule ends after two rounds where the sides look so far apart."""
 GOALS = {(1.10, 0.03, 30): 0.95, (1.05, 0.03, 60): 0.90}
 GOAL_COVERED, GOAL_FALSE = 0.94, 0.01
+BAR = "10% in 30 s told in 95%, 5% in 60 s in 90%, equal sides in at most 1%; 94% of intervals hold the truth"
 SHAPE: Any = simulated_trials(SimulatedMachine(), LoaderConfig())[0].measurement
 
 
@@ -98,65 +100,48 @@ def _told(told: Sequence[Told], *rows: Answer) -> float:
     return statistics.fmean(bool(each.rows & {row.kind for row in rows}) for each in told)
 
 
-Bound = tuple[str, float, float, int]
-"""A figure with its name, its goal and the number of comparisons behind it, negative where the goal is the most it may be."""
-
-
-def power(pool: Any, seeds: Sequence[int]) -> list[Bound]:
+def power(pool: Any, seeds: Sequence[int]) -> Table:
     """The first table."""
-    print(
-        "| noise | budget | 1.02 | 1.03 | 1.05 | 1.10 | 1.20 | equal sides told apart |\n|---|---|---|---|---|---|---|---|"
-    )
-    found = list[Bound]()
     for noise, budget_s in itertools.product((0.03, 0.06, 0.20), (30, 60)):
-        shares = list[float]()
+        cells, is_met = {"noise": f"{noise:.0%}", "budget": f"{budget_s} s"}, True
         for ratio in (1.02, 1.03, 1.05, 1.10, 1.20, 1.0):
-            kind, name = Kind(ratio=ratio, noise_sd=noise, budget_s=budget_s), f"{ratio} at {noise:.0%} in {budget_s} s"
+            kind, is_equal = Kind(ratio=ratio, noise_sd=noise, budget_s=budget_s), ratio == 1.0
             told = pool.map(partial(compared, kind), seeds, chunksize=20)
-            shares.append(_told(told, Answer.FASTER, *([Answer.SLOWER] if ratio == 1.0 else [])))
-            if ratio == 1.0:
-                found.append((name, shares[-1], GOAL_FALSE, -len(told)))
-            elif (ratio, noise, budget_s) in GOALS:
-                found.append((name, shares[-1], GOALS[ratio, noise, budget_s], len(told)))
-        print(f"| {noise:.0%} | {budget_s} s | {' | '.join(f'{share:.1%}' for share in shares)} |", flush=True)
-    return found
+            share = _told(told, Answer.FASTER, *([Answer.SLOWER] if is_equal else []))
+            cells["equal sides told apart" if is_equal else f"{ratio:.2f}"] = f"{share:.1%}"
+            goal = -GOAL_FALSE if is_equal else GOALS.get((ratio, noise, budget_s), 0.0)
+            is_met &= not _is_missed(share, goal, len(told))
+        yield Row(cells, is_met)
 
 
-def right(pool: Any, seeds: Sequence[int]) -> list[Bound]:
+def right(pool: Any, seeds: Sequence[int]) -> Table:
     """The second table."""
-    print("\n| noise | sides | ended like | covered | equal sides told apart |\n|---|---|---|---|---|")
-    found = list[Bound]()
     for noise, heavy, sides, like in itertools.product((0.03, 0.09, 0.20, 0.30), (False, True), (2, 5), (False, True)):
         kind = Kind(sides=sides, noise_sd=noise, is_heavy=heavy, budget_s=32.0 * sides, is_like_tune=like)
         told = pool.map(partial(compared, kind), seeds, chunksize=20)
         covered = statistics.fmean(one for each in told for one in each.covered)
         equal = [each for each in told if each.is_equal]
         false = _told(equal, Answer.FASTER, *([] if like else [Answer.SLOWER]))  # tune() claims gains only
-        name = f"{noise:.0%}{', heavy tails' * heavy} | {sides} | {'tune()' if like else 'compare()'}"
-        print(f"| {name} | {covered:.1%} | {false:.2%} |", flush=True)
-        found += [
-            (f"covered: {name}", covered, GOAL_COVERED, len(told)),
-            (f"false: {name}", false, GOAL_FALSE, -len(equal)),
-        ]
-    return found
+        cells = {
+            "noise": f"{noise:.0%}{', heavy tails' * heavy}",
+            "sides": sides,
+            "ended like": "tune()" if like else "compare()",
+        }
+        cells |= {"covered": f"{covered:.1%}", "equal sides told apart": f"{false:.2%}"}
+        is_missed = _is_missed(covered, GOAL_COVERED, len(told)) or _is_missed(false, -GOAL_FALSE, len(equal))
+        yield Row({**cells, "runs": len(told)}, not is_missed)
 
 
 def _is_missed(figure: float, goal: float, count: int) -> bool:
-    """Whether a goal is missed by more than chance, two standard errors, explains."""
-    chance = 2 * math.sqrt(goal * (1 - goal) / abs(count))
-    return figure > goal + chance if count < 0 else figure < goal - chance
+    """Whether a goal, negative where it is the most, is missed by more than chance, two standard errors, explains."""
+    chance = 2 * math.sqrt(abs(goal) * (1 - abs(goal)) / count)
+    return figure > -goal + chance if goal < 0 else figure < goal - chance
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.fidelity.selection", description=__doc__)
-    parser.add_argument("--runs", type=int, default=1000, help="comparisons of each kind")
-    seeds = range(parser.parse_args().runs)
+def rows(*, only: str = "", runs: int = 1000, quick: bool = False) -> Table:
+    """`runs`: comparisons of each kind."""
+    seeds = range(20 if quick else runs)
     with multiprocessing.Pool(2) as pool:
-        found = [*power(pool, seeds), *right(pool, seeds)]
-    missed = [each for each in found if _is_missed(*each[1:])]
-    print(f"\n{len(found) - len(missed)} of {len(found)} goals are kept")
-    sys.exit("\n".join(f"missed: {name}: {figure:.2%}, goal {goal:.0%}" for name, figure, goal, _ in missed) or None)
-
-
-if __name__ == "__main__":
-    main()
+        for table in (power, right):
+            if only in table.__name__:
+                yield from table(pool, seeds)

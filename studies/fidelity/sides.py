@@ -1,7 +1,7 @@
 """How much memory does `compare()` take for sides over one dataset, and does one read what another has just read?
 
-    python -m studies.fidelity.sides [--sides 5] [--mib 800]
-    python -m studies.fidelity.sides --cold
+    python -m studies fidelity.sides [--sides 5] [--mib 800]
+    python -m studies fidelity.sides --cold
 
 Memory: a process of its own holds the dataset and compares. Told is the most that it and its descendants take (files in memory,
 and PSS of the rest) beyond what they take of a dataset of 8 MiB, as a multiple of the dataset: 1 is one copy for all sides.
@@ -12,7 +12,6 @@ over one storage, and over one each, which is the true one.
 
 from __future__ import annotations
 
-import argparse
 import os
 import threading
 from collections.abc import Callable
@@ -25,9 +24,12 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from autotune_loader import Comparison, compare
 from autotune_loader.machine.processes import tree
-from studies.processes import last_line
+from studies.processes import answer
+from studies.study import Row, Table
 from tests.support.bursts import ColdStore
 
+MOST = 1.1
+BAR = "all sides hold one dataset (1.1 times at most); over one storage the ratio is that over one each"
 MIB, SMALL_MIB, WIDTH = 1 << 20, 8, 1 << 16
 """Bytes; a dataset that costs nothing; floats of a sample, 256 KiB."""
 STORED, DECODE_S = 20_000, 0.005
@@ -53,7 +55,7 @@ def peak_bytes(sides: int, mib: int) -> int:
     return most - mib * MIB
 
 
-def cold(order: Callable[[ColdStore], dict[str, Any]], *, is_shared: bool) -> Comparison:
+def compared(order: Callable[[ColdStore], dict[str, Any]], *, is_shared: bool) -> Comparison:
     """Two sides over a storage of which nothing was read, or over one each, in this order."""
     slow = ColdStore.new(STORED, DECODE_S)
     fast = ColdStore(slow.path) if is_shared else ColdStore.new(STORED)
@@ -92,33 +94,19 @@ def taken_bytes() -> int:
     return total
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sides", type=int, default=5)
-    parser.add_argument("--mib", type=int, default=800)
-    parser.add_argument("--cold", action="store_true", help="ratios over a cold storage, in place of memory")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.cold:
-        print("| order | one storage each | one for both |\n|---|---|---|")
-        for name, order in ORDERS.items():
-            alone, together = (cold(order, is_shared=each).ratios["fast"] for each in (False, True))
-            print(f"| {name} | {alone} | {together} |", flush=True)
-        return
-    if asked.one is not None:
-        print(peak_bytes(asked.one, asked.mib), flush=True)
-        return
-    for sides in (2, asked.sides):
-        small, large = (
-            int(last_line("-m", "studies.fidelity.sides", "--one", str(sides), "--mib", str(mib))) / MIB
-            for mib in (SMALL_MIB, asked.mib)
-        )
-        times = (large - small) / (asked.mib - SMALL_MIB)
-        print(
-            f"{sides} sides: {small:,.0f} MiB with {SMALL_MIB}, {large:,.0f} MiB with {asked.mib}: {times:.2f} x",
-            flush=True,
-        )
-
-
-if __name__ == "__main__":
-    main()
+def rows(*, sides: int = 5, mib: int = 800, cold: bool = False, quick: bool = False) -> Table:
+    for name, order in ORDERS.items() if cold else ():
+        alone, together = (compared(order, is_shared=each).ratios["fast"] for each in (False, True))
+        is_met = together.low <= alone.high and alone.low <= together.high
+        yield Row({"order": name, "one storage each": alone, "one for both": together}, is_met)
+    for count in () if cold else (2,) if quick else (2, sides):
+        sizes = (SMALL_MIB, 64 if quick else mib)
+        small, large = (int(answer(peak_bytes, sides=count, mib=each)) / MIB for each in sizes)
+        times = (large - small) / (sizes[1] - sizes[0])
+        cells = {
+            "sides": count,
+            f"MiB with {sizes[0]}": small,
+            f"MiB with {sizes[1]}": large,
+            "times the dataset": times,
+        }
+        yield Row(cells, None if quick else times <= MOST)

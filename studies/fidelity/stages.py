@@ -1,10 +1,9 @@
-"""Where a sample's time goes, with more workers than cores: `python -m studies.fidelity.stages [RUNS]`
+"""Are shares of a sample's wall seconds right where workers are more than cores?
 
 The share of wall seconds of each stage in truth, and in bursts such as those of a search. The truth is what the first job says
 of its own stages, among these; of the others, what bursts of one worker show.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,9 +14,11 @@ import numpy as np
 
 from autotune_loader.tuning.bursting import SEARCH_BURST
 from autotune_loader.values import LoaderConfig, pooled, stage_times
+from studies.study import Row, Table
 from studies.workloads import Items, StudyWorkload, accelerated, jpeg, opened
 
-NUMBERS = np.eye(300)
+NUMBERS, MOST_POINTS = np.eye(300), 5.0
+BAR = "the largest error of a share is 5 points"
 
 
 class Steps(list[Callable[[Any], Any]]):
@@ -55,13 +56,18 @@ def shares(probe: Any, workers: Sequence[int]) -> dict[str, float]:
 
 TRUTH = {"wait": 2 / 6, "decode": 3 / 6, "compute": 1 / 6}
 JOBS = {"computes": job(wait, decode, compute), "waits": job(wait), "numpy": job(wait, multiply), "jpeg": jpeg()}
-if __name__ == "__main__":
+
+
+def rows(*, only: str = "", runs: int = 3, quick: bool = False) -> Table:
     for name, workload in JOBS.items():
+        if only not in name or (quick and name != "waits"):
+            continue
         with opened(workload) as warm:
-            for _ in range(int([*sys.argv, 3][1])):
+            for number in range(1 if quick else runs):
                 truth = TRUTH if name == "computes" else shares(warm.probe, [1] * 4)
                 found = dict.fromkeys(truth, 0.0) | shares(warm.probe, [1, 4, 8, 16])
                 whole = sum(map(found.__getitem__, truth))
-                error = max(abs(true - found[stage] / whole) for stage, true in truth.items())
+                points = 100 * max(abs(true - found[stage] / whole) for stage, true in truth.items())
                 told = (f"{stage} {true:.2f} -> {found[stage] / whole:.2f}" for stage, true in truth.items())
-                print(f"{name}: {100 * error:.1f} points;", *told, flush=True)
+                cells = {"job": name, "run": number + 1, "largest error, points": points, "shares": ", ".join(told)}
+                yield Row(cells, points <= MOST_POINTS)

@@ -1,1 +1,1 @@
-"""The GPU side, measured: does tuning reach what the device and the loader allow? `python -m studies.gpu --help`."""
+"""The GPU side, measured: `sh studies/gpu/run.sh` runs all of it."""

@@ -3,7 +3,6 @@
     resnet_jpeg       loader     JPEG files decoded and augmented, a ResNet-18 in bfloat16: faster than cores decode
     images            transfer   decoded pictures normalised to float32, the same model: 38.5 MB for each batch of 64
     transformer       step       token sequences that cost nothing to make, 8 layers of 512
-    large_batches     copy       batches of 64 MiB that lie in memory, a step that reads them once
 
 Everything is importable, so that any start method can send it to another process.
 """
@@ -47,17 +46,15 @@ class Size:
     layers: int = 8
     embedding: int = 512
     tokens: int = 256
-    large_bytes: int = 64 << 20
 
 
 FULL = Size()
 QUICK = Size(
-    pictures=16, picture=(800, 600), crop=32, decoded=128, batch=4, width=4, layers=1, embedding=16,
-    tokens=16, large_bytes=1 << 18,
+    pictures=16, picture=(800, 600), crop=32, decoded=128, batch=4, width=4, layers=1, embedding=16, tokens=16,
 )  # fmt: skip
 SIMULATED_BYTES_PER_S = 4e7
 """Of the simulated accelerator's copies: what binds a small job there is what binds the large one on a GPU."""
-VERDICTS = {"loader": {"cpu", "cores"}, "transfer": {"transfer", "copy"}, "step": {"step"}, "copy": {"copy"}}
+VERDICTS = {"loader": {"cpu", "cores"}, "transfer": {"transfer", "copy"}, "step": {"step"}}
 """What `tune()` may say of a job, by what binds it."""
 
 
@@ -131,11 +128,6 @@ def token_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def mean_step(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    """Read the batch once and hardly compute."""
-    return model(to_model(model, batch, 1e-4)).mean()  # type: ignore[no-any-return]
-
-
 def to_model(model: Any, batch: Any, simulated_s: float) -> Any:
     """The batch where the model is: an own step gets it as the loader gives it. From pinned memory the host does not wait.
 
@@ -183,12 +175,5 @@ def transformer(size: Size) -> Job:
     return Job(binds="step", dataset=data, model=Transformer(size), train_step=token_step, batch_size=size.batch)
 
 
-def large_batches(size: Size) -> Job:
-    data = Items(partial(shown, torch.rand(4, 1, size.large_bytes // 4)), 4096)
-    return Job(binds="copy", dataset=data, model=nn.PReLU(), train_step=mean_step, batch_size=None)
-
-
-JOBS: dict[str, Callable[[Size], Job]] = {
-    make.__name__: make for make in (resnet_jpeg, images, transformer, large_batches)
-}
+JOBS: dict[str, Callable[[Size], Job]] = {make.__name__: make for make in (resnet_jpeg, images, transformer)}
 """Most valuable first."""

@@ -48,23 +48,14 @@ tests() {
         $TESTS "$@"
 }
 # A bare interpreter starts in some seconds, and what runs last ends a little late.
-study() { limited "$2" "$part-$1.txt" -m studies.gpu --only "$1" --seconds $(($(within "$2") - 15)); }
-uses() { name=$1 seconds=$2; shift 2; limited "$seconds" "$name.txt" -m studies.gpu.uses "$name" "$@"; }
+study() { limited "$2" "$part-$1.txt" -m studies gpu.tuned --only "$1" --seconds $(($(within "$2") - 15)); }
+uses() { name=$1 seconds=$2; shift 2; limited "$seconds" "$name.txt" -m studies gpu.uses --only "$name" "$@"; }
 first() { tests; study resnet_jpeg 300; }
 second() { study images 170; study transformer 130; }
-third() {
-    limited 20 registered.txt -m studies.gpu.registered
-    uses images 60
-    uses live 70
-    uses lightning 60
-    uses compare 60
-}
-fourth() {
-    uses watch 60
-    uses hugging_face 90
-}
+third() { uses images 60; uses live 70; }
+fourth() { uses watch 60; }
 fifth() {
-    limited 150 stations.txt -m studies.gpu.stations --seconds 135
+    limited 150 stations.txt -m studies gpu.stations --seconds 135
     study images 300
 }
 check() {
@@ -73,10 +64,9 @@ check() {
     if [ "$device" = sim ]; then
         PYTHONPATH="$("$PYTHON" -m tests.support.accelerator build/accelerator):$PYTHONPATH" || exit 1
     fi
-    limited 20 registered.txt -m studies.gpu.registered --device "$device" --quick
-    limited 60 stations.txt -m studies.gpu.stations --device "$device" --quick
-    limited 150 small.txt -m studies.gpu --device "$device" --quick
-    limited 150 uses.txt -m studies.gpu.uses --device "$device" --quick
+    limited 60 stations.txt -m studies gpu.stations --device "$device" --quick
+    limited 150 small.txt -m studies gpu.tuned --device "$device" --quick
+    limited 150 uses.txt -m studies gpu.uses --device "$device" --quick
     tests --collect-only
 }
 

@@ -1,4 +1,4 @@
-"""Which station binds a loop whose batches are pinned? `python -m studies.gpu.stations [--device sim --quick]`, two minutes.
+"""Which station binds a loop whose batches are pinned? Two minutes; how its records are read is told in README.md.
 
 locked      deep queues just after pages were locked, and twice more: do bursts read alike?
 stations    seconds of a batch at each station by number of workers, and which law gives the rate that was measured
@@ -9,7 +9,6 @@ depth       plain loops of other queues in turns: is a deep one slower?
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
@@ -28,10 +27,12 @@ from autotune_loader.pipeline.throughput import FIRST_LOCKING, once_locked
 from autotune_loader.tuning.bursting import CEILING_BURST, HAND_OVER_BURST, HAND_OVER_WORKERS, Budget
 from autotune_loader.values import BatchTrace, BurstPlan, Failure, Measurement
 from studies.gpu.jobs import FULL, JOBS, QUICK, Job, picture_step
-from studies.gpu.training import Loop, Rate, attempted, in_turns, parsed, record, record_pairs
+from studies.gpu.training import Loop, Rate, attempted, configured, in_turns, record_pairs
+from studies.study import Table, record
 from studies.workloads import opened
 
 JOB = "images"
+BAR = "none: RECORD lines say what binds; a part that fails is a row"
 MADE, PINNED, TAKEN = "workers", "thread", "loop"
 """What may bind."""
 BESIDE, WITHIN = "thread beside the loop", "thread within it"
@@ -164,27 +165,23 @@ def depth(job: Job, device: str, config: LoaderConfig, seconds: float, rounds: i
     record_pairs(JOB, in_turns(JOB, sides, rounds, budget), "prefetch 8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.gpu.stations", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of all: the last turns end before")
-    chosen = parsed(parser)
-    budget, device, quick = Budget(chosen.seconds, time.monotonic), chosen.device, chosen.quick
+def rows(*, device: str = "cuda", seconds: float = math.inf, quick: bool = False) -> Table:
+    """`seconds`: of all, the last turns end before."""
+    budget = Budget(seconds, time.monotonic)
     job, cores = JOBS[JOB](QUICK if quick else FULL), os.cpu_count() or 1
     counts = (1, 2) if quick else sorted({*(n for n in (4, 6, 8, 12) if n < cores), cores})
     scale, rounds, many = (0.2, 2, 2) if quick else (1.0, 4, 8 if 8 in counts else counts[-1])
-    plain = LoaderConfig(num_workers=many, prefetch_factor=2, pin_memory=device != "cpu")
+    plain = LoaderConfig(num_workers=many, prefetch_factor=2, pin_memory=configured(device) != "cpu")
     deep = [plain.with_workers(n, 8) for n in (counts if quick else (6, 14))]
     bursts = dict[LoaderConfig, Measurement]()
     with opened(job, device) as probe:
-        attempted("locked", partial(locked, probe, deep, 2 * scale))
-        attempted("stations", partial(stations, probe, [plain.with_workers(n) for n in counts], 3 * scale, bursts))
+        yield from attempted("locked", partial(locked, probe, deep, 2 * scale))
+        yield from attempted(
+            "stations", partial(stations, probe, [plain.with_workers(n) for n in counts], 3 * scale, bursts)
+        )
         best = max(bursts, key=lambda each: bursts[each].samples_per_s.value, default=plain)
-        attempted("handed", partial(handed, probe, best, rounds))
-        attempted("switching", partial(switching, "as it is", probe, plain, 3 * scale))
+        yield from attempted("handed", partial(handed, probe, best, rounds))
+        yield from attempted("switching", partial(switching, "as it is", probe, plain, 3 * scale))
     with opened(replace(job, train_step=in_short_turns), device) as probe:
-        attempted("switching", partial(switching, f"every {SWITCH_S} s", probe, plain, 3 * scale))
-    attempted("depth", partial(depth, job, device, plain, 2 * scale, rounds, budget))
-
-
-if __name__ == "__main__":
-    main()
+        yield from attempted("switching", partial(switching, f"every {SWITCH_S} s", probe, plain, 3 * scale))
+    yield from attempted("depth", partial(depth, job, device, plain, 2 * scale, rounds, budget))

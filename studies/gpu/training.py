@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +20,7 @@ from autotune_loader.values import Interval, Round
 from studies.gpu.jobs import SIMULATED_BYTES_PER_S, Job
 from studies.regret import NEAR
 from studies.regret.oracle import paired_ratio
+from studies.study import Row, Table, record
 
 # Batches before the clock starts: workers are up, and queues filled at the start no longer flatter.
 FILLED_ROUNDS = 2
@@ -29,34 +28,25 @@ SAMPLE_S = 0.1
 TUNED = "tuned"
 
 
-def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments, with a device that is there; one that is simulated copies as slowly as small jobs need it."""
-    parser.add_argument("--device", default="cuda", help="such as cuda:1; cpu and sim show that the code runs")
-    parser.add_argument("--quick", action="store_true", help="in small, for a test of the code")
-    chosen = parser.parse_args(arguments)
+def configured(device: str) -> str:
+    """A device that is there; one that is simulated copies as slowly as small jobs need it."""
     try:
-        module = accelerator(chosen.device)
+        module = accelerator(device)
     except (RuntimeError, ValueError) as error:
-        parser.exit(2, f"{error}\n")
+        raise SystemExit(str(error)) from None
     if hasattr(module, "configure"):
         module.configure(bytes_per_s=SIMULATED_BYTES_PER_S)
-    return chosen
+    return device
 
 
-def attempted(name: str, run: Callable[[], object]) -> bool:
-    """Whether it ran; what follows is worth its time on a machine that is lent for minutes."""
+def attempted(name: str, run: Callable[[], Iterator[Row] | None]) -> Table:
+    """Its rows, or the row of its failure; what follows is worth its time on a machine that is lent for minutes."""
     try:
-        run()
-    except Exception:
+        yield from run() or ()
+    except Exception as error:
         traceback.print_exc()
         print(f"FAILED: {name}", flush=True)
-        return False
-    return True
-
-
-def record(job: str, what: str, **values: Any) -> None:
-    """Print what was measured, at once: a run that is cut off keeps it."""
-    print("RECORD", json.dumps({"job": job, "what": what, **values}), flush=True)
+        yield Row({"what": name, "figure": f"failed: {error}"}, False)
 
 
 def record_result(job: str, result: TuningResult) -> None:

@@ -1,13 +1,8 @@
-"""One attempt: a call of `tune()` as somebody would write it with a library, and an epoch with what it chose.
-
-python -m studies.libraries.attempt litdata 0      # the library's first, in its environment; prints one line of JSON
-"""
+"""One attempt: a call of `tune()` as somebody would write it with a library, and an epoch with what it chose."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
@@ -172,18 +167,11 @@ def _what_is_wrong(job: Job, result: Any) -> str | None:
     return None
 
 
-def main() -> None:
-    """Make the attempt of this number and print its outcome as the last line."""
+def attempted(library: str, number: int) -> dict[str, Any]:
+    """The outcome of a library's attempt, in its environment."""
     warnings.simplefilter("ignore")
-    library, number = sys.argv[1:]
     things, attempts = attempts_of(library)
-    _, job = attempts[int(number)]
     names = {**globals(), "__name__": "attempt_of_a_library"}
     exec(things, names)
-    made = make_attempt(eval(job, names))
-    version = importlib.metadata.version(library)
-    print(json.dumps({"version": version, **asdict(made)}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    made = make_attempt(eval(attempts[number][1], names))
+    return {"version": importlib.metadata.version(library), **asdict(made)}

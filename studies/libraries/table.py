@@ -8,7 +8,6 @@ LIBRARIES = {
     "torchdata": """
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
-
 batches = nodes.Batcher(nodes.SamplerWrapper(torch.utils.data.RandomSampler(range(ROWS))), BATCH)
 #> `StatefulDataLoader(ds)`
 loader_of(rows(), kind=StatefulDataLoader)
@@ -17,16 +16,13 @@ Job(given=nodes.Loader(nodes.ParallelMapper(batches, torch.tensor, 2)))
 """,
     "datasets": """
 from datasets import Dataset, DatasetDict, disable_progress_bars
-
 disable_progress_bars()
 data = Dataset.from_dict({"x": torch.rand(ROWS, WIDTH).tolist(), "label": LABELS})
 stream = data.to_iterable_dataset(num_shards=4).with_format("torch")
-
 class Labelled(torch.nn.Module):  # takes labels and returns its loss, as transformers' models do
     def __init__(self):
         super().__init__()
         self.net = net()
-
     def forward(self, x, label):
         logits = self.net(x)
         return {"loss": functional.cross_entropy(logits, label), "logits": logits}
@@ -42,13 +38,11 @@ Job(given=DatasetDict(train=data, test=data), model=Labelled())
     "transformers": """
 from datasets import Dataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
 def collate(samples):
     ids = [torch.tensor(each["input_ids"]) for each in samples]
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     labels = torch.tensor([each["label"] for each in samples])
     return {"input_ids": padded, "attention_mask": padded > 0, "labels": labels}
-
 data = Dataset.from_dict({"input_ids": [[1 + i % 60] * (4 + i % 8) for i in range(ROWS)], "label": LABELS})
 sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_labels": CLASSES}
 model = BertForSequenceClassification(BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
@@ -66,26 +60,20 @@ loader(lambda **config: Accelerator(cpu=True).prepare(plain(**config)))
     "lightning": """
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import CombinedLoader
-
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = net()
-
     def training_step(self, batch, batch_idx):
         return functional.cross_entropy(self.net(batch[0]), batch[1])
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
-
 class Data(pl.LightningDataModule):
     def train_dataloader(self):
         return plain()
-
 def trainer():
     names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     return pl.Trainer(max_epochs=1, accelerator="cpu", **dict.fromkeys(names, False))
-
 def epoch(result):
     loop = trainer()
     loop.fit(Module(), plain(**result.best.to_kwargs()))
@@ -103,7 +91,6 @@ loader(lambda **config: CombinedLoader(plain(**config)))
 """,
     "pandas": """
 import pandas as pd
-
 frame = pd.DataFrame(torch.rand(ROWS, WIDTH).numpy()).assign(y=LABELS)
 tensors = torch.tensor(frame.drop(columns="y").values), torch.tensor(frame["y"].values)
 #> a `DataFrame`
@@ -113,13 +100,10 @@ dataset(TensorDataset(*tensors))
 """,
     "litdata": """
 import os
-
 from litdata import StreamingDataLoader, StreamingDataset, optimize
-
 path, os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = folder(), folder()
 optimize(fn=numbered, inputs=list(range(ROWS)), output_dir=path, chunk_size=ROWS // SHARDS, num_workers=1)
 data = StreamingDataset(path, shuffle=True)
-
 def make(**config):
     return StreamingDataLoader(data, batch_size=BATCH, **config)
 #> `StreamingDataset(folder)`, `batch_size=16`
@@ -129,7 +113,6 @@ loader(make, train_step=dict_step)
 """,
     "webdataset": """
 import webdataset as wds
-
 root = folder()
 paths = [f"{root}/{shard:04d}.tar" for shard in range(SHARDS)]
 for shard, path in enumerate(paths):
@@ -139,7 +122,6 @@ for shard, path in enumerate(paths):
             out.write({"__key__": f"{index:04d}", **sample})
 samples = wds.WebDataset(paths, shardshuffle=False).decode().to_tuple("x.pth", "cls")
 batches = samples.batched(BATCH)
-
 def make(**config):
     return wds.WebLoader(batches, batch_size=None, **config)
 #> `WebDataset(shards).decode().to_tuple(...)`, `batch_size=16`
@@ -151,12 +133,10 @@ loader(lambda **config: make(**config).unbatched().shuffle(100).batched(BATCH))
 """,
     "mosaicml-streaming": """
 from streaming import LocalDataset, MDSWriter, StreamingDataset
-
 path = folder()
 with MDSWriter(out=path, columns={"x": "ndarray:float32:16", "y": "int"}, size_limit=1 << 14) as out:
     for index in range(ROWS):
         out.write({"x": np.full(WIDTH, index, dtype=np.float32), "y": index % CLASSES})
-
 def stream():
     return StreamingDataset(local=path, batch_size=BATCH)
 #> `StreamingDataset(local=folder, batch_size=16)`
@@ -167,7 +147,6 @@ of_dicts(LocalDataset(path), lambda **config: DataLoader(stream(), BATCH, **conf
     "monai": """
 from monai.data import CacheDataset, DataLoader, Dataset, ThreadDataLoader
 from monai.transforms import Compose, EnsureTyped, RandFlipd, ScaleIntensityd
-
 volumes = [np.full((1, 8, 8, 8), index, dtype=np.float32) for index in range(PICTURES)]
 data = [{"image": volume, "label": label} for volume, label in zip(volumes, LABELS)]
 steps = Compose([ScaleIntensityd("image"), RandFlipd("image", prob=0.5), EnsureTyped("image")])
@@ -178,11 +157,9 @@ applied(ThreadDataLoader(CacheDataset(data, steps), batch_size=BATCH, shuffle=Tr
 """,
     "torchio": """
 import torchio as tio
-
 volumes = [tio.ScalarImage(tensor=torch.rand(1, 16, 16, 16)) for _ in range(64)]
 subjects = [tio.Subject(ct=volume, label=y) for volume, y in zip(volumes, LABELS)]
 data = tio.SubjectsDataset(subjects, transform=tio.RandomFlip())
-
 def step(model, batch):
     return functional.cross_entropy(model(batch["ct"]["data"]), torch.as_tensor(batch["label"]))
 #> `SubjectsLoader(SubjectsDataset(...))`
@@ -190,7 +167,6 @@ loader_of(data, convolutions(3, 1), kind=tio.SubjectsLoader, train_step=step)
 """,
     "tensordict": """
 from tensordict import TensorDict
-
 data = TensorDict({"x": torch.rand(ROWS, WIDTH), "y": torch.tensor(LABELS)}, batch_size=[ROWS])
 #> a `TensorDict`, `batch_size=16`
 dataset(data, collate_fn=torch.stack)
@@ -200,33 +176,25 @@ from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader, NodeLoader
 from torch_geometric.nn import GCNConv, global_mean_pool
 from torch_geometric.sampler import BaseSampler, SamplerOutput
-
 class GraphNet(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.head = GCNConv(WIDTH, 32), torch.nn.Linear(32, CLASSES)
-
     def forward(self, data):
         return self.head(global_mean_pool(self.conv(data.x, data.edge_index).relu(), data.batch))
-
 class Alone(BaseSampler):  # NeighborLoader needs a compiled package that not every index has; its base is given this
     def sample_from_nodes(self, index, **_):
         none = torch.empty(0, dtype=torch.long)
         return SamplerOutput(node=index.node, row=none, col=none, edge=None, metadata=(index.input_id, index.time))
-
     def sample_from_edges(self, index, **_):
         raise NotImplementedError
-
 def graph_step(model, data):
     return functional.cross_entropy(model(data), data.y)
-
 def node_step(model, data):
     return functional.cross_entropy(model(data.x), data.y)
-
 edges, links = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), torch.randint(ROWS, (2, 4 * ROWS))
 graphs = [Data(x=torch.rand(4 + y, WIDTH), edge_index=edges, y=torch.tensor([y])) for y in LABELS]
 whole = Data(x=torch.rand(ROWS, WIDTH), edge_index=links, y=torch.tensor(LABELS))
-
 def nodes(**arguments):
     return NodeLoader(whole, node_sampler=Alone(), batch_size=32, shuffle=True, **arguments)
 #> `torch_geometric.loader.DataLoader(graphs, follow_batch=[...])`
@@ -240,9 +208,7 @@ Job(given=nodes(filter_per_worker=False), options={"train_step": node_step})
 import albumentations as A
 from albumentations.pytorch import ToTensorV2
 from studies.workloads import Items
-
 transform = A.Compose([A.HorizontalFlip(), A.RandomBrightnessContrast(), A.Normalize(), ToTensorV2()])
-
 def picture(index):
     pixels = np.full((SIDE, SIDE, 3), index % 255, dtype=np.uint8)
     return transform(image=pixels)["image"], index % CLASSES
@@ -251,7 +217,6 @@ dataset(Items(picture, PICTURES), convolutions())
 """,
     "torchvision": """
 from torchvision import datasets, transforms
-
 transform = transforms.Compose([transforms.RandomHorizontalFlip(), transforms.ToTensor()])
 data = datasets.ImageFolder(pictures(), transform)
 #> `ImageFolder(root, transform)`, `batch_size=16`
@@ -259,7 +224,6 @@ dataset(data, convolutions())
 """,
     "timm": """
 from timm.data import create_dataset, create_loader
-
 def make(num_workers=0, **arguments):
     options = {"is_training": True, "device": torch.device("cpu"), "num_workers": num_workers, **arguments}
     return create_loader(create_dataset("", root=pictures()), (3, SIDE, SIDE), BATCH, **options)
@@ -274,9 +238,7 @@ applied(make(use_prefetcher=False, use_multi_epochs_loader=True), convolutions()
     "pytorch-metric-learning": """
 from pytorch_metric_learning.losses import TripletMarginLoss
 from pytorch_metric_learning.samplers import MPerClassSampler
-
 data, sampler = rows(), MPerClassSampler(LABELS, 4, batch_size=BATCH, length_before_new_iter=ROWS)
-
 def epoch(result):
     for batch in result.make_loader(data):
         assert batch[1].bincount(minlength=CLASSES).tolist() == [4] * CLASSES, "the sampler is not used"
@@ -286,16 +248,13 @@ Job(given=DataLoader(data, BATCH, sampler=sampler), options={"loss_fn": TripletM
 """,
     "pytorch-forecasting": """
 import itertools
-
 import pandas as pd
 from pytorch_forecasting import TemporalFusionTransformer, TimeSeriesDataSet
-
 places = itertools.product(range(8), range(60))
 frame = pd.DataFrame([{"series": str(s), "time": t, "value": float(s + t % 7)} for s, t in places])
 lengths = {"max_encoder_length": 12, "max_prediction_length": 4, "time_varying_unknown_reals": ["value"]}
 data = TimeSeriesDataSet(frame, time_idx="time", target="value", group_ids=["series"], **lengths)
 model = TemporalFusionTransformer.from_dataset(data, hidden_size=8, log_interval=-1)
-
 def make(**config):
     return data.to_dataloader(train=True, batch_size=BATCH, **{"num_workers": 0, **config})
 #> `TimeSeriesDataSet.to_dataloader()` and a `TemporalFusionTransformer`
@@ -304,11 +263,9 @@ loader(make, model)
     "fastai": """
 from fastai.vision.all import ImageDataLoaders, Resize
 from studies.workloads import Items
-
 def make(workers=0):
     options = {"valid_pct": 0.2, "seed": 0, "item_tfms": Resize(SIDE), "bs": BATCH, "num_workers": workers}
     return ImageDataLoaders.from_folder(pictures(), **options)
-
 def as_dataset():
     dl = make().train
     options = {"batch_size": dl.bs, "collate_fn": dl.do_batch, "train_step": bytes_step}
@@ -322,11 +279,9 @@ as_dataset()
     "nvidia-dali-cuda120": """
 from nvidia import dali
 from nvidia.dali.plugin.pytorch import DALIGenericIterator
-
 @dali.pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
 def pipeline():
     return dali.fn.random.uniform(range=[0.0, 1.0], shape=[16])
-
 made = pipeline()
 made.build()
 #> `DALIGenericIterator(pipeline)`, on the CPU
@@ -334,10 +289,8 @@ Job(given=DALIGenericIterator([made], ["x"], size=256))
 """,
     "ray": """
 import os
-
 os.environ["RAY_AUTH_MODE"] = "disabled"  # or it leaves a file in the home folder
 import ray
-
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 data = ray.data.from_items([{"x": [float(index)] * WIDTH, "y": y} for index, y in enumerate(LABELS)])
 #> `ray.data.Dataset.iter_torch_batches()`

@@ -1,351 +1,297 @@
 """What does it cost until a worker is there? torch's DataLoader beside AutoLoader, one fresh process for each, in turns.
 
-    python -m studies.live.births                          # all rows, about an hour on two cores
-    python -m studies.live.births --only spawn --rounds 5  # groups of rows with that word
-    python -m studies.live.births --only kills --kills 200
-    python -m studies.live.births --small                  # whether the study works; its bars are not judged
+    python -m studies live.births                             # all groups, about half an hour on two cores
+    python -m studies live.births --only spawn --rounds 5     # groups with a word; --quick: whether the study works
 
-Run it on a quiet machine. CPU seconds are of all processes below the training, as is PSS: shared pages count once.
+Run it by the Python whose default start method is asked for. CPU seconds are of all processes below the training, as is PSS:
+shared pages count once.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from studies.processes import NoAnswerError, last_line
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from studies import processes
+from studies.processes import NoAnswerError
+from studies.study import Row, Table
 
 ANEW = ("spawn", "forkserver")
 """Start methods whose workers begin in a process of their own."""
-TIMEOUT_S = 900.0
-MOST_FIELDS = 3
-MOST_RATIO, FURTHER_MS, STEP_MS = 1.3, 30.0, 100.0
+MOST_CPU_S, MOST_PSS_MB, MOST_RATIO, FURTHER_MS, STEP_MS = 2.5, 400.0, 1.3, 30.0, 100.0
+UNCHANGED_S, CHANGED_S = 0.2, 1.2
+"""Of the boundary between two epochs."""
+BAR = "medians, in the column `bar`: 8 workers of spawn or forkserver cost at most 1.3 x torch's one"
+SIZE, EPOCH_BATCHES, FEWEST_BOUNDARIES, LATE_S = 32, 40, 3, 120.0
+"""Samples and batches; boundaries to measure; a further worker that has delivered nothing after this has failed."""
+STEP_S, WARM_STEPS = 0.001, 50
+"""Of the training while workers are waited for, so that it leaves them the cores; steps before they are."""
 
 
 class Sizes(NamedTuple):
-    """How much is measured."""
+    """How much is measured: entries of the data, workers beside one, batches before memory is read, and so on."""
 
-    entries: int
-    many: int
-    """Workers, beside one."""
-    batches: int
-    """Before memory is read."""
-    further: int
-    boundaries: int
-    limit_s: float
-    """Of epochs, once three boundaries are measured."""
-    pictures: int
-    copies: int
-    picture_batches: int
+    entries: int = 1_200_000
+    many: int = 8
+    batches: int = 500
+    further: int = 24
+    boundaries: int = 19
+    limit_s: float = 60.0
 
 
-FULL = Sizes(1_200_000, 8, 500, 24, 19, 60.0, 27_000, 10, 100)
-SMALL = Sizes(60_000, 3, 50, 3, 3, 5.0, 1000, 2, 10)
+QUICK = Sizes(60_000, 3, 50, 3, 3, 5.0)
 
 
-class Row(NamedTuple):
-    """Of the table; `is_met` is None where no bar is judged."""
+class Entries(Dataset[Any]):
+    """So many entries: names, labels, boxes and weights. A sample tells who made it when, and of which epoch its data are."""
 
-    figure: str
-    torch: str
-    ours: str
-    bar: str = ""
-    is_met: bool | None = None
+    def __init__(self, count: int) -> None:
+        self.names = [f"train/class_{index % 1000:04d}/image_{index:08d}.jpg" for index in range(count)]
+        self.labels = np.arange(count) % 1000
+        self.boxes = np.random.default_rng(0).random((count, 4), dtype=np.float32)
+        self.weights = torch.ones(count)
+        self.epoch = 0
 
-    def __str__(self) -> str:
-        met = {True: "yes", False: "NO", None: "-"}[self.is_met]
-        return f"| {self.figure} | {self.torch} | {self.ours} | {self.bar or '-'} | {met} |"
+    def __len__(self) -> int:
+        return len(self.names)
 
-
-class Options(NamedTuple):
-    """Of the command."""
-
-    sizes: Sizes
-    rounds: int
-    kills: int
-    seed: int
-    is_judged: bool
+    def __getitem__(self, index: int) -> Any:
+        begun, box = time.monotonic(), torch.from_numpy(self.boxes[index]) * self.weights[index]
+        return os.getpid(), begun, self.epoch, len(self.names[index]), int(self.labels[index]), box
 
 
-Answers = Mapping[tuple[str, str], list[dict[str, Any]]]
-"""Of jobs, by side (`torch`, `ours`) and case, one a round; empty where a process gave none."""
-Table = Iterator[Row | str]
-"""Rows, and notes to be printed below."""
+class Endless:
+    """A sampler of an epoch that does not end while anything is measured."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(self.count))
 
 
-def answer(job: str, **given: Any) -> dict[str, Any]:
-    """Of a job in a fresh process; nothing where it fails, of which stderr tells."""
+# Jobs, each of a fresh process: figures of one side, `torch` or `ours`.
+
+
+def loader_of(side: str, data: Dataset[Any], workers: int, **other: Any) -> Any:
+    from autotune_loader import AutoLoader
+
+    kind, own = (AutoLoader, {"tune": False}) if side == "ours" else (DataLoader, {})
+    return kind(data, batch_size=SIZE, num_workers=workers, **own, **other)
+
+
+def children_cpu_s() -> float:
+    """CPU seconds of all processes below this one, of those that have ended, too."""
+    from autotune_loader.machine.processes import tree, tree_use
+
+    use, ended = tree_use(tree(os.getpid())[1:]), os.times()
+    return (use.cpu_s if use else 0.0) + ended.children_user + ended.children_system
+
+
+def start(side: str, method: str, workers: int, entries: int, batches: int) -> dict[str, float]:
+    """From `iter()` until every worker has delivered a batch: wall and CPU; memory so many batches later."""
+    from autotune_loader.machine.processes import tree, tree_pss
+
+    multiprocessing.set_start_method(method)
+    loader = loader_of(side, Entries(entries), workers, sampler=Endless(entries))
+    begun, cpu_s = time.monotonic(), children_cpu_s()
+    iterator = iter(loader)
+    iter_s, seen, first = time.monotonic() - begun, set[int](), list[float]()
+    while len(seen) < workers:
+        pids, times, *_ = next(iterator)
+        seen |= set(pids.tolist())
+        first.append(float(times[0]))
+    wall_s, cpu_s = time.monotonic() - begun, children_cpu_s() - cpu_s
+    for _ in range(batches):
+        next(iterator)
+    pss_mb = (tree_pss(tree(os.getpid())[1:]) or 0) / 1e6
+    return {"iter_s": iter_s, "sample_s": min(first) - begun, "wall_s": wall_s, "cpu_s": cpu_s, "pss_mb": pss_mb}
+
+
+def further(method: str, workers: int, entries: int) -> dict[str, list[float]]:
+    """So many further workers in mid-epoch, one after the other: until one is there, and until its first sample begins."""
+    from autotune_loader.machine.processes import tree
+    from autotune_loader.values import LoaderConfig
+    from tests.support.schedules import FixedLoader
+
+    multiprocessing.set_start_method(method)
+    loader = FixedLoader(Entries(entries), batch_size=SIZE, num_workers=2, sampler=Endless(entries))
+    iterator, seen = iter(loader), set[int]()
+    while len(seen) < 2:
+        seen.add(int(next(iterator)[0][0]))
+    there, sample = list[float](), list[float]()
+    for number in range(3, 3 + workers):
+        before, asked_at, is_there = set(tree(os.getpid())), time.monotonic(), False
+        loader.change_to(LoaderConfig(num_workers=number, prefetch_factor=2))
+        while len(seen) < number:
+            pids, times, *_ = next(iterator)
+            now = time.monotonic()
+            if not is_there and set(tree(os.getpid())) - before:
+                is_there = True
+                there.append(now - asked_at)
+            if int(pids[0]) not in seen:
+                seen.add(int(pids[0]))
+                sample.append(float(times[0]) - asked_at)
+            if now > asked_at + LATE_S:
+                raise TimeoutError(f"worker {number} has delivered nothing")
+            time.sleep(STEP_S)
+    return {"there_s": there, "sample_s": sample}
+
+
+def unasked(side: str, method: str, entries: int) -> dict[str, float]:
+    """The longest step of a loop for which nobody asked for workers, until two have delivered; of torch's without any."""
+    from autotune_loader.values import LoaderConfig
+    from tests.support.schedules import FixedLoader
+
+    multiprocessing.set_start_method(method)
+    is_ours, seen, longest_s, begun, number = side == "ours", set[int](), 0.0, time.monotonic(), 0
+    loader: Any = (FixedLoader if is_ours else DataLoader)(Entries(entries), batch_size=SIZE, sampler=Endless(entries))
+    iterator = iter(loader)
+    while len(seen) < (3 if is_ours else 1) or number < 3 * WARM_STEPS:
+        if number == WARM_STEPS and is_ours:
+            loader.change_to(LoaderConfig(num_workers=2, prefetch_factor=2))
+        time.sleep(STEP_S)
+        before = time.monotonic()
+        seen |= set(next(iterator)[0].tolist())
+        longest_s, number = max(longest_s, time.monotonic() - before if number > WARM_STEPS else 0.0), number + 1
+        if before > begun + LATE_S:
+            raise TimeoutError("workers have delivered nothing")
+    return {"longest_s": longest_s}
+
+
+def boundary(
+    side: str, method: str, entries: int, boundaries: int, limit_s: float, is_changed: bool
+) -> dict[str, float]:
+    """From the last batch of an epoch to the first of the next, with 2 workers that are not kept."""
+    multiprocessing.set_start_method(method)
+    data = Entries(entries)
+    loader = loader_of(side, data, 2, sampler=range(SIZE * EPOCH_BATCHES))
+    begun, gaps, last = time.monotonic(), list[float](), 0.0
+    for epoch in range(boundaries + 1):
+        data.epoch = epoch if is_changed else 0
+        for number, batch in enumerate(loader):
+            now = time.monotonic()
+            if last and not number:
+                gaps.append(now - last)
+            if batch[2].tolist() != [data.epoch] * SIZE:
+                raise ValueError(f"epoch {epoch} has samples of epoch {batch[2].tolist()}")
+            last = time.monotonic()
+        if len(gaps) >= FEWEST_BOUNDARIES and last > begun + limit_s:
+            break
+    return {"boundary_s": statistics.median(gaps)}
+
+
+# Groups of rows.
+
+Found = Mapping[str, list[dict[str, Any]]]
+"""What the jobs of a case returned, by side, one a round; empty where a process gave no answer."""
+
+
+def answer(job: Callable[..., Any], **given: Any) -> dict[str, Any]:
     try:
-        found = last_line(str(Path(__file__)), "--job", json.dumps({"job": job, **given}), timeout_s=TIMEOUT_S)
+        return dict(processes.answer(job, timeout_s=900.0, **given))
     except NoAnswerError as error:
-        print(f"{job} {given}: {error}", file=sys.stderr, flush=True)
+        print(f"{job.__name__} {given}: {error}", file=sys.stderr, flush=True)
         return {}
-    return dict(json.loads(found))
 
 
-def answers(rounds: int, cases: Mapping[tuple[str, str], dict[str, Any]]) -> Answers:
-    """Sides and cases take turns; every second round runs backwards."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in cases}
+def in_turns(rounds: int, ours: tuple[Any, dict[str, Any]], torchs: tuple[Any, dict[str, Any]]) -> Found:
+    """Both sides take turns; every second round runs backwards."""
+    sides, found = {"torch": torchs, "ours": ours}, {side: list[dict[str, Any]]() for side in ("torch", "ours")}
     for number in range(rounds):
-        for key in sorted(cases, key=list(cases).index, reverse=bool(number % 2)):
-            found[key].append(answer(**cases[key]))
+        for side in sorted(sides, reverse=bool(number % 2)):
+            job, given = sides[side]
+            found[side].append(answer(job, **given))
     return found
 
 
-def both(cases: Mapping[str, dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Each case for either side."""
-    return {(which, case): {**given, "which": which} for case, given in cases.items() for which in ("torch", "ours")}
+def both(rounds: int, job: Any, **given: Any) -> Found:
+    return in_turns(rounds, (job, {**given, "side": "ours"}), (job, {**given, "side": "torch"}))
 
 
-def values(found: list[dict[str, Any]], name: str) -> list[float]:
-    return [each[name] for each in found if each]
+def values(found: list[dict[str, Any]], name: str, times: float = 1.0) -> list[float]:
+    each = [one[name] for one in found if one]
+    return [times * value for value in (itertools.chain(*each) if each and isinstance(each[0], list) else each)]
 
 
-def ratios(found: list[dict[str, Any]], to: list[dict[str, Any]], name: str) -> list[float]:
-    """Of the same rounds; a fork of little data takes less than the clock's tick."""
-    return [each[name] / one[name] for each, one in zip(found, to, strict=True) if each and one and one[name]]
-
-
-def number(value: float) -> str:
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:,.{digits}f}"
-
-
-def told(found: list[float]) -> str:
-    """Median, and the range where there are several."""
-    if not found:
-        return "no answer"
-    spread = f" ({number(min(found))} to {number(max(found))})" if len(found) > 1 else ""
-    return number(statistics.median(found)) + spread
-
-
-def compared(options: Options, figure: str, torch: list[float], ours: list[float], bar: float | None = None) -> Row:
+def compared(figure: str, torchs: list[float], ours: list[float], bar: float | None = None) -> Row:
     """The median of ours is to be at most the bar; without an answer it is not met."""
-    is_met = None
-    if bar is not None and options.is_judged:
-        is_met = bool(ours) and statistics.median(ours) <= bar
-    return Row(figure, told(torch), told(ours), "" if bar is None else f"{bar:g}", is_met)
+    is_met = None if bar is None else bool(ours) and statistics.median(ours) <= bar
+    return Row({"figure": figure, "torch": torchs, "AutoLoader": ours, "bar": "-" if bar is None else bar}, is_met)
 
 
-def starts(options: Options, method: str) -> Table:
+def starts(method: str, rounds: int, sizes: Sizes) -> Table:
     """One worker and many over large data."""
-    sizes = options.sizes
-    shared = {"job": "start", "method": method, "data": "entries", "entries": sizes.entries, "batches": sizes.batches}
-    found = answers(options.rounds, both({str(n): {**shared, "workers": n} for n in (1, sizes.many)}))
-    of = f"{method}, {sizes.entries:,} entries"
-    for count in (1, sizes.many):
-        torch, ours = found["torch", str(count)], found["ours", str(count)]
-        bars = (2.5, None, 400.0) if count > 1 else (None, None, None)
-        for name, what, bar in zip(("cpu_s", "wall_s", "pss_mb"), ("CPU, s", "wall, s", "PSS, MB"), bars, strict=True):
-            figure = f"{of}, {count} worker{'s' * (count > 1)}: {what}"
-            yield compared(options, figure, values(torch, name), values(ours, name), bar)
-    one = found["torch", "1"]
-    for name, what in (("cpu_s", "CPU"), ("wall_s", "wall")):
-        torch, ours = (ratios(found[which, str(sizes.many)], one, name) for which in ("torch", "ours"))
-        yield compared(options, f"{of}: {what} of {sizes.many}, to torch's of 1", torch, ours, MOST_RATIO)
+    of, given = f"{method}, {sizes.entries:,} entries", {"method": method, "entries": sizes.entries}
+    one, many = (both(rounds, start, workers=n, batches=sizes.batches, **given) for n in (1, sizes.many))
+    bars = {"cpu_s": MOST_CPU_S, "wall_s": None, "pss_mb": MOST_PSS_MB}
+    for count, found in ((1, one), (sizes.many, many)):
+        for name, bar in bars.items():
+            sides = (values(found[side], name) for side in ("torch", "ours"))
+            yield compared(f"{of}, workers: {count}, {name}", *sides, bar if count > 1 else None)
+    for name in ("cpu_s", "wall_s"):
+        torchs = statistics.median(values(one["torch"], name) or [float("nan")])
+        sides = (values(many[side], name, 1 / torchs) for side in ("torch", "ours"))
+        yield compared(f"{of}: {name} of {sizes.many}, to torch's of 1", *sides, MOST_RATIO)
 
 
-def further_workers(options: Options) -> Table:
+def further_workers(rounds: int, sizes: Sizes) -> Table:
     """AutoLoader's in mid-epoch; of torch a whole start of one."""
-    sizes, methods = options.sizes, (*ANEW, "fork")
-    cases: dict[tuple[str, str], dict[str, Any]] = {}
-    for method in methods:
-        shared = {"method": method, "entries": sizes.entries}
-        alone = {"data": "entries", "workers": 1, "batches": 0}
-        cases["torch", method] = {"job": "start", "which": "torch", **shared, **alone}
-        cases["ours", method] = {"job": "further", "which": "ours", **shared, "workers": sizes.further}
-    found = answers(options.rounds, cases)
-    for method in methods:
-        torch, ours = found["torch", method], found["ours", method]
-        for name, its, what in (
-            ("there_s", "iter_s", "its process is there"),
-            ("sample_s", "sample_s", "its first sample begins"),
-        ):
-            each = [1e3 * seconds for one in ours if one for seconds in one[name]]
-            figure = f"each of {sizes.further} further workers, {method}: ms until {what}"
-            bar = FURTHER_MS if name == "there_s" else None  # all begin at once, on few cores
-            yield compared(options, figure, [1e3 * seconds for seconds in values(torch, its)], each, bar)
-
-
-def unasked(options: Options) -> Table:
-    """Workers that nobody asked for begin beside the loop."""
-    cases = {}
     for method in (*ANEW, "fork"):
-        for entries in (options.sizes.entries // 6, options.sizes.entries):
-            cases[f"{method}, {entries:,} entries"] = {"job": "unasked", "method": method, "entries": entries}
-    found = answers(options.rounds, both(cases))
-    for case in cases:
-        torch, ours = ([1e3 * s for s in values(found[which, case], "longest_s")] for which in ("torch", "ours"))
-        bar = None if case.startswith("fork,") else STEP_MS
-        yield compared(options, f"longest step where nobody asked, {case}: ms", torch, ours, bar)
+        given = {"method": method, "entries": sizes.entries}
+        whole = (start, {"side": "torch", "workers": 1, "batches": 0, **given})
+        found = in_turns(rounds, (further, {"workers": sizes.further, **given}), whole)
+        of = f"each of {sizes.further} further workers, {method}: ms until"
+        there = values(found["torch"], "iter_s", 1e3), values(found["ours"], "there_s", 1e3)
+        yield compared(f"{of} its process is there", *there, FURTHER_MS)
+        sample = values(found["torch"], "sample_s", 1e3), values(found["ours"], "sample_s", 1e3)
+        yield compared(f"{of} its first sample begins", *sample)  # all begin at once, on few cores
 
 
-def boundaries(options: Options) -> Table:
+def nobody_asked(rounds: int, sizes: Sizes) -> Table:
+    """Workers that nobody asked for begin beside the loop."""
+    for method, entries in itertools.product((*ANEW, "fork"), (sizes.entries // 6, sizes.entries)):
+        found = both(rounds, unasked, method=method, entries=entries)
+        sides = (values(found[side], "longest_s", 1e3) for side in ("torch", "ours"))
+        figure = f"longest step where nobody asked, {method}, {entries:,} entries: ms"
+        yield compared(figure, *sides, None if method == "fork" else STEP_MS)
+
+
+def epoch_boundaries(rounds: int, sizes: Sizes) -> Table:
     """An epoch after another, with workers that are not kept."""
-    sizes, cases = options.sizes, {}
-    shared = {"job": "boundary", "entries": sizes.entries, "boundaries": sizes.boundaries, "limit_s": sizes.limit_s}
-    for method, is_changed in ((ANEW[0], False), (ANEW[0], True), (ANEW[1], False), (ANEW[1], True), ("fork", False)):
-        case = f"{method}, data {'changed' if is_changed else 'unchanged'}"
-        cases[case] = {**shared, "method": method, "is_changed": is_changed}
-    found = answers(options.rounds, both(cases))
-    for case in cases:
-        torch, ours = found["torch", case], found["ours", case]
-        bar = None if case.startswith("fork,") else 1.2 if "unchanged" not in case else 0.2
-        count = " and ".join(str(int(max(values(each, "boundaries"), default=0))) for each in (torch, ours))
-        figure = f"epoch boundary, {case}: s, median of {count}"
-        yield compared(options, figure, values(torch, "boundary_s"), values(ours, "boundary_s"), bar)
+    shared = {"entries": sizes.entries, "boundaries": sizes.boundaries, "limit_s": sizes.limit_s}
+    for method, is_changed in (*itertools.product(ANEW, (False, True)), ("fork", False)):
+        found = both(rounds, boundary, method=method, is_changed=is_changed, **shared)
+        sides = (values(found[side], "boundary_s") for side in ("torch", "ours"))
+        figure = f"epoch boundary, {method}, data {'changed' if is_changed else 'unchanged'}: s"
+        bar = CHANGED_S if is_changed else UNCHANGED_S
+        yield compared(figure, *sides, None if method == "fork" else bar)
 
 
-def imports(options: Options) -> Table:
-    """Workers whose dataset imports much."""
-    sizes = options.sizes
-    shared = {"job": "start", "method": "spawn", "data": "imports", "entries": sizes.entries, "batches": 0}
-    found = answers(options.rounds, both({str(n): {**shared, "workers": n} for n in (1, sizes.many)}))
-    for count in (1, sizes.many):
-        torch, ours = found["torch", str(count)], found["ours", str(count)]
-        for name, what, bar in (("cpu_s", "CPU, s", 6.0 if count > 1 else None), ("wall_s", "wall, s", None)):
-            figure = f"heavy imports, spawn, {count} worker{'s' * (count > 1)}: {what}"
-            yield compared(options, figure, values(torch, name), values(ours, name), bar)
-    missing = {name for each in found.values() for one in each for name in one.get("missing", ())}
-    yield f"Heavy imports that are not installed, and left out: {', '.join(sorted(missing)) or 'none'}."
-
-
-def first_batches(options: Options) -> Table:
-    """The job of torchdata's worker_start_benchmark, by the default start method and by its own."""
-    from studies.live.births_jobs import picture_files
-
-    sizes, default = options.sizes, multiprocessing.get_start_method()
-    sides = ["torch", "ours"] + ["stateful"] * _is_installed("torchdata")
-    methods = {f"the default ({default})": None} | ({"spawn": "spawn"} if default != "spawn" else {})
-    with tempfile.TemporaryDirectory() as folder:
-        picture_files(Path(folder), sizes.pictures)
-        shared = {"job": "first_batch", "folder": folder, "workers": sizes.many, "pictures": sizes.pictures}
-        shared |= {"copies": sizes.copies, "batches": sizes.picture_batches}
-        cases = {
-            (side, case): {**shared, "which": side, "method": method}
-            for case, method in methods.items()
-            for side in sides
-        }
-        found = answers(options.rounds, cases)
-    for case in methods:
-        of = f"worker_start_benchmark, {case}, {sizes.many} workers"
-        for name, what in (
-            ("iter_s", "iterator, s"),
-            ("first_s", "first batch, s"),
-            ("memory_mb", "memory, MB more"),
-            ("rate", "samples/s after it"),
-        ):
-            torch, ours = values(found["torch", case], name), values(found["ours", case], name)
-            row = compared(options, f"{of}: {what}", torch, ours)
-            if "stateful" in sides:
-                row = row._replace(torch=f"{row.torch}; torchdata {told(values(found['stateful', case], name))}")
-            yield row
-    digests = {one["digest"] for (side, _), each in found.items() if side != "stateful" for one in each if one}
-    yield f"First batches of worker_start_benchmark: {'all equal' if len(digests) == 1 else 'NOT EQUAL'}."
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return bool(metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return False
-
-
-def fields(options: Options) -> Table:
-    """In what a worker differs from torch's."""
-    from studies.live.births_fields import facts
-
-    for method in ANEW:
-        found = answers(2, both({method: {"job": "fields", "method": method}}))
-        if not all(all(each) for each in found.values()):
-            yield Row(f"fields of a worker, {method}", "0", "no answer", f"{MOST_FIELDS}", False)
-            continue
-        torch, ours = facts(*found["torch", method]), facts(*found["ours", method])
-        differing = [name for name in torch if torch[name] != ours.get(name)]
-        said = f"{len(differing)}{': ' * bool(differing)}{', '.join(differing)}"
-        figure = f"fields of a worker, {method}: those of {len(torch)} that differ"
-        yield Row(figure, "0", said, f"{MOST_FIELDS}", len(differing) <= MOST_FIELDS)
-        for name in differing:
-            yield f"{method}, {name}: torch {torch[name]}, AutoLoader {ours.get(name)}."
-
-
-def kills(options: Options) -> Table:
-    """AutoLoader's trainings, disturbed."""
-    from studies.live.births_kills import kill_births
-
-    tally = kill_births(options.kills, options.seed, ANEW)
-    figure = f"{tally.kills.total()} kills of root, nursery, worker, training"
-    yield Row(figure, "-", tally.faults(), "0 of each", not tally.is_bad)
-    yield from tally.notes()
-
-
-ROWS: dict[str, Callable[[Options], Table]] = {
-    "entries, spawn": lambda options: starts(options, "spawn"),
-    "entries, forkserver": lambda options: starts(options, "forkserver"),
+GROUPS: dict[str, Callable[[int, Sizes], Table]] = {
+    "entries, spawn": lambda rounds, sizes: starts("spawn", rounds, sizes),
+    "entries, forkserver": lambda rounds, sizes: starts("forkserver", rounds, sizes),
     "further workers": further_workers,
-    "nobody asked": unasked,
-    "epoch boundary": boundaries,
-    "heavy imports": imports,
-    "worker_start_benchmark": first_batches,
-    "fields": fields,
-    "kills": kills,
+    "nobody asked": nobody_asked,
+    "epoch boundary": epoch_boundaries,
 }
 
 
-def machine() -> str:
-    from autotune_loader.machine.facts import cpu_model
-    from autotune_loader.machine.limits import usable_cores
-
-    versions = f"torch {metadata.version('torch')}, Python {platform.python_version()}"
-    method = multiprocessing.get_start_method()
-    return f"{usable_cores().usable} cores of {cpu_model()}; {versions}, whose default start method is {method}"
-
-
-def load() -> str:
-    return f"load {os.getloadavg()[0]:.1f} at {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"a word of a group's name: {'; '.join(ROWS)}")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.job:
-        from studies.live import births_fields, births_jobs
-
-        job = json.loads(given.job)
-        print(json.dumps({**births_jobs.JOBS, "fields": births_fields.fields}[job.pop("job")](**job)))
-        return 0
-    options = Options(SMALL if given.small else FULL, given.rounds, given.kills, given.seed, not given.small)
-    print(f"{machine()}; rounds: {given.rounds}; {load()}\n")
-    print("| figure | torch | AutoLoader | bar | met? |\n|---|---|---|---|---|", flush=True)
-    notes = list[str]()
-    for name, rows in ROWS.items():
-        if given.only in name:
-            for each in rows(options):
-                if isinstance(each, Row):
-                    print(each, flush=True)
-                else:
-                    notes.append(each)
-            notes.append(f"After {name}: {load()}.")
-    print("", *(f"* {note}" for note in notes), sep="\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def rows(*, only: str = "", rounds: int = 3, quick: bool = False) -> Table:
+    for name, group in GROUPS.items():
+        if only in name:
+            for row in group(1 if quick else rounds, QUICK if quick else Sizes()):
+                yield row._replace(is_met=None) if quick and isinstance(row, Row) else row

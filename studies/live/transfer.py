@@ -1,14 +1,17 @@
 """Does AutoLoader transfer a batch faster than DataLoader with as many workers? Interleaved; the loop reads each batch.
 
-python -m studies.live.transfer                    # about seven minutes
-python -m studies.live.transfer --rounds 9 --only images
+    python -m studies live.transfer                    # about seven minutes
+    python -m studies live.transfer --rounds 9 --only images
+    python -m studies live.transfer --quick            # a minute: is "3 times as fast where transfer counts" broken?
+
+With `--quick` a promise is broken only where the upper end of the paired interval is below it, in two looks, and then the exit
+status is 1; and only while the cores are free. "Could not tell" is no failure: noise, or a busy machine, turns nothing red.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,7 +22,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader
+from autotune_loader.values import Interval
 from studies.pictures import normalised
+from studies.processes import cores_free
+from studies.study import Row, Table
+from studies.verdict import Verdict, confirmed, fast_enough, ratio
 from studies.workloads import Items
 
 RAW = np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8)
@@ -74,6 +81,11 @@ KINDS = {
 }
 
 
+PROMISED, QUICK_S, QUICK_ROUNDS, LOOK_S = ("tiny", "images (19 MB)", "flat, 16 MiB", "300 tensors"), 0.6, 5, 20.0
+"""Where transfer counts; how long and how often each is looked at with `--quick`, and after what no further round begins."""
+BAR = "medians, in the column `bar`; with --quick: broken where it is surely less than 3 times DataLoader"
+
+
 def read(batch: Any) -> None:
     if isinstance(batch, torch.Tensor):
         batch.sum()
@@ -97,33 +109,43 @@ def rate(loader: Any, seconds: float) -> float:
     return count / (time.perf_counter() - first)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.5)
-    parser.add_argument("--only", default="", help="a word of a row's name")
-    options = parser.parse_args()
+def rates_of(
+    kind: Kind, rounds: int, seconds: float, sides: tuple[str, ...], limit_s: float = math.inf
+) -> dict[str, list[float]]:
+    """Batches/s of each side, which take turns; every second round runs backwards, none begins after the limit."""
+    begun = time.monotonic()
+    data, rates = Items(kind.get, 10_000_000), {side: list[float]() for side in sides}
+    for number in range(rounds):
+        for side in () if time.monotonic() > begun + limit_s else sides if number % 2 else sides[::-1]:
+            make = AutoLoader if side == "ours" else DataLoader
+            own = {"tune": False, **kind.ours} if side == "ours" else {}
+            workers = 0 if side == "none" else kind.workers
+            rates[side].append(rate(make(data, batch_size=kind.size, num_workers=workers, **kind.both, **own), seconds))
+    return rates
+
+
+def row(name: str, kind: Kind, rounds: int, seconds: float) -> Row:
+    none, plain, ours = rates_of(kind, rounds, seconds, ("none", "plain", "ours")).values()
+    times = [one / other for one, other in zip(ours, plain, strict=True)]
+    cells = {"batches of": name, "workers": kind.workers, "DataLoader, 0 workers, /s": statistics.median(none)}
+    cells |= {"DataLoader, /s": statistics.median(plain), "AutoLoader, /s": statistics.median(ours)}
+    return Row({**cells, "AutoLoader / DataLoader": times, "bar": kind.bar}, statistics.median(times) >= kind.bar)
+
+
+def quick_row(name: str, kind: Kind) -> Row:
+    def look() -> tuple[Interval, Verdict]:
+        plain, ours = rates_of(kind, QUICK_ROUNDS, QUICK_S, ("plain", "ours"), LOOK_S).values()
+        found = ratio(ours, plain)
+        return found, fast_enough(found)
+
+    found, verdict, free = confirmed(look, cores_free)
+    cells = {"batches of": name, "AutoLoader / DataLoader": found, "cores free": f"{free:.0%}"}
+    return Row({**cells, "3 times": verdict.value}, verdict.is_met)
+
+
+def rows(*, only: str = "", rounds: int = 5, seconds: float = 1.5, quick: bool = False) -> Table:
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     torch.set_num_threads(1)
-    print("| batches of | workers | DataLoader, 0 workers | DataLoader | AutoLoader | ratio, median (range) | bar |")
-    print("|---|---|---|---|---|---|---|")
     for name, kind in KINDS.items():
-        if options.only not in name:
-            continue
-        data, rates = Items(kind.get, 10_000_000), {which: list[float]() for which in ("none", "plain", "ours")}
-        for number in range(options.rounds):
-            for which in list(rates) if number % 2 else list(rates)[::-1]:
-                make = AutoLoader if which == "ours" else DataLoader
-                own = {"tune": False, **kind.ours} if which == "ours" else {}
-                workers = 0 if which == "none" else kind.workers
-                loader = make(data, batch_size=kind.size, num_workers=workers, **kind.both, **own)
-                rates[which].append(rate(loader, options.seconds))
-        ratios = [ours / plain for ours, plain in zip(rates["ours"], rates["plain"], strict=True)]
-        none, plain, ours = (f"{statistics.median(each):,.0f}/s" for each in rates.values())
-        told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {name} | {kind.workers} | {none} | {plain} | {ours} | {told} | {kind.bar:g} |", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        if only in name and (not quick or name in PROMISED):
+            yield quick_row(name, kind) if quick else row(name, kind, rounds, seconds)

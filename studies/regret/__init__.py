@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune_loader.values import Interval
+from studies.study import Row, Table
 
 OURS = "autotune_loader"
 WITH_TPE = "tune() with TPE"
@@ -45,28 +45,25 @@ class Outcome:
         return self.regret if self.ratio is None else max(0.0, 1 - self.ratio[0])
 
 
-def table(outcomes: Sequence[Outcome], by: str = "strategy") -> str:
-    """Regret and seconds by strategy, or by another field, in Markdown."""
-    by_point = {"by point": "by_point"} if any(each.ratio for each in outcomes) else {}
-    measures = {"regret": "regret", **by_point}
-    quantiles = [f"{name} {part}" for name in measures for part in ("p50", "p90", "p95")]
-    head = [by, "runs", "within 2%", *quantiles, "seconds p50", "p90", "mean workers", "not complete"]
-    verdicts = VERDICTS if any(each.ours for each in outcomes) else ()
-    head += [f"ours {verdict}" for verdict in verdicts]
-    lines = [head, ["---"] * len(head)]
+def table(outcomes: Sequence[Outcome], by: str = "strategy") -> Table:
+    """Regret and seconds by strategy, or by another field."""
+    measures = {"regret": "regret"} | ({"by point": "by_point"} if any(each.ratio for each in outcomes) else {})
+    has_verdicts = any(each.ours for each in outcomes)
     for group in dict.fromkeys(getattr(each, by) for each in outcomes):
         mine = [each for each in outcomes if getattr(each, by) == group]
-        cells = [str(group), str(len(mine)), f"{sum(each.regret <= NEAR for each in mine) / len(mine):.1%}"]
-        for measure in measures.values():
-            cells += [f"{at([getattr(each, measure) for each in mine], share):.1%}" for share in (0.5, 0.9, 0.95)]
-        cells += [f"{at([each.seconds for each in mine], share):.1f}" for share in (0.5, 0.9)]
+        cells: dict[str, object] = {by: group, "runs": len(mine)}
+        cells["within 2%"] = f"{sum(each.regret <= NEAR for each in mine) / len(mine):.1%}"
+        for name, measure in measures.items():
+            values = [getattr(each, measure) for each in mine]
+            cells |= {f"{name} p{100 * share:.0f}": f"{at(values, share):.1%}" for share in (0.5, 0.9, 0.95)}
+        cells |= {f"seconds p{100 * share:.0f}": at([each.seconds for each in mine], share) for share in (0.5, 0.9)}
         workers = [each.workers for each in mine if each.workers is not None]
-        cells.append(f"{statistics.fmean(workers) if workers else math.nan:.1f}")
+        cells["mean workers"] = f"{statistics.fmean(workers) if workers else math.nan:.1f}"
         others = Counter(each.status for each in mine if each.status not in ("", "complete"))
-        cells.append(", ".join(f"{count} {status}" for status, count in others.items()))
+        cells["not complete"] = ", ".join(f"{count} {status}" for status, count in others.items())
         beside = Counter(verdict for each in mine for verdict in each.ours)
-        lines.append([*cells, *(str(beside[verdict]) if beside else "" for verdict in verdicts)])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        cells |= {f"ours {each}": beside[each] if beside else "" for each in VERDICTS if has_verdicts}
+        yield Row(cells)
 
 
 def verdict_of(ratio: Interval) -> str:
@@ -80,14 +77,3 @@ def at(values: Sequence[float], share: float) -> float:
     """The quantile that is itself one of the values, the larger of two."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.floor(share * len(ordered)))]
-
-
-def names_of(legal: Iterable[str]) -> Callable[[str], list[str]]:
-    """The type of an argument with names, separated by commas."""
-
-    def names(text: str) -> list[str]:
-        if unknown := [name for name in text.split(",") if name not in legal]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(legal)}")
-        return text.split(",")
-
-    return names

@@ -11,9 +11,12 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any
 
@@ -45,10 +48,10 @@ class Bench:
 
     def __init__(self, workload: str) -> None:
         self._workload = workload
-        self._child: Any = None
+        self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Bench:
-        self._start()
+        self._started().submit(int).result(DEADLINE_S)  # warm: strategies are timed from their call on
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,54 +70,49 @@ class Bench:
         Raises:
             BenchError: it failed, or did not answer in time.
         """
-        if self._child is None:
-            self._start()
-        self._pipe.send((config, seconds, seed, is_steady))
-        answer = self._answer()
-        if isinstance(answer, str):
-            raise BenchError(answer)
-        return float(answer)
-
-    def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._child = spawn.Process(target=serve, args=(self._workload, theirs))
-        self._child.start()
-        theirs.close()
-        self._answer()
-
-    def _answer(self) -> Any:
         try:
-            if self._pipe.poll(DEADLINE_S):
-                return self._pipe.recv()
-            why = "no answer"
-        except (EOFError, OSError):
-            why = "the process died"
-        self._end()
-        raise BenchError(why)
+            return self._started().submit(timed, config, seconds, seed, is_steady).result(DEADLINE_S)
+        except (TimeoutError, FutureTimeout, BrokenExecutor) as error:
+            self._end()
+            raise BenchError(f"no answer: {type(error).__name__}") from None
+        except Exception as error:
+            raise BenchError(f"{type(error).__name__}: {error}") from None
+
+    def _started(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, spawn, initializer=begin, initargs=(self._workload,))
+        return self._pool
 
     def _end(self) -> None:
-        if self._child is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._child.pid, signal.SIGKILL)  # its own session: the workers it started are in it too
-            self._child.kill()
-            self._child.join()
-            self._child = None
+        if self._pool is not None:
+            for pid in list(self._pool._processes or ()):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)  # its own session: the workers it started are in it too
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
 
-def serve(name: str, pipe: Any) -> None:
-    """The child: answer with samples/s, or with what failed, until it is killed."""
+JOBS: list[TimedJob] = []
+"""Of the process that `begin` has begun."""
+
+
+def begin(name: str) -> None:
     os.setsid()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     warnings.simplefilter("ignore")
-    job = TimedJob(name)
-    pipe.send(None)
-    while True:
-        try:
-            pipe.send(job.time(*pipe.recv()))
-        except EOFError:
-            return
-        except Exception as error:
-            pipe.send(f"{type(error).__name__}: {error}")
+    JOBS.append(TimedJob(name))
+
+
+def end_with(parent: int) -> None:
+    """A pool's process does not hear that its parent was killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+def timed(*given: Any) -> float:
+    return JOBS[0].time(*given)
 
 
 def step_of(workload: StudyWorkload, batch: Any) -> Any:
@@ -135,15 +133,10 @@ class TimedJob:
     def time(self, config: LoaderConfig, seconds: float, seed: int, is_steady: bool) -> float:
         torch.manual_seed(seed)
         random.seed(seed)
-        loader = self._workload.loader(**config.to_kwargs())
-        batches, window_s = self._run(loader, config, seconds, is_steady)
-        return batches * (self._workload.batch_size or 1) / window_s
-
-    def _run(self, loader: Any, config: LoaderConfig, seconds: float, is_steady: bool) -> tuple[int, float]:
-        """Batches and seconds of a window."""
+        loader, workers, ends = self._workload.loader(**config.to_kwargs()), config.num_workers, list[float]()
         started = opened = time.perf_counter()
-        ends: list[float] = []
-        skip = batches_until_settled(config) if is_steady else 0
+        # Before a steady window: two rounds of the workers, and so many times what their queues hold.
+        skip = workers * (2 + FILLS * (config.prefetch_factor or 0)) + 2 if is_steady else 0
         for batch in itertools.chain.from_iterable(itertools.repeat(loader) if is_steady else [loader]):
             self.step.run(batch)
             now = time.perf_counter()
@@ -153,14 +146,10 @@ class TimedJob:
                 continue
             ends.append(now)
             # The ends are averaged over as many batches as there are workers, so there must be more than that.
-            if now - opened > seconds and (not is_steady or len(ends) > 2 * config.num_workers + 2):
+            if now - opened > seconds and (not is_steady or len(ends) > 2 * workers + 2):
                 break
-        return between_smooth_ends(ends, config.num_workers) if is_steady else (len(ends), ends[-1] - started)
-
-
-def batches_until_settled(config: LoaderConfig) -> int:
-    """Batches before a steady window: two rounds of the workers, and so many times what their queues hold."""
-    return config.num_workers * (2 + FILLS * (config.prefetch_factor or 0)) + 2
+        batches, window_s = between_smooth_ends(ends, workers) if is_steady else (len(ends), ends[-1] - started)
+        return batches * (self._workload.batch_size or 1) / window_s
 
 
 def between_smooth_ends(ends: Sequence[float], workers: int) -> tuple[int, float]:

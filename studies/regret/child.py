@@ -1,4 +1,4 @@
-"""One call of `tune()`, ours or loadtune's, in a fresh process: `python -m studies.regret.child autotune_loader jpeg 0`.
+"""One call of `tune()`, ours or loadtune's, in a fresh process.
 
 The package is imported before the clock starts; the probe's own process is started by our call and counts.
 """
@@ -6,13 +6,11 @@ The package is imported before the clock starts; the probe's own process is star
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
 import time
 from typing import Any
 
 from autotune_loader.values import LoaderConfig
-from studies.processes import NoAnswerError, last_line
+from studies.processes import NoAnswerError, answer
 from studies.regret import OURS, WITH_TPE
 from studies.regret.bench import BenchError, regret_workload, step_of
 
@@ -27,8 +25,9 @@ def choice_in_child(who: str, workload: str, seed: int) -> tuple[LoaderConfig, f
     """
     if who == "loadtune" and importlib.util.find_spec("loadtune") is None:
         raise BenchError("it is not installed; pip install --no-deps loadtune==0.3.0 would work")
+    choose = {OURS: ours, WITH_TPE: with_tpe, "loadtune": loadtune}[who]
     try:
-        record = json.loads(last_line("-m", "studies.regret.child", who, workload, str(seed), timeout_s=DEADLINE_S))
+        record = answer(choose, timeout_s=DEADLINE_S, name=workload, seed=seed)
     except NoAnswerError as error:
         raise BenchError(str(error)) from None
     return LoaderConfig.from_dict(record["config"]), record["seconds"]
@@ -78,8 +77,3 @@ def loadtune(name: str, seed: int) -> dict[str, Any]:
     names = ("num_workers", "prefetch_factor", "persistent_workers")
     config = {each: getattr(result.best.knobs, each) for each in names} if better else {}
     return {"config": config, "seconds": seconds}
-
-
-if __name__ == "__main__":
-    choose = {OURS: ours, WITH_TPE: with_tpe, "loadtune": loadtune}[sys.argv[1]]
-    print(json.dumps(choose(sys.argv[2], int(sys.argv[3]))), flush=True)

@@ -46,22 +46,11 @@ def random_machine(seed: int) -> tuple[str, SimulatedMachine]:
         step_s = cpu_s * rng.uniform(0.5, 2.0) * (0.15 + 0.85 / cores)
         step_cores = float(cores)
     return kind, SimulatedMachine(
-        cores=cores,
-        cpu_s=cpu_s,
-        wait_s=wait_s,
-        service_cv=cv,
-        tail_share=tail_share,
-        step_s=step_s,
-        step_cores=step_cores,
-        receive_s=10 ** rng.uniform(-3.7, -2.7),
-        alpha=rng.uniform(0.0, 0.1),
-        beta=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.004))),
-        start_s=0.1,
-        worker_start_s=rng.uniform(0.01, 0.05),
-        noise_sd=rng.uniform(0.03, 0.08),
-        drift_per_hour=rng.uniform(-0.5, 0.5),
-        spike_share=0.05,
-    )
+        cores=cores, cpu_s=cpu_s, wait_s=wait_s, service_cv=cv, tail_share=tail_share, step_s=step_s, step_cores=step_cores,
+        receive_s=10 ** rng.uniform(-3.7, -2.7), alpha=rng.uniform(0.0, 0.1),
+        beta=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.004))), start_s=0.1, worker_start_s=rng.uniform(0.01, 0.05),
+        noise_sd=rng.uniform(0.03, 0.08), drift_per_hour=rng.uniform(-0.5, 0.5), spike_share=0.05,
+    )  # fmt: skip
 
 
 def foreign_machine(seed: int) -> tuple[str, SimulatedMachine]:
@@ -93,22 +82,34 @@ def foreign_machine(seed: int) -> tuple[str, SimulatedMachine]:
         "storage": lambda: {"cpu_s": 0.1 * cpu_s, "wait_s": cpu_s, "servers": rng.choice((4, 8, 16))},
     }[kind]()
     machine = SimulatedMachine(
-        cores=cores,
-        cpu_s=cpu_s,
-        service_cv=rng.uniform(0.03, 0.3),
-        step_s=step_s,
-        receive_s=receive_s,
-        alpha=rng.uniform(0.0, 0.1),
-        start_s=0.1,
-        worker_start_s=rng.uniform(0.01, 0.05),
-        noise_sd=noise_sd,
-        drift_per_hour=rng.uniform(-0.5, 0.5),
-        spike_share=0.05,
-    )
+        cores=cores, cpu_s=cpu_s, service_cv=rng.uniform(0.03, 0.3), step_s=step_s, receive_s=receive_s,
+        alpha=rng.uniform(0.0, 0.1), start_s=0.1, worker_start_s=rng.uniform(0.01, 0.05), noise_sd=noise_sd,
+        drift_per_hour=rng.uniform(-0.5, 0.5), spike_share=0.05,
+    )  # fmt: skip
     return kind, replace(machine, **more)
 
 
-LAWS = {"usual": random_machine, "foreign": foreign_machine}
+SLOW = {
+    f"fetch {fetch_s:.0f} s, step 0.3 s": (fetch_s, 0.3, 6 + 2 * fetch_s)
+    for fetch_s in (1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 15.0)
+}
+SLOW |= {
+    f"fetch {4 * step_s:.0f} s, step {step_s:.0f} s": (4 * step_s, step_s, 6 + 6 * step_s) for step_s in (1.0, 2.0, 5.0)
+}
+SLOW |= {f"warm after {probe_s:.0f} s": (0.2, 0.05, probe_s) for probe_s in (30.0, 58.0, 70.0, 180.0)}
+"""Seconds of a fetch, of a step, and until the probe is warm; by turns, 14 seeds have each."""
+
+
+def slow_machine(seed: int) -> tuple[str, SimulatedMachine]:
+    """Slow batches and long starts on 32 cores, as of a user who has DataLoader's default of no workers."""
+    name = list(SLOW)[seed % len(SLOW)]
+    cpu_s, step_s, probe_s = SLOW[name]
+    return name, SimulatedMachine(
+        cores=32, worker_start_s=0.05, noise_sd=0.03, cpu_s=cpu_s, step_s=step_s, probe_s=probe_s
+    )
+
+
+LAWS = {"usual": random_machine, "foreign": foreign_machine, "slow": slow_machine}
 Setting = tuple[int, int, bool]
 """Workers, prefetch, and whether batches are pinned."""
 Truths = dict[Setting, float]

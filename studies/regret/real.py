@@ -1,11 +1,13 @@
-"""Regret on real workloads of this machine: `python -m studies.regret.real [--cores 2] [--workloads a,b] [--strategies a,b]`.
+"""How far from the best is what is chosen for real jobs of this machine, and what do others reach?
+
+    python -m studies regret.real --cores 2                                                  # pinned to so many
+    python -m studies regret.real --only slow_batches --strategies autotune_loader           # two to three minutes
 
 For each workload: every strategy chooses, the oracle surveys, then the best of the survey and all choices take turns, and all
 that may be as fast as the best meet it again (`oracle.py`). Beside each rival ours is faster, equal (the interval of their
 paired ratio holds 1, or lies within 2% of it) or slower, in so many runs of ours. What was found of a workload is printed,
 and kept in `results/real.jsonl`, as soon as it is known; a workload that is there already is not run again. Use a machine
-that does nothing else. `slow_batches`, which has no rounds as its truth is known, takes two to three minutes:
-`--workloads slow_batches --strategies autotune_loader`.
+that does nothing else. `slow_batches` has no rounds, as its truth is known. `--seeds` are of autotune_loader.
 
 Every strategy is timed from call to result. Python, torch and the dataset are loaded before any clock starts, so nobody but
 `autotune_loader`, whose own process starts within its time, pays for a process. tpe and random have 16 trials of 1 s, the
@@ -15,7 +17,6 @@ grid an epoch of each but at most 1 s, worker start-up included; loadtune has it
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -25,10 +26,11 @@ from pathlib import Path
 
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.values import Failure, LoaderConfig, Measurement
-from studies.regret import OURS, WITH_TPE, Outcome, names_of, oracle, table, verdict_of
+from studies.regret import OURS, WITH_TPE, Outcome, oracle, table, verdict_of
 from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.child import choice_in_child
 from studies.regret.strategies import LOOK, LOOK_WORKERS, STRATEGIES
+from studies.study import Row, Table
 from studies.workloads import opened
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,6 +39,7 @@ IN_CHILD = (OURS, WITH_TPE, "loadtune")
 DEFAULT = (OURS, WITH_TPE, "torch default", "workers = cores", "plain rule", "tpe", "random", "grid", "loadtune")
 # Where the number of workers follows from the job, and one of each other kind.
 JOBS = ("wait_behind_step", "wait_heavy_tail", "python_loops", "jpeg", "wait_light_tail", "in_memory", "cpu_bound")
+BAR = "every choice within 2% of the best"
 KEEP_UP = {"slow_batches": 16 * 0.5 / 0.3}
 """Jobs too slow for rounds, whose truth is known: rates grow with the workers up to these, who keep up with the step."""
 
@@ -128,40 +131,32 @@ def _beside(own: str, other: str, judgement: oracle.Judgement) -> str:
     return "faster" if own else "slower" if other else "equal"
 
 
-def details(outcomes: Sequence[Outcome]) -> str:
+def details(outcomes: Sequence[Outcome]) -> Table:
     """Every single run."""
-    lines = ["| workload | strategy | seed | chosen | ratio to the fastest | seconds |", "|---|---|---|---|---|---|"]
     for each in outcomes:
         known = f"{1 - each.regret:.3f} by arithmetic" if each.chosen else f"failed: {each.failure}"
         said = known if each.ratio is None else "{:.3f} ({:.3f} to {:.3f})".format(*each.ratio)
-        cells = (each.job, each.strategy, str(each.seed), each.chosen, said, f"{each.seconds:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = {"workload": each.job, "strategy": each.strategy, "seed": each.seed, "chosen": each.chosen}
+        yield Row({**cells, "ratio to the fastest": said, "seconds": each.seconds})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.regret.real", description=__doc__)
-    parser.add_argument("--cores", type=int, help="pinned to so many")
-    parser.add_argument("--workloads", type=names_of((*JOBS, *KEEP_UP)), default=JOBS, help="separated by commas")
-    parser.add_argument("--strategies", type=names_of((*IN_CHILD, *STRATEGIES)), default=DEFAULT, help="by commas")
-    parser.add_argument("--seeds", type=int, default=2, help="of autotune_loader")
-    options = parser.parse_args()
-    if options.cores:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    records = RESULTS / (f"real_{options.cores}.jsonl" if options.cores else "real.jsonl")
+def rows(*, cores: int = 0, only: str = "", strategies: str = "", seeds: int = 2) -> Table:
+    names, jobs = tuple(strategies.split(",")) if strategies else DEFAULT, only.split(",") if only else JOBS
+    if unknown := ({*names} - {*IN_CHILD, *STRATEGIES}) | ({*jobs} - {*JOBS, *KEEP_UP}):
+        raise SystemExit(f"{unknown} is none of {', '.join((*JOBS, *KEEP_UP, *IN_CHILD, *STRATEGIES))}")
+    if cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    records = RESULTS / (f"real_{cores}.jsonl" if cores else "real.jsonl")
     lines = records.read_text().splitlines() if records.exists() else []
     found = [Outcome(**json.loads(line)) for line in lines]
-    for workload in options.workloads:
+    yield from details(found)
+    for workload in jobs:
         if any(each.job == workload for each in found):
             continue
-        latest = study(workload, options.strategies, options.seeds)
+        latest = study(workload, names, seeds)
         records.parent.mkdir(parents=True, exist_ok=True)
         with records.open("a") as file:
             file.write("".join(json.dumps(asdict(each)) + "\n" for each in latest))
         found += latest
-        print(details(latest), flush=True)
-    print(f"{table(found)}\n\n{details(found)}")
-
-
-if __name__ == "__main__":
-    main()
+        yield from details(latest)
+    yield from table(found)

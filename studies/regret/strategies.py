@@ -10,14 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import optuna
 
 from autotune_loader.search.rule import plain_rule
 from autotune_loader.search.sampler import quiet_optuna
-from autotune_loader.values import BurstPlan, LoaderConfig, Measurement
+from autotune_loader.values import BurstPlan, LoaderConfig
 
 PREFETCH_FACTORS = (2, 4, 8)
 LOOK_WORKERS = 2
@@ -25,26 +25,11 @@ LOOK = BurstPlan(max_s=1.5, min_s=1.5, relative_error=0.0)
 """The plain rule looks at training for so long, with so many workers."""
 
 
-class Field(Protocol):
-    """Where a strategy looks."""
-
-    cores: int
-    counts: Sequence[int]
-    """Numbers of workers to choose from."""
-    trials: int | None
-    """How many of them a sampler has; None is as many as there are seconds."""
-
-    def rate(self, config: LoaderConfig) -> float:
-        """Samples/s in a short run; 0 of what fails."""
-
-    def look(self) -> Measurement | None:
-        """A burst of `LOOK`, with the times of its stages."""
-
-    def is_over(self) -> bool:
-        """Whether the strategy has had its seconds."""
-
-
-Strategy = Callable[[Any, int], LoaderConfig]
+Field = Any
+"""Where a strategy looks: `cores`, `counts` of workers to choose from, how many `trials` a sampler has (None is as many as
+there are seconds), the `rate()` of a configuration in a short run, 0 of what fails, `look()`, a burst of `LOOK` with the times
+of its stages or None, and whether the strategy has had its seconds (`is_over()`)."""
+Strategy = Callable[[Field, int], LoaderConfig]
 """Of a field and a seed."""
 
 

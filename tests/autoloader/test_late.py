@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -37,6 +38,12 @@ def quick(index: int) -> torch.Tensor:
     return torch.tensor([index, os.getpid()])
 
 
+def fixed(dataset: Made, *, num_workers: int, **rest: Any) -> FixedLoader:
+    loader = FixedLoader(dataset, num_workers=num_workers, **rest)
+    loader.change_to(loader.config)  # it is frozen from the first time that it is asked
+    return loader
+
+
 class Order:
     """A sampler that notes how far it was drawn."""
 
@@ -52,76 +59,57 @@ class Order:
 
 
 @pytest.mark.parametrize("asked", [None, 4])
-def test_while_a_batch_is_late_the_others_are_made_and_all_come_in_order(
+def test_while_a_batch_is_late_others_are_made(
     asked: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # GIVEN a sampler of the script's own, of which 16 draws have shown that it draws from no global generator
+    # GIVEN a sampler of the script's own, of which 16 draws have shown that it is quiet
     monkeypatch.setattr(live_module, "MOST_AHEAD", 50)
-    order = Order(400)
-    loader = FixedLoader(Made(late, 400), batch_size=1, sampler=order, num_workers=asked)
+    order, seen = Order(200), list[int]()
+    loader = FixedLoader(Made(late, 200), batch_size=1, sampler=order, num_workers=asked)
     loader.change_to(LoaderConfig(num_workers=4))
-    seen, waits, last, ahead = list[int](), list[float](), time.monotonic(), 0
-    for number, batch in enumerate(loader):
-        waits.append(time.monotonic() - last)
+    for batch in loader:
         seen.append(int(batch[0, 0]))
-        if (
-            number == SLOW
-        ):  # WHEN the loop has waited for the late one, what is behind it has been made
-            ahead = order.given - number - 1
-        last = time.monotonic()
-    assert seen == list(range(400))
-    assert 30 < ahead <= 4 * 2 + 50
-    assert sum(each < 0.1 * waits[SLOW] for each in waits[SLOW + 1 : SLOW + 31]) >= 29
+        if seen[-1] == SLOW:  # WHEN the loop has waited THEN what is behind it has been made
+            assert 30 < order.given - len(seen) <= 4 * 2 + 50
+    assert seen == list(range(200))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"shuffle": True}, {"batch_size": None}])
-def test_a_heavy_tail_of_batches_changes_nothing_of_them(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("arguments", [{"batch_size": 2, "shuffle": True}, {"batch_size": None}])
+def test_a_heavy_tail_of_batches_changes_nothing(arguments: dict[str, Any]) -> None:
     def tailed(index: int) -> torch.Tensor:
         time.sleep(random.Random(index).paretovariate(1.2) / 2000)
         return torch.tensor(index)
 
     def epochs(make: Any) -> list[Any]:
         torch.manual_seed(3)
-        loader = make(
-            Made(tailed, 600),
-            **{"batch_size": 2, "num_workers": 4, "persistent_workers": True, **arguments},
-        )
+        loader = make(Made(tailed, 400), num_workers=4, persistent_workers=True, **arguments)
         return [[batch.tolist() for batch in loader] for _ in range(2)]
 
     assert epochs(AutoLoader) == epochs(DataLoader)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"tune": False},
-        {"worker_init_fn": lambda worker: os.environ.__setitem__("WORKER", str(worker))},
-    ],
-)
-def test_where_the_number_stays_batch_n_is_made_by_worker_n_modulo_their_number(
-    arguments: dict[str, Any],
-) -> None:
-    pids = [
-        int(batch[0, 1])
-        for batch in AutoLoader(Made(late, 200), batch_size=2, num_workers=4, **arguments)
-    ]
+def with_init(worker: int) -> None:
+    os.environ["WORKER"] = str(worker)
+
+
+@pytest.mark.parametrize("arguments", [{"tune": False}, {"worker_init_fn": with_init}])
+def test_where_the_number_stays_workers_take_turns(arguments: dict[str, Any]) -> None:
+    loader = AutoLoader(Made(late, 200), batch_size=2, num_workers=4, **arguments)
+    pids = [int(batch[0, 1]) for batch in loader]
     assert len(set(pids[:4])) == 4
     assert pids == [pids[number % 4] for number in range(100)]
 
 
-def test_a_sampler_that_draws_from_a_global_generator_is_no_further_ahead_than_in_dataloader() -> (
-    None
-):
+def test_a_sampler_that_draws_is_ahead_as_in_dataloader() -> None:
     order, furthest = Order(120, draws=True), 0
-    for number, _ in enumerate(
-        FixedLoader(Made(late, 120), batch_size=1, sampler=order, num_workers=4)
-    ):
+    loader = fixed(Made(late, 120), batch_size=1, sampler=order, num_workers=4)
+    for number, _ in enumerate(loader):
         furthest = max(furthest, order.given - number - 1)
-    assert furthest == 8
+    assert furthest == 4 * 2
 
 
 class Stuck(Made):
-    """The first read of one sample takes 15 s."""
+    """The first read of one sample takes a minute."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__(torch.tensor, 300)
@@ -133,14 +121,14 @@ class Stuck(Made):
     def __getitem__(self, index: int) -> Any:
         if index == 100 and not self.mark.exists():
             self.mark.touch()
-            time.sleep(15.0)
+            time.sleep(60.0)
         time.sleep(0.002)
         return super().__getitem__(index)
 
 
 @pytest.mark.parametrize(
     ("asked", "workers", "kept"),
-    [(None, 3, False), (None, 3, True), (3, 3, False), (3, 3, True), (3, 1, False)],
+    [(None, 3, False), (3, 3, True), (3, 1, False)],
 )
 def test_a_read_that_is_stuck_is_done_by_another_worker(
     asked: int | None, workers: int, kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -152,20 +140,19 @@ def test_a_read_that_is_stuck_is_done_by_another_worker(
     begun = time.monotonic()
     for _ in range(2):
         assert torch.cat(list(loader)).tolist() == list(range(300))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30  # of 60
     assert [each for each in caplog.records if each.levelname == "WARNING"] == []
-    assert ((tmp_path / "mark").exists(), loader.num_workers) == (True, workers)
+    assert (tmp_path / "mark").exists()
+    assert loader.num_workers == workers
 
 
-def test_workers_are_killed_and_resized_while_others_are_ahead_of_a_late_batch(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_kills_and_changes_while_others_are_ahead(caplog: pytest.LogCaptureFixture) -> None:
     def tailed(index: int) -> int:
         time.sleep(0.2 if index % 32 == 7 else 0.002)
         return index
 
     rng, seen = random.Random(0), list[int]()
-    loader = FixedLoader(Made(tailed, 640), batch_size=1, num_workers=4)
+    loader = fixed(Made(tailed, 640), batch_size=1, num_workers=4)
     iterator = iter(loader)
     for number, batch in enumerate(iterator):
         seen += batch.tolist()
@@ -179,19 +166,14 @@ def test_workers_are_killed_and_resized_while_others_are_ahead_of_a_late_batch(
     assert caplog.text.count("Its batches are fetched again") >= 5
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_generator_of_the_script_draws_the_same_whether_a_batch_is_late_or_not(
-    is_late: bool,
-) -> None:
+@pytest.mark.parametrize("fetch", [late, quick])
+def test_generators_draw_the_same_whether_batches_are_late(fetch: Any) -> None:
     orders = []
-    for kind in (DataLoader, FixedLoader):
+    for kind in (DataLoader, fixed):
         generator = torch.Generator().manual_seed(0)
-        loader = kind(
-            Made(late if is_late else quick, 120), shuffle=True, generator=generator, num_workers=2
-        )
-        for number, _ in enumerate(loader):
-            if number == 100:
-                break
+        loader = kind(Made(fetch, 120), shuffle=True, generator=generator, num_workers=2)
+        for _ in itertools.islice(loader, 100):
+            pass
         orders.append([int(batch[0, 0]) for batch in loader])
     assert orders[0] == orders[1]
 
@@ -212,8 +194,8 @@ def test_who_is_frozen_draws_no_further_ahead() -> None:
     assert order.given < 400
 
 
-def test_a_job_whose_other_copy_is_lost_is_waited_for_where_it_is() -> None:
-    loader = FixedLoader(Made(quick, 40), num_workers=4)
+def test_a_job_is_waited_for_where_its_copy_is_left() -> None:
+    loader = fixed(Made(quick, 40), num_workers=4)
     iterator = iter(loader)
     for _ in range(8):
         next(iterator)

@@ -1,4 +1,5 @@
-"""The ceiling of handing over: workers give copies of the first batch, and nothing of the user's dataset runs or moves on."""
+"""The ceiling of handing over: workers give copies of the first batch, and nothing of the user's
+dataset runs or moves on."""
 
 import threading
 from collections import OrderedDict
@@ -22,14 +23,11 @@ class Pair(NamedTuple):
     name: Any
 
 
-def rows(make, demand):
-    """Samples that are there until they are no longer to be read."""
+class Custom:
+    """Of the user's own."""
 
-    def sample(index):
-        assert not demand.exists(), "code of the user's runs"
-        return torch.full((3,), float(index))
-
-    return Made(sample), lambda samples: make(torch.stack(samples))
+    def __init__(self, x):
+        self.x = x
 
 
 class TakesEqual:
@@ -44,78 +42,68 @@ class TakesEqual:
         assert str(fields_of(batch) or batch) == str(fields_of(self.first) or self.first)
 
 
-class Custom:
-    """Of the user's own."""
-
-    def __init__(self, x):
-        self.x = x
-
-
 MADE = {
     "a tensor": lambda x: x,
     "a dict": lambda x: OrderedDict(x=x, more=[x[:, 0], "text"]),
     "a named tuple": lambda x: Pair(x, None),
     "an object": Custom,
 }
+FORKED = [(made, "fork") for made in MADE]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("made", "method"),
-    [*((made, "fork") for made in MADE), ("a tensor", "spawn"), ("a dict", "forkserver")],
-)
-def test_copies_of_the_first_batch_reach_the_step_whatever_the_batch_and_however_workers_start(
-    made, method, tmp_path
-):
+@pytest.mark.parametrize(("made", "method"), [*FORKED, ("a dict", "forkserver")])
+def test_copies_of_the_first_batch_reach_the_step(made, method, tmp_path):
+    def sample(index):
+        assert not demand.exists(), "code of the user's runs"
+        return torch.full((3,), float(index))
+
+    def collate(samples):
+        return MADE[made](torch.stack(samples))
+
+    def children():
+        whole = psutil.Process(probe.probe._child.pid).children(recursive=True)
+        return {each.pid for each in whole}
+
     demand, before = tmp_path / "demand", orphaned_segments()
-    dataset, collate = rows(MADE[made], demand)
-    job = workload(
-        dataset,
-        training=TrainingSide(train_step=TakesEqual()),
-        collate_fn=collate,
-        multiprocessing_context=method,
-    )
-    with opened(job) as probe:
+    training, parts = TrainingSide(train_step=TakesEqual()), {"multiprocessing_context": method}
+    with opened(workload(Made(sample), 4, training, collate_fn=collate, **parts)) as probe:
         demand.touch()
         left = []
         for _ in range(2):
             found = probe.probe.hand_over(TWO_WORKERS, QUICK)
             assert isinstance(found, Measurement), found
-            left.append(
-                {
-                    each.pid
-                    for each in psutil.Process(probe.probe._child.pid).children(recursive=True)
-                }
-            )
+            left.append(children())
         assert {trace.worker for trace in found.traces} == {0, 1}
         assert {trace.samples for trace in found.traces} == {4}
         assert found.batch_bytes >= 48
-        assert (found.pin_s, found.stages, found.memory) == (None, None, None)
+        for name in ("pin_s", "stages", "memory"):
+            assert getattr(found, name) is None
         # AND no worker and no nursery stays: only what these are cloned from, and the fetcher
         assert left[0] == left[1]
         assert len(left[0]) == 1 or method != "fork"
     assert orphaned_segments() == before
 
 
-@pytest.mark.parametrize(
-    ("collate", "kind"),
-    [
-        (torch.stack, "crashed"),
-        (lambda rows: {"lock": threading.Lock(), "x": torch.stack(rows)}, "pickling"),
-    ],
-)
-def test_reading_goes_on_where_it_was_and_a_batch_that_no_worker_could_send_is_no_end_of_the_run(
-    collate, kind, monkeypatch
-):
+def with_a_lock(samples):
+    return {"lock": threading.Lock(), "x": torch.stack(samples)}
+
+
+@pytest.mark.parametrize(("collate", "kind", "workers"), [
+    (torch.stack, "crashed", [2]), (with_a_lock, "pickling", []),
+])  # fmt: skip
+def test_handing_over_moves_and_ends_nothing(collate, kind, workers, monkeypatch):
+    """Reading goes on where it was, and a batch that no worker could send is no end of the run."""
     made, failure = [], Failure(kind="crashed", phase="batches", message="")
     run = SimpleNamespace(measured=lambda make_loader: made.append(make_loader()) or failure)
     monkeypatch.setattr(bench, "LoopRun", lambda *_: run)
-    data = DataSide.from_dataset(
-        Made(lambda index: torch.zeros(3), 4096), batch_size=4, collate_fn=collate
-    )
+    rows = Made(lambda index: torch.zeros(3), 4096)
+    data = DataSide.from_dataset(rows, batch_size=4, collate_fn=collate)
     own = bench.Bench(data, TrainingSide, lambda: data, lambda message: None, 1, Allowance())
     message, place = own.look()
     assert own.prepare(message.ready).ready is not None
     message, after = own.run(Request(what="hand_over", plan=QUICK, config=TWO_WORKERS), place)
-    assert (message.failure.kind, message.ends_run, after) == (kind, False, place)
-    assert [each.num_workers for each in made] == [2] * (kind == "crashed")
+    assert message.failure.kind == kind
+    assert not message.ends_run
+    assert after == place
+    assert [each.num_workers for each in made] == workers

@@ -1,6 +1,6 @@
-"""Workers of a burst begin as those of the training do: they inherit nothing that a batch has made in another process."""
+"""Workers of a burst begin as those of the training do: they inherit nothing that a batch has made
+in another process."""
 
-import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from tests.support.bursts import ALONE, ONE_WORKER, QUICK, TWO_WORKERS, Made, run, workload
 
@@ -24,88 +24,49 @@ LOCK = threading.Lock()
 
 def held(key):
     """Filled by the first sample of a process: a cache, a client, a pool of threads."""
+    assert not HELD or get_worker_info() is None
     if get_worker_info() is None:
         HELD.append(threading.Thread(target=time.sleep, args=(1000,), daemon=True))
         HELD[-1].start()
-        return torch.zeros(1)
-    assert not HELD
     return torch.zeros(1)
 
 
-@pytest.mark.parametrize("lock", [None, LOCK], ids=["fresh", "forked"])
-def test_workers_inherit_nothing_that_bursts_without_workers_have_made(lock):
-    probe, _ = run(
-        workload(Made(lambda key: None if lock is not None and lock.locked() else held(key))),
-        *(ONE_WORKER, ALONE, TWO_WORKERS, ALONE, ONE_WORKER),
-    )
+SAMPLES = {"fresh": held, "forked": lambda key, lock=LOCK: lock.locked() or held(key)}
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+def test_workers_inherit_nothing_of_bursts_without(sample):
+    configs = ONE_WORKER, ALONE, TWO_WORKERS, ALONE, ONE_WORKER
+    probe, _ = run(workload(Made(sample)), *configs)
     assert probe.warmup.most_workers is None
 
 
-class Rows(Dataset):
-    """Opened on first use in each process, as everybody recommends."""
-
-    def __init__(self, path):
-        self.path, self.connection = path, None
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        self.connection = self.connection or sqlite3.connect(self.path)
-        return torch.tensor(self.connection.execute("SELECT ?", (index,)).fetchone())
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
-def test_a_handle_that_is_opened_on_first_use_is_no_reason_against_workers(tmp_path):
-    sqlite3.connect(tmp_path / "rows.db").close()
-    probe, _ = run(workload(Rows(tmp_path / "rows.db")), TWO_WORKERS, ALONE)
-    assert probe.warmup.most_workers is None
-    assert "first use" not in " ".join(probe.notes)
-
-
-class Shared(IterableDataset):
-    """Shares its rows out among workers, and has none without."""
-
-    def __init__(self, raises):
-        self.raises = raises
-
-    def __iter__(self):
-        info = get_worker_info()
-        if info is None and not self.raises:
-            return
-        yield from map(float, range(info.id, 64, info.num_workers))
-
-
-@pytest.mark.parametrize("raises", [True, False], ids=["raises", "is empty"])
-def test_a_stream_that_needs_workers_is_looked_at_with_one(raises):
-    probe, bursts = run(workload(Shared(raises)), ONE_WORKER, TWO_WORKERS)
-    assert (probe.warmup.least_workers, probe.warmup.most_workers, len(bursts)) == (1, None, 2)
-    assert "cannot be read without workers" in " ".join(probe.notes)
-
-
-def test_the_first_batch_is_that_of_a_worker_and_what_is_made_once_counts_once():
+def test_what_is_made_once_counts_once(two_threads):
     made = []
 
     def sample(key):
         if not made:
             made.append(time.sleep(1.5))
-        assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 1  # as in workers
         return torch.zeros(1)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        probe, _ = run(workload(Made(sample)))
-    finally:
-        torch.set_num_threads(threads)
-    assert probe.warmup.first_fetch_s < 0.5 < 1.5 < probe.warmup.first_batch_s
-    assert probe.warmup.default_threads == 2
+    seen = run(workload(Made(sample)))[0].warmup
+    assert seen.first_fetch_s < 1.5 < seen.first_batch_s
+    assert seen.default_threads == 2
 
 
-class WithPool(Rows):
+class WithPool(list):
     """Has a pool of threads from the moment it is unpickled."""
 
     def __setstate__(self, state):
-        self.__dict__.update(state)
         self.pool = ThreadPoolExecutor(1)
         self.pool.submit(int).result()
 
@@ -113,17 +74,17 @@ class WithPool(Rows):
         return self.pool.submit(torch.zeros, 1).result()
 
 
-def test_what_needs_threads_of_its_process_is_read_there():
-    dataset = WithPool("")
-    run(workload(dataset), ALONE, ALONE)
+def test_what_needs_its_threads_is_read_there():
+    rows = WithPool(range(64))
+    rows.state = "that it is unpickled with"
+    run(workload(rows), ALONE, ALONE)
 
 
 class Slow(Made):
     """Takes a second to unpickle."""
 
     def __reduce__(self):
-        made, arguments = super().__reduce__()
-        return _slowly, (made, arguments)
+        return _slowly, super().__reduce__()
 
 
 def _slowly(made, arguments):

@@ -1,4 +1,4 @@
-"""Nothing of ours stays, however a run ends; and places where a run is hard to begin are no trouble."""
+"""Nothing of ours stays, however a run ends; places that are hard to begin in are no trouble."""
 
 import os
 import signal
@@ -10,16 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.process
-ENVIRON = {
-    **os.environ,
-    "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-    "OMP_NUM_THREADS": "1",
-}
-
-# A run in the midst of a burst with workers, and a program that its dataset has started. It says which processes these are.
+# A run in the midst of a burst, and a program that its dataset has started in a worker. It says
+# which processes these are, that of the bursts first.
 RUNNING = """
-import subprocess, sys, threading, time, psutil, torch
+import os, subprocess, sys, threading, time, psutil, torch
 from dataclasses import replace
 from autotune_loader.values import BurstPlan
 from tests.support.bursts import ONE_WORKER, opened, workload
@@ -28,96 +22,111 @@ class Rows:
     lock = program = None
     def __len__(self): return 1 << 20
     def __getitem__(self, index):
-        self.program = self.program or subprocess.Popen(["sleep", "1000"]).pid
+        if torch.utils.data.get_worker_info() is not None:
+            self.program = self.program or subprocess.Popen(["sleep", "1000"]).pid
         time.sleep(0.001)
+        if os.path.exists("stop"): raise EOFError
         return torch.zeros(4)
 
-def tell():
+def tell(first):
     children = []
     while "sleep" not in [each.name() for each in children]:
-        time.sleep(1.0)
+        time.sleep(0.05)
         children = psutil.Process().children(recursive=True)
-    print(*[each.pid for each in children], flush=True)
+    print(first, *[each.pid for each in children], file=open("processes", "w"), flush=True)
+    open("told", "w").close()
 
 if __name__ == "__main__":
     rows, method = Rows(), None
     if sys.argv[1] == "forked":
         rows.lock, method = threading.Lock(), "fork"
     with opened(workload(rows, multiprocessing_context=method)) as probe:
-        threading.Thread(target=tell).start()
-        config = replace(ONE_WORKER, multiprocessing_context="spawn" if sys.argv[1] == "cloned" else None)
-        plan = BurstPlan(max_s=20.0, min_s=20.0, relative_error=1e-9, deadline_s=90.0, anew=False)
+        threading.Thread(target=tell, args=[probe.probe._child.pid]).start()
+        start = "spawn" if sys.argv[1] == "cloned" else None
+        config = replace(ONE_WORKER, multiprocessing_context=start)
+        plan = BurstPlan(max_s=60.0, min_s=60.0, relative_error=1e-9, deadline_s=90.0, anew=False)
         probe.probe.burst(config, plan)
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "victim"),
-    [
-        ("fresh", "parent"),
-        ("forked", "parent"),
-        ("cloned", "parent"),
-        ("fresh", "child"),
-        ("cloned", "child"),
-    ],
-)
-def test_after_kill_9_no_process_and_no_folder_stays(kind, victim, tmp_path):
+@pytest.fixture
+def folder(tmp_path):
     (tmp_path / "job.py").write_text(RUNNING)
     (tmp_path / "tmp").mkdir()
-    environ = {**ENVIRON, "TMPDIR": str(tmp_path / "tmp")}
-    command = [sys.executable, "job.py", kind]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
-    ) as job:
-        pids = [int(word) for word in job.stdout.readline().split()]
-        processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        assert "sleep" in [each.name() for each in processes], (
-            "the dataset's own program belongs to them"
-        )
-        ours = [
-            each
-            for each in processes
-            if each.ppid() == job.pid and "AFTER" not in str(each.cmdline())
-        ]
-        os.kill(
-            job.pid if victim == "parent" else max(ours, key=lambda each: len(each.children())).pid,
-            signal.SIGKILL,
-        )
-        job.wait(timeout=60)
-    deadline, left = time.monotonic() + 15.0, True
-    while left and time.monotonic() < deadline:
+    return tmp_path
+
+
+@pytest.fixture
+def environ(folder):
+    return {"TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+
+
+def wait_until(holds, seconds=100.0):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def assert_nothing_stays(job, folder, victim):
+    wait_until((folder / "told").exists)
+    probe, *others = map(int, (folder / "processes").read_text().split())
+    processes = [psutil.Process(pid) for pid in others if psutil.pid_exists(pid)]
+    # GIVEN that the dataset's own program belongs to them WHEN one is killed
+    assert "sleep" in [each.name() for each in processes]
+    os.kill(job.pid if victim == "parent" else probe, signal.SIGKILL)
+    (folder / "stop").touch()
+    job.wait(timeout=60)
+
+    def are_gone():
         living = [each for each in processes if each.is_running() and each.status() != "zombie"]
-        left = [*living, *(tmp_path / "tmp").iterdir()]
-    assert not left
+        return not living and not [*(folder / "tmp").iterdir()]
+
+    # THEN no process and no folder stays
+    wait_until(are_gone, 15.0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("kind", "victim"), [
+    ("fresh", "parent"), ("forked", "parent"), ("cloned", "parent"), ("cloned", "child"),
+])  # fmt: skip
+def test_after_kill_9_nothing_stays(kind, victim, folder, environ, preloaded):
+    job = preloaded.start("job.py", kind, folder=folder, environ=environ, probes=True)
+    assert_nothing_stays(job, folder, victim)
+
+
+@pytest.mark.system
+def test_after_kill_9_of_plain_pythons_nothing_stays(folder, environ):
+    """Which import torch themselves, and whose probe has no other parent."""
+    path = str(Path(__file__).resolve().parents[2])
+    environ = {**os.environ, **environ, "PYTHONPATH": path}
+    with subprocess.Popen([sys.executable, "job.py", "fresh"], cwd=folder, env=environ) as job:
+        assert_nothing_stays(job, folder, "parent")
 
 
 HARD = """
 import os, signal, torch
 from tests.support.bursts import ONE_WORKER, TWO_WORKERS, measured, opened, workload
 if __name__ == "__main__":
+    os.close(0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     before = os.listdir("/proc/self/fd")
     with opened(workload([torch.zeros(4)] * 4096)) as probe:
         for config in (ONE_WORKER, TWO_WORKERS):
             measured(probe.probe, config)
-        print("fine", [note for note in probe.notes if "fork" in note], os.path.exists("/proc/self/fd/0"))
-    print(os.listdir("/proc/self/fd") == before)
+        assert not [note for note in probe.notes if "fork" in note]
+        assert os.path.exists("/proc/self/fd/0")
+    assert os.listdir("/proc/self/fd") == before
 """
 
 
-def test_a_place_that_is_hard_to_begin_in_is_no_trouble(tmp_path):
-    # GIVEN no standard input, whose number the next descriptor would get, ignored ends of children, and a folder with a name
-    # too long for sockets
+@pytest.mark.process
+def test_a_hard_place_is_no_trouble(tmp_path, preloaded):
+    # GIVEN no standard input, whose number the next descriptor would get, ignored ends of children,
+    # and a folder with a name too long for sockets
     long = tmp_path / "job_4711.".ljust(90 - len(str(tmp_path)), "x")
     long.mkdir()
     (tmp_path / "job.py").write_text(HARD)
-    command, environ = (
-        ["sh", "-c", f"exec {sys.executable} job.py <&-"],
-        {**ENVIRON, "TMPDIR": str(long)},
-    )
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert ran.stdout.splitlines() == ["fine [] True", "True"], ran.stderr
+    job = preloaded.start("job.py", folder=tmp_path, environ={"TMPDIR": str(long)}, probes=True)
+    assert job.wait(timeout=100) == 0, job.output
     assert list(long.iterdir()) == []

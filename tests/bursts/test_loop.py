@@ -1,7 +1,9 @@
-"""The loop of a burst: the times of its host and its device, what it takes of the machine, and the end of its workers."""
+"""The loop of a burst: the times of its host and its device, what it takes of the machine, and the
+end of its workers."""
 
 import threading
 import time
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from autotune_loader.bursts import bench, loop
-from autotune_loader.bursts.loop import LoopRun, OpenLoader, Window
+from autotune_loader.bursts.loop import KEPT_FIRST, KEPT_LAST, LoopRun, OpenLoader, Window
 from autotune_loader.bursts.protocol import Allowance, Request
 from autotune_loader.bursts.step import TrainingStep
 from autotune_loader.machine.nvml import GpuUse
@@ -20,51 +22,39 @@ from autotune_loader.pipeline.tracing import Handed, Stamp
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import MAIN_PROCESS, BurstPlan, LoaderConfig
 from tests.support import FakeClock
-from tests.support.bursts import ONE_WORKER, TWO_WORKERS, Made, measured, opened, workload
+from tests.support.bursts import TWO_WORKERS, Made, measured, opened, workload
+from tests.support.device import Device
 
 PLAN = BurstPlan(max_s=1.0, min_s=0.5, relative_error=0.01)
 
 
-class FakeTimeline:
-    """A `Timeline` whose marks are the moments at which the device will have done, in order, what it was given so far.
-
-    Its lane, beside the device's work, takes `copy_s` for a batch.
-    """
+class FakeTimeline(Device):
+    """A `Timeline`. Its lane, beside the device's work, takes `copy_s` for a batch."""
 
     def __init__(self, clock, copy_s=0.0):
-        self.now, self.sleep, self.copy_s, self.lane = clock, clock.sleep, copy_s, self
-        self.busy_until = self.lane_until = self.most_ahead_s = 0.0
+        super().__init__(clock)
+        self.lane, self.copy_s, self.lane_until, self.most_ahead_s = self, copy_s, 0.0, 0.0
         self.events, self.watched = [], []
         self.gpu = SimpleNamespace(begin=lambda: self.watched.append(clock()), end=self.use)
 
     def launch(self, seconds):
-        """Give the device so much work."""
-        self.busy_until = max(self.busy_until, self.now()) + seconds
-        self.most_ahead_s = max(self.most_ahead_s, self.busy_until - self.now())
+        super().launch(seconds)
+        self.most_ahead_s = max(self.most_ahead_s, self.free_at - self.now())
 
     def send(self, batch):
         self.lane_until = max(self.lane_until, self.now()) + self.copy_s
         return batch, self.lane_until
 
     def receive(self, sent):
-        self.busy_until = max(self.busy_until, sent[1])
+        self.free_at = max(self.free_at, sent[1])
         return sent[0]
 
     def open(self):
         self.events.append("open")
 
-    def mark(self):
-        return max(self.busy_until, self.now())
-
-    def passed(self, mark):
-        return mark if mark <= self.now() else None
-
-    def wait(self, mark):
-        self.sleep(max(0.0, mark - self.now()))
-
     def synchronize(self):
         self.events.append("synchronize")
-        self.wait(self.busy_until)
+        self.wait(self.free_at)
 
     def peak_bytes(self):
         return 0
@@ -76,7 +66,8 @@ class FakeTimeline:
 
 
 class Batches:
-    """Batches of four with their records: of a worker, which makes them whatever the loop does, or of the loop's process."""
+    """Batches of four with their records: of a worker, which makes them whatever the loop does, or
+    of the loop's own process."""
 
     num_workers = 0  # that the loop would have to end
 
@@ -84,19 +75,17 @@ class Batches:
         self.clock, self.fetch_s, self.workers = clock, fetch_s, workers
 
     def __iter__(self):
-        whole = self.clock()
+        whole, worker = self.clock(), 0 if self.workers else MAIN_PROCESS
         while True:
             begun = whole if self.workers else self.clock()
             whole = begun + self.fetch_s
             self.clock.advance(max(0.0, whole - self.clock()))
-            worker = 0 if self.workers else MAIN_PROCESS
-            yield Handed(
-                Stamp(), "batch", Stamp(), (worker, begun, whole, whole, self.fetch_s, 4, None)
-            )
+            fetch = worker, begun, whole, whole, self.fetch_s, 4, None
+            yield Handed(Stamp(), "batch", Stamp(), fetch)
 
 
 def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=None):
-    """A run in which the host spends `host_s` on handing a step over, and the device `step_s` on doing it."""
+    """The host spends `host_s` on handing a step over, and the device `step_s` on doing it."""
     clock = clock or FakeClock()
     timeline = FakeTimeline(clock, copy_s)
 
@@ -108,9 +97,8 @@ def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=
         timeline.launch(step_s)
         clock.sleep(host_s)
 
-    request = Request(
-        what="burst", plan=PLAN, config=LoaderConfig(num_workers=workers, device_prefetch=ahead)
-    )
+    config = LoaderConfig(num_workers=workers, device_prefetch=ahead)
+    request = Request(what="burst", plan=PLAN, config=config)
     run = LoopRun(request, SimpleNamespace(move=move, train=train), timeline, [].append)
     run.now = clock
     batches = run.begin(OpenLoader(), Batches(clock, fetch_s, workers))
@@ -119,7 +107,7 @@ def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=
     return run.measurement(), timeline
 
 
-def test_a_window_ends_in_time_though_asking_takes_long(monkeypatch):
+def test_a_window_ends_in_time(monkeypatch):
     # GIVEN looks at the rate that take 10 ms each, so that the next one would wait for 4 s
     def asked(*args, **kwargs):
         clock.sleep(0.01)
@@ -132,32 +120,41 @@ def test_a_window_ends_in_time_though_asking_takes_long(monkeypatch):
     assert found.window_s < PLAN.max_s + 0.1
 
 
+def test_a_record_keeps_first_and_last_traces():
+    found, _ = run_of(1e-4, 1e-4, host_s=1e-4)
+    assert len(found.traces) == KEPT_FIRST + KEPT_LAST
+    steps_s = [later.step_end - one.step_end for one, later in pairwise(found.traces)]
+    (left_out,) = [at for at, seconds in enumerate(steps_s) if seconds > 2e-4]
+    assert left_out == KEPT_FIRST - 1
+    # AND the rate is that of all of them
+    assert found.samples_per_s.value == pytest.approx(4 / 1e-4, rel=0.02)
+    assert found.samples > 4 * len(found.traces)
+
+
 ALONE_SLOWLY = {"fetch_s": 0.010, "step_s": 0.004, "host_s": 1e-4, "workers": 0}
 
 
-@pytest.mark.parametrize(
-    ("times", "period_s", "wait_share"),
-    [
-        # a host that runs ahead of a busy device shows no waiting: only the copy keeps the device from its step
-        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.002}, 0.012, 2 / 12),
-        # a slow loader shows as waiting of the device
-        ({"fetch_s": 0.040, "step_s": 0.010}, 0.040, 0.75),
-        # a step that takes the host longer than the device takes the host's time
-        ({"fetch_s": 0.001, "step_s": 0.002, "host_s": 0.010}, 0.010, 0.0),
-        # copies ahead of the step are hidden behind it, and those that take longer bind
-        ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.006, "ahead": 2}, 0.010, 0.0),
-        ({"fetch_s": 0.002, "step_s": 0.005, "copy_s": 0.020, "ahead": 2}, 0.020, 0.75),
-        # a step may be longer than the window
-        ({"fetch_s": 0.001, "step_s": 10.0}, 10.0, 0.0),
-        # a step of one launch, as of a captured graph, is run ahead of by time and not by steps
-        ({"fetch_s": 1e-4, "step_s": 0.001, "host_s": 1e-4}, 0.001, 0.0),
-        # what the loop's own process fetches while the device steps costs nothing: the slower of the two sets the rate
-        ({"fetch_s": 0.002, "step_s": 0.010, "host_s": 1e-4, "workers": 0}, 0.010, 0.0),
-        (ALONE_SLOWLY, 0.0101, 0.6),
-        ({**ALONE_SLOWLY, "ahead": 2}, 0.0101, 0.6),
-    ],
-)
-def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
+@pytest.mark.parametrize(("times", "period_s", "wait_share"), [
+    # a host that runs ahead of a busy device shows no waiting: only the copy keeps it from its step
+    ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.002}, 0.012, 2 / 12),
+    # a slow loader shows as waiting of the device
+    ({"fetch_s": 0.040, "step_s": 0.010}, 0.040, 0.75),
+    # a step that takes the host longer than the device takes the host's time
+    ({"fetch_s": 0.001, "step_s": 0.002, "host_s": 0.010}, 0.010, 0.0),
+    # copies ahead of the step are hidden behind it, and those that take longer bind
+    ({"fetch_s": 0.002, "step_s": 0.010, "copy_s": 0.006, "ahead": 2}, 0.010, 0.0),
+    ({"fetch_s": 0.002, "step_s": 0.005, "copy_s": 0.020, "ahead": 2}, 0.020, 0.75),
+    # a step may be longer than the window
+    ({"fetch_s": 0.001, "step_s": 10.0}, 10.0, 0.0),
+    # a step of one launch, as of a captured graph, is run ahead of by time and not by steps
+    ({"fetch_s": 1e-4, "step_s": 0.001, "host_s": 1e-4}, 0.001, 0.0),
+    # what the loop's own process fetches while the device steps costs nothing: the slower of the
+    # two sets the rate
+    ({"fetch_s": 0.002, "step_s": 0.010, "host_s": 1e-4, "workers": 0}, 0.010, 0.0),
+    (ALONE_SLOWLY, 0.0101, 0.6),
+    ({**ALONE_SLOWLY, "ahead": 2}, 0.0101, 0.6),
+])  # fmt: skip
+def test_a_run_has_the_devices_times(times, period_s, wait_share):
     found, timeline = run_of(**times)
     step_s = max(times["step_s"], times.get("host_s", 0.0))  # until both are through
     assert found.samples_per_s.value == pytest.approx(4 / period_s, rel=0.02)
@@ -168,7 +165,8 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
     # copies are no work, nor is waiting
     assert found.gpu_busy_share == pytest.approx(step_s / period_s, abs=0.03)
     # NVML is asked of the window alone, from its first step on
-    assert (found.gpu_utilization, found.gpu_used_bytes) == (0.64, 1 << 30)
+    assert found.gpu_utilization == 0.64
+    assert found.gpu_used_bytes == 1 << 30
     begun, start, end = timeline.watched
     assert begun < end == found.traces[-1].step_end
     assert end - start == pytest.approx(found.window_s)
@@ -180,20 +178,14 @@ def test_a_run_on_a_device_has_the_devices_times(times, period_s, wait_share):
         assert times.get("workers", 1) or trace.requested <= trace.fetch_start
 
 
-@pytest.mark.parametrize(
-    ("seconds", "steps"),
-    [
-        (
-            [5.0, 0.5, 0.2, 0.01, 0.01, 0.01],
-            5,
-        ),  # compiled, compiled again, a graph recorded, settled
-        ([0.2, 0.01, 0.01], 3),  # cuDNN chose its algorithms
-        ([2.0, 2.0, 2.0], 2),  # slow by nature: waiting longer tells nothing
-        ([30.0, 0.01, 0.01], 3),  # the first, however long, says nothing of the next
-        ([0.1 * 2**-i for i in range(20)], 10),  # never settles
-    ],
-)
-def test_the_step_is_warmed_up_until_it_has_settled(seconds, steps, monkeypatch):
+@pytest.mark.parametrize(("seconds", "steps"), [
+    ([5.0, 0.5, 0.2, 0.01, 0.01, 0.01], 5),  # compiled, again, a graph recorded, settled
+    ([0.2, 0.01, 0.01], 3),  # cuDNN chose its algorithms
+    ([2.0, 2.0, 2.0], 2),  # slow by nature: waiting longer tells nothing
+    ([30.0, 0.01, 0.01], 3),  # the first, however long, says nothing of the next
+    ([0.1 * 2**-i for i in range(20)], 10),  # never settles
+])  # fmt: skip
+def test_the_step_is_warm_when_settled(seconds, steps, monkeypatch):
     clock, left = FakeClock(), iter(seconds)
     timeline = FakeTimeline(clock)
     monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
@@ -202,87 +194,88 @@ def test_the_step_is_warmed_up_until_it_has_settled(seconds, steps, monkeypatch)
     assert len(list(left)) == len(seconds) - steps
 
 
-@pytest.mark.parametrize(
-    ("allowed", "most_workers", "pinning_s", "blocks"),
-    [
-        (
-            Allowance(4),
-            None,
-            0.1,
-            4 * 2 + 1 + 3,
-        ),  # what a worker a core has in its queue and in hand, and the loop's
-        (Allowance(4), 1, 0.1, 2 + 1 + 3),
-        (Allowance(4), 0, 0.1, 1 + 3),
-        (Allowance(64), None, 0.3, 7),  # 2 s
-        (Allowance(64, 1000), None, 0.0, 6),  # a tenth of the memory in blocks of 16 bytes
-        (Allowance(64, 100), None, 0.0, 0),
-    ],
-)
-def test_pages_are_locked_once_for_what_a_loop_has_in_use_and_never_more_than_fits(
+@pytest.mark.parametrize(("allowed", "most_workers", "pinning_s", "blocks"), [
+    # what a worker a core has in its queue and in hand, and the loop's
+    (Allowance(4), None, 0.1, 4 * 2 + 1 + 3),
+    (Allowance(4), 1, 0.1, 2 + 1 + 3),
+    (Allowance(4), 0, 0.1, 1 + 3),
+    (Allowance(64), None, 0.3, 7),  # 2 s
+    (Allowance(64, 1000), None, 0.0, 6),  # a tenth of the memory in blocks of 16 bytes
+    (Allowance(64, 100), None, 0.0, 0),
+])  # fmt: skip
+def test_pages_are_locked_for_a_loops_batches(
     allowed, most_workers, pinning_s, blocks, monkeypatch
 ):
+    def pin(batch):
+        pinned.append(batch)
+        clock.sleep(pinning_s)
+
     clock, batch, pinned = FakeClock(), [torch.zeros(3)], []
     monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(
-        bench, "pin_memory", lambda batch: pinned.append(batch) or clock.sleep(pinning_s)
-    )
+    monkeypatch.setattr(bench, "pin_memory", pin)
     bench.lock_pages(batch, allowed, most_workers)
     assert len(pinned) == blocks
-    # AND what cannot be pinned is no trouble here
+
+
+def test_what_cannot_be_pinned_is_no_trouble(monkeypatch):
     monkeypatch.setattr(bench, "pin_memory", None)
-    bench.lock_pages(batch, allowed, most_workers)
+    bench.lock_pages([torch.zeros(3)], Allowance(4), None)
 
 
 WORKER, LATE = 7, 8
 
 
 class Machine:
-    """This process with its workers, as a test has it: CPU seconds and bytes read by process. Walks through all are noted."""
+    """A process (1) with its workers, as a test has it: CPU seconds and bytes read by process.
+    Walks through all are counted."""
 
     def __init__(self, monkeypatch):
-        self.at(0.0, 0.0, {})
-        self.walks, self.pss_looks = [], []
-        for name, stand_in in {
-            "time": SimpleNamespace(monotonic=lambda: self.now),
-            "tree": lambda pid: self.walks.append(pid) or tuple(self.uses),
-            "tree_use": self.use,
-            "tree_pss": lambda members: self.pss_looks.append(members) or 5,
-            "host_busy_s": lambda cpus: self.host,
-        }.items():
-            monkeypatch.setattr(loop, name, stand_in)
+        self.walks = 0
+        for name in ("time", "tree", "tree_use", "host_busy_s"):
+            monkeypatch.setattr(loop, name, getattr(self, name))
 
     def at(self, now, busy_s, uses):
-        self.now, self.host, self.uses = now, [busy_s / 4] * 4, uses
+        self.now, self.busy_s, self.uses = now, busy_s, uses
 
-    def use(self, members):
+    @property
+    def time(self):
+        return SimpleNamespace(monotonic=lambda: self.now)
+
+    def tree(self, pid):
+        self.walks += 1
+        return tuple(self.uses)
+
+    def tree_use(self, members):
         seen = [self.uses[each] for each in members if each in self.uses]
         cpu_s, read = (sum(column) for column in zip((0.0, 0), *seen, strict=True))
         return TreeUse(cpu_s=cpu_s, rss_bytes=5, read_bytes=read) if seen else None
 
+    def host_busy_s(self, cpus):
+        return [self.busy_s / 4] * 4
 
-def test_shares_and_bytes_are_those_of_the_window_alone(monkeypatch):
-    # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s and reads 1,000 bytes, the machine is busy for 5 s
+
+def test_shares_and_bytes_are_the_windows_alone(monkeypatch):
+    # GIVEN 6 s of start-up, then 2 s on 4 CPUs: the tree takes 3 s and reads 1,000 bytes, and the
+    # machine is busy for 5 s
     machine = Machine(monkeypatch)
-    watched, silent = windows = [Window(2, reads_pss=reads_pss) for reads_pss in (True, False)]
     machine.at(1.0, 4.0, {1: (1.0, 50), WORKER: (3.0, 20)})
-    for each in windows:
+    watched, silent = (Window(2, reads_pss=reads_pss) for reads_pss in (True, False))
+    for each in (watched, silent):
         each.watch()
     machine.at(6.0, 10.0, {1: (4.0, 50), WORKER: (3.0, 20)})
-    walks = len(machine.walks)
-    for each in windows:
+    walks = machine.walks
+    for each in (watched, silent):
         each.open()
+    assert machine.walks == walks, "its beginning asks known processes only"
     machine.at(8.0, 15.0, {1: (5.0, 50), WORKER: (4.0, 920), LATE: (1.0, 100)})
-    assert len(machine.walks) == walks, "its beginning asks known processes only"
-    # WHEN it is closed THEN the tree has had 1.5 of 2 usable cores, and a quarter of the CPUs was others' work
+    # WHEN it is closed THEN the tree has had 1.5 of 2 cores, and a quarter of the CPUs was others'
     found = watched.close()
-    assert (found["cpu_share"], found["foreign_cpu_share"]) == pytest.approx((0.75, 0.25))
-    assert (found["read_bytes"], found["memory"].rss_bytes, found["memory"].pss_bytes) == (
-        1000,
-        5,
-        5,
-    )
+    assert found["cpu_share"] == pytest.approx(0.75)
+    assert found["foreign_cpu_share"] == pytest.approx(0.25)
+    assert found["read_bytes"] == 1000
     # AND memory is read only where it is asked for
-    assert (silent.close()["memory"], len(machine.pss_looks)) == (None, 1)
+    assert found["memory"].rss_bytes == 5
+    assert silent.close()["memory"] is None
     # AND ticks of the host and of the tree that differ make no negative load
     machine.at(8.0, 12.0, machine.uses)
     assert silent.close()["foreign_cpu_share"] == 0.0
@@ -300,56 +293,69 @@ def rows(slow=None):
     return Made(make, 4096)
 
 
-MIB = 1 << 20
+HELD_BYTES = 200 << 20
+"""As other processes come and go, what counts for one of torch's libraries changes by some MiB: 10%
+of this is far more."""
 
 
 @pytest.mark.process
-def test_workers_of_50_mib_each_are_reported_to_10_percent_and_their_start_apart():
-    plan, held = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=60.0), []
-    # Both are opened before either is measured: what is in both, such as torch's libraries, counts by halves in each, and
-    # workers that are forks have none of their own.
-    hold, wait = lambda worker: held.append(b"x" * (50 * MIB)), lambda worker: time.sleep(0.5)
+def test_memory_of_workers_is_told_within_10_percent():
+    plan = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=60.0)
+    held = []
+
+    def hold(worker):
+        held.append(b"x" * HELD_BYTES)
+
+    def wait(worker):
+        time.sleep(0.5)
+
+    # GIVEN two probes that are open at a time: what is in both, such as torch's libraries, counts
+    # by halves in each, and workers that are forks have none of their own
     of_holding, of_plain = (
         workload(rows(), 8, worker_init_fn=begin, multiprocessing_context="fork")
         for begin in (hold, wait)
     )
     with opened(of_holding) as holding, opened(of_plain) as plain:
-        for config in (ONE_WORKER, TWO_WORKERS):
-            large, small = (measured(each.probe, config, plan) for each in (holding, plain))
-            # THEN memory is that of the workers, which live while it is read, with shared pages counted once each too
-            for name in ("pss_bytes", "rss_bytes"):
-                more = getattr(large.memory, name) - getattr(small.memory, name)
-                assert more == pytest.approx(config.num_workers * 50 * MIB, rel=0.1)
-            # THEN the start of workers, which is once an epoch, is no part of the rate
-            assert small.first_batch_s > 0.5
-            assert small.samples / small.samples_per_s.value < 0.5
+        large, small = (measured(each.probe, TWO_WORKERS, plan) for each in (holding, plain))
+    for name in ("pss_bytes", "rss_bytes"):
+        more = getattr(large.memory, name) - getattr(small.memory, name)
+        assert more == pytest.approx(2 * HELD_BYTES, rel=0.1)
+    # AND the start of workers, which is once an epoch, is no part of the rate
+    assert small.first_batch_s > 0.5
+    assert small.window_s <= small.traces[-1].step_end - small.traces[0].received
 
 
 @pytest.mark.process
-def test_workers_end_at_once_at_the_end_of_a_burst():
+def test_workers_end_at_once_with_their_burst():
     # GIVEN workers that are at a slow sample when a burst with a slow step ends
     plan = BurstPlan(max_s=0.02, min_s=0.01, relative_error=0.9, deadline_s=60.0)
     slow = TrainingSide(train_step=lambda model, batch: time.sleep(0.03))
     with opened(workload(rows(slow=6), 1, training=slow)) as probe:
         begun = time.monotonic()
         found = measured(probe.probe, TWO_WORKERS, plan)
-        assert time.monotonic() - begun - found.first_batch_s < 10.0
+        # THEN it does not wait for the 30 s of the sample
+        assert time.monotonic() - begun - found.first_batch_s < 20.0
 
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_the_pinning_thread_has_ended_when_workers_are_killed(monkeypatch):
+def test_the_pinning_thread_ends_before_its_workers(monkeypatch):
+    def kill(worker):
+        killed.append(pinning.is_alive())
+        worker.terminate()
+
     killed = []
     with OpenLoader() as open_loader:
         iterator = open_loader.open(DataLoader(range(1 << 20), num_workers=2))
         # GIVEN a thread on the workers' queue, as torch has it where there is a GPU
         results, ended = iterator._worker_result_queue, threading.Event()
-        pinning = threading.Thread(
-            target=lambda: list(iter(lambda: ended.is_set() or results.get(), True)), daemon=True
-        )
+
+        def pin():
+            while not ended.is_set():
+                results.get()
+
+        pinning = threading.Thread(target=pin, daemon=True)
         iterator._pin_memory_thread, iterator._pin_memory_thread_done_event = pinning, ended
         pinning.start()
-        monkeypatch.setattr(
-            BaseProcess, "kill", lambda each: killed.append(pinning.is_alive()) or each.terminate()
-        )
+        monkeypatch.setattr(BaseProcess, "kill", kill)
     assert killed == [False, False]

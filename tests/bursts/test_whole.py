@@ -1,4 +1,5 @@
-"""What a dataset holds is as it was after bursts have read copies of it, or forks; every byte is copied once."""
+"""What a dataset holds is as it was after bursts have read copies of it, or forks; every byte is
+copied once."""
 
 import contextlib
 import gc
@@ -29,6 +30,9 @@ from autotune_loader.bursts.packing import (
     why_not_sent,
     write_archive,
 )
+from autotune_loader.bursts.parent import open_probe
+from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.machine.limits import MemoryBudget
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.values import WorkloadError
 from tests.support.bursts import (
@@ -44,7 +48,7 @@ from tests.support.bursts import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-LENGTH = 64
+LENGTH, MIB = 64, 1 << 20
 
 
 class Numbers(Dataset):
@@ -76,12 +80,17 @@ def lines(folder):
     return (folder / "lines").open("rb", buffering=0)
 
 
+def database(folder):
+    return sqlite3.connect(folder / "numbers.db", check_same_thread=False)
+
+
 def its_index(held, index):
     return index
 
 
 def counts(folder):
-    """A value that processes share, which is pickled for a process that starts alone; a mapped file, and a cache."""
+    """A value that processes share, pickled for a process that starts alone; a mapped file,
+    and a cache."""
     mapped = np.memmap(folder / "counts", dtype=np.int64, mode="w+", shape=(LENGTH,))
     return multiprocessing.get_context("forkserver").Value("l", 0), mapped, {}
 
@@ -95,6 +104,21 @@ def counted(held, index):
     return index
 
 
+class OnFirstUse:
+    """Opened in each process, as everybody recommends."""
+
+    connection = None
+
+    def __init__(self, folder):
+        self.path = folder / "rows.db"
+
+    def read(self, index):
+        self.connection = self.connection or sqlite3.connect(self.path)
+        return self.connection.execute("SELECT ?", (index,)).fetchone()[0]
+
+
+# The user's object; how a sample is read from it; whether it is as before; what bursts without
+# workers, and with, say of it.
 KINDS = {
     "removes its files": (
         RemovesItsFiles, lambda held, index: (held.folder / f"{index}").read_text(),
@@ -107,28 +131,27 @@ KINDS = {
     ),
     # SQLite forbids to carry it across a fork
     "a connection to a database": (
-        lambda folder: sqlite3.connect(folder / "numbers.db", check_same_thread=False),
-        lambda held, index: held.execute("SELECT ?", (index,)).fetchone()[0],
-        lambda held: held.execute("SELECT 3").fetchone() == (3,), False, "dataset.held is an open Connection",
+        database, lambda held, index: held.execute("SELECT ?", (index,)).fetchone()[0],
+        lambda held: held.execute("SELECT 3").fetchone(), False, "held is an open Connection",
+    ),
+    "opened on first use": (
+        OnFirstUse, OnFirstUse.read, lambda held: held.connection is None, True, "^(?!.*first use)",
     ),
     # each process attaches to it by its name
     "shared memory": (
         lambda folder: SharedMemory(create=True, size=LENGTH), its_index,
         lambda held: Path("/dev/shm", held.name).exists(), True, "",
     ),
-    "counts": (counts, counted, lambda held: not (held[0].value or held[1].any() or held[2]), True, "in forks of"),
+    "counts": (
+        counts, counted, lambda held: not (held[0].value or held[1].any() or held[2]),
+        True, "in forks of",
+    ),
 }  # fmt: skip
+METHODS = [("shared memory", "forkserver"), ("counts", "forkserver")]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [
-        *((kind, "fork") for kind in KINDS),
-        ("shared memory", "forkserver"),
-        ("counts", "forkserver"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "method"), [*((kind, "fork") for kind in KINDS), *METHODS])
 def test_what_a_dataset_holds_is_as_it_was(kind, method, tmp_path):
     make, read, is_as_before, may_have_workers, says = KINDS[kind]
     for number in range(LENGTH):
@@ -157,15 +180,18 @@ def test_two_configurations_may_read_the_same_samples(lock):
         return torch.zeros(index + (1 if lock is None else 1 + lock.locked()))
 
     def first(config, **plan):
-        return [
-            each.samples for each in measured(found.probe, config, replace(LONG, **plan)).traces[:8]
-        ]
+        found = measured(probe.probe, config, replace(LONG, **plan))
+        return [each.samples for each in found.traces[:8]]
 
-    with opened(
-        workload(Made(sample, 20_000), None, multiprocessing_context=lock and "fork")
-    ) as found:
+    method = None if lock is None else "fork"
+    job = workload(Made(sample, 20_000), None, multiprocessing_context=method)
+    with opened(job) as probe:
         read = first(ALONE)
-        assert first(TWO_WORKERS, place=3) == first(ALONE, place=3) != first(ALONE) != read
+        at_a_place = first(TWO_WORKERS, place=3)
+        assert at_a_place == first(ALONE, place=3)
+        elsewhere = first(ALONE)
+    assert at_a_place != elsewhere
+    assert elsewhere != read
 
 
 OPENED = []
@@ -181,48 +207,36 @@ def at(path, index):
 
 
 @pytest.mark.process
-def test_a_file_that_a_module_opens_on_first_use_is_each_workers_own(tmp_path):
+def test_a_modules_file_is_each_workers_own(tmp_path):
     (tmp_path / "lines").write_text("".join(f"{index % 10}\n" for index in range(LENGTH)))
     run(workload(Numbers(tmp_path / "lines", at)), TWO_WORKERS, ALONE, TWO_WORKERS)
 
 
-NOT_SENT = {
-    "a lock of threads": ({"dataset": threading.Lock()}, "dataset .*lock"),
-    "a function without a name": (
-        {"dataset": 0, "collate_fn": lambda samples: samples},
-        "collate_fn .*lambda",
-    ),
-    "a lock of forks": (
-        {"dataset": multiprocessing.get_context("fork").Lock()},
-        "dataset .*fork context",
-    ),
-    "many tensors": (
-        {"dataset": [torch.zeros(1) for _ in range(246)]},
-        "dataset .*more than 245 tensors",
-    ),
-}
-SENT = {
-    "fewer tensors": {"dataset": [torch.zeros(1) for _ in range(245)]},
-    "large data": {"dataset": ["word" * 1000, np.zeros(1 << 30), torch.zeros(1 << 20)] * 100},
-    "functions of a module": {
-        "dataset": Path("lines"),
-        "collate_fn": its_index,
-        "worker_init_fn": at,
-    },
-}
+def tensors(count):
+    return [torch.zeros(1) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("parts", "says"), NOT_SENT.values(), ids=NOT_SENT)
-def test_what_no_worker_could_be_sent_is_named(parts, says):
-    data = DataSide(batch_size=1, **parts)
-    assert re.match(says, why_not_sent(data, "forkserver"))
+FORK_LOCK, THREAD_LOCK = multiprocessing.get_context("fork").Lock(), threading.Lock()
+UNNAMED = {"collate_fn": lambda samples: samples}
+OF_MODULE = {"collate_fn": its_index, "worker_init_fn": at}
+LARGE = ["word" * 1000, np.zeros(1 << 30), torch.zeros(1 << 20)] * 100
+
+
+@pytest.mark.parametrize(("dataset", "parts", "says"), [
+    (THREAD_LOCK, {}, "dataset .*lock"),
+    (FORK_LOCK, {}, "dataset .*fork context"),
+    (0, UNNAMED, "collate_fn .*lambda"),
+    (tensors(246), {}, "dataset .*more than 245 tensors"),
+    (tensors(245), {}, None),
+    (LARGE, {}, None),  # which is not copied to see
+    (Path("lines"), OF_MODULE, None),
+])  # fmt: skip
+def test_what_no_worker_could_be_sent_is_named(dataset, parts, says):
+    data = DataSide(dataset=dataset, batch_size=1, **parts)
+    why = why_not_sent(data, "forkserver")
+    assert why is None if says is None else re.match(says, why)
+    assert says or why_not_sent(data, "spawn") is None
     assert why_not_sent(data, "fork") is None
-
-
-@pytest.mark.parametrize("parts", SENT.values(), ids=SENT)
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_what_each_worker_can_be_sent_is_not_copied(parts, method):
-    assert why_not_sent(DataSide(batch_size=1, **parts), method) is None
 
 
 @pytest.mark.process
@@ -233,76 +247,81 @@ def test_what_processes_share_can_be_sent(method):
     assert why_not_sent(DataSide(dataset=held, batch_size=1), method) is None
 
 
+def module_of(name, code):
+    """A module without a file."""
+    module = ModuleType(name)
+    exec(code, vars(module))
+    return module
+
+
 def test_classes_of_a_notebook_cannot_be_sent(monkeypatch):
-    cell = ModuleType("__main__")  # which has no file
-    exec("class Rows: pass", vars(cell))
+    cell = module_of("__main__", "class Rows: pass")
     monkeypatch.setitem(sys.modules, "__main__", cell)
-    assert "Rows is of a notebook" in why_not_sent(
-        DataSide(dataset=cell.Rows(), batch_size=1), "spawn"
-    )
+    data = DataSide(dataset=cell.Rows(), batch_size=1)
+    assert "Rows is of a notebook" in why_not_sent(data, "spawn")
 
 
-def test_classes_of_a_script_that_multiprocessing_has_spawned_travel_too(monkeypatch):
-    script = ModuleType("__mp_main__")
-    exec("class Rows:\n    def count(self): return 7", vars(script))
+def test_classes_of_a_spawned_script_travel(monkeypatch):
+    script = module_of("__mp_main__", "class Rows:\n    def count(self): return 7")
     registered = cloudpickle.list_registry_pickle_by_value()
-    with os.fdopen(os.memfd_create("test"), "rb") as file:
+    with archive() as file:
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "__mp_main__", script)
-            write_archive(file.fileno(), script.Rows(), MIB)
+            write_archive(file, script.Rows(), MIB)
         assert cloudpickle.list_registry_pickle_by_value() == registered
         monkeypatch.setitem(sys.modules, "__mp_main__", ModuleType("__mp_main__"))  # another one
-        assert read_archive(file.fileno()).count() == 7
+        assert read_archive(file).count() == 7
     cloudpickle.unregister_pickle_by_value(sys.modules["__mp_main__"])
 
 
 @pytest.mark.process
 def test_what_no_other_process_can_read_is_named():
-    says = (
-        r"^dataset\.held cannot be sent to another process .*make it on first use in each process"
-    )
     ours, other = socket.socketpair()
     dataset = Numbers(ours, lambda held, index: held.send(b"7") and other.recv(1))
+    says = r"^dataset\.held cannot be sent to another process .*make it on first use in each"
     with ours, other:
         with pytest.raises(WorkloadError, match=says), opened(workload(dataset)):
             pass
         assert dataset[0] == 7  # nobody has taken anything of it
 
 
-MIB = 1 << 20
+@contextlib.contextmanager
+def archive():
+    """The descriptor of a file in memory."""
+    with os.fdopen(os.memfd_create("test"), "rb") as file:
+        yield file.fileno()
 
 
 def written(value, max_bytes=256 * MIB):
     """The value as it is read, and the bytes of its file."""
-    with os.fdopen(os.memfd_create("test"), "rb") as file:
-        write_archive(file.fileno(), value, max_bytes)
-        return read_archive(file.fileno()), os.fstat(file.fileno()).st_size
-
-
-UNUSUAL = [
-    torch.zeros(0), torch.rand(30, 30).T, torch.ones(9, 9, dtype=torch.bfloat16)[::2], torch.nn.Parameter(torch.rand(99)),
-    torch.rand(99, dtype=torch.complex64).conj(), torch.rand(9, 9).to_sparse(),
-]  # fmt: skip
+    with archive() as file:
+        write_archive(file, value, max_bytes)
+        return read_archive(file), os.fstat(file).st_size
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-@pytest.mark.parametrize("held", UNUSUAL)
+@pytest.mark.parametrize("held", [
+    torch.zeros(0), torch.rand(30, 30).T, torch.ones(9, 9, dtype=torch.bfloat16)[::2],
+    torch.nn.Parameter(torch.rand(99)), torch.rand(99, dtype=torch.complex64).conj(),
+    torch.rand(9, 9).to_sparse(),
+])  # fmt: skip
 def test_unusual_tensors_travel(held):
-    with torch.device(
-        "cpu" if held.is_sparse else "meta"
-    ):  # a default of the caller's, such as "cuda"
+    default = "cpu" if held.is_sparse else "meta"
+    with torch.device(default):  # of the caller's, such as "cuda"
         back, _ = written(held)
     assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
     for name in ("dtype", "requires_grad", "layout", "__class__"):
         assert getattr(back, name) == getattr(held, name)
 
 
-def test_shared_memory_travels_once_and_a_map_of_a_file_by_its_name_and_the_file_is_safe(tmp_path):
+def test_shared_memory_travels_once():
     rows = torch.rand(1000, 4096)
     back, size = written(list(rows))
     assert size < rows.nbytes + MIB
-    assert all(torch.equal(a, b) for a, b in zip(rows, back, strict=True))
+    assert all(map(torch.equal, rows, back))
 
+
+def test_a_mapped_file_travels_by_name_safely(tmp_path):
     path = tmp_path / "tokens.bin"
     np.arange(MIB, dtype=np.int64).tofile(path)
     tokens = np.memmap(path, dtype=np.int64, mode="r+")
@@ -314,26 +333,25 @@ def test_shared_memory_travels_once_and_a_map_of_a_file_by_its_name_and_the_file
     assert np.fromfile(path, dtype=np.int64)[0] == 0
 
 
-@pytest.mark.parametrize(
-    "rows", [torch.rand(MIB), np.arange(MIB), [torch.rand(MIB // 16) for _ in range(16)]]
-)
-def test_workloads_beside_each_other_have_memory_of_their_data_once(rows):
-    sides = [DataSide(dataset=Numbers(rows, its_index), batch_size=size) for size in (3, 4, 5)]
+@pytest.mark.parametrize(("rows", "size"), [
+    (torch.rand(MIB), 4 * MIB), (np.arange(MIB), 8 * MIB),
+    ([torch.rand(MIB // 16) for _ in range(16)], 4 * MIB),
+], ids=("tensor", "array", "list"))  # fmt: skip
+def test_workloads_beside_each_other_share_their_data(rows, size):
+    sides = [DataSide(dataset=Numbers(rows, its_index), batch_size=each) for each in (3, 4, 5)]
     other, files = DataSide(dataset=TensorDataset(torch.rand(99)), batch_size=4), []
     with contextlib.ExitStack() as exits:
         beside = exits.enter_context(Packed())
         for side in (sides[0], other, *sides[1:]):
+            job = Workload(data=side, training=TrainingSide())
             # GIVEN one that has ended by the next, as it failed
-            with packed(
-                Workload(data=side, training=TrainingSide()), None, 64 * MIB, beside
-            ) as fds:
+            with packed(job, None, 64 * MIB, beside) as fds:
                 files.append(list(fds))
         sizes = [os.fstat(fds[1]).st_size for fds in files]
-        one = 4 * MIB if isinstance(rows, (torch.Tensor, list)) else 8 * MIB
-        assert sizes[0] > one > 50 * max(sizes[1:])
+        assert sizes[0] > size > 50 * max(sizes[1:])
         # THEN each side has the files to which its own refers, and memory of its own
         first, second, _ = (read_archive(files[at][1]).dataset.held for at in (0, 2, 3))
-        assert {files[0][1]} <= {*files[2]}
+        assert files[0][1] in files[2]
         assert torch.equal(torch.as_tensor(second[7]), torch.as_tensor(rows[7]))
         first[7] = second[8]
         assert torch.equal(torch.as_tensor(second[7]), torch.as_tensor(rows[7]))
@@ -343,6 +361,17 @@ def test_workloads_beside_each_other_have_memory_of_their_data_once(rows):
 
 
 @pytest.mark.parametrize("held", [torch.zeros(MIB), b"x" * 2 * MIB, ["word"] * MIB])
-def test_what_is_too_large_is_refused_with_its_limit(held):
+def test_what_is_too_large_is_refused(held):
     with pytest.raises(TooLargeError, match="larger than 1 MiB"):
         written(held, MIB)
+
+
+@pytest.mark.process
+def test_data_are_sent_in_30_percent_of_memory():
+    left = MemoryBudget(available_bytes=100 * MIB, total_bytes=200 * MIB, inputs=())
+    machine = replace(inspect_machine(environ={}), memory=left)
+    job = workload(Numbers(np.zeros(40 * MIB, np.uint8), its_index))
+    # THEN what is larger is read in forks, which have it without a copy
+    with open_probe(job, machine, None) as probe:
+        assert "in forks of this process" in probe.notes[0]
+        assert "larger than 30 MiB" in probe.notes[0]

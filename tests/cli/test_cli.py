@@ -1,4 +1,4 @@
-"""The command line as its users meet it: `main(arguments)` in this process, and a few runs in one of their own."""
+"""The command line as its users meet it: `main(arguments)`, nearly always in this process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def parsed(required):
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=required)
     parser.parse_args()
-    assert (__main__.NUMBERS is NUMBERS, __main__.__file__) == (True, FILE_AT_IMPORT)
+    assert __main__.NUMBERS is NUMBERS
+    assert __main__.__file__ == FILE_AT_IMPORT
     return NUMBERS
 
 make_by_line = lambda: parsed(required=False)
@@ -83,7 +84,7 @@ def result():
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch, result):
-    """A folder to be in, with scripts and a result; what is imported from it is forgotten afterwards."""
+    """A folder to be in, with scripts and a result; what is imported from it is forgotten later."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     (tmp_path / "jobs").mkdir()
@@ -104,7 +105,7 @@ def tune(monkeypatch, result):
     return fake
 
 
-def test_every_command_is_listed_and_its_help_has_an_example(capsys):
+def test_every_command_has_help_with_an_example(capsys):
     assert cli.main(["--help"]) == 0
     listed = capsys.readouterr().out
     for command in ("demo", "doctor", "run", "show", "tune", "watch"):
@@ -113,89 +114,52 @@ def test_every_command_is_listed_and_its_help_has_an_example(capsys):
         told = capsys.readouterr().out
         assert f"\n  autotune-loader {command}" in told
         assert max(map(len, [*listed.splitlines(), *told.splitlines()])) <= 80
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"autotune-loader, version {autotune_loader.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        (
-            "tun train:make_numbers",
-            "no command 'tun'; autotune-loader tune train:make_numbers would work",
-        ),
-        (
-            "train.py --epochs 3",
-            "no command 'train.py'; autotune-loader watch train.py --epochs 3 would work",
-        ),
-        (
-            "-o x watch train.py",
-            "-o goes after the command: autotune-loader watch -o x train.py would work",
-        ),
-        ("watch", "required: SCRIPT; autotune-loader watch train.py would work"),
-        (
-            "run -o /dev/null/x.json train.py",
-            "--output='/dev/null/x.json' cannot be written (Not a directory)",
-        ),
-        ("watch --json /dev/null/x.json train.py", "--json='/dev/null/x.json' cannot be written"),
-        ("run --max-workers -1 train.py", "'-1' must be an integer >= 1"),
-        ("run --start-with /nope/x.json train.py", "/nope/x.json"),
-        ("watch --fail-if-wait ten train.py", "'ten' must be between 0% and 100%, such as 5%"),
-        ("run --fail-if-wait 110% train.py", "'110%' must be between"),
-        ("watch --allow-workers train.py", "takes no --allow-workers"),
-        ("run --workers train.py", "takes no --workers; did you mean --max-workers?"),
-        (
-            "watch --epochs 3 train.py",
-            "takes no --epochs; an argument of the script goes after its name",
-        ),
-        (
-            "tune train:make_numbers --data /x",
-            "its name: autotune-loader tune train.py:make_loader -- --data\n",
-        ),
-        ("tune train:make_numbers --buget 3m", "takes no --buget; did you mean --budget?"),
-        (
-            "tune train:make_numbers --max-workers x",
-            "argument --max-workers: 'x' must be an integer >= 0",
-        ),
-        ("tune train:make_numbers --allow x", "invalid choice: 'x' (choose from"),
-        ("tune", "required: MODULE:FUNCTION; autotune-loader tune train.py:make_loader would work"),
-        ("doctor now", "takes no now; autotune-loader doctor --help has all"),
-        ("demo --budget 0", "Error: budget='0' "),
-        ("tune trian:make_numbers", "Error: there is no module 'trian'"),
-        ("tune trian.py:make_numbers", "Error: there is no file 'trian.py'"),
-        (
-            "tune difflib.py:make",
-            "Error: 'difflib.py' cannot be imported: another module has the name 'difflib'",
-        ),
-        ("tune train.py", "'train.py' does not name a function; train.py:make_loader"),
-        (
-            "tune train:make_number",
-            "Error: train has no 'make_number'; did you mean 'make_numbers'?",
-        ),
-        ("tune train:make_with", "missing 1 required positional argument: 'folder'"),
-        (
-            "tune train:make_nothing",
-            "Error: train:make_nothing gives None; it has to give a dataset",
-        ),
-        ("tune train:make_mistyped", "unexpected keyword argument 'batchsize'"),
-        ("tune train:make_broken", "in open_the_files"),
-        (
-            "tune train.py:make_by_data",
-            "make_by_data failed; arguments of the script go after --: autotune-loader",
-        ),
-        ("tune broken:make", 'broken.py", line 1'),
-        ("show nowhere.json", "nowhere.json"),
-        ("show train.py --code", "is not a valid loader.json"),
-        (
-            "show loader.json --html train.py/page.html",
-            "--html='train.py/page.html' cannot be written",
-        ),
-    ],
-)
-def test_a_wrong_line_is_bad_input_and_answered_with_what_would_work_or_their_own_traceback(
-    line, told, tune, capsys
-):
+WRONG = {
+    "tun train:make_numbers": "'tun'; autotune-loader tune train:make_numbers would work",
+    "train.py --epochs 3": "'train.py'; autotune-loader watch train.py --epochs 3 would work",
+    "-o x watch train.py": "after the command: autotune-loader watch -o x train.py would work",
+    "--nothing": "no command '--nothing'; autotune-loader --help would work",
+    "watch": "required: SCRIPT; autotune-loader watch train.py would work",
+    "watch -o /dev/null/x.json train.py": "--output='/dev/null/x.json' cannot be written (Not ",
+    "run --max-workers -1 train.py": "'-1' must be an integer >= 1",
+    "run --start-with /nope/x.json train.py": "/nope/x.json",
+    "watch --fail-if-wait ten train.py": "'ten' must be between 0% and 100%, such as 5%",
+    "run --fail-if-wait 110% train.py": "'110%' must be between",
+    "run --workers train.py": "takes no --workers; did you mean --max-workers?",
+    "watch --epochs 3 train.py": "takes no --epochs; an argument of the script goes after its",
+    "tune train:make_numbers --data /x": "tune train.py:make_loader -- --data\n",
+    "tune train:make_numbers --allow x": "invalid choice: 'x' (choose from",
+    "doctor now": "takes no now; autotune-loader doctor --help has all",
+    "demo --budget 0": "Error: budget='0' ",
+    "tune trian:make_numbers": "Error: there is no module 'trian'",
+    "tune trian.py:make_numbers": "Error: there is no file 'trian.py'",
+    "tune difflib.py:make": "imported: another module has the name 'difflib'",
+    "tune train.py": "'train.py' does not name a function; train.py:make_loader",
+    "tune train:make_number": "no 'make_number'; did you mean 'make_numbers'?",
+    "tune train:nothing_like_it": "Error: train has no 'nothing_like_it'; it has ",
+    "tune train:make_with": "missing 1 required positional argument: 'folder'",
+    "tune train:make_nothing": "make_nothing gives None; it has to give a dataset",
+    "tune train:make_mistyped": "unexpected keyword argument 'batchsize'",
+    "tune train:make_broken": "in open_the_files",
+    "tune train.py:make_by_data": "failed; arguments of the script go after --: autotune-loader",
+    "tune broken:make": 'broken.py", line 1',
+    "show nowhere.json": "nowhere.json",
+    "show train.py --code": "is not a valid loader.json",
+    "show loader.json --html train.py/page.html": "--html='train.py/page.html' cannot be",
+}
+
+
+@pytest.mark.parametrize(("line", "told"), WRONG.items(), ids=WRONG)
+def test_a_wrong_line_is_answered_with_what_works(line, told, tune, capsys):
     assert cli.main(line.split()) == 2
     captured = capsys.readouterr()
-    assert (told in captured.err, captured.out) == (True, "")
+    assert told in captured.err
+    assert captured.out == ""
+    # AND a traceback is the user's own
     assert not re.search("tune_command.py|importlib", captured.err)
 
 
@@ -209,21 +173,15 @@ SHAPES = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: s
         (KeyboardInterrupt, 130, "Interrupted.\n"),
     ],
 )
-def test_an_exception_in_a_burst_is_told_with_its_traceback_and_ctrl_c_is_130(
-    error, code, told, tune, capsys
-):
+def test_what_ends_tune_is_told_with_a_code(error, code, told, tune, capsys):
     tune.side_effect = error
     assert cli.main(["tune", "train:make_numbers"]) == code
     assert capsys.readouterr().err.endswith(told)
 
 
 TYPED = "--budget=3m --max-workers=4 --output=out.json --allow in_order --allow batch_size"
-TYPED_ARGUMENTS = {
-    "budget": "3m",
-    "max_workers": 4,
-    "output": "out.json",
-    "allow": ["in_order", "batch_size"],
-}
+TYPED_ARGUMENTS = {"budget": "3m", "max_workers": 4, "output": "out.json"}
+TYPED_ARGUMENTS |= {"allow": ["in_order", "batch_size"]}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +198,7 @@ TYPED_ARGUMENTS = {
         ("jobs/job.py:make", {}),
     ],
 )
-def test_tune_gets_what_a_factory_makes_and_each_option_that_is_typed(line, expected, tune):
+def test_tune_gets_data_and_options(line, expected, tune):
     process = sys.argv, sys.modules["__main__"]
     assert cli.main(["tune", *line.split()]) == 0
     assert process == (sys.argv, sys.modules["__main__"])
@@ -252,33 +210,29 @@ def test_tune_gets_what_a_factory_makes_and_each_option_that_is_typed(line, expe
 @pytest.mark.parametrize(
     ("status", "code"), [("complete", 0), ("undecided", 0), ("fallback", 3), ("partial", 130)]
 )
-def test_tune_prints_the_report_and_its_exit_code_tells_how_it_ended(status, code, tune, capsys):
+def test_tune_reports_and_tells_by_its_code(status, code, tune, capsys):
     tune.return_value = replace(tune.return_value, status=status)
     assert cli.main(["tune", "train:make_numbers", "-o", "loader.json"]) == code
     text = capsys.readouterr().out
     assert "Bottleneck: CPU." in text
-    assert text.endswith(
-        "Written to loader.json. For your training script: autotune-loader show loader.json --code\n"
-    )
+    assert "\nWritten to loader.json. For your training script: autotune-loader show " in text
 
 
 @pytest.mark.process
-def test_json_is_all_there_is_on_stdout_and_nothing_that_is_printed_is_lost(tune, capfd):
+def test_json_is_alone_on_stdout(tune, capfd):
     assert cli.main(["tune", "train:make_noisy", "--json"]) == 0
     captured = capfd.readouterr()
     assert json.loads(captured.out) == json.loads(Path("loader.json").read_text())
     assert sorted(captured.err.splitlines()) == ["a child prints", "the factory prints"]
 
 
-def test_a_terminal_without_our_characters_has_others_and_a_scripts_own_streams_stay_as_they_are(
-    monkeypatch,
-):
+def test_a_terminal_without_our_characters_has_others(monkeypatch):
     out, err = (TextIOWrapper(BytesIO(), encoding="ascii") for _ in range(2))
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     assert cli.main(["watch"]) == 2
     say("a ─ b – c ± é")
-    assert (out.errors, err.errors) == ("strict", "strict")
+    assert (out.errors, err.errors) == ("strict", "strict")  # they are the script's
     assert cli.main(["show"]) == 0
     told = out.buffer.getvalue().decode("ascii")
     assert "\n--------" in told
@@ -286,11 +240,10 @@ def test_a_terminal_without_our_characters_has_others_and_a_scripts_own_streams_
     assert err.buffer.getvalue().endswith(b"\na - b - c +- ?\n")
 
 
-def test_a_terminal_shows_the_share_and_the_next_step_in_colour_unless_asked_not_to(
-    monkeypatch, capsys
-):
+def test_a_terminal_has_colour_unless_asked_not_to(monkeypatch, capsys):
     plain = "  waits for data 96% of the time\n  next: `autotune-loader\n    run`."
-    coloured = "  \033[1;36mwaits for data 96%\033[0m of the time\n  \033[1;36mnext: `autotune-loader\n    run`.\033[0m"
+    share, step = "\033[1;36mwaits for data 96%\033[0m", "next: `autotune-loader\n    run`."
+    coloured = f"  {share} of the time\n  \033[1;36m{step}\033[0m"
     monkeypatch.delenv("NO_COLOR", raising=False)
     say(plain)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -300,9 +253,20 @@ def test_a_terminal_shows_the_share_and_the_next_step_in_colour_unless_asked_not
     assert capsys.readouterr().err == f"{plain}\n{coloured}\n{plain}\n"
 
 
+def test_a_closed_pipe_is_no_error(monkeypatch):
+    # GIVEN a pipe whose reader is gone, as after `| head`
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as out:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.main(["show"]) == 0
+        print("more", flush=True)  # THEN what comes at the exit is none, either
+
+
 OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=1 << 30, gpu="H100", torch="2.6.0")
 FROM_ANOTHER = (  # what matters comes first
-    r"2026-11-26, 1,024 cores, 1 GiB, H100,\s+torch 2.6.0.\n\n! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
+    r"2026-11-26, 1,024 cores, 1 GiB, H100,\s+torch 2.6.0.\n\n"
+    r"! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
 )
 
 
@@ -315,7 +279,7 @@ FROM_ANOTHER = (  # what matters comes first
     ],
     ids=["the same", "not told", "another"],
 )
-def test_show_prints_the_report_and_whether_this_machine_fits(tuned_on, told, result, capsys):
+def test_show_says_whether_this_machine_fits(tuned_on, told, result, capsys):
     replace(result, **tuned_on).save("saved.json")
     assert cli.main(["show", "saved.json"]) == 0
     text = capsys.readouterr().out
@@ -323,15 +287,15 @@ def test_show_prints_the_report_and_whether_this_machine_fits(tuned_on, told, re
     assert re.search(told, text, re.DOTALL)
 
 
-def test_show_html_writes_a_page_and_makes_its_folder(capsys):
+def test_show_html_writes_a_page(capsys):
     assert cli.main(["show", "--html", "new/page.html"]) == 0
     assert capsys.readouterr().out == "Written to new/page.html.\n"
     assert Path("new/page.html").read_text().startswith("<!doctype html>")
 
 
 OTHER = LoaderConfig(
-    num_workers=2, pin_memory=True, persistent_workers=True, in_order=False, multiprocessing_context="spawn",
-    batch_size=3, device_prefetch=2,
+    num_workers=2, pin_memory=True, persistent_workers=True, in_order=False,
+    multiprocessing_context="spawn", batch_size=3, device_prefetch=2,
 )  # fmt: skip
 
 
@@ -348,33 +312,27 @@ def test_the_code_of_a_result_runs(config, size, result, capsys):
     assert ("DevicePrefetcher(loader, 'cuda', depth=2)" in code) == bool(config.device_prefetch)
 
 
-@pytest.mark.process
-def test_demo_shows_both_rates_and_leaves_nothing_behind(folder, monkeypatch, capfd):
+@pytest.mark.system  # four processes import torch
+def test_the_demo_shows_a_gain_and_leaves_nothing(folder, monkeypatch, capfd):
     mine, scratch = Path("loader.json").read_bytes(), folder / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr(demo, "BEFORE", 80)
-    monkeypatch.setattr(demo, "AFTER", 160)
+    monkeypatch.setattr(demo, "BEFORE", 64)
+    monkeypatch.setattr(demo, "AFTER", 320)
     monkeypatch.setenv("PYTHONPATH", str(Path(autotune_loader.__file__).parents[1]))
-    assert cli.main(["demo", "--latency", "10", "--budget", "1s"]) == 0
+    # GIVEN a store that is so slow that workers win on any machine
+    assert cli.main(["demo", "--latency", "40", "--budget", "20s"]) == 0
     told = capfd.readouterr()
+    assert "1,200 JPEG files from a simulated object store, 40 ms a request." in told.out
     steps = re.findall(r"^\$ autotune-loader (\w+) .*$", told.out, re.MULTILINE)
-    assert (told.out.partition("\n")[0], steps) == (
-        "The job: a small CNN on 1,200 JPEG files from a simulated object store, 10 ms a request. All files are temporary.",
-        ["watch", "tune", "watch"],
-    )
-    numbers = re.search(
-        r"Before: ([\d,]+) samples/s.*: ([\d,]+) samples/s(?:, ([\d.]+)x as fast|. Nothing)",
-        told.out,
-    )
-    before, after, times = (float((each or "0").replace(",", "")) for each in numbers.groups())
-    is_same = "{'num_workers': 0" in told.out
-    assert ("same settings" in told.out, times) == (
-        is_same,
-        0 if is_same else pytest.approx(after / before, rel=0.1),
-    )
+    assert steps == ["watch", "tune", "watch"]
+    pattern = r"Before: ([\d,]+) samples/s.*: ([\d,]+) samples/s, ([\d.]+)x as fast"
+    before, after, times = map(float, re.search(pattern, told.out).groups())
+    assert times > 1.5
+    assert times == pytest.approx(after / before, rel=0.1)
     assert told.err.count("autotune-loader watch: 1 loader") == 2
-    assert (list(scratch.iterdir()), Path("loader.json").read_bytes()) == ([], mine)
+    assert list(scratch.iterdir()) == []
+    assert Path("loader.json").read_bytes() == mine
 
 
 POD = {  # two cores and 2.5 GiB, of which 1 GiB is in use
@@ -389,31 +347,31 @@ POD = {  # two cores and 2.5 GiB, of which 1 GiB is in use
 
 
 @pytest.mark.parametrize(
-    ("files", "host_cpus", "environ", "parts"),
+    ("files", "cpus", "environ", "parts"),
     [
-        (POD, 64, {}, ["LOW cores:", "2 usable (64 os.cpu_count()", "docker run --cpus", "LOW memory:", "pod/memory.max"]),
-        ({}, 64, {"LOCAL_WORLD_SIZE": "32"}, ["LOW cores:", "2 usable, shared by 32 ranks", "start fewer ranks"]),
+        (POD, 64, {}, ["LOW cores:", "2 usable (64 os.cpu_count()", "docker run --cpus",
+                       "LOW memory:", "pod/memory.max"]),
+        ({}, 64, {"LOCAL_WORLD_SIZE": "32"},
+            ["LOW cores:", "2 usable, shared by 32 ranks", "start fewer ranks"]),
         ({}, 64, {"SLURM_CPUS_PER_TASK": "2"}, ["LOW cores:", "sbatch --cpus-per-task"]),
-        ({}, 64, {"SLURM_CPUS_PER_TASK": "8"}, ["memory:        the system does not tell"]),  # a fair share
+        ({}, 64, {"SLURM_CPUS_PER_TASK": "8"}, ["the system does not tell"]),  # a fair share
         ({}, 2, {}, ["memory:        the system does not tell"]),  # a small host
     ],
 )  # fmt: skip
-def test_a_low_limit_is_named_with_source_and_what_raises_it(
-    files, host_cpus, environ, parts, tmp_path, monkeypatch
-):
+def test_a_low_limit_is_named(files, cpus, environ, parts, tmp_path, monkeypatch):
     for name, text in {**files, "dev/shm/.keep": ""}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(os, "cpu_count", lambda: host_cpus)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(host_cpus)))
-    monkeypatch.setattr(os, "process_cpu_count", lambda: host_cpus, raising=False)  # Python 3.13
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    monkeypatch.setattr(os, "process_cpu_count", lambda: cpus, raising=False)  # Python 3.13
     monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=RuntimeError))
     told = examination(inspect_machine(root=tmp_path, environ=environ))
     assert [part for part in parts if part not in told] == []
     assert ("LOW cores" in told) == ("Too low: " in told) == ("LOW cores:" in parts)
 
 
-def test_each_gpu_is_told_with_what_nvml_tells_of_it_now(monkeypatch):
+def test_each_gpu_is_told_with_what_nvml_tells(monkeypatch):
     why = "NVML does not tell the utilization of cuda:1: Insufficient Permissions."
     meters = {
         "cuda:0": SimpleNamespace(now=lambda: GpuUse(0.12, 3 << 30), why_none=""),
@@ -425,16 +383,15 @@ def test_each_gpu_is_told_with_what_nvml_tells_of_it_now(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=139 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: properties)
     text = " ".join(examination(inspect_machine()).split())
-    assert (
-        "GPUs: cuda:0 NVIDIA H200 (139 GiB), 3 GiB in use, 12% busy; cuda:1 NVIDIA H200 (139 GiB): "
-        + why[:-1]
-        in text
-    )
+    assert "GPUs: cuda:0 NVIDIA H200 (139 GiB), 3 GiB in use, 12% busy; cuda:1" in text
+    assert f"cuda:1 NVIDIA H200 (139 GiB): {why[:-1]}; cuda:2" in text
     assert "cuda:2 NVIDIA H200 (139 GiB), 0% busy" in text
 
 
-def test_one_screen_says_all_that_a_bug_report_needs():
-    text = examination(inspect_machine())
-    names = ("versions", "cores", "memory", "shared memory", "open files", "start method", "GPUs")
-    assert [name for name in (*(f"{name}:" for name in names), "torch ") if name not in text] == []
+def test_doctor_has_all_for_a_bug_report(capsys):
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for name in ("versions", "cores", "memory", "shared memory", "open files", "start method"):
+        assert f"{name}:" in text
+    assert "torch " in text
     assert len(text.splitlines()) <= 24

@@ -1,16 +1,14 @@
-"""Each bottleneck from figures that show it, with the advice that follows; every sentence that can be said; and numbers."""
+"""Each bottleneck from figures that show it, with the advice that follows; and numbers."""
 
 from __future__ import annotations
 
-import re
-import string
 from dataclasses import replace
 
 import pytest
 from report.example import STAGES, exactly, ran, synthetic_result
 
-from autotune_loader.diagnosis import Advice, Answer, Caution, Evidence, diagnose, judged, units
-from autotune_loader.diagnosis.tables import Table, answer
+from autotune_loader.diagnosis import Answer, Caution, Evidence, diagnose, judged, units
+from autotune_loader.diagnosis.tables import answer
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
 
@@ -19,10 +17,12 @@ KEPT = replace(FOUR, persistent_workers=True)
 
 
 def evidence(**changes):
-    """A loader limited by the CPU: 100 ms of CPU per batch in a worker, and a loop that waits half of its time."""
+    """A loader limited by the CPU: 100 ms of it a batch in a worker, and a loop that waits half."""
     values = {
-        "config": FOUR, "samples_per_s": 1000.0, "wait_share": 0.5, "cores": 4, "batch_size": 32.0, "step_s": 0.015,
-        "fetch_s": 0.11, "fetch_cpu_s": 0.10, "receive_s": 0.001, "batch_bytes": 4 << 20, "ceiling": exactly(2000.0),
+        "config": FOUR, "samples_per_s": 1000.0, "wait_share": 0.5, "cores": 4, "batch_size": 32.0,
+        "step_s": 0.015,
+        "fetch_s": 0.11, "fetch_cpu_s": 0.10, "receive_s": 0.001, "batch_bytes": 4 << 20,
+        "ceiling": exactly(2000.0),
         "has_batched_fetch": False, **changes,
     }  # fmt: skip
     return Evidence(**values)
@@ -34,90 +34,106 @@ def failed(kind, config=SIX):
 
 READS = {"fetch_cpu_s": 0.01}
 IN_MEMORY = {
-    "config": LoaderConfig(), "batch_size": 64.0, "fetch_s": 0.001, "fetch_cpu_s": 0.001, "step_s": 0.0001,
+    "config": LoaderConfig(), "batch_size": 64.0, "fetch_s": 0.001, "fetch_cpu_s": 0.001,
+    "step_s": 0.0001,
     "samples_per_s": 58_000.0, "ceiling": exactly(640_000.0),
 }  # fmt: skip
 SMALL = {
-    "batch_bytes": 800, "receive_s": 0.0004, "fetch_s": 0.0002, "fetch_cpu_s": 0.0002, "wait_share": 0.9,
+    "batch_bytes": 800, "receive_s": 0.0004, "fetch_s": 0.0002, "fetch_cpu_s": 0.0002,
+    "wait_share": 0.9,
     "samples_per_s": 6e4, "ceiling": None,
 }  # fmt: skip
-RARELY = {
-    "wait_share": 0.12,
-    "fetch_s": 0.004,
-    "fetch_cpu_s": 0.003,
-    "cpu_share": 0.27,
-    "foreign_cpu_share": 0.7,
-}
+RARELY = {"wait_share": 0.12, "fetch_s": 0.004, "fetch_cpu_s": 0.003}
+RARELY |= {"cpu_share": 0.27, "foreign_cpu_share": 0.7}
 NOT_MISSED = {"trials": (ran(SIX, 1010.0), failed("oom_killed", TWELVE))}
 EXPECTED_NO_FASTER = replace(failed("oom_killed"), predicted_samples_per_s=1010.0)
-ASLEEP_IN_TIME = {
-    "wait_share": 0.04,
-    "fetch_cpu_s": 0.01,
-    "cpu_share": 0.3,
-    "ceiling": exactly(1090.0),
-}
+ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3}
+ASLEEP_IN_TIME |= {"ceiling": exactly(1090.0)}
 QUEUED = {"fetch_queued_s": 0.12}
 STARTS = {"starting_share": 0.2, "wait_share": 0.3}
 LONG_STEP = {"wait_share": 0.2, "ceiling": exactly(7540.0), "step_s": 0.025}
 LOOP_QUEUED = {
-    "receive_s": 0.002, "receive_queued_s": 0.009, "fetch_s": 0.01, "fetch_cpu_s": 0.005, "fetch_queued_s": 0.0,
+    "receive_s": 0.002, "receive_queued_s": 0.009, "fetch_s": 0.01, "fetch_cpu_s": 0.005,
+    "fetch_queued_s": 0.0,
 }  # fmt: skip
 NO_STORAGE = {
-    "receive_s": 0.004, "wait_share": 0.15, "fetch_s": 0.1, "fetch_cpu_s": 0.001, "fetch_queued_s": 0.001, "ceiling": None,
+    "receive_s": 0.004, "wait_share": 0.15, "fetch_s": 0.1, "fetch_cpu_s": 0.001,
+    "fetch_queued_s": 0.001, "ceiling": None,
 }  # fmt: skip
 COPIES = {"copy_s": 0.01, "fetch_s": 0.04}
 HANDED_OVER = {"transfer_ceiling": exactly(1000.0)}
 COPIES_ITSELF = {
-    "copy_s": 0.014, "fetch_s": 0.04, "wait_share": 0.01, "step_s": 0.03, "cpu_share": 0.3, "on_accelerator": True,
+    "copy_s": 0.014, "fetch_s": 0.04, "wait_share": 0.01, "step_s": 0.03, "cpu_share": 0.3,
+    "on_accelerator": True,
 }  # fmt: skip
 OF_CUDA = {"parent": ParentProcess("cuda", 1 << 30, is_elastic=False)}
 OF_CUDA_ELASTIC = {"parent": ParentProcess("cuda", 12 << 30, is_elastic=True)}
 OF_LARGE = {"parent": ParentProcess(None, 12 << 30, is_elastic=False)}
 NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5}
 
-# Kind, what differs from a loader limited by the CPU, words of the bottleneck, words of some advice (None: no advice).
+# Kind, what differs from a loader limited by the CPU, words of the bottleneck and of some advice
+# (None: no advice).
 CASES = {
     "the CPU": ("cpu", {}, "100 ms of CPU to load, 15 ms to train.", "Speed up the transforms"),
     "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms to train.", ""),
     "all cores in use": ("cpu", {**READS, "cpu_share": 0.97}, "97% of 4 cores are busy.", ""),
     "a loop that hardly steps": ("cpu", {"wait_share": 0.97}, "at most 2.00x as fast", ""),
-    "a slow stage": ("cpu", {"stages": STAGES}, "", "Speed up decode (photos.py:41, PIL.Image.convert), which takes"),
+    "a slow stage": ("cpu", {"stages": STAGES},
+        "", "Speed up decode (photos.py:41, PIL.Image.convert), which takes"),
     "what failed otherwise": ("cpu", {"trials": (failed("user_exception"),)}, "", ""),
     "a step that was passed": ("cpu", {"ceiling": exactly(800.0)}, "about 2.0x as fast", ""),
     "memory that was not missed": ("cpu", NOT_MISSED, "", ""),
     "memory that would bring nothing": ("cpu", {"trials": (EXPECTED_NO_FASTER,)}, "", ""),
     "the step": ("step", {"wait_share": 0.02, "ceiling": exactly(1020.0)},
-        "waits for data 2% of the time. It runs at 1,000/s; the step alone runs at 1,020/s.", "Speed up the step"),
-    "without a ceiling": ("step", {"wait_share": 0.01, "ceiling": None}, "waits for data 1% of the time.", ""),
+        "waits for data 2% of the time. It runs at 1,000/s; the step alone runs at 1,020/s.",
+        "Speed up the step"),
+    "without a ceiling": ("step", {"wait_share": 0.01, "ceiling": None},
+        "waits for data 1% of the time.", ""),
     "fetches sleep, and are in time": ("step", ASLEEP_IN_TIME, "4% of the time", ""),
-    "storage": ("storage", READS, "takes 110 ms, of which 10 ms are CPU time.", "Read larger chunks (tar"),
+    "storage": ("storage", READS,
+        "takes 110 ms, of which 10 ms are CPU time.", "Read larger chunks (tar"),
     "a stage that waits": ("storage", {**READS, "stages": STAGES},
         "read is 100% of a worker's wait (photos.py:40, open).", "Read larger chunks"),
     "a core that is waited for": ("cores", QUEUED,
         "49% of the wait is for a CPU core: more", "Use fewer than 4 workers (num_workers=0 if"),
-    "a core that the loop waits for": ("cores", {**QUEUED, **LOOP_QUEUED}, "56% of the wait is for a CPU core", ""),
-    "a core, without workers": ("cores", {**QUEUED, "config": LoaderConfig()}, "52%", "more cores, or run fewer other"),
+    "a core that the loop waits for": ("cores", {**QUEUED, **LOOP_QUEUED},
+        "56% of the wait is for a CPU core", ""),
+    "a core, without workers": ("cores", {**QUEUED, "config": LoaderConfig()},
+        "52%", "more cores, or run fewer other"),
     "computing, and a core": ("cpu", {**QUEUED, "fetch_queued_s": 0.01}, "100 ms of CPU", ""),
     "no storage": ("transfer", NO_STORAGE, "Receiving a batch of 4 MiB takes 4 ms", ""),
     "a step that shares its cores": ("cpu", LONG_STEP,
-        "A step takes 25 ms in training and 4.2 ms alone: it shares the CPU cores with the loader. With instant data", ""),
+        "A step takes 25 ms in training and 4.2 ms alone: it shares the CPU cores with",
+        ""),
     "a step beside other processes": ("cpu", {**LONG_STEP, "foreign_cpu_share": 0.4},
         "20% of the time. Other processes used 40% of the CPU. With instant data", ""),
-    "transfers": ("transfer", {"receive_s": 0.02}, "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
-    "small batches": ("transfer", SMALL, "90% of the time", "Use larger batches: transferring a small one takes hardly less"),
+    "transfers": ("transfer", {"receive_s": 0.02},
+        "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
+    "batches without tensors": ("transfer", {"receive_s": 0.02, "batch_bytes": 0},
+        "Receiving a batch takes 20 ms.", ""),
+    "small batches": ("transfer", SMALL,
+        "90% of the time", "Use larger batches: transferring a small one takes hardly less"),
     "handing over": ("transfer", {"transfer_ceiling": exactly(1040.0), "pin_s": 0.03},
-        "a batch that lies ready every 31 ms, however many they are; the step alone takes 16 ms. Pinning a batch takes 30 ms.",
+        "lies ready every 31 ms, however many they are; the step alone takes 16 ms. Pinning",
         "Try AutoLoader(dataset, num_workers=4, tune=False), which transfers"),
-    "handing over, which slows the step": ("transfer", HANDED_OVER | {"wait_share": 0.01}, "every 32 ms", "AutoLoader"),
+    "handing over, which slows the step": ("transfer", HANDED_OVER | {"wait_share": 0.01},
+        "every 32 ms", "AutoLoader"),
     "the CPU, before handing over": ("cpu", {"transfer_ceiling": exactly(1500.0)},
         "at most 2.00x as fast. DataLoader's workers could make it at most 1.50x as fast.", ""),
-    "handing over as fast as the step": ("cpu", HANDED_OVER | {"ceiling": exactly(1160.0), "step_s": 0.03}, "", ""),
+    "handing over in time": ("cpu", HANDED_OVER | {"ceiling": exactly(1160.0), "step_s": 0.03},
+        "", ""),
     "handing over, without workers": ("cpu", HANDED_OVER | {"config": LoaderConfig()}, "", ""),
-    "copies, handed over": ("copy", HANDED_OVER | {"copy_s": 0.01, "fetch_s": 0.04}, "adds 10 ms to its step", ""),
-    "copies": ("copy", COPIES, "Copying a batch of 4 MiB to the device adds 10 ms to its step.", "DevicePrefetcher does it."),
-    "copies ahead": ("copy", {**COPIES, "config": replace(FOUR, device_prefetch=2)}, "adds 10 ms", "uint8"),
-    "workers that copies do not hold up": ("storage", {**READS, "copy_s": 0.014, "fetch_s": 0.124}, "", "Read larger"),
-    "copies after fetches": ("copy", {**READS, "copy_s": 0.014, "config": LoaderConfig()}, "adds 14 ms", "DevicePrefetcher"),
+    "copies, handed over": ("copy", HANDED_OVER | {"copy_s": 0.01, "fetch_s": 0.04},
+        "adds 10 ms to its step", ""),
+    "copies": ("copy", COPIES,
+        "Copying a batch of 4 MiB to the device adds 10 ms to its step.",
+        "DevicePrefetcher does it."),
+    "copies ahead": ("copy", {**COPIES, "config": replace(FOUR, device_prefetch=2)},
+        "adds 10 ms", "uint8"),
+    "workers that copies do not hold up": ("storage", {**READS, "copy_s": 0.014, "fetch_s": 0.124},
+        "", "Read larger"),
+    "copies after fetches": ("copy", {**READS, "copy_s": 0.014, "config": LoaderConfig()},
+        "adds 14 ms", "DevicePrefetcher"),
     "a step that copies": ("copy", COPIES_ITSELF,
         "adds 14 ms to its step. The training loop waits for data 1% of", 'allow="device_'),
     "a step without a core": ("unclear", {**COPIES_ITSELF, "copy_s": 0.001},
@@ -127,30 +143,41 @@ CASES = {
     "shared memory": ("memory", {"trials": (failed("shared_memory"),)}, "", "--shm-size"),
     "starting epochs": ("start_up", STARTS, "takes 20%", "persistent_workers=True"),
     "workers that are kept": ("start_up", {**STARTS, "config": KEPT}, "", None),
-    "starting epochs, and no more known": ("start_up", {**STARTS, "wait_share": 0.98, "fetch_s": None}, "takes 20%", ""),
-    "starting epochs, and more": ("cpu", {**STARTS, "wait_share": 0.98}, "98% of the time", "persistent_workers=True"),
-    "in memory": ("in_memory", IN_MEMORY, "training process, 1 ms per batch. The training loop waits", "__getitems__"),
-    "in memory, in batches": ("in_memory", {**IN_MEMORY, "has_batched_fetch": True}, "", "AutoLoader(dataset, num_workers=2"),
-    "another loader": ("little", {"loader_share": 0.01}, "This loader takes 1% of the time", "Leave the loader as it is."),
+    "starts, and no more known": ("start_up", {**STARTS, "wait_share": 0.98, "fetch_s": None},
+        "takes 20%", ""),
+    "starting epochs, and more": ("cpu", {**STARTS, "wait_share": 0.98},
+        "98% of the time", "persistent_workers=True"),
+    "in memory": ("in_memory", IN_MEMORY,
+        "training process, 1 ms per batch. The training loop waits", "__getitems__"),
+    "in memory, in batches": ("in_memory", {**IN_MEMORY, "has_batched_fetch": True},
+        "", "AutoLoader(dataset, num_workers=2"),
+    "another loader": ("little", {"loader_share": 0.01},
+        "This loader takes 1% of the time", "Leave the loader as it is."),
     "too short": ("too_short", {"batches": 1}, "1 batch: too few", None),
-    "no step": ("no_step", {"wait_share": None}, "ended after its first batch", "iter(loader) once"),
-    "forked from a process with CUDA": ("cpu", OF_CUDA, "",
-        "that has initialized CUDA: they may crash, hang or use much memory. Use AutoLoader or `run` with multiprocessing"),
-    "the same, by AutoLoader": ("cpu", OF_CUDA_ELASTIC, "",
-        "or use much memory. Use multiprocessing_context=\"forkserver\" or set_start_method(\"forkserver\"): the dataset is"),
-    "forked from a large process": ("cpu", OF_LARGE, "",
-        "from a process with 12 GiB of memory: each fork copies its page tables, and later each page"),
+    "no step": ("no_step", {"wait_share": None},
+        "ended after its first batch", "iter(loader) once"),
+    "forked from a process with CUDA": ("cpu", OF_CUDA,
+        "",
+        "initialized CUDA: they may crash, hang or use much memory. Use AutoLoader or"),
+    "the same, by AutoLoader": ("cpu", OF_CUDA_ELASTIC,
+        "",
+        'or use much memory. Use multiprocessing_context="forkserver" or set_start'),
+    "forked from a large process": ("cpu", OF_LARGE,
+        "",
+        "from a process with 12 GiB of memory: each fork copies its page tables"),
     # Two witnesses that disagree: both are named, and nothing is concluded.
-    "rarely fetches": ("unclear", RARELY, "loads data 3% of its time. Other processes used 70% of the CPU.", None),
+    "rarely fetches": ("unclear", RARELY,
+        "loads data 3% of its time. Other processes used 70% of the CPU.", None),
     "never waits, yet slow": ("unclear", {"wait_share": 0.01, "cpu_share": 0.2},
         "runs at 1,000/s; the step alone runs at 2,000/s.", None),
-    "neighbours": ("unclear", {"wait_share": 0.01, "foreign_cpu_share": 0.5}, "used 50% of the CPU", None),
+    "neighbours": ("unclear", {"wait_share": 0.01, "foreign_cpu_share": 0.5},
+        "used 50% of the CPU", None),
     "no core was idle": ("unclear", NO_IDLE_CORE, "of which 40 ms are CPU time.", None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "changes", "words", "advised"), CASES.values(), ids=CASES)
-def test_a_bottleneck_is_named_with_its_figures_and_advice_follows(kind, changes, words, advised):
+def test_a_bottleneck_has_figures_and_advice(kind, changes, words, advised):
     bottleneck, advice = diagnose(evidence(**changes))
     assert bottleneck.kind == kind
     assert words in bottleneck.sentence
@@ -164,69 +191,44 @@ def test_a_bottleneck_is_named_with_its_figures_and_advice_follows(kind, changes
         (("cuda", 12 << 30, True), LoaderConfig()),  # no workers
     ],
 )
-def test_no_other_start_method_is_advised_where_a_fork_costs_little(parent, config):
+def test_a_cheap_fork_needs_no_other_start_method(parent, config):
     _, advice = diagnose(evidence(parent=ParentProcess(*parent), config=config))
     assert not any("forkserver" in each for each in advice)
 
 
-def test_without_a_ceiling_the_loops_own_waiting_bounds_what_a_loader_can_bring():
+def test_without_a_ceiling_waiting_bounds_the_gain():
     found, _ = diagnose(evidence(ceiling=None, wait_share=0.41))
     assert found.gain == pytest.approx(0.41 / 0.59)
     assert "about 1.7x as fast" in found.sentence
     # AND what was faster than that is no more than it
     found, _ = diagnose(evidence(ceiling=None, wait_share=0.41, trials=(ran(FOUR, 1700.0),)))
-    assert (found.gain, "at most" in found.sentence) == (None, False)
+    assert found.gain is None
+    assert "at most" not in found.sentence
 
 
-def test_a_ceiling_that_was_passed_is_not_in_the_result_and_a_warning_says_why():
+def test_a_ceiling_that_was_passed_is_a_warning():
     result = judged(
         replace(synthetic_result(), ceiling=exactly(10.0), transfer_ceiling=exactly(10.0))
     )
-    assert (result.ceiling, Caution.CEILING_PASSED.said_by(result.warnings[-1])) == (None, True)
+    assert Caution.CEILING_PASSED.said_by(result.warnings[-1])
+    assert result.ceiling is None
     assert result.transfer_ceiling is None
 
 
-def test_the_evidence_of_a_burst_is_its_means_and_what_its_batches_show():
-    # GIVEN a burst whose batches the loop fetched itself, so that none lay ready, and epochs of 100 batches of 32 ms
+def test_the_evidence_of_a_burst_is_its_means():
+    # GIVEN a burst whose batches the loop fetched itself, so that none lay ready, and epochs of
+    # 100 batches of 32 ms
     ends = dict.fromkeys(("fetch_end", "collate_end", "cpu_s", "received", "step_end"), 0.1)
     batch = BatchTrace(worker=MAIN_PROCESS, fetch_start=0.0, requested=0.0, samples=32, **ends)
     burst = ran(FOUR, 1000.0, traces=(batch,) * 50, first_batch_s=0.88, receive_s=0.1).measurement
     found = Evidence.of(burst, config=FOUR, cores=4, wait_share=0.3, epoch_batches=100)
-    assert (found.samples_per_s, found.fetch_s, found.wait_share, found.receive_s) == (
-        1000.0,
-        0.08,
-        0.3,
-        0.0,
-    )
+    assert (found.samples_per_s, found.fetch_s) == (1000.0, 0.08)
+    assert (found.wait_share, found.receive_s) == (0.3, 0.0)
     assert found.starting_share == pytest.approx(0.8 / (0.8 + 3.2))
     assert Evidence.of(burst, config=KEPT, cores=4, epoch_batches=100).starting_share == 0.0
 
 
 RATIO = Interval(value=2.31, low=2.2, high=2.42, count=4)
-FIGURES = {"share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "rate": 1234.5, "ratio": RATIO}
-FIGURES |= {"": "words", ".2f": 2.25, ".1f": 12.8}
-
-
-def test_every_row_can_be_said_in_one_line_that_ends_and_only_with_all_its_figures():
-    rows = [row for table in Table.__subclasses__() for row in table]
-    assert len(rows) > 80
-    for row in rows:
-        fields = [
-            (name, spec or "") for _, name, spec, _ in string.Formatter().parse(row.value) if name
-        ]
-        finding = row(
-            **{name: 3 if spec.startswith("# ") else FIGURES[spec] for name, spec in fields}
-        )
-        assert finding.kind == row.name.lower()
-        assert row.said_by(finding)
-        assert not re.search(r"[{}\n]|  ", finding.sentence), row
-        assert finding.sentence[-1] in ".:)" or row.value.endswith("}"), row
-    assert all(
-        len({row.value for row in table}) == len(table.__members__)
-        for table in Table.__subclasses__()
-    )
-    with pytest.raises(KeyError):
-        Advice.RUN()
 
 
 @pytest.mark.parametrize(
@@ -242,32 +244,28 @@ def test_every_row_can_be_said_in_one_line_that_ends_and_only_with_all_its_figur
         ((1.5, float("-inf"), float("inf")), Answer.UNSURE),
     ],
 )
-def test_a_gain_is_claimed_only_where_rounds_show_it(ratio, row):
+def test_a_gain_is_claimed_where_rounds_show_it(ratio, row):
     value, low, high = ratio
     assert row.said_by(answer("new", Interval(value=value, low=low, high=high, count=4), "old"))
 
 
 TEXTS = {
-    units.rate_text: {
-        1234.4: "1,234/s",
-        0.7891: "0.789/s",
-        123_456: "123k/s",
-        1_234_567: "1.23M/s",
-        None: "-",
-    },
-    units.share_text: {0.004: "0.4%", 0.124: "12%"},
-    units.bytes_text: {45 << 20: "45 MiB", (5 << 30) // 4: "1.25 GiB"},
-    units.seconds_text: {0.00004: "40 us", 0.0004: "0.4 ms", 1.234: "1.23 s", 200: "3 min 20 s"},
+    units.rate_text: {1234.4: "1,234/s", 0.7891: "0.789/s", 123_456: "123k/s",
+                      1_234_567: "1.23M/s", float("inf"): "inf/s", None: "-"},
+    units.share_text: {0.004: "0.4%", 0.0095: "1%", 0.124: "12%", 0.0: "0%", None: "-"},
+    units.bytes_text: {45 << 20: "45 MiB", (5 << 30) // 4: "1.25 GiB", 512: "512 B", None: "-"},
+    units.seconds_text: {0.00004: "40 us", 0.0004: "0.4 ms", 0.012: "12 ms", 1.234: "1.23 s",
+                         45: "45 s", 200: "3 min 20 s", 0.0: "0 ms", None: "-"},
     units.ratio_text: {
         RATIO: "2.31x (2.20x to 2.42x)",
         Interval(value=12.0, low=3.5, high=41.0, count=2): "at least 3.50x",
         Interval(value=0.03, low=0.0, high=0.4, count=2): "at most 0.40x",
         Interval(value=32.4, low=0.0, high=float("inf"), count=1): "32.40x",
+        None: "-",
     },
     units.range_text: {RATIO: "2.20–2.42", Interval(value=1.0, low=0.0, high=9.0, count=4): "-"},
     lambda count: units.counted(count, "batch"): {1: "1 batch", 1200: "1,200 batches"},
-    lambda count: units.counted(count, "epoch"): {2: "2 epochs"},
-}
+}  # fmt: skip
 
 
 def test_numbers_are_written_for_people():

@@ -1,6 +1,6 @@
 """The blocks of docs/frameworks.md that have a title, each in a script that checks what comes of it.
 
-What a title names with a version is too large for the dev extra: `python -m studies.libraries.recipes` runs those blocks.
+What a title names with a version is too large for the dev extra: `python -m studies libraries.attempts --recipes` runs those blocks.
 """
 
 import importlib.metadata

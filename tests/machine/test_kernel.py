@@ -1,7 +1,5 @@
 """Descriptors of the kernel's, from a Python that has no function for them, too."""
 
-from __future__ import annotations
-
 import os
 import select
 import subprocess
@@ -11,40 +9,32 @@ import pytest
 
 from autotune_loader.machine.kernel import memfd, pidfd
 
-LACKING = pytest.mark.parametrize("lacks", [False, True])
+
+@pytest.fixture(params=[False, True], ids=["", "an older Python"], autouse=True)
+def python(request, monkeypatch):
+    if request.param:
+        monkeypatch.delattr(os, "memfd_create")
+        monkeypatch.delattr(os, "pidfd_open")
 
 
-def without(name: str, lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if lacks:
-        monkeypatch.delattr(os, name)
-
-
-@LACKING
-def test_a_file_in_memory_is_not_inherited(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    without("memfd_create", lacks, monkeypatch)
+def test_a_file_in_memory_is_not_inherited():
     with os.fdopen(memfd("batch"), "r+b") as file:
         assert str(Path(f"/proc/self/fd/{file.fileno()}").readlink()).startswith("/memfd:batch")
         assert not os.get_inheritable(file.fileno())
         assert file.write(b"x" * 100_000) == 100_000
 
 
-@LACKING
 @pytest.mark.process
-def test_a_process_can_be_waited_for(lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    without("pidfd_open", lacks, monkeypatch)
+def test_a_process_can_be_waited_for():
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         end = pidfd(process.pid)
         assert select.select([end], [], [], 0)[0] == []
         assert not os.get_inheritable(end)
-        process.stdin.close()  # type: ignore[union-attr]
+        process.stdin.close()
         assert select.select([end], [], [], 10)[0] == [end]
     os.close(end)
 
 
-@LACKING
-def test_what_the_kernel_refuses_is_an_oserror(
-    lacks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without("pidfd_open", lacks, monkeypatch)
+def test_what_the_kernel_refuses_is_an_oserror():
     with pytest.raises(ProcessLookupError):
         pidfd(2**22 + 1)

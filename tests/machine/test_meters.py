@@ -19,83 +19,79 @@ from autotune_loader.machine.processes import (
     without_nursery,
 )
 
-ROLLUP = """55ab7c6b4000-7ffd4c9f2000 ---p 00000000 00:00 0                          [rollup]
-Rss:                9284 kB
-Pss:                5210 kB
-Shared_Clean:       4100 kB
-Shared_Dirty:       1024 kB
-Private_Clean:        96 kB
-Private_Dirty:      4064 kB
-Private_Hugetlb:       0 kB
-Swap:                  0 kB
-"""
+HEAD = "55ab7c6b4000-7ffd4c9f2000 ---p 00000000 00:00 0                          [rollup]\n"
 
 
-def test_a_tree_has_used_what_its_processes_have_and_the_gone_count_nothing(tmp_path):
-    def process(pid, ticks, pages=10, read=None):
-        """A folder of `/proc`; the process has a name that looks like more fields."""
+@pytest.fixture
+def proc(tmp_path):
+    """Writes the files of a process below a `/proc` of our own, whose path it has as `root`."""
+
+    def write(pid, **files):
         (tmp_path / str(pid)).mkdir()
-        stat = (
-            f"{pid} (a) S 1 (b)) R 1 2 3 4 5 6 7 8 9 10 {ticks} 20 0 1 0 99 1000 {pages} 18446744"
-        )
-        files = {
-            "stat": stat,
-            "smaps_rollup": "5581-7ffc ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPss: 4 kB\n",
-        }
-        if read is not None:
-            files["io"] = f"rchar: 5\nread_bytes: {read}\nwrite_bytes: 7\n"
         for name, text in files.items():
             (tmp_path / str(pid) / name).write_text(text)
-        return pid
 
-    # GIVEN a process with waited-for children, one that ends, and one that is gone
-    two = [process(1, "30 10 40 20", read=4096), process(2, "1 0 0 0", read=0)]
-    zombie = process(3, "100 0 0 0", pages=0, read=0)
-    (tmp_path / "3" / "smaps_rollup").unlink()
+    write.root = tmp_path
+    return write
+
+
+def rollup(**kib):
+    """The text of `smaps_rollup` with these rows."""
+    return HEAD + "".join(f"{name}:{size:>20} kB\n" for name, size in kib.items())
+
+
+def stat(pid, ticks, pages=10):
+    """The text of `stat`; the process has a name that looks like more fields."""
+    return f"{pid} (a) S 1 (b)) R 1 2 3 4 5 6 7 8 9 10 {ticks} 20 0 1 0 99 1000 {pages} 18446744"
+
+
+def io(read):
+    return f"rchar: 5\nread_bytes: {read}\nwrite_bytes: 7\n"
+
+
+def test_a_tree_has_used_what_its_processes_have(proc):
+    # GIVEN a process with waited-for children, another, a zombie, and one that is gone (4)
+    used = rollup(Rss=9, Pss=4)
+    proc(1, stat=stat(1, "30 10 40 20"), smaps_rollup=used, io=io(4096))
+    proc(2, stat=stat(2, "1 0 0 0"), smaps_rollup=used, io=io(0))
+    proc(3, stat=stat(3, "100 0 0 0", pages=0), io=io(0))
     use = TreeUse(cpu_s=201 / TICKS_PER_S, rss_bytes=20 * PAGE_BYTES, read_bytes=4096)
-    assert tree_use([*two, zombie, 4], tmp_path) == use
-    assert tree_pss([*two, zombie, 4], tmp_path) == 8192
-    assert tree_use([zombie, 4], tmp_path) is tree_pss([4], tmp_path) is None
+    assert tree_use([1, 2, 3, 4], proc.root) == use
+    assert tree_pss([1, 2, 3, 4], proc.root) == 8192
+    assert tree_use([3, 4], proc.root) is None
+    assert tree_pss([4], proc.root) is None
     # AND where one does not tell what it has read, that is not known
-    assert tree_use([*two, process(5, "0 0 0 0")], tmp_path).read_bytes is None
+    proc(5, stat=stat(5, "0 0 0 0"))
+    assert tree_use([1, 2, 5], proc.root).read_bytes is None
 
 
-@pytest.mark.parametrize(
-    ("rollup", "found"),
-    [
-        (ROLLUP, (96 + 4064) << 10),
-        ("", None),
-        ("Private_Clean:\n", None),
-        ("Private_Dirty: much kB\n", None),
-        (None, None),
-    ],
-)
-def test_what_is_private_to_a_process_is_what_its_end_would_free(rollup, found, tmp_path):
-    if rollup is not None:
-        (tmp_path / "7").mkdir()
-        (tmp_path / "7" / "smaps_rollup").write_text(rollup)
-    assert private_bytes(7, tmp_path) == found
+@pytest.mark.parametrize(("files", "found"), [
+    ({"smaps_rollup": rollup(Rss=9284, Private_Clean=96, Private_Dirty=4064)}, (96 + 4064) << 10),
+    ({"smaps_rollup": ""}, None),
+    ({"smaps_rollup": "Private_Clean:\n"}, None),
+    ({"smaps_rollup": "Private_Dirty: much kB\n"}, None),
+    ({}, None),
+])  # fmt: skip
+def test_private_bytes_are_what_an_end_frees(files, found, proc):
+    proc(7, **files)
+    assert private_bytes(7, proc.root) == found
 
 
-def test_without_a_nursery_workers_have_its_pages_of_libraries_and_nobody_has_its_own(tmp_path):
-    for pid, rss, anonymous, own in (
-        (1, 310, 200, 100),
-        (2, 20, 10, 8),
-        (3, 217, 196, 196),
-        (4, 230, 206, 206),
-    ):
-        (tmp_path / str(pid)).mkdir()
-        rows = f"Rss: {rss} kB\nPss_Anon: {own} kB\nAnonymous: {anonymous} kB\n"
-        (tmp_path / str(pid) / "smaps_rollup").write_text(
-            f"5581-7ffc ---p 0 00:00 0 [rollup]\n{rows}"
-        )
+def test_memory_is_told_as_if_without_nursery(proc):
+    # GIVEN root and nursery (1, 2) and two workers: RSS, anonymous memory, proportional part
+    sizes = {1: (310, 200, 100), 2: (20, 10, 8), 3: (217, 196, 196), 4: (230, 206, 206)}
+    for pid, (rss, anonymous, own) in sizes.items():
+        proc(pid, smaps_rollup=rollup(Rss=rss, Pss_Anon=own, Anonymous=anonymous))
+    # THEN workers have its pages of libraries, and nobody has its own
     libraries = (110 - 21) + (110 - 24)
-    assert without_nursery([3, 4], [1, 2], tmp_path) == (1024 * (libraries - 330), -1024 * 108)
-    assert without_nursery([3, 5], [1, 2], tmp_path) is None
+    rss_bytes, pss_bytes = without_nursery([3, 4], [1, 2], proc.root)
+    assert rss_bytes == 1024 * (libraries - 330)
+    assert pss_bytes == -1024 * 108
+    assert without_nursery([3, 5], [1, 2], proc.root) is None
 
 
 @pytest.mark.process
-def test_what_a_fork_shares_with_its_parent_is_not_private_to_it():
+def test_what_a_fork_shares_is_not_private():
     held = bytearray(b"x") * (32 << 20)
     reader, writer = os.pipe()
     if not (child := os.fork()):
@@ -112,7 +108,7 @@ def test_what_a_fork_shares_with_its_parent_is_not_private_to_it():
 
 
 @pytest.mark.process
-def test_this_process_and_its_children_are_a_tree_with_what_the_system_says():
+def test_this_process_and_its_children_are_a_tree():
     with subprocess.Popen(["cat"], stdin=-1) as child:
         own, both = tree_use([os.getpid()]), tree_use(tree(os.getpid()))
         assert both.rss_bytes > own.rss_bytes > 1 << 20
@@ -121,30 +117,22 @@ def test_this_process_and_its_children_are_a_tree_with_what_the_system_says():
         child.communicate()
 
 
-@pytest.mark.parametrize(
-    ("rss_bytes", "pss_bytes", "alarms"),
-    [
-        (89, 1000, 0),  # RSS is an upper bound: no need to look closer
-        (500, 80, 0),  # shared pages, counted once each
-        (500, 95, 1),
-        (91, None, 1),  # no PSS here: RSS must do
-    ],
-)
 @pytest.mark.process
-def test_the_alarm_goes_by_pss_at_90_percent_and_comes_once(
-    rss_bytes, pss_bytes, alarms, monkeypatch
-):
+@pytest.mark.parametrize(("rss_bytes", "pss_bytes", "alarms"), [
+    (89, 1000, 0),  # RSS is an upper bound: no need to look closer
+    (500, 80, 0),  # shared pages, counted once each
+    (500, 95, 1),
+    (91, None, 1),  # no PSS here: RSS must do
+])  # fmt: skip
+def test_the_alarm_goes_by_pss_at_90_percent(rss_bytes, pss_bytes, alarms, monkeypatch):
     # GIVEN a tree that is as large as a test says, looked at every 5 ms
     looks, raised = [], []
     use = TreeUse(cpu_s=1.0, rss_bytes=rss_bytes)
-    used, pss = (lambda members: looks.append(members) or use), (lambda _members: pss_bytes)
-    for name, value in {
-        "PERIOD_S": 0.005,
-        "SUSPICION_S": 0.0,
-        "tree_use": used,
-        "tree_pss": pss,
-    }.items():
-        monkeypatch.setattr(processes, name, value)
+    monkeypatch.setattr(processes, "PERIOD_S", 0.005)
+    monkeypatch.setattr(processes, "SUSPICION_S", 0.0)
+    monkeypatch.setattr(processes, "tree_use", lambda members: looks.append(members) or use)
+    monkeypatch.setattr(processes, "tree_pss", lambda members: pss_bytes)
+    # WHEN it has been looked at five times THEN the alarm has come once or not at all
     with memory_guarded(os.getpid(), 100, lambda: raised.append(True)):
         while len(looks) < 5 and not raised:
             time.sleep(0.005)

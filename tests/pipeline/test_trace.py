@@ -1,7 +1,7 @@
 """The trace meter against simulated bursts whose long-run rate is known."""
 
 import functools
-import random
+import itertools
 from statistics import fmean
 
 import pytest
@@ -13,44 +13,35 @@ from autotune_loader.pipeline.throughput import (
     relative_error,
     summarise,
 )
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, BurstPlan
+from autotune_loader.values import BatchTrace, BurstPlan, LoaderConfig
+from tests.support.simulation import Disturbed, Run, SimulatedMachine
 
 SAMPLES = 8
 
 
+class WithSlow(Disturbed):
+    """One of four workers is slow."""
+
+    def fetch_seconds(self, number, *, is_first):
+        cpu_s, wait_s = super().fetch_seconds(number, is_first=is_first)
+        slower = 2.0 if number % 4 == 2 else 1.0
+        return cpu_s * slower, wait_s * slower
+
+
 def simulate(
-    batches, *, workers, prefetch=2, service_s=0.02, step_s=0.005, receive_s=0.0005, variation=0.1, pause_s=0.0,
-    slow=None, seed=0,
+    batches, *, workers, prefetch=2, service_s=0.02, step_s=0.005, receive_s=0.0005, variation=0.1,
+    pause_s=0.0, slow=False, seed=0,
 ):  # fmt: skip
-    """The traces of a loader with in-order delivery: the queueing recursion with every time kept; one worker may be slow."""
-    rng = random.Random(seed)
-
-    def draw(mean, relative):
-        return rng.gammavariate(relative**-2, mean * relative**2) if relative and mean else mean
-
-    traces = []
-    requested = pause_s
-    for i in range(batches):
-        worker = i % workers if workers else MAIN_PROCESS
-        service = draw(service_s, variation) * (2.0 if worker == slow else 1.0)
-        start = requested
-        if workers:
-            start = (
-                traces[i - workers].collate_end + 1e-4 if i >= workers else 0.05 + 0.005 * worker
-            )
-            if i >= workers * prefetch:
-                start = max(start, traces[i - workers * prefetch].received)
-        whole = start + service
-        received = max(whole, requested) + draw(receive_s, 0.2)
-        step_end = received + draw(step_s, 0.02)
-        fetched = start + 0.9 * service
-        traces.append(
-            BatchTrace(
-                worker, start, fetched, whole, service / 2, SAMPLES, requested, received, step_end
-            )
-        )
-        requested = step_end
-    return traces
+    """The traces of a loader on a machine where nobody waits for cores; half of a fetch computes."""
+    machine = SimulatedMachine(
+        batch_size=SAMPLES, cores=64, alpha=0.0, cpu_s=service_s / 2, wait_s=service_s / 2,
+        service_cv=variation, step_s=step_s, receive_s=receive_s, worker_start_s=0.005,
+        first_batch_extra_s=0.0,
+    )  # fmt: skip
+    config = LoaderConfig(num_workers=workers, prefetch_factor=prefetch if workers else None)
+    disturbed = (WithSlow if slow else Disturbed)(machine, 1.0, 1.0)
+    run = Run(disturbed, config, itertools.count(1_000_000 * seed), 0.0, pause_s)
+    return list(itertools.islice(run.batches(), batches))
 
 
 def summary_of(batches, *, workers, **loader):

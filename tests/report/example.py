@@ -1,4 +1,7 @@
-"""A finished run on a simulated machine, with everything that a report can show; nothing of it comes from a tuner."""
+"""A finished run on a simulated machine, with everything that a report can show.
+
+Nothing of it comes from a tuner.
+"""
 
 import functools
 from dataclasses import replace
@@ -63,9 +66,12 @@ def ran(config, rate, number=0, in_round=None, **changes):
     if isinstance(rate, Failure):
         return Trial(number=number, config=config, failure=rate)
     figures = {
-        "samples_per_s": rate if isinstance(rate, Interval) else exactly(rate), "samples": 640, "window_s": 0.5,
-        "batch_size": 32, "first_batch_s": 0.25, "wait_share": 0.125, "service_s": 0.08, "service_cpu_s": 0.07,
-        "receive_s": 0.001, "step_s": 0.02, "memory": MemoryUse(rss_bytes=900 << 20, pss_bytes=640 << 20), **changes,
+        "samples_per_s": rate if isinstance(rate, Interval) else exactly(rate), "samples": 640,
+        "window_s": 0.5,
+        "batch_size": 32, "first_batch_s": 0.25, "wait_share": 0.125, "service_s": 0.08,
+        "service_cpu_s": 0.07,
+        "receive_s": 0.001, "step_s": 0.02,
+        "memory": MemoryUse(rss_bytes=900 << 20, pss_bytes=640 << 20), **changes,
     }  # fmt: skip
     return Trial(number=number, config=config, round=in_round, measurement=Measurement(**figures))
 
@@ -91,17 +97,20 @@ def synthetic_result():
             Trial(number=len(trials), config=LoaderConfig(num_workers=workers), failure=failure)
         )
     found = TuningResult(
-        best=BEST, status="complete", tuned_at="2026-11-26T12:00:00+00:00", baseline=NONE, batch_size=32, shuffle=True,
-        ended=Ended.SAFE(tolerance=0.02, which=""), step="SmallCnn, cross_entropy, SGD", stages=STAGES, as_fast=(DEEP,),
+        best=BEST, status="complete", tuned_at="2026-11-26T12:00:00+00:00", baseline=NONE,
+        batch_size=32, shuffle=True,
+        ended=Ended.SAFE(tolerance=0.02, which=""), step="SmallCnn, cross_entropy, SGD",
+        stages=STAGES, as_fast=(DEEP,),
         warnings=(Caution.NOTE(text="The dataset's order <was> not shuffled & read twice."),),
         seconds=24.0, step_s=0.01, machine=MACHINE, trials=tuple(trials), ceiling=exactly(3200.0),
         transfer_ceiling=exactly(3100.0),
     )  # fmt: skip
     own = found.measurement_of(BEST)
     rates = {config: list(found.rates_of(config).values()) for config in ROUNDS}
+    ratios = [one / other for one, other in zip(rates[BEST], rates[NONE], strict=True)]
     found = replace(
         found, rate=mean_interval(rates[BEST]), baseline_rate=mean_interval(rates[NONE]),
-        speedup=mean_interval([one / other for one, other in zip(rates[BEST], rates[NONE], strict=True)]),
+        speedup=mean_interval(ratios),
         wait_share=own.wait_share, memory_bytes=own.taken_bytes,
     )  # fmt: skip
     return judged(found, epoch_batches=10_000)

@@ -1,4 +1,4 @@
-"""The page and the notebook's cell, which nothing in a result can break out of; and frames, a row for each trial or stage."""
+"""The page and the notebook's cell, which nothing in a result can break out of; and frames."""
 
 import base64
 import json
@@ -21,9 +21,7 @@ def pictures(page):
     return [what for what, _ in found]
 
 
-def test_a_page_holds_the_report_the_pictures_and_the_arguments_and_escapes_what_it_quotes(
-    result, tmp_path
-):
+def test_a_page_escapes_what_it_quotes(result, tmp_path):
     result.save_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert pictures(page) == BOTH
@@ -36,9 +34,7 @@ def test_a_page_holds_the_report_the_pictures_and_the_arguments_and_escapes_what
     assert not re.search(r'(src|href)="(?!data:)', page)
 
 
-def test_a_cell_has_the_choice_the_table_and_pictures_and_without_matplotlib_the_text(
-    result, monkeypatch
-):
+def test_a_cell_has_pictures_where_there_is_matplotlib(result, monkeypatch):
     cell = result._repr_html_()
     assert pictures(cell) == BOTH
     assert pictures(NOTHING._repr_html_()) == BOTH[:1]
@@ -48,35 +44,28 @@ def test_a_cell_has_the_choice_the_table_and_pictures_and_without_matplotlib_the
     assert "\nchosen " in result._repr_html_()
 
 
-def test_a_row_holds_the_configuration_and_what_was_measured_or_why_nothing_was(result):
+def test_a_row_holds_what_was_measured(result):
     frame, trial = result.to_dataframe().set_index("number"), result.trials[1]
     assert list(frame.index) == [trial.number for trial in result.trials]
-    measured, names = (
-        trial.measurement,
-        ["num_workers", "prefetch_factor", "samples_per_s", "samples_per_s_low"],
-    )
-    rate = measured.samples_per_s
-    assert frame.loc[1, names].tolist() == [1, trial.config.prefetch_factor, rate.value, rate.low]
-    assert frame.loc[1, ["wait_share", "rss_bytes"]].tolist() == [
-        measured.wait_share,
-        measured.memory.rss_bytes,
-    ]
-    # Beside 0 workers, which have none, prefetch factors stay whole numbers; so do rounds beside the search's bursts.
+    row, measured = frame.loc[1], trial.measurement
+    assert (row.num_workers, row.prefetch_factor) == (1, trial.config.prefetch_factor)
+    assert row.samples_per_s == measured.samples_per_s.value
+    assert row.samples_per_s_low == measured.samples_per_s.low
+    assert row.wait_share == measured.wait_share
+    assert row.rss_bytes == measured.memory.rss_bytes
+    # Beside 0 workers, which have none, prefetch factors stay whole numbers; so do rounds.
     assert (str(frame["prefetch_factor"].dtype), str(frame["round"].dtype)) == ("Int64", "Int64")
     assert frame["round"].dropna().tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     late = frame.iloc[-2]
-    assert late[["failure_kind", "failure_phase", "failure_message"]].tolist() == [
-        FULL.kind,
-        FULL.phase,
-        FULL.message,
-    ]
+    assert (late.failure_kind, late.failure_phase) == (FULL.kind, FULL.phase)
+    assert late.failure_message == FULL.message
     assert late[["samples_per_s", "wait_share"]].isna().all()
     stages = result.to_dataframe("stages")
     assert list(stages.columns) == ["stage", "where", "wall_share", "cpu_share", "wall_s", "cpu_s"]
-    assert list(zip(stages.stage, stages.wall_s, strict=True)) == [
-        (each.stage, each.wall_s) for each in STAGES
-    ]
+    told = [(each.stage, each.wall_s) for each in STAGES]
+    assert list(zip(stages.stage, stages.wall_s, strict=True)) == told
     # AND without a row columns and types are the same
     for of, full in (("trials", result.to_dataframe()), ("stages", stages)):
         empty = NOTHING.to_dataframe(of)
-        assert (len(empty), empty.dtypes.equals(full.dtypes)) == (0, True)
+        assert len(empty) == 0
+        assert empty.dtypes.equals(full.dtypes)

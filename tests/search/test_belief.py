@@ -1,4 +1,4 @@
-"""What is believed of a job from what was observed of it, and what follows for the choice and for the next burst."""
+"""What is believed of a job from its bursts, and what follows for choice and next burst."""
 
 import math
 from dataclasses import replace
@@ -46,37 +46,31 @@ def draws_of(means, sd):
 
 @pytest.mark.parametrize(
     ("deficit", "sd", "is_equal"),
-    [
-        (0.001, 0.004, True),
-        (0.019, 0.0001, True),
-        (0.021, 0.0001, False),
-        (0.03, 0.004, False),
-        (0.015, 0.03, False),
-    ],
+    [(0.001, 0.004, True), (0.019, 1e-4, True), (0.021, 1e-4, False), (0.015, 0.03, False)],
 )
-def test_equally_fast_within_2_percent_means_what_it_says(deficit, sd, is_equal):
-    # GIVEN few workers that are so much slower than many, as surely as that (B4: 0.4% used to be the limit)
+def test_equally_fast_means_within_2_percent(deficit, sd, is_equal):
+    # GIVEN few workers that are so much slower than many, as surely as that
     draws = draws_of([-deficit, 0.0], sd)
     # THEN they are chosen where they are within 2% almost certainly, or as probably as the many
     assert (0 in equally_fast(draws, 0.02)) == is_equal
     assert choose(draws, [(4,), (8,)], 0.02) == (0 if is_equal else 1)
 
 
-def test_the_choice_on_a_machine_is_near_the_best_and_cheap():
-    belief = Belief(
-        Space(), CONTEXT, simulated_trials(MACHINE, *(with_workers(n, 8) for n in (0, 1, 4, 6)))
-    )
+def test_the_choice_is_near_the_best():
+    ran = [with_workers(count, 8) for count in (0, 1, 4, 6)]
+    belief = Belief(Space(), CONTEXT, simulated_trials(MACHINE, *ran))
     choice, probe = belief.choice, SimulatedProbe(MACHINE, FakeClock())
-    assert probe.truth(choice) >= 0.97 * max(
-        probe.truth(with_workers(n, 8), batches=400) for n in range(9)
-    )
+    best = max(probe.truth(with_workers(count, 8), batches=400) for count in range(9))
+    assert probe.truth(choice) >= 0.97 * best
     # THEN all answers come from the same draws
     assert belief.probability(choice) < CERTAIN
     assert belief.rival(choice) not in (None, choice)
     assert belief.predicted(choice) == pytest.approx(probe.truth(choice), rel=0.1)
     mean, sd = ratio(belief, choice, with_workers(0))
     assert mean > 2 * sd > 0
-    # AND where nothing was measured there is none
+
+
+def test_where_nothing_was_measured_nothing_is_chosen():
     assert Belief(Space(), CONTEXT, []).choice is None
 
 
@@ -94,19 +88,15 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "failed", "succeeded", "knobs", "most"), FAILURES.values(), ids=FAILURES
-)
-def test_a_failure_bounds_the_workers_that_are_tried(kind, failed, succeeded, knobs, most):
-    broken = with_workers(failed, **knobs)
-    space, failure = (
-        replace(PINS, batch_size=(None, 64)),
-        Failure(kind=kind, phase="batches", message="no"),
-    )
+@pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
+def test_a_failure_bounds_the_workers_tried(case):
+    kind, failed, succeeded, knobs, most = case
+    broken, space = with_workers(failed, **knobs), replace(PINS, batch_size=(None, 64))
+    failure = Failure(kind=kind, phase="batches", message="no")
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(succeeded, 8))
     belief = Belief(space, CONTEXT, [*trials, Trial.of(9, broken, failure)])
     assert belief.most_workers == most
-    # THEN neither it nor anything beyond is proposed or chosen (B8)
+    # THEN neither it nor anything beyond is proposed or chosen
     assert broken.key() not in belief.configs
     seen = {trial.config.key() for trial in belief.trials}
     assert all(config.num_workers <= most or config in seen for config in belief.configs)
@@ -119,7 +109,8 @@ def test_a_failure_bounds_the_workers_that_are_tried(kind, failed, succeeded, kn
 def test_a_setting_that_fails_is_left_out():
     broken = Failure(kind="user_exception", phase="batches", message="cannot pin")
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(2, 8))
-    belief = Belief(PINS, CONTEXT, [*trials, Trial.of(9, with_workers(4, pin_memory=True), broken)])
+    trials.append(Trial.of(9, with_workers(4, pin_memory=True), broken))
+    belief = Belief(PINS, CONTEXT, trials)
     assert not any(config.pin_memory for config in belief.configs)
     assert max(config.num_workers for config in belief.configs) >= 4
 
@@ -129,23 +120,21 @@ def test_a_setting_that_fails_is_left_out():
     [(1, 0.0, {1, 2, 4, 8}), (100, 0.0, {2}), (100, 0.05, {4, 8})],
     ids=["a queue that costs nothing", "a dear one", "a dear one that bridges slow batches"],
 )
-def test_a_queue_that_takes_memory_is_as_deep_as_slow_batches_need(mib, tail_share, depths):
+def test_a_dear_queue_is_as_deep_as_needed(mib, tail_share, depths):
     machine = SimulatedMachine(
         cores=8, cpu_s=0.002, wait_s=0.04, step_s=0.01, tail_share=tail_share
     )
-    context = Context(usable_cores=8, step_s=0.01)
-    space = Space(
-        max_workers=8, batch=BatchCost(bytes=mib << 20), limits=Limits(memory_bytes=64 << 30)
-    )
-    belief = Belief(
-        space, context, simulated_trials(machine, *(with_workers(n, 2) for n in (0, 5, 7, 7)))
-    )
+    limits, batch = Limits(memory_bytes=64 << 30), BatchCost(bytes=mib << 20)
+    trials = simulated_trials(machine, *(with_workers(count, 2) for count in (0, 5, 7, 7)))
+    space = Space(max_workers=8, batch=batch, limits=limits)
+    belief = Belief(space, Context(usable_cores=8, step_s=0.01), trials)
     never_ran = [config for config in belief.configs if config.num_workers in (6, 8)]
-    assert {config.prefetch_factor for config in never_ran} <= depths
-    assert len({config.prefetch_factor for config in never_ran}) == (4 if mib == 1 else 1)
+    found = {config.prefetch_factor for config in never_ran}
+    assert found <= depths
+    assert len(found) == (4 if mib == 1 else 1)
 
 
-def test_headroom_tells_nothing_of_settings_that_the_twin_does_not_model():
+def test_headroom_tells_nothing_of_unmodelled_settings():
     enough, pinned = with_workers(5), with_workers(8, pin_memory=True)
     configs = [enough, with_workers(8), replace(enough, pin_memory=True), pinned]
     space = Space(pin_memory=(False, True))
@@ -154,19 +143,18 @@ def test_headroom_tells_nothing_of_settings_that_the_twin_does_not_model():
     assert {configs[index] for each in found for index in each.larger} == {with_workers(8)}
 
 
-def test_workers_beyond_use_or_beyond_the_batches_of_an_epoch_are_no_candidates():
+@pytest.mark.parametrize(("epoch_batches", "most"), [(None, 1.5 * 4 + 4), (3, 3)])
+def test_workers_beyond_use_are_no_candidates(epoch_batches, most):
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8))
-    for context, most in ((CONTEXT, 1.5 * 4 + 4), (replace(CONTEXT, epoch_batches=3), 3)):
-        assert (
-            max(config.num_workers for config in Belief(Space(), context, trials).configs) <= most
-        )
+    belief = Belief(Space(), replace(CONTEXT, epoch_batches=epoch_batches), trials)
+    assert max(config.num_workers for config in belief.configs) <= most
 
 
 @pytest.mark.parametrize(
     ("keeps", "batches", "gets_workers"),
     [(False, 10, False), (True, 10, True), (False, 10_000, True)],
 )
-def test_workers_that_start_anew_in_each_short_epoch_are_not_chosen(keeps, batches, gets_workers):
+def test_workers_that_start_each_short_epoch_are_out(keeps, batches, gets_workers):
     machine = SimulatedMachine(cores=8, cpu_s=0.02, step_s=0.02, start_s=1.0)
     trials = simulated_trials(machine, with_workers(0), with_workers(2, 8), with_workers(1, 8))
     context = Context(usable_cores=8, step_s=0.02, epoch_batches=batches)
@@ -176,64 +164,55 @@ def test_workers_that_start_anew_in_each_short_epoch_are_not_chosen(keeps, batch
     assert belief.predicted(with_workers(2, 8)) == pytest.approx(trials[1].samples_per_s, rel=0.1)
 
 
-def test_beliefs_hold_the_truth_as_often_as_they_say():
-    """Truths beyond 1.645 standard deviations of ln(rate / rate of the choice)."""
-    beyond = []
-    for seed in range(0, 24, 2):
-        machine = replace(MACHINE, noise_sd=0.04, alpha=0.02 + 0.004 * seed, cpu_s=0.01 * 1.1**seed)
-        bursts = simulated_trials(
-            machine, with_workers(0), with_workers(2, 8), with_workers(5), seed=seed
+def test_beliefs_hold_the_truth_as_often_as_told():
+    beyond = []  # 1.645 standard deviations of ln(rate / rate of the choice)
+    for seed in range(0, 24, 3):
+        law = {"noise_sd": 0.04, "alpha": 0.02 + 0.004 * seed, "cpu_s": 0.01 * 1.1**seed}
+        machine, ran = (
+            replace(MACHINE, **law),
+            (with_workers(0), with_workers(2, 8), with_workers(5)),
         )
-        belief = Belief(Space(), CONTEXT, bursts)
+        belief = Belief(Space(), CONTEXT, simulated_trials(machine, *ran, seed=seed))
         probe, choice = SimulatedProbe(machine, FakeClock()), belief.choice
+        best = probe.truth(choice, batches=400)
         for config in (with_workers(1), with_workers(3, 4), with_workers(6), with_workers(8, 8)):
             mean, sd = ratio(belief, config, choice)
-            truth = np.log(probe.truth(config, batches=400) / probe.truth(choice, batches=400))
+            truth = np.log(probe.truth(config, batches=400) / best)
             beyond.append(abs(truth - mean) > 1.645 * sd + 1e-9)
     assert np.mean(beyond) <= 0.1
 
 
-def test_a_knob_that_the_twin_does_not_know_is_measured_and_only_then_believed():
+def test_a_knob_is_believed_once_measured():
     # GIVEN pinning that was measured to be 10% faster beside the same without
     plain, pinned = with_workers(4, 8), with_workers(4, 8, pin_memory=True)
     trials = simulated_trials(MACHINE, with_workers(0), with_workers(1, 8), plain)
     assert abs(ratio(Belief(PINS, CONTEXT, trials), pinned, plain)[0]) < 0.01
     seen = trials[2].measurement
-    faster = replace(
-        seen, samples_per_s=replace(seen.samples_per_s, value=1.1 * seen.samples_per_s.value)
-    )
-    rounds = [
-        Trial.of(20 + i, c, m, round=i // 2)
-        for i, (c, m) in enumerate([(plain, seen), (pinned, faster)] * 3)
-    ]
-    after = Belief(PINS, CONTEXT, [*trials, *rounds])
+    rate = replace(seen.samples_per_s, value=1.1 * seen.samples_per_s.value)
+    for number in range(3):
+        trials.append(Trial.of(20 + 2 * number, plain, seen, round=number))
+        faster = replace(seen, samples_per_s=rate)
+        trials.append(Trial.of(21 + 2 * number, pinned, faster, round=number))
+    after = Belief(PINS, CONTEXT, trials)
     # THEN it is believed of other numbers of workers, too
     assert ratio(after, pinned, plain)[0] > 0.06
     assert ratio(after, with_workers(3, 8, pin_memory=True), with_workers(3, 8))[0] > 0.04
 
 
-# Workers that keep the loop busy: who has more of them is not faster, however lucky its burst was
+# Workers that keep the loop busy: more of them are not faster, however lucky their burst was
 
 CONFIGS = TOO_FEW, ENOUGH, MANY = tuple(with_workers(count, 8) for count in (2, 5, 16))
 
 
-def observed(config, *, batches=200, slow=0, faster=1.0, **of):
-    """A burst in which a worker takes 40 ms a batch, `slow` of them ten times as long, and the loop 10.5 ms."""
+def observed(config, *, batches=200, slow=0, faster=1.0, receive_s=0.0005, step_s=0.01):
+    """A burst in which a worker takes 40 ms a batch, `slow` of them ten times as long."""
     service = np.full(batches, 0.04) / faster
     service[:slow] *= 10
-    loop = {
-        name: np.full(batches, s) / faster
-        for name, s in {"receive_s": 0.0005, "step_s": 0.01, **of}.items()
-    }
-    kept = {
-        "service_s": service,
-        "cpu_s": service,
-        "batch_size": 8.0,
-        "batches_per_s": 12.5,
-        "at_work": 1.0,
-        **loop,
-    }
-    return Observation(num_workers=config.num_workers, **kept)
+    return Observation(
+        num_workers=config.num_workers, service_s=service, cpu_s=service, at_work=1.0,
+        receive_s=np.full(batches, receive_s) / faster, step_s=np.full(batches, step_s) / faster,
+        batch_size=8.0, batches_per_s=12.5,
+    )  # fmt: skip
 
 
 ALL = [observed(config) for config in CONFIGS]
@@ -252,36 +231,30 @@ def draws_with(bursts, many=110.0, *, sd=0.05, use=1.0):
     [(draws_with(ALL), ENOUGH), (draws_with([]), MANY), (draws_with(ALL, 130.0, sd=0.02), MANY)],
     ids=["they are enough", "nothing was seen", "rates beyond all luck refute it"],
 )
-def test_a_lucky_burst_of_more_workers_does_not_beat_workers_that_are_enough(draws, chosen):
-    # GIVEN 16 workers that are believed to be 10% faster than 5, which keep the loop busy, and 2, which do not
+def test_a_lucky_burst_does_not_beat_enough_workers(draws, chosen):
+    # GIVEN 16 workers that are believed to be 10% faster than 5, which keep the loop busy
     assert CONFIGS[choose(draws, [(config.num_workers,) for config in CONFIGS], 0.02)] == chosen
     if chosen == ENOUGH:
-        # THEN they are as fast in every truth that may be, so that no pair of them is worth its time (B5)
+        # THEN they are as fast in every truth that may be, so that no pair is worth its time
         assert np.all(draws.paths[:, 1] >= draws.paths[:, 2] - 1e-9)
         assert np.median(draws.paths[:, 0] - draws.paths[:, 2]) < np.log(0.6)
 
 
+HIDDEN = {"step_s": 0.007, "receive_s": 0.0035}
 KEEPING_UP = {
+    # bursts of 5 and of 16 workers, and the share of the time in which the loop works
     "they keep up": ({}, None, 1.0, True),
-    "the loop waits 8% of the time behind slow batches": ({}, None, 0.92, False),
-    "rare slow batches in another burst": ({"batches": 30}, {"batches": 30, "slow": 2}, 1.0, False),
+    "the loop waits 8% of the time": ({}, None, 0.92, False),
+    "rare slow batches elsewhere": ({"batches": 30}, {"batches": 30, "slow": 2}, 1.0, False),
     "a step that is too quick for them": ({"step_s": 0.006}, {}, 1.0, False),
-    "what they hide is only that a batch travels": (
-        {"step_s": 0.007, "receive_s": 0.0035},
-        {},
-        1.0,
-        False,
-    ),
+    "they hide only that a batch travels": (HIDDEN, {}, 1.0, False),
     "a moment in which everything was quicker": ({}, {"faster": 1.3}, 1.0, True),
 }
 
 
-@pytest.mark.parametrize(
-    ("enough", "many", "use", "are_enough"), KEEPING_UP.values(), ids=KEEPING_UP
-)
-def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_takes(
-    enough, many, use, are_enough
-):
+@pytest.mark.parametrize("case", KEEPING_UP.values(), ids=KEEPING_UP)
+def test_workers_are_enough_that_exceed_the_loop(case):
+    enough, many, use, are_enough = case
     bursts = [observed(ENOUGH, **enough)] + ([] if many is None else [observed(MANY, **many)])
     paths = draws_with(bursts, use=use).paths
     # THEN 5 workers lose nothing against 16, in the mean of the truths that may be
@@ -289,17 +262,14 @@ def test_workers_are_enough_where_what_they_could_deliver_exceeds_what_the_loop_
     assert (lost < 0.001) == are_enough
 
 
-def test_many_bursts_of_enough_workers_are_not_outvoted_by_the_luckiest_of_others_that_never_ran():
-    """A machine in memory whose rounds never ended: one worker was held for as fast as the best of a hundred unknown."""
+def test_enough_workers_are_not_outvoted_by_the_unknown():
+    # GIVEN one worker that is enough, and the luckiest of a hundred that never ran
     noise = np.random.default_rng(0).standard_normal((PATHS, 102))
-    paths = np.concatenate(
-        [0.07 + 0.015 * noise[:, :1], 0.015 * noise[:, 1:2], 0.1 * noise[:, 2:]], axis=1
-    )
-    enough = Sufficient(
-        position=1, log_headroom=1.0, headroom_sd=0.02, least_loss=0.0, larger=tuple(range(2, 102))
-    )
+    none, one = 0.07 + 0.015 * noise[:, :1], 0.015 * noise[:, 1:2]
+    paths, more = np.concatenate([none, one, 0.1 * noise[:, 2:]], axis=1), tuple(range(2, 102))
+    enough = Sufficient(position=1, log_headroom=1.0, headroom_sd=0.02, larger=more)
     draws = Draws(keys=tuple(range(102)), paths=with_sufficiency(paths, [enough]))
-    # THEN what is measured to be 7% faster, without workers, is chosen, and nothing is as fast as it
+    # THEN what is measured to be 7% faster, without workers, is chosen, and nothing is as fast
     assert choose(draws, [(count,) for count in range(102)], 0.02) == 0
     assert equally_fast(draws.of([0, 1]), 0.02) == [0]
 
@@ -314,17 +284,10 @@ def test_many_bursts_of_enough_workers_are_not_outvoted_by_the_luckiest_of_other
         (4, {}, 0.0, 0.0),  # forked
     ],
 )
-def test_the_start_of_workers_is_scaled_by_their_number(workers, begun, start_s, seconds):
-    trials = [
-        replace(
-            trial,
-            measurement=replace(
-                trial.measurement, first_batch_s=begun[count] + trial.measurement.service_s
-            ),
-        )
-        for count in begun
-        for trial in simulated_trials(SimulatedMachine(), with_workers(count))
-    ]
-    assert starting_s(trials, workers, Context(usable_cores=2, start_s=start_s)) == pytest.approx(
-        seconds
-    )
+def test_the_start_of_workers_is_scaled(workers, begun, start_s, seconds):
+    trials = simulated_trials(SimulatedMachine(), *map(with_workers, begun))
+    for number, (trial, took) in enumerate(zip(trials, begun.values(), strict=True)):
+        first = {"first_batch_s": took + trial.measurement.service_s}
+        trials[number] = replace(trial, measurement=replace(trial.measurement, **first))
+    context = Context(usable_cores=2, start_s=start_s)
+    assert starting_s(trials, workers, context) == pytest.approx(seconds)

@@ -1,64 +1,82 @@
-"""The space: what Optuna proposes is what runs, every veto is exact, and costs are compared as people would."""
+"""The space: what Optuna proposes runs, every veto is exact, and costs are as people say."""
 
 from dataclasses import replace
 
 import optuna
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with, plain_rule
 from autotune_loader.search.space import (
     RESERVED_DESCRIPTORS,
     SAFE_SHARE,
+    UNMODELLED,
     WORKER_BASE_BYTES,
     BatchCost,
     Context,
     Limits,
     Space,
 )
-from autotune_loader.values import LoaderConfig, MemoryUse
-from tests.support import SimulatedMachine, simulated_trials, with_workers
+from autotune_loader.values import LoaderConfig
+from tests.support import with_workers
 
 MIB = 2**20
+NONE = LoaderConfig()
 RICH = Space(
-    pin_memory=(True, False), device_prefetch=(0, 1, 2), in_order=(True, False), batch_size=(None, 64, 16),
-    persistent_workers=True, multiprocessing_context="forkserver",
+    pin_memory=(True, False), device_prefetch=(0, 1, 2), in_order=(True, False),
+    batch_size=(None, 64, 16), persistent_workers=True, multiprocessing_context="forkserver",
 )  # fmt: skip
-
-
-def test_every_candidate_is_legal_different_and_changes_one_unmodelled_knob_at_most():
-    limits = Limits(shm_bytes=20 * MIB, memory_bytes=300 * MIB, descriptors=100)
-    space = replace(RICH, max_workers=3, limits=limits, batch=BatchCost(bytes=MIB, tensors=2))
-    configs = space.candidates()
-    assert {0} < {config.num_workers for config in configs} <= {0, 1, 2, 3}
-    assert len(set(configs)) == len(configs)
-    for config in configs:
-        assert space.veto(config) is None
-        assert config.persistent_workers == (config.num_workers > 0)
-        plain, odd = (
-            space.as_set(config),
-            ("pin_memory", "device_prefetch", "batch_size", "in_order"),
-        )
-        assert sum(getattr(config, name) != getattr(plain, name) for name in odd) <= 1
-
-
-@pytest.mark.parametrize(
-    "space", [Space(), Space(max_workers=0), Space(max_workers=6, in_order=(True, False)), RICH]
+SPACES = st.builds(
+    Space,
+    max_workers=st.integers(1, 40),
+    min_workers=st.integers(0, 1),
+    pin_memory=st.sampled_from([(False,), (True, False), (False, True)]),
+    device_prefetch=st.sampled_from([(0,), (0, 1, 2)]),
+    in_order=st.sampled_from([(True,), (True, False)]),
+    batch_size=st.sampled_from([(None,), (None, 64, 16)]),
+    persistent_workers=st.booleans(),
+    multiprocessing_context=st.sampled_from([None, "spawn"]),
+    limits=st.builds(
+        Limits,
+        shm_bytes=st.none() | st.integers(10 * MIB, 1000 * MIB),
+        memory_bytes=st.none() | st.integers(100 * MIB, 2000 * MIB),
+        descriptors=st.none() | st.integers(100, 1000),
+    ),
+    batch=st.just(BatchCost(bytes=MIB, tensors=2, samples=32)),
 )
-def test_what_a_sampler_proposes_is_exactly_what_runs_and_what_the_study_says(space):
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    for _ in range(60):
-        trial = study.ask()
-        config = space.suggest(trial)
-        # THEN each parameter is a field of what runs, and gives it again
-        assert all(getattr(config, name) == value for name, value in trial.params.items())
+
+
+@settings(max_examples=40)
+@given(SPACES)
+def test_candidates_are_legal_and_parameters_make_them(space):
+    found = space.candidates()
+    assert len(set(found)) == len(found)
+    for config in found:
+        assert space.holds(config)
+        assert space.config(space.params(config)) == config
+        assert space.min_workers <= config.num_workers <= space.max_workers
+        workers = config.num_workers > 0
+        assert config.persistent_workers == (space.persistent_workers and workers)
+        # AND one setting is changed at most, beside workers and prefetch
+        plain = space.as_set(config)
+        assert sum(getattr(config, name) != getattr(plain, name) for name in UNMODELLED) <= 1
+
+
+@settings(max_examples=20)
+@given(SPACES, st.integers(0, 1000))
+def test_what_a_sampler_proposes_is_what_runs(space, seed):
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
+    for _ in range(5):
+        config = space.suggest(trial := study.ask())
+        assert {name: getattr(config, name) for name in trial.params} == trial.params
         assert space.config(trial.params) == config
         assert set(trial.params) <= set(space.distributions())
-        study.tell(trial, 1.0)
 
 
 @pytest.mark.parametrize(
-    "own", [with_workers(96), with_workers(3, 13, pin_memory=True), LoaderConfig()], ids=str
+    "own", [with_workers(96), with_workers(3, 13, pin_memory=True), NONE], ids=str
 )
 def test_the_users_own_is_proposed_as_it_is(own):
     # GIVEN a configuration of the user's that no grid has
@@ -68,73 +86,58 @@ def test_the_users_own_is_proposed_as_it_is(own):
     # THEN it runs unclipped, and the study names what ran
     assert space.suggest(trial) == own
     assert trial.params["num_workers"] == own.num_workers
-    assert (space.veto(own), own in space.candidates()) == (None, True)
+    assert space.veto(own) is None
+    assert own in space.candidates()
     # BUT no more workers than the cap are allowed to others
-    assert "num_workers=8 would work" in vetoed(space, with_workers(9, 1)).message
+    assert "num_workers=8 would work" in vetoed(space, with_workers(9, 1))
 
 
 def vetoed(space, config):
     veto = space.veto(config)
-    assert (veto.kind, veto.phase, veto.retryable) == ("infeasible", "plan", False)
-    return veto
+    assert veto.kind == "infeasible"
+    assert not veto.retryable
+    return veto.message
+
+
+FDS = 13 * 3 + RESERVED_DESCRIPTORS
 
 
 @pytest.mark.parametrize(
     ("limit", "need", "words"),
     [
         ("shm_bytes", 2 * 13 * MIB, "of /dev/shm for two loaders"),
-        (
-            "descriptors",
-            13 * 3 + RESERVED_DESCRIPTORS,
-            f"{13 * 3 + RESERVED_DESCRIPTORS} of 113 descriptors",
-        ),
+        ("descriptors", FDS, f"{FDS} of 113 descriptors"),
         ("memory_bytes", 3 * WORKER_BASE_BYTES + 13 * MIB, "193 of 214 MiB of host memory"),
     ],
 )
 def test_vetoes_are_exact(limit, need, words):
-    # GIVEN batches of 1 MiB in 3 tensors, and room for exactly what three workers with four batches each, and one, take
+    # GIVEN batches of 1 MiB in 3 tensors, and room for four with each of three workers, and one
     enough, config = round(need / SAFE_SHARE) + 1, with_workers(3, 4)
-
-    def with_room(room):
-        return Space(
-            max_workers=4, batch=BatchCost(bytes=MIB, tensors=3), limits=Limits(**{limit: room})
-        )
-
-    assert with_room(enough).veto(config) is None
-    assert words in vetoed(with_room(enough - 2), config).message
-    # AND without workers nothing of it is needed
-    assert with_room(1).veto(LoaderConfig()) is None
-
-
-def test_a_larger_batch_needs_the_memory_of_its_samples():
-    # GIVEN batches of 1 MiB with 8 samples, and room for 40 batches in flight
-    space = Space(
-        batch=BatchCost(bytes=MIB, samples=8),
-        batch_size=(None, 64),
-        limits=Limits(shm_bytes=80 * MIB),
+    space = Space(max_workers=4, batch=BatchCost(bytes=MIB, tensors=3))
+    roomy, tight, none = (
+        replace(space, limits=Limits(**{limit: room})) for room in (enough, enough - 2, 1)
     )
+    assert roomy.veto(config) is None
+    assert words in vetoed(tight, config)
+    # AND without workers nothing of it is needed
+    assert none.veto(NONE) is None
+
+
+def test_data_may_need_a_worker():
+    assert "num_workers=1 would work" in vetoed(Space(min_workers=1), NONE)
+
+
+def test_a_larger_batch_needs_memory_of_its_samples():
+    # GIVEN batches of 1 MiB with 8 samples, and room for 40 batches in flight
+    limits, sizes = Limits(shm_bytes=80 * MIB), (None, 64)
+    space = Space(batch=BatchCost(bytes=MIB, samples=8), batch_size=sizes, limits=limits)
     # THEN four workers with two each are fine, but not with batches of eight times the size
     assert space.veto(with_workers(4)) is None
-    assert "144 of 80 MiB of /dev/shm" in vetoed(space, with_workers(4, batch_size=64)).message
+    assert "144 of 80 MiB of /dev/shm" in vetoed(space, with_workers(4, batch_size=64))
     # AND without workers the batch itself must fit
     tight = replace(space, limits=Limits(memory_bytes=8 * MIB))
-    vetoed(tight, LoaderConfig(batch_size=64))
+    assert "MiB of host memory" in vetoed(tight, LoaderConfig(batch_size=64))
     assert tight.veto(LoaderConfig(batch_size=4)) is None
-
-
-def test_what_a_burst_of_a_tuned_batch_size_took_leaves_a_margin():
-    space = Space(limits=Limits(device_bytes=100 * MIB), batch_size=(None, 16))
-    burst = simulated_trials(SimulatedMachine(), with_workers(1))[0].measurement
-    burst = replace(burst, memory=MemoryUse(rss_bytes=MIB), gpu_memory_bytes=95 * MIB)
-    failure = space.over_margin(with_workers(1, batch_size=16), burst)
-    assert failure.kind == "device_memory"
-    assert "95 of 100 MiB" in failure.message
-    # AND the user's own size is the user's, and less is no matter
-    assert space.over_margin(with_workers(1), burst) is None
-    assert (
-        space.over_margin(with_workers(1, batch_size=16), replace(burst, gpu_memory_bytes=80 * MIB))
-        is None
-    )
 
 
 COSTS = {
@@ -154,81 +157,57 @@ def test_costs_are_compared_as_people_would(cheaper, dearer):
 
 
 RULES = {
-    "one keeps up": (
-        {"fetch_s": 0.04, "fetch_cpu_s": 0.0, "step_s": 0.04, "cores": 8},
-        with_workers(2, 4),
-    ),
-    "1.15 x 10 + 1": (
-        {"fetch_s": 0.1, "fetch_cpu_s": 0.001, "step_s": 0.01, "cores": 2},
-        with_workers(12),
-    ),
-    "the cores are full": (
-        {"fetch_s": 0.1, "fetch_cpu_s": 0.1, "step_s": 0.001, "cores": 4},
-        with_workers(5),
-    ),
-    "nothing limits": (
-        {"fetch_s": 0.1, "fetch_cpu_s": 0.0, "step_s": 0.0, "cores": 4},
-        with_workers(64),
-    ),
+    # seconds of a fetch, of its CPU, of a step; cores
+    "one keeps up": (0.04, 0.0, 0.04, 8, with_workers(2, 4)),
+    "1.15 x 10 + 1": (0.1, 0.001, 0.01, 2, with_workers(12)),
+    "the cores are full": (0.1, 0.1, 0.001, 4, with_workers(5)),
+    "nothing limits": (0.1, 0.0, 0.0, 4, with_workers(64)),
 }
 
 
-@pytest.mark.parametrize(("seen", "expected"), RULES.values(), ids=RULES)
-def test_the_rule(seen, expected):
-    assert plain_rule(**seen) == expected
+@pytest.mark.parametrize("case", RULES.values(), ids=RULES)
+def test_the_rule(case):
+    fetch_s, fetch_cpu_s, step_s, cores, expected = case
+    found = plain_rule(fetch_s=fetch_s, fetch_cpu_s=fetch_cpu_s, step_s=step_s, cores=cores)
+    assert found == expected
 
 
 SET = {"pin_memory": True, "persistent_workers": True, "multiprocessing_context": "forkserver"}
-NONE, RULE, PINNED = with_workers(0), with_workers(3, 4), with_workers(0, pin_memory=True)
+FIVE, RULE, PINNED = with_workers(5), with_workers(3, 4), with_workers(0, pin_memory=True)
 BEGINNINGS = {
-    "own, suggested, rule, none": (
-        Space(),
-        with_workers(6),
-        0.02,
-        [with_workers(6), with_workers(5), RULE, NONE],
-    ),
-    "none twice": (Space(), RULE, 0.02, [RULE, with_workers(5), NONE]),
-    "the rule before no workers": (Space(), NONE, 0.02, [with_workers(5), RULE, NONE]),
-    "slow batches tell of no workers": (Space(), NONE, 2.0, [with_workers(5), with_workers(64)]),
-    "without a first batch": (Space(), None, None, [with_workers(5), with_workers(4), NONE]),
+    "all four": (Space(), with_workers(6), 0.02, [with_workers(6), FIVE, RULE, NONE]),
+    "none twice": (Space(), RULE, 0.02, [RULE, FIVE, NONE]),
+    "the rule before no workers": (Space(), NONE, 0.02, [FIVE, RULE, NONE]),
+    "slow batches tell of no workers": (Space(), NONE, 2.0, [FIVE, with_workers(64)]),
+    "without a first batch": (Space(), None, None, [FIVE, with_workers(4), NONE]),
     "data that workers must not read": (Space(max_workers=0), None, 0.02, [NONE]),
-    "with what is set, and no suggestion without it": (
-        RICH,
-        NONE,
-        0.02,
-        [with_workers(3, 4, **SET), PINNED],
-    ),
+    "no suggestion without what is set": (RICH, NONE, 0.02, [with_workers(3, 4, **SET), PINNED]),
 }
 
 
-@pytest.mark.parametrize(
-    ("space", "own", "fetch_s", "expected"), BEGINNINGS.values(), ids=BEGINNINGS
-)
-def test_a_search_begins_with_the_users_own_what_is_suggested_and_the_rule(
-    space, own, fetch_s, expected
-):
+@pytest.mark.parametrize("case", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_a_search_begins_with_own_suggested_and_rule(case):
+    space, own, fetch_s, expected = case
     context = Context(usable_cores=4, step_s=0.01, fetch_s=fetch_s, fetch_cpu_s=0.001)
     space = replace(space, also=() if own is None else (own,))
-    assert begin_with(space, context, own=own, suggested=[with_workers(5)]) == expected
+    assert begin_with(space, context, own=own, suggested=[FIVE]) == expected
 
 
-COMPUTING = {"fetch_s": 0.02, "fetch_cpu_s": 0.02}
 DEEPEST = {
-    "workers compute beside a step of several threads": ({"step_cores": 4.0, **COMPUTING}, 2),
-    "the step has one": ({"step_cores": 1.0, **COMPUTING}, 8),
-    "the cores cannot keep up with it": (
-        {"step_cores": 1.0, "fetch_s": 0.1, "fetch_cpu_s": 0.1},
-        2,
-    ),
-    "workers wait": ({"step_cores": 4.0, "fetch_s": 0.02, "fetch_cpu_s": 0.002}, 8),
-    "without a first batch": ({"step_cores": 4.0}, 8),
+    # cores of the step, seconds of a fetch, of its CPU
+    "workers compute beside a step of several threads": (4.0, 0.02, 0.02, 2),
+    "the step has one": (1.0, 0.02, 0.02, 8),
+    "the cores cannot keep up with it": (1.0, 0.1, 0.1, 2),
+    "workers wait": (4.0, 0.02, 0.002, 8),
+    "without a first batch": (4.0, None, 0.0, 8),
 }
 
 
-@pytest.mark.parametrize(("known", "deepest"), DEEPEST.values(), ids=DEEPEST)
-def test_queues_are_shallow_where_filling_them_takes_the_cores_of_the_step(known, deepest):
-    context = Context(usable_cores=4, step_s=0.02, **known)
-    proposed = Belief(Space(), context, ()).configs
-    first = begin_with(Space(), context)
+@pytest.mark.parametrize("case", DEEPEST.values(), ids=DEEPEST)
+def test_queues_are_shallow_beside_a_step_on_cores(case):
+    step_cores, fetch_s, fetch_cpu_s, deepest = case
+    seen = {"step_cores": step_cores, "fetch_s": fetch_s, "fetch_cpu_s": fetch_cpu_s}
+    context = Context(usable_cores=4, step_s=0.02, **seen)
+    proposed, first = Belief(Space(), context, ()).configs, begin_with(Space(), context)
     assert max(config.prefetch_factor or 0 for config in proposed) == deepest
     assert max(config.prefetch_factor or 0 for config in first) <= deepest

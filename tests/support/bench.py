@@ -1,4 +1,7 @@
-"""A script in a folder of its own, run as it is and by the command line, in a Python that has imported torch already."""
+"""A script in a folder of its own, run as it is and by the command line.
+
+It runs in a Python that has imported torch already.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,17 @@ import json
 import re
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HARD_DEADLINE_S = 100
 FIRST_LINE = re.compile(r"\nautotune-loader \w+: (\S+: the training loop waits [^\n]*)\n")
 COMMAND = "import sys\nfrom autotune_loader.cli import main\nsys.exit(main())"
+
+
+class Ended(NamedTuple):
+    code: int
+    printed: str  # by the script
+    report: str
 
 
 def line_of(script: str, mark: str) -> int:
@@ -36,12 +45,12 @@ class Bench:
         )
         return started.wait(HARD_DEADLINE_S), started.output
 
-    def command(self, *argv: str, **environ: str) -> tuple[int, str, str]:
-        """Exit code, what the script printed, and the report; what was told while it ran is in `first_lines`."""
+    def command(self, *argv: str, **environ: str) -> Ended:
+        """Run a command line; what was told while the script ran is in `first_lines`."""
         code, output = self.run("command.py", *argv, **environ)
         self.first_lines = FIRST_LINE.findall(output)
         printed, _, report = FIRST_LINE.sub("", output).partition("\nautotune-loader ")
-        return code, printed, report
+        return Ended(code, printed, report)
 
     def told(self, *argv: str, **environ: str) -> tuple[str, dict[str, Any]]:
         """What a script that ends well printed, and the report as data."""

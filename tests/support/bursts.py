@@ -20,14 +20,14 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.values import BurstPlan, Failure, FailureKind, LoaderConfig, Measurement
 
-QUICK = BurstPlan(
-    max_s=0.2, min_s=0.05, relative_error=0.2, deadline_s=60.0
-)  # a spawned worker imports torch
+# A spawned worker imports torch.
+QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2, deadline_s=60.0)
 ALONE, ONE_WORKER, TWO_WORKERS = (LoaderConfig(num_workers=workers) for workers in range(3))
 
 
 class Made(Dataset[Any]):
-    """Samples that a function makes of their index; a worker that starts anew has a test's own function, too."""
+    """Samples that a function makes of their index; a worker that starts anew has a test's own
+    function, too."""
 
     def __init__(self, make: Callable[[int], Any], length: int = 64) -> None:
         self.make, self.length = make, length
@@ -47,9 +47,11 @@ def _made(data: bytes) -> Made:
 
 
 class ColdStore(Dataset[Any]):
-    """Samples of a storage behind a page cache, which all processes have in common: who is first to read one waits for it.
+    """Samples of a storage behind a page cache, which all processes have in common: who is first to
+    read one waits for it.
 
-    `path` is a file of zeros, a byte for each sample, where bursts may write; `decode_s` is what a sample takes beyond.
+    `path` is a file of zeros, a byte for each sample, where bursts may write; `decode_s` is what a
+    sample takes beyond.
     """
 
     def __init__(self, path: Path, decode_s: float = 0.0, *, cold_s: float = 0.010) -> None:
@@ -79,7 +81,7 @@ class ColdStore(Dataset[Any]):
 def workload(
     dataset: Any, batch_size: int | None = 4, training: TrainingSide | None = None, **parts: Any
 ) -> Workload:
-    """A dataset in batches, with other parts of its loader, and what is trained on it: nothing unless it is given."""
+    """A dataset in batches, with other parts of its loader, and what is trained on it."""
     data = DataSide.from_dataset(dataset, batch_size=batch_size, **parts)
     return Workload(data=data, training=training or TrainingSide())
 
@@ -100,10 +102,9 @@ def measured(probe: Any, config: LoaderConfig = ALONE, plan: BurstPlan = QUICK) 
     assert found.first_batch_s is None or found.first_batch_s > 0
     assert found.memory is not None  # read at the first burst of a configuration, and told of each
     assert {each.worker for each in found.traces} <= (set(range(config.num_workers)) or {-1})
-    assert all(
-        t.fetch_start <= t.fetch_end <= t.collate_end <= t.received <= t.step_end
-        for t in found.traces
-    )
+    for each in found.traces:
+        times = each.fetch_start, each.fetch_end, each.collate_end, each.received, each.step_end
+        assert list(times) == sorted(times)
     return found
 
 
@@ -126,25 +127,21 @@ def failed(
 
 
 def assert_views_travel_once(device: str) -> None:
-    """Views of one storage on a device are sent as one, and arrive as views of one, whatever else lies there."""
+    """Views of one storage on a device are sent as one, and arrive as views of one, whatever else
+    lies there."""
     base = torch.rand(1 << 20, device=device)
     layer = torch.nn.Linear(4, 4).to(device)
-    held = ([base[at::16] for at in range(16)], layer, base.bfloat16().requires_grad_())
+    held = [base[at::16] for at in range(16)], layer, base.bfloat16().requires_grad_()
     with os.fdopen(os.memfd_create("test"), "rb") as file:
         write_archive(file.fileno(), held, 8 << 20)  # 6 MiB
         views, linear, half = read_archive(file.fileno())
-    assert (
-        {view.untyped_storage().data_ptr() for view in views}
-        == {views[0].data_ptr()}
-        != {base.data_ptr()}
-    )
-    for own, travelled in (
-        *zip(held[0], views, strict=True),
-        (layer.weight, linear.weight),
-        (held[2], half),
-    ):
+    (storage,) = {view.untyped_storage().data_ptr() for view in views}
+    assert storage != base.data_ptr()
+    there = *held[0], layer.weight, held[2]
+    for own, travelled in zip(there, (*views, linear.weight, half), strict=True):
         assert torch.equal(own, travelled)
-        assert (own.device, own.requires_grad) == (travelled.device, travelled.requires_grad)
+        assert own.device == travelled.device
+        assert own.requires_grad == travelled.requires_grad
 
 
 def orphaned_segments() -> set[str]:

@@ -1,4 +1,4 @@
-"""A clock that is told to move, a machine as parameters, and a probe that trains on it event by event."""
+"""A clock that is told to move, a machine as parameters, and a probe that trains on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPIKE_FACTOR = 1.5  # How much slower a burst is that something disturbs
 
 
 class FakeClock:
-    """A monotonic clock that moves only when told to: pass it where `time.monotonic` would go."""
+    """A monotonic clock that moves only when told to: it goes where `time.monotonic` would."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -47,84 +47,61 @@ class FakeClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedMachine:
-    """A machine with a workload on it; `SimulatedProbe` trains on it. Seconds are those of one batch."""
+    """A machine with a workload on it. Seconds are those of one batch."""
 
     cores: int = 4
     batch_size: int = 32
     cpu_s: float = 0.04  # CPU seconds of a worker, alone on the machine
-    wait_s: float = 0.0  # Seconds in which a worker waits for storage or the network
-    service_cv: float = (
-        0.1  # Coefficient of variation of a batch's service time, a property of its samples
-    )
-    tail_share: float = 0.0  # Share of batches that take `tail_factor` times as long
+    wait_s: float = 0.0  # seconds in which a worker waits for storage or the network
+    service_cv: float = 0.1  # coefficient of variation of service times, a property of the samples
+    tail_share: float = 0.0  # share of batches that take `tail_factor` times as long
     tail_factor: float = 5.0
-    receive_s: float = 0.0005  # Seconds in which the training loop takes a ready batch over
-    step_s: float = 0.01  # Seconds of an undisturbed training step
-    step_cores: float = 0.0  # Cores that the step uses; 0 for a step on an accelerator, which workers cannot disturb
+    receive_s: float = 0.0005  # in which the training loop takes a ready batch over
+    step_s: float = 0.01  # of an undisturbed training step
+    step_cores: float = 0.0  # that the step uses; 0 on an accelerator: workers cannot disturb it
     step_cv: float = 0.02
-    alpha: float = 0.05  # Relative growth of CPU seconds per further worker that runs (caches, memory bandwidth)
-    beta: float = 0.0  # The same, per pair of running workers
-    full_cores: float | None = (
-        None  # Beyond so many that run, each further one adds only `further_core` (SMT)
-    )
+    alpha: float = 0.05  # growth of CPU seconds per further worker that runs (caches, memory)
+    beta: float = 0.0  # the same, per pair of running workers
+    full_cores: float | None = None  # beyond so many that run each adds `further_core` (SMT)
     further_core: float = 1.0
-    servers: int | None = None  # Workers whose waiting storage serves at once; None: all
-    receive_growth: float = 0.0  # Relative growth of `receive_s` per worker
-    depth_growth: float = 0.0  # Relative growth of CPU seconds and of `receive_s` per doubling of a worker's batches ahead
-    pin_s: float = 0.0  # Seconds in which a thread beside the loop pins a batch, with pin_memory
-    lock_s: float = (
-        0.0  # Seconds more where it has to lock new pages, as more batches than ever are in use
-    )
-    copy_s: float = 0.0  # Seconds in which the loop copies a batch to the device that is not pinned
-    in_loop: float = (
-        1.0  # Factor on the step beside the threads that receive batches: they share an interpreter
-    )
-    memory_bytes_per_s: float = (
-        4e9  # At which a worker writes a batch that lies ready into shared memory
-    )
-    probe_s: float = 1.5  # Until a probe is warm: its start, imports, compilation; 1.1 s for a small model in memory
+    servers: int | None = None  # workers whose waiting storage serves at once; None: all
+    receive_growth: float = 0.0  # relative growth of `receive_s` per worker
+    depth_growth: float = 0.0  # of CPU seconds and `receive_s` per doubling of the batches ahead
+    pin_s: float = 0.0  # in which a thread beside the loop pins a batch, with pin_memory
+    lock_s: float = 0.0  # more where it locks new pages, as more batches than ever are in use
+    copy_s: float = 0.0  # in which the loop copies a batch to the device that is not pinned
+    in_loop: float = 1.0  # factor on a step beside threads that receive: one interpreter has both
+    memory_bytes_per_s: float = 4e9  # at which a worker writes a ready batch into shared memory
+    probe_s: float = 1.5  # until a probe is warm: its start, imports, compilation
     start_s: float = 0.05
-    worker_start_s: float = (
-        0.02  # Workers start one after the other, then the first indices are handed out
-    )
-    first_batch_extra_s: float = (
-        0.02  # CPU seconds that every worker's first batch takes longer (imports, cold caches)
-    )
+    worker_start_s: float = 0.02  # one after the other; then the first indices are handed out
+    first_batch_extra_s: float = 0.02  # CPU seconds that each worker's first batch takes longer
     batch_bytes: int = 1 << 20
-    worker_bytes: int = 100 << 20  # Private memory of one worker
-    noise_sd: float = 0.0  # Relative standard deviation between bursts of one configuration
-    noise_is_of_workers: bool = (
-        False  # Whether step and receipt scatter by themselves, and not with the workers
-    )
-    drift_per_hour: float = 0.0  # Relative growth of all times per hour of the probe's clock
-    spike_share: float = 0.0  # Share of bursts that something disturbs
-    neighbours: float | None = (
-        None  # Cores that others want; None: none, and nothing measures the use of CPUs
-    )
-    neighbours_share: float = 1.0  # Share of bursts beside which they run
-    fails: Callable[[LoaderConfig], Failure | None] | None = (
-        None  # Configurations that fail, and how
-    )
+    worker_bytes: int = 100 << 20  # private memory of one worker
+    noise_sd: float = 0.0  # relative, between bursts of one configuration
+    noise_is_of_workers: bool = False  # step and receipt scatter by themselves, not with workers
+    drift_per_hour: float = 0.0  # relative growth of all times per hour of the probe's clock
+    spike_share: float = 0.0  # share of bursts that something disturbs
+    neighbours: float | None = None  # cores that others want; None: nothing measures use of CPUs
+    neighbours_share: float = 1.0  # share of bursts beside which they run
+    fails: Callable[[LoaderConfig], Failure | None] | None = None  # what fails, and how
 
 
 class SimulatedProbe:
-    """A `Probe` that trains on a `SimulatedMachine`: workers, cores and queues are simulated event by event.
+    """A `Probe` that trains on a `SimulatedMachine`: workers, cores and queues event by event.
 
-    Queues and the equal sharing of cores emerge from the events. `alpha` and `beta` are the twin's own law of contention;
-    a machine with `full_cores`, `servers`, `receive_growth` or `depth_growth` has a law that the twin lacks. The dataset has
-    `epoch_batches` batches, or never ends where that is None. As many batches have locked pages as a loop of as many workers as
+    Queues and the equal sharing of cores emerge from the events. `alpha` and `beta` are the twin's
+    own law of contention; a machine with `full_cores`, `servers`, `receive_growth` or
+    `depth_growth` has a law that the twin lacks. The dataset has `epoch_batches` batches, or never
+    ends where that is None. As many batches have locked pages as a loop of as many workers as
     cores has in use.
     """
 
     def __init__(self, machine, clock, *, seed=0, epoch_batches=None) -> None:
         self.machine, self.epoch_batches = machine, epoch_batches
-        self.bursts: list[LoaderConfig] = []
-        """Every configuration that was asked for, in order."""
-        self._clock, self._rng, self._truths = (
-            clock,
-            random.Random(seed),
-            dict[LoaderConfig, float](),
-        )
+        self.bursts: list[LoaderConfig] = []  # every configuration that was asked for, in order
+        self._clock, self._rng = clock, random.Random(seed)
+        self._truths: dict[LoaderConfig, float] = {}
         self._begun = itertools.count()
         self._locked = [TORCH_PREFETCH_FACTOR * machine.cores + IN_HAND]
 
@@ -139,19 +116,12 @@ class SimulatedProbe:
 
     def hand_over(self, config: LoaderConfig, plan: BurstPlan) -> Measurement | Failure:
         """Train on copies of the first batch."""
-        ready = {
-            "wait_s": 0.0,
-            "service_cv": 0.0,
-            "tail_share": 0.0,
-            "first_batch_extra_s": 0.0,
-            "servers": None,
-        }
+        none = dict.fromkeys(("wait_s", "service_cv", "tail_share", "first_batch_extra_s"), 0.0)
         copied_s = self.machine.batch_bytes / self.machine.memory_bytes_per_s
-        return self._train(replace(self.machine, cpu_s=copied_s, **ready), config, plan)
+        machine = replace(self.machine, cpu_s=copied_s, servers=None, **none)
+        return self._train(machine, config, plan)
 
-    def _train(
-        self, machine: SimulatedMachine, config: LoaderConfig, plan: BurstPlan
-    ) -> Measurement | Failure:
+    def _train(self, machine, config, plan) -> Measurement | Failure:
         disturbed, begun, traces = self._disturbed(machine), self._clock(), list[BatchTrace]()
         next_check = begun
         order = self._order(next(self._begun))
@@ -159,9 +129,7 @@ class SimulatedProbe:
             traces.append(trace)
             if (now := trace.step_end) - begun > plan.deadline_s:
                 self._clock.advance(plan.deadline_s)
-                return Failure(
-                    kind="deadline", phase="batches", message="the simulated burst took too long"
-                )
+                return Failure(kind="deadline", phase="batches", message="it took too long")
             workers, count = config.num_workers, len(traces)
             if count > 1 and (now >= next_check or (count <= 3 * workers and count % workers == 0)):
                 next_check = now + 0.05
@@ -175,19 +143,18 @@ class SimulatedProbe:
         disturbed, traces = self._disturbed(self.machine), list[BatchTrace]()
         begun = now = self._clock()
         while now - begun < plan.min_s or len(traces) < 3:
-            end = now + disturbed.step_seconds / disturbed.step_speed
-            traces.append(
-                Batch(0, MAIN_PROCESS, 0.0, now, now, now, now).trace(end, self.machine.batch_size)
-            )
-            now = end
+            batch = Batch(0, MAIN_PROCESS, 0.0, now, now, now, now)
+            now += disturbed.step_seconds / disturbed.step_speed
+            traces.append(batch.trace(now, self.machine.batch_size))
         self._clock.advance(now - begun)
         return self._measurement(LoaderConfig(), traces, begun, disturbed)
 
     def truth(self, config: LoaderConfig, *, batches: int = 2000, warm: int | None = None) -> float:
-        """Samples per second that `config` sustains in the long run, without noise, drift, spikes and neighbours.
+        """Samples per second in the long run, without noise, drift, spikes and neighbours.
 
-        Both ends of the batches that are timed are averaged over a round of the workers, who deliver in waves. The same
-        number of `warm` ones for all configurations makes them read the same batches; without it they fill every queue.
+        Both ends of the batches that are timed are averaged over a round of the workers, who
+        deliver in waves. The same number of `warm` ones for all configurations makes them read the
+        same batches; without it they fill every queue.
         """
         if config not in self._truths:
             warm = warm or 2 * config.num_workers * ((config.prefetch_factor or 0) + 1) + 1
@@ -199,7 +166,7 @@ class SimulatedProbe:
         return self._truths[config]
 
     def _order(self, seed: int) -> Iterator[int]:
-        """Numbers of the batches that a run reads: ever new ones, or all of the dataset again and again, shuffled."""
+        """The batches of a run: ever new ones, or those of the dataset, shuffled anew."""
         if self.epoch_batches is None:
             return itertools.count(seed * 1_000_003)
         rng, dataset = random.Random(seed), range(self.epoch_batches)
@@ -216,40 +183,30 @@ class SimulatedProbe:
         loop_slower *= drift
         spike = SPIKE_FACTOR if self._rng.random() < machine.spike_share else 1.0
         are_there = machine.neighbours and self._rng.random() < machine.neighbours_share
-        return Disturbed(
-            machine,
-            slower * spike,
-            loop_slower * spike,
-            (machine.neighbours or 0.0) if are_there else 0.0,
-        )
+        neighbours = machine.neighbours if are_there else 0.0
+        return Disturbed(machine, slower * spike, loop_slower * spike, neighbours)
 
     def _measurement(self, config, traces, begun, disturbed) -> Measurement:
         own, foreign = disturbed.cpu_shares(traces)
-        worker_bytes = (
-            self.machine.worker_bytes + (config.prefetch_factor or 0) * self.machine.batch_bytes
-        )
+        queued_bytes = (config.prefetch_factor or 0) * self.machine.batch_bytes
+        worker_bytes = config.num_workers * (self.machine.worker_bytes + queued_bytes)
         return replace(
-            summarise(traces, workers=config.num_workers, started=begun), cpu_share=own, foreign_cpu_share=foreign,
-            batch_bytes=self.machine.batch_bytes, traces=tuple(traces),
-            memory=MemoryUse(rss_bytes=BASE_BYTES + config.num_workers * worker_bytes),
+            summarise(traces, workers=config.num_workers, started=begun),
+            cpu_share=own, foreign_cpu_share=foreign, traces=tuple(traces),
+            batch_bytes=self.machine.batch_bytes,
+            memory=MemoryUse(rss_bytes=BASE_BYTES + worker_bytes),
         )  # fmt: skip
 
 
 class Disturbed:
-    """A machine during one burst, in which fetching takes `slower` and the loop's work `loop_slower` times as long.
+    """A machine during one burst: fetching takes `slower` times as long, the loop `loop_slower`.
 
     Others want `neighbours` cores.
     """
 
-    def __init__(
-        self, machine: SimulatedMachine, slower: float, loop_slower: float, neighbours: float = 0.0
-    ) -> None:
-        self.machine, self.slower, self.loop_slower, self.neighbours = (
-            machine,
-            slower,
-            loop_slower,
-            neighbours,
-        )
+    def __init__(self, machine, slower: float, loop_slower: float, neighbours: float = 0.0) -> None:
+        self.machine, self.neighbours = machine, neighbours
+        self.slower, self.loop_slower = slower, loop_slower
         self.step_cores = min(machine.step_cores, machine.cores)
         self.step_seconds = machine.step_s * loop_slower
         demand = self.step_cores + neighbours
@@ -267,20 +224,18 @@ class Disturbed:
         return own, min(wanted, max(wanted / max(1.0, wanted + own), 1.0 - own))
 
     def fetch_seconds(self, number: int, *, is_first: bool) -> tuple[float, float]:
-        """CPU seconds and waiting of the batch of this number, which varies in the same way in every burst."""
+        """CPU seconds and waiting of the batch of this number, the same in every burst."""
         rng, cv, machine = random.Random(number), self.machine.service_cv, self.machine
         factor = rng.lognormvariate(-0.5 * math.log1p(cv * cv), math.sqrt(math.log1p(cv * cv)))
         factor *= machine.tail_factor if rng.random() < machine.tail_share else 1.0
         factor = factor / (1.0 + machine.tail_share * (machine.tail_factor - 1.0)) * self.slower
-        return machine.cpu_s * factor + (
-            machine.first_batch_extra_s if is_first else 0.0
-        ), machine.wait_s * factor
+        extra_s = machine.first_batch_extra_s if is_first else 0.0
+        return machine.cpu_s * factor + extra_s, machine.wait_s * factor
 
     def step_of(self, index: int, config: LoaderConfig) -> float:
         """Seconds of the step of the batch with this index, its copy included."""
-        step_s = self.step_seconds * max(
-            0.1, random.Random(~index).gauss(1.0, self.machine.step_cv)
-        )
+        varied = random.Random(~index).gauss(1.0, self.machine.step_cv)
+        step_s = self.step_seconds * max(0.1, varied)
         copy_s = 0.0 if config.pin_memory else self.machine.copy_s * self.loop_slower
         return copy_s + step_s * (self.machine.in_loop if config.num_workers else 1.0)
 
@@ -305,22 +260,15 @@ class Batch:
 
 
 class Run:
-    """One training run, event by event: processor sharing between the workers that compute and the step.
+    """One training run, event by event: workers that compute and the step share processors.
 
-    Three clocks: `now`, the work that each computing worker has got so far, and the work that the step has got; the
-    last two run at the speed that the cores allow at the moment. The loop asks for its first batch `pause_s` seconds
-    after the workers have started. `locked` is how many batches have had locked pages at once so far.
+    Three clocks: `now`, the work that each computing worker has got so far, and the work that the
+    step has got; the last two run at the speed that the cores allow at the moment. The loop asks
+    for its first batch `pause_s` seconds after the workers have started. `locked` is how many
+    batches have had locked pages at once so far.
     """
 
-    def __init__(
-        self,
-        disturbed: Disturbed,
-        config: LoaderConfig,
-        order: Iterator[int],
-        begun: float,
-        pause_s: float = 0.0,
-        locked: list[float] | None = None,
-    ) -> None:
+    def __init__(self, disturbed, config, order, begun, pause_s=0.0, locked=None) -> None:
         self.config, self.order = config, order
         self.locked = [math.inf] if locked is None else locked
         self.pinned = 0
@@ -331,15 +279,16 @@ class Run:
         self.now = begun + (self.machine.start_s + workers * self.machine.worker_start_s)
         self.asked_from = self.now + pause_s
         self.ticks = itertools.count()
-        # What happens when: (moment, tie-breaker, what, to which batch), and (work at which it is whole, index, batch).
+        # What happens when: (moment, tie-breaker, what, to which batch), and (work at which it is
+        # whole, index, batch).
         self.timed: list[tuple[float, int, Callable[[Batch], None], Batch]] = []
         self.computing: list[tuple[float, int, Batch]] = []
         self.worked = 0.0
-        # Workers: numbers and batches that wait for each, who has nothing to do, who has fetched nothing yet. Without any,
-        # worker 0 is the training process.
+        # Workers: numbers and batches that wait for each, who has nothing to do, who has fetched
+        # nothing yet. Without any, worker 0 is the training process.
         self.tasks: list[deque[tuple[int, Batch]]] = [deque() for _ in range(workers)]
         self.idle, self.fresh = set(range(workers)), set(range(max(workers, 1)))
-        # The loop, which takes the next batch once its step is done: what is ready, and what the step is at.
+        # The loop, which takes the next batch once its step is done: what is ready, what it is at.
         self.ready: dict[int, Batch] = {}
         self.stepping: Batch | None = None
         self.step_left = math.inf
@@ -354,7 +303,7 @@ class Run:
             return
         for slot in range(self.config.num_workers * (self.config.prefetch_factor or 1)):
             self._hand_out(slot % self.config.num_workers)
-        self._at(self.asked_from, lambda _: None, Batch(-1, -1))  # the loop asks after every event
+        self._at(self.asked_from, lambda _: None, Batch(-1, -1))  # it asks after every event
         while self.done < self.handed_out:
             self._request()
             if (stepped := self._advance()) is not None:
@@ -366,9 +315,8 @@ class Run:
         for index, number in enumerate(self.order):
             cpu_s, wait_s = self.disturbed.fetch_seconds(number, is_first=index in self.fresh)
             requested, fetched = self.now, self.now + cpu_s * crowding + wait_s
-            self.now = (
-                fetched + self.disturbed.step_of(index, self.config) / self.disturbed.step_speed
-            )
+            step_s = self.disturbed.step_of(index, self.config)
+            self.now = fetched + step_s / self.disturbed.step_speed
             batch = Batch(index, MAIN_PROCESS, cpu_s, requested, fetched, requested, fetched)
             yield batch.trace(self.now, self.machine.batch_size)
 
@@ -411,7 +359,7 @@ class Run:
             self.ready[batch.index] = batch
 
     def _pin(self, batch: Batch) -> None:
-        """A thread beside the loop pins one batch after the other, and locks new pages where more than ever are in use."""
+        """A thread beside the loop pins one batch after the other, and locks pages that are new."""
         self.pinned += 1
         lock_s = 0.0
         if self.pinned - self.done > self.locked[0]:
@@ -420,12 +368,11 @@ class Run:
         begun = max(self.now, self.pinning_until)
         self.pinning_until = begun + self.machine.pin_s * self.disturbed.loop_slower + lock_s
         batch.pinning = begun, self.pinning_until
-        self._at(
-            self.pinning_until, lambda pinned: self.ready.__setitem__(pinned.index, pinned), batch
-        )
+        arrive = lambda pinned: self.ready.__setitem__(pinned.index, pinned)  # noqa: E731
+        self._at(self.pinning_until, arrive, batch)
 
     def _request(self) -> None:
-        """The training loop takes the batch it wants next, where that is ready and the step lets it."""
+        """The training loop takes the batch it wants next, where that is ready and it may."""
         if self.is_receiving or self.received > self.done or self.now < self.asked_from:
             return
         if math.isnan(self.requested_at):
@@ -434,11 +381,8 @@ class Run:
             self.is_receiving = True
             batch = self.ready.pop(self.received)
             grown = (1.0 + self.machine.receive_growth * self.config.num_workers) * self.deeper
-            self._at(
-                self.now + self.machine.receive_s * grown * self.disturbed.loop_slower,
-                self._receive,
-                batch,
-            )
+            receive_s = self.machine.receive_s * grown * self.disturbed.loop_slower
+            self._at(self.now + receive_s, self._receive, batch)
 
     def _receive(self, batch: Batch) -> None:
         batch.requested, batch.received = self.requested_at, self.now
@@ -452,32 +396,24 @@ class Run:
         machine, running = self.machine, max(1, min(computing, self.machine.cores))
         full = min(running, machine.full_cores or running)
         slowed = running / (full + machine.further_core * (running - full))
-        return slowed * (
-            1.0 + machine.alpha * (running - 1) + machine.beta * (running - 1) * running
-        )
+        return slowed * (1.0 + (machine.alpha + machine.beta * running) * (running - 1))
 
     def _speeds(self) -> tuple[float, float]:
         """Work per second of each computing worker and of the step."""
-        computing, cores, step_cores = (
-            len(self.computing),
-            self.machine.cores,
-            self.disturbed.step_cores,
-        )
-        demand = (
-            computing
-            + (step_cores if self.stepping is not None else 0.0)
-            + self.disturbed.neighbours
-        )
-        fair = min(1.0, cores / demand) if demand else 1.0
+        computing, step_cores = len(self.computing), self.disturbed.step_cores
+        stepping = step_cores if self.stepping is not None else 0.0
+        demand = computing + stepping + self.disturbed.neighbours
+        fair = min(1.0, self.machine.cores / demand) if demand else 1.0
         return fair / self._stretched(computing), fair if step_cores else 1.0
 
     def _advance(self) -> Batch | None:
         """Go to the next event; the batch whose step that ended, if it did."""
         worker_speed, step_speed = self._speeds()
-        until_whole = (
-            (self.computing[0][0] - self.worked) / worker_speed if self.computing else math.inf
-        )
-        until_timed = self.timed[0][0] - self.now if self.timed else math.inf
+        until_whole = until_timed = math.inf
+        if self.computing:
+            until_whole = (self.computing[0][0] - self.worked) / worker_speed
+        if self.timed:
+            until_timed = self.timed[0][0] - self.now
         until_step = self.step_left / step_speed
         passed = max(0.0, min(until_whole, until_timed, until_step))
         self.now += passed

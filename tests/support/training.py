@@ -1,25 +1,32 @@
-"""A simulated training: the real iterator and tuner, over a clock and over workers that take no time of ours."""
+"""A simulated training: loader, iterator, births and tuner are real, over a clock of our own.
+
+Not real are processes, what lies between them and the loop (channels, the nursery), and what the
+system says of itself: cores and memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import queue
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch.utils.data import Dataset
 
-from autotune_loader.autoloader import iterator as real
-from autotune_loader.autoloader.channel import Come, WorkerGone
+from autotune_loader.autoloader import births, iterator, live
+from autotune_loader.autoloader.channel import Come, NoQueue, WorkerGone
 from autotune_loader.autoloader.loader import AutoLoader
-from autotune_loader.autoloader.tuner import Room, Tuner
-from autotune_loader.autoloader.worker import BEGUN, Flag
+from autotune_loader.autoloader.tuner import Tuner
+from autotune_loader.autoloader.worker import BEGUN
+from autotune_loader.machine.limits import MemoryBudget
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import LoaderConfig
 
@@ -31,12 +38,12 @@ BIRTH_S = 0.005
 NEIGHBOUR_S, NEIGHBOUR_EVERY_S = 20.0, 70.0
 """How long a neighbour takes cores, and how often."""
 DRIFT_S = 600.0
-TAIL_ONE_IN = 32
+WORKER_BYTES = 1 << 27
 
 
 @dataclass
-class Training(Dataset[Any]):
-    """One job on one machine, and its dataset; time passes only in `run`."""
+class Training:
+    """One job on one machine; time passes only in `run`."""
 
     fetch_s: float
     cpu: float  # Share of a fetch that computes
@@ -56,98 +63,92 @@ class Training(Dataset[Any]):
     launch_s: float = 0.001
     drift: float = 1.0  # Fetches take so many times as long after ten minutes
     neighbour: float = 1.0  # Fetches take so many times as long while there is one
-    tail: float = 1.0  # One fetch in 32 takes so many times as long
-    fit: Callable[[], int] = lambda: 1_000  # Workers that fit into memory
+    free_bytes: int = 1 << 40  # Of memory, whoever runs
+    memory_bytes: int = 1 << 40
     now: float = BEGUN_S
     samples: int = 0
     started: int = 0
     most: int = 0
-    log: Log = field(default_factory=Log)
 
     def __post_init__(self) -> None:
         self._random, self.cpu_s = random.Random(self.seed), 0.0
-        self._device = 0.0  # When the device has done all
+        self.device = 0.0  # When the device has done all
         self._steps, self._opened = 0, set[int]()
         self._hiccup_at = BEGUN_S + 0.6 * self.hiccup_every_s
-        self.log.marks = Passed(self)  # type: ignore[assignment]
-        self.loader: Any = self._loader_with(LoaderConfig(), tune=False)
-        self._batches: Any = iter(())
+        clock = SimpleNamespace(monotonic=lambda: self.now, thread_time=lambda: self.cpu_s)
+        context = SimpleNamespace(get_start_method=lambda: "fork", Process=Worker.process)
+        self._simulated: dict[ModuleType, dict[str, Any]] = {
+            iterator: {
+                "time": clock,
+                "Births": lambda _, *given, **how: births.Births(context, *given, **how),
+            },
+            births: {
+                "time": clock,
+                "Channel": lambda _: Worker(self),
+                "Results": functools.partial(Results, self),
+                "Nursery": Nursery,
+            },
+            live: {
+                "usable_cores": lambda: SimpleNamespace(usable=self.cores),
+                "memory_budget": lambda: MemoryBudget(
+                    available_bytes=self.free_bytes, total_bytes=self.memory_bytes, inputs=()
+                ),
+                "private_bytes": lambda _: WORKER_BYTES,
+            },
+        }
+        """What takes the place of the real names in these modules while the training runs."""
 
     @classmethod
-    def drawn(cls, seed: int, **more: Any) -> Training:
+    def drawn(cls, seed: int) -> Training:
         """A job of a kind that there is."""
         rng = random.Random(seed)
-        drawn: dict[str, Any] = {
-            "fetch_s": 10 ** rng.uniform(-3.5, -1.2),
-            "cpu": rng.choice([0.05, 0.5, 1.0]),
-            "step_s": 10 ** rng.uniform(-4, -1.5),
-            "cores": rng.choice([2, 4, 8]),
-            "transfer_s": 10 ** rng.uniform(-4, -3),
-            "epoch_batches": rng.choice([20, 200, 100_000]),
-        }
-        return cls(seed=seed, **{**drawn, **more})
+        return cls(
+            fetch_s=10 ** rng.uniform(-3.5, -1.2),
+            cpu=rng.choice([0.05, 0.5, 1.0]),
+            step_s=10 ** rng.uniform(-4, -1.5),
+            cores=rng.choice([2, 4, 8]),
+            transfer_s=10 ** rng.uniform(-4, -3),
+            epoch_batches=rng.choice([20, 200, 100_000]),
+            seed=seed,
+        )
 
-    def __len__(self) -> int:
-        return self.epoch_batches * SAMPLES
+    def fetch(self) -> None:
+        """The loop fetches a batch itself."""
+        took_s = self.fetch_takes(self.now, -1, 1.0)
+        self.now, self.cpu_s = self.now + took_s, self.cpu_s + took_s * self.cpu
 
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        """What the loop fetches itself."""
-        took = self.fetch_takes(self.now, -1, 1.0)
-        self.now += took
-        self.cpu_s += took * self.cpu
-        return indices
+    def _begin(self, config: LoaderConfig, **how: Any) -> None:
+        how = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch_factor, **how}
+        self.loader: Any = AutoLoader(Samples(self), batch_size=SAMPLES, collate_fn=list, **how)
+        self.loader.check_worker_number_rationality = lambda: None
+        with self._is_simulated():
+            self.log: Log = self.loader.log
+        if self.sync_every:
+            self.log.marks = Passed(self)  # type: ignore[assignment]
+        self._batches: Any = iter(())
 
-    def _loader_with(self, config: LoaderConfig, **arguments: Any) -> AutoLoader[Any]:
-        how = {
-            "num_workers": config.num_workers,
-            "prefetch_factor": config.prefetch_factor,
-            **arguments,
-        }
-        loader = AutoLoader(self, batch_size=SAMPLES, collate_fn=list, **how)
-        loader.check_worker_number_rationality = lambda: None  # type: ignore[method-assign]
-        return loader
-
-    def tuner(self, asked: LoaderConfig, **arguments: Any) -> Tuner:
-        """From now on a tuner of these arguments decides, and nobody has asked for workers if these are none."""
-        self.loader = self._loader_with(asked, num_workers=asked.num_workers or None)
-        options = {
-            "cores": self.cores,
-            "epoch_batches": self.epoch_batches,
-            "max_workers": 32,
-            **arguments,
-        }
-        live = self.loader._live
-        live.tuner = live.found.tuner = Tuner(self.log, asked, **options)
-        live.found.log, live.is_torchs = self.log, False
-        live.room = lambda workers: Room(self.fit(), 1_000)  # type: ignore[method-assign]
-        self._batches = iter(())
-        return live.tuner
+    def tuner(self, asked: LoaderConfig, *, max_workers: int = 32, **how: Any) -> Tuner:
+        """From now on a tuner decides; nobody has asked for workers if `asked` has none."""
+        workers = asked.num_workers or None
+        self._begin(asked, num_workers=workers, max_workers=max_workers, **how)
+        return self.loader.found.tuner
 
     def fixed(self, config: LoaderConfig) -> Training:
         """The same job, begun anew, with a configuration that nobody changes."""
-        other = replace(
-            self, seed=self.seed + 1, now=BEGUN_S, samples=0, started=0, most=0, log=Log()
-        )
-        other.loader = other._loader_with(config, tune=False)
+        other = replace(self, seed=self.seed + 1, now=BEGUN_S, samples=0, started=0, most=0)
+        other._begin(config, tune=False)
         return other
 
     def rate(self, config: LoaderConfig, seconds: float = 20.0) -> float:
         """Samples/s of a configuration that nobody changes."""
-        return self.fixed(config).run(None, seconds)
+        return self.fixed(config).run(seconds)
 
-    def run(self, tuner: Tuner | None, seconds: float) -> float:
+    def run(self, seconds: float) -> float:
         """Train for so long; samples/s."""
-        return together([self], [tuner], seconds)
+        return together([self], seconds)
 
-    def until(self, tuner: Tuner, samples: float) -> float:
-        """Train so many samples; seconds."""
-        begun = self.now
-        for _ in range(int(samples / SAMPLES)):
-            self.batch(tuner)
-        return self.now - begun
-
-    def batch(self, _: Tuner | None = None) -> list[int]:
-        with self._simulated():
+    def batch(self) -> list[int]:
+        with self._is_simulated():
             try:
                 batch: list[int] = next(self._batches)
             except StopIteration:
@@ -158,43 +159,29 @@ class Training(Dataset[Any]):
         self._step()
         return batch
 
-    @property
-    def passed(self) -> float:
-        """When the device has done what it was given by now."""
-        return max(self.now, self._device)
-
     @contextlib.contextmanager
-    def _simulated(self) -> Iterator[None]:
-        """The iterator has this clock and these workers."""
-        before = real.time, real.Births, real.end_process
-        clock = SimpleNamespace(monotonic=lambda: self.now, thread_time=lambda: self.cpu_s)
-        real.time, real.Births, real.end_process = clock, self._births, lambda process: None  # type: ignore[assignment]
+    def _is_simulated(self) -> Iterator[None]:
+        """The loader has this clock, these workers and this machine."""
+        real = [
+            (module, {name: vars(module)[name] for name in names})
+            for module, names in self._simulated.items()
+        ]
+        for module, names in self._simulated.items():
+            vars(module).update(names)
         try:
             yield
         finally:
-            real.time, real.Births, real.end_process = before  # type: ignore[misc]
-
-    def _births(
-        self,
-        _context: Any,
-        setup: Any,
-        _held: Any,
-        _pinner: Any,
-        _home: Any,
-        *,
-        nursery_first: bool,
-        **_: Any,
-    ) -> Workers:
-        return Workers(self, is_asked=setup.asked > 0, is_prepared=nursery_first)
+            for module, names in real:
+                vars(module).update(names)
 
     def _step(self) -> None:
         step_s = self._noisy(self.step_s)
         self._steps += 1
         if self.sync_every:
-            self._device = max(self._device, self.now) + step_s
+            self.device = max(self.device, self.now) + step_s
             self.now += self.launch_s
             if self._steps % self.sync_every == 0:
-                self.now = max(self.now, self._device)
+                self.now = max(self.now, self.device)
         else:
             self.now += step_s
         if self.evaluate_every and self._steps % self.evaluate_every == 0:
@@ -206,8 +193,6 @@ class Training(Dataset[Any]):
             seconds *= self.drift ** ((now - BEGUN_S) / DRIFT_S)
         if self.neighbour != 1.0 and (now + 7 * self.seed) % NEIGHBOUR_EVERY_S < NEIGHBOUR_S:
             seconds *= self.neighbour
-        if self.tail != 1.0 and self._random.random() < 1 / TAIL_ONE_IN:
-            seconds *= self.tail
         if self.open_s and worker not in self._opened:
             self._opened.add(worker)
             seconds += self.open_s
@@ -220,8 +205,24 @@ class Training(Dataset[Any]):
         return seconds * max(0.5, self._random.gauss(1.0, self.noise))
 
 
+class Samples(Dataset[Any]):
+    """What the loop sees of a job: no generator, which it would seed for each batch."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._batches = weakref.ref(training), training.epoch_batches
+
+    def __len__(self) -> int:
+        return self._batches * SAMPLES
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        training = self._training()
+        assert training is not None
+        training.fetch()
+        return indices
+
+
 class Passed:
-    """What a log takes for its marks: the device passes a moment when it has done what it was given by then."""
+    """What a log takes for its marks: a device passes a moment once it has done what it has."""
 
     def __init__(self, training: Training) -> None:
         self._training, self.looks, self.until = training, 0, 0
@@ -233,120 +234,85 @@ class Passed:
         return 0
 
     def note(self, now: float, tell: Callable[..., object], *what: Any) -> None:
-        tell(*what, max(now, self._training.passed))
+        tell(*what, max(now, self._training.now, self._training.device))
 
     def settle(self, now: float, *, is_end: bool = False) -> None: ...
 
 
-class Workers:
-    """What the iterator takes for its births: processes, queues and results are here, and what they take is arithmetic."""
+class Results(NoQueue):
+    """What has come, and what will come when."""
 
-    method = "fork"
+    def __init__(self, training: Training, *, pins: bool) -> None:
+        self._training, self._numbers = training, itertools.count()
+        self.messages: list[tuple[float, int, Come]] = []
 
-    def __init__(self, training: Training, *, is_asked: bool, is_prepared: bool) -> None:
-        self.training, self._is_asked, self.results = training, is_asked, self
-        self.is_prepared, self.start_s = is_prepared, 0.0
-        self._messages: list[tuple[float, int, Any, Come]] = []
-        self._numbers, self._is_first, self._count = itertools.count(), True, 0
+    def add(self, worker: Worker) -> None:
+        worker.results = self
 
-    # --- births ---
+    def remove(self, worker: Worker) -> None: ...
 
-    def Event(self) -> Flag:  # noqa: N802 - as in multiprocessing
-        return Flag()
-
-    def Queue(self) -> Any:  # noqa: N802
-        if self._is_first:
-            self._is_first = False
-            return self
-        self._made, self._count = Worker(self, self._count), self._count + 1
-        return self._made
-
-    def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802
-        return (
-            self._made
-            if self._is_asked
-            else SimpleNamespace(start=lambda: None, pid=0, daemon=True)
-        )
-
-    def start(self, number: int, _count: int) -> tuple[Worker, Worker]:
-        worker: Worker = self.Queue()
-        worker.number = number
-        worker.start()
-        return worker, worker
-
-    def prepare(self, _files: Any = ()) -> None:
-        self.is_prepared = True
-
-    def started(self) -> None: ...
-
-    def close_nursery(self) -> None: ...
-
-    # --- results ---
-
-    def tell(self, at: float, number: Any, come: Come) -> None:
-        heapq.heappush(self._messages, (at, next(self._numbers), number, come))
+    def tell(self, at: float, come: Come) -> None:
+        heapq.heappush(self.messages, (at, next(self._numbers), come))
 
     def is_ready(self) -> bool:
-        return bool(self._messages) and self._messages[0][0] <= self.training.now
+        return bool(self.messages) and self.messages[0][0] <= self._training.now
 
     def get(self, timeout: float) -> tuple[Any, Come]:
-        training = self.training
-        if not self._messages or self._messages[0][0] > training.now + timeout:
+        training = self._training
+        if not self.messages or self.messages[0][0] > training.now + timeout:
             training.now += timeout
             raise queue.Empty
-        at, _, number, come = heapq.heappop(self._messages)
+        at, _, come = heapq.heappop(self.messages)
         training.now = max(training.now, at)
         if come.fetch is not None:
             training.now += training.transfer_s
-        return number, come
-
-    def cancel_join_thread(self) -> None: ...
-
-    def close(self) -> None: ...
+        return come.number, come
 
 
-class Worker:
-    """A process and its channel."""
+class Worker(NoQueue):
+    """A process, and both ends of its channel."""
 
-    pid, exitcode, daemon = 0, None, True
+    number, pid = -1, 0
+    results: Results
 
-    def __init__(self, workers: Workers, number: int) -> None:
-        self._workers, self.number, self._is_alive, self._free = workers, number, True, 0.0
-        self.mapped, self.jobs = SimpleNamespace(all={}), deque[int]()
+    def __init__(self, training: Training) -> None:
+        self._training, self._is_alive, self._free = training, True, 0.0
+        self.end = self.socket = self
+        self.jobs = deque[int]()
+
+    @staticmethod
+    def process(*, args: Any, **_: Any) -> Worker:
+        """That of the end of a channel which it is given."""
+        _, _, worker, *_ = args
+        return worker
 
     def start(self) -> None:
-        training = self._workers.training
+        training = self._training
         training.now += training.start_s
         training.started += 1
-        self._workers.start_s = training.start_s
         self._free = training.now + BIRTH_S
-        self._workers.tell(self._free, None, Come(None, None, None, BEGUN, self))  # type: ignore[arg-type]
+        self.results.tell(self._free, Come(None, None, note=BEGUN, channel=self))
 
     def put(self, job: Any) -> None:
         if job is None or not self._is_alive:
             return
         number, indices, *_ = job
-        training = self._workers.training
-        # So many compute at once that all cores are taken: in a steady state the others wait meanwhile.
+        training = self._training
+        # So many compute at once that all cores are taken: the others wait meanwhile.
         busy = training.loader.num_workers
         slower = max(1.0, busy / training.cores - (1 - training.cpu) / training.cpu)
         begun = max(self._free, training.now)
         end = self._free = begun + training.fetch_takes(begun, self.number, slower)
         fetch = self.number, begun, end, end, training.fetch_s * training.cpu
-        self._workers.tell(end, number, Come(number, indices, fetch, None, self))  # type: ignore[arg-type]
+        self.results.tell(end, Come(number, indices, fetch, channel=self))
 
     def kill(self) -> None:
         """It is gone with what it had to do."""
-        gone = Come(None, WorkerGone(), None, None, self)  # type: ignore[arg-type]
-        messages = self._workers._messages
-        messages[:] = [
-            each
-            for each in messages
-            if each[3].channel is not self or each[0] <= self._workers.training.now
-        ]
+        now, messages = self._training.now, self.results.messages
+        messages[:] = [each for each in messages if each[2].channel is not self or each[0] <= now]
         heapq.heapify(messages)
-        self._is_alive = False
-        self._workers.tell(self._workers.training.now, None, gone)
+        self.hang_up()
+        self.results.tell(now, Come(None, WorkerGone(), channel=self))
 
     def hang_up(self) -> None:
         self._is_alive = False
@@ -354,19 +320,42 @@ class Worker:
     def is_alive(self) -> bool:
         return self._is_alive
 
+    @property
+    def exitcode(self) -> int | None:
+        return None if self._is_alive else 0
+
     def join(self, timeout: float = 0.0) -> None: ...
 
-    terminate = close = cancel_join_thread = join
+    terminate = kill
 
 
-def together(ranks: Sequence[Training], tuners: Sequence[Tuner | None], seconds: float) -> float:
-    """Train for so long with steps that end together, as ranks do that reduce their gradients; samples/s of each."""
+class Nursery:
+    """Whose clones are workers like others."""
+
+    key, has_failed = None, False
+
+    @classmethod
+    def forked(cls, *_: Any) -> Nursery:
+        return cls()
+
+    def wait(self, _: float) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+    popen = cloned = close
+
+
+def together(ranks: Sequence[Training], seconds: float) -> float:
+    """Train for so long; samples/s of each. Steps end together, as of ranks with gradients."""
     first = ranks[0]
     begun, before = first.now, first.samples
     while first.now - begun < seconds:
-        for rank, tuner in zip(ranks, tuners, strict=True):
-            rank.batch(tuner)
+        for rank in ranks:
+            rank.batch()
         now = max(rank.now for rank in ranks)
         for rank in ranks:
             rank.now = now
+    refused = [rank.loader.found.tuner.refused for rank in ranks]
+    assert not [each for each in refused if each is not None and each.kind == "not_tuned"], refused
     return (first.samples - before) / (first.now - begun)

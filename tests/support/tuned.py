@@ -19,7 +19,7 @@ from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.run import Run
 from autotune_loader.tuning.study import Search
 from autotune_loader.values import BurstPlan, LoaderConfig, Trial, WorkloadError
-from tests.support.schedules import Stream
+from tests.support.data import Stream
 from tests.support.simulation import FakeClock, SimulatedProbe
 
 
@@ -44,30 +44,25 @@ def simulated_warmup(machine, **changes):
 
 
 def simulated_run(machine, space=None, *, own=None, epoch_batches=None, has_step=True, **warmup):
-    """What `tune()` knows of a simulated machine before its search begins; an epoch without length never ends.
+    """What `tune()` knows of a simulated machine before its search begins.
 
-    `own` is the user's configuration, `warmup` other fields of the `WarmupReport`.
+    An epoch without length never ends. `own` is the user's configuration, `warmup` other fields of
+    the `WarmupReport`.
     """
-    dataset = Stream(1) if epoch_batches is None else range(epoch_batches * machine.batch_size)
+    dataset = Stream(int, 1) if epoch_batches is None else range(epoch_batches * machine.batch_size)
     data = DataSide(dataset=dataset, batch_size=machine.batch_size)
     step = (lambda model, batch: None) if has_step else None
     training = TrainingSide(device="cpu" if machine.step_cores else "cuda", train_step=step)
-    batch, pins = (
-        BatchCost(bytes=machine.batch_bytes, tensors=2),
-        (True, False) if machine.pin_s else (False,),
-    )
-    space = space or Space(limits=Limits(memory_bytes=16 << 30), batch=batch, pin_memory=pins)
-    step_cores, known = (
-        float(machine.cores) if machine.step_cores else 1.0,
-        simulated_warmup(machine, **warmup),
-    )
+    limits, batch = Limits(memory_bytes=16 << 30), BatchCost(bytes=machine.batch_bytes, tensors=2)
+    pins = (True, False) if machine.pin_s else (False,)
+    space = space or Space(limits=limits, batch=batch, pin_memory=pins)
+    known = simulated_warmup(machine, **warmup)
     first = {"fetch_s": known.first_fetch_s, "fetch_cpu_s": known.first_fetch_cpu_s}
+    first["step_cores"] = float(machine.cores) if machine.step_cores else 1.0
     return Run(
         workload=Workload(data=data, training=training, own_config=own),
         space=replace(space, also=() if own is None else (own,)),
-        context=Context(
-            usable_cores=machine.cores, step_cores=step_cores, epoch_batches=epoch_batches, **first
-        ),
+        context=Context(usable_cores=machine.cores, epoch_batches=epoch_batches, **first),
         warmup=known,
         machine=inspect_machine(),
     )
@@ -90,8 +85,13 @@ def simulated_result(machine, *, seed=0, budget_s=60.0, epoch_batches=10_000, **
     return assembled(simulated_search(probe, run, clock, budget_s=budget_s), clock())
 
 
-def on_simulated_machines(monkeypatch, machine_of, probe_on=SimulatedProbe):
-    """From now on `tune()` and `compare()` burst on the machine of a workload; a text is what its first batch raises."""
+def on_simulated_machines(
+    monkeypatch, machine_of, probe_on=SimulatedProbe, warmup_of=lambda workload: {}
+):
+    """From now on `tune()` and `compare()` burst on the machine of a workload.
+
+    A text in its place is what the first batch raises; `warmup_of` gives fields of its report.
+    """
     clock = FakeClock()
 
     @contextlib.contextmanager
@@ -101,7 +101,7 @@ def on_simulated_machines(monkeypatch, machine_of, probe_on=SimulatedProbe):
             raise WorkloadError(machine, "the traceback")
         batches = None if workload.data.is_iterable else workload.data.batches_per_epoch()
         probe = probe_on(machine, clock, epoch_batches=batches)
-        yield OpenProbe(probe=probe, warmup=simulated_warmup(machine))
+        yield OpenProbe(probe=probe, warmup=simulated_warmup(machine, **warmup_of(workload)))
 
     for module in (tuner, comparer):
         monkeypatch.setattr(module, "open_probe", opened)

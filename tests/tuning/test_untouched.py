@@ -1,4 +1,4 @@
-"""`tune()` for real, in processes of its own: the user's objects, files and process are afterwards as they were."""
+"""`tune()` for real, in processes of its own: what is the user's is afterwards as it was."""
 
 import multiprocessing
 import os
@@ -22,11 +22,10 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
 ]
-QUICK = {"budget": 2, "max_workers": 1, "progress": False}
 
 
 class Caching(Dataset):
-    """Remembers what it has read, draws random numbers and meddles with its process, as datasets of users do."""
+    """Remembers what it read, draws random numbers and meddles with its process, as users' do."""
 
     def __init__(self, held=None):
         self.cache, self.held = {}, held
@@ -48,14 +47,10 @@ def state(model, optimizer, generator):
     return {
         "random": states(generator),
         "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
-        "processes": (
-            torch.multiprocessing.get_sharing_strategy(),
-            multiprocessing.get_start_method(allow_none=True),
-        ),
+        "sharing": torch.multiprocessing.get_sharing_strategy(),
+        "start": multiprocessing.get_start_method(allow_none=True),
         "environment": (dict(os.environ), Path.cwd(), list(warnings.filters)),
-        "signals": [
-            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-        ],
+        "signals": [signal.getsignal(getattr(signal, f"SIG{n}")) for n in ("INT", "TERM", "CHLD")],
         "model": {name: value.tolist() for name, value in model.state_dict().items()},
         "gradients": [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
         "training": [module.training for module in model.modules()],
@@ -64,7 +59,7 @@ def state(model, optimizer, generator):
 
 
 def leftovers():
-    """What a run could leave behind; segments are named after their process, and other tests may run at the same time."""
+    """What a run could leave; segments have the name of their process, as other tests run, too."""
     return {
         "children": [child.pid for child in psutil.Process().children(recursive=True)],
         "segments": sorted(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")),
@@ -75,7 +70,7 @@ def leftovers():
 
 @pytest.mark.parametrize("held", [None, "a lock"])
 def test_a_run_changes_nothing_and_leaves_nothing(held):
-    # GIVEN a training under way, whose step closes over its optimizer; what is in no pickle is run in forks
+    # GIVEN a training under way, whose step has its optimizer; what is in no pickle is forked
     layers = (
         torch.nn.Linear(3, 4),
         torch.nn.BatchNorm1d(4),
@@ -93,19 +88,20 @@ def test_a_run_changes_nothing_and_leaves_nothing(held):
     model(torch.rand(4, 3)).sum().backward()
     optimizer.step()
     model.eval()
-    tune(
-        [(torch.zeros(3), torch.tensor(0))] * 64, model, batch_size=4, **{**QUICK, "budget": 1}
-    )  # imports what it needs, once
+    options = {"budget": 1, "max_workers": 1, "progress": False}
+    samples = [(torch.zeros(3), torch.tensor(0))] * 64
+    tune(samples, model, batch_size=4, **options)  # imports what it needs, once
     generator = torch.Generator().manual_seed(5)
     dataset = Caching(held and threading.Lock())
     loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator, num_workers=1)
     before, left = state(model, optimizer, generator), leftovers()
 
-    result = tune(loader, model, train_step=train_step, **QUICK)
+    result = tune(loader, model, train_step=train_step, **options)
 
     assert any(trial.measurement is not None for trial in result.trials)
     assert state(model, optimizer, generator) == before
-    assert (loader._iterator, dataset.cache) == (None, {})
+    assert loader._iterator is None
+    assert dataset.cache == {}
     # AND what was killed has a moment to vanish
     deadline = time.monotonic() + 3
     while leftovers() != left and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""A script under `autotune-loader watch` beside the same script under plain Python: whatever ends it, both look the same."""
+"""A script under `autotune-loader watch` looks the same as under plain Python, whatever ends it."""
 
 import os
 import subprocess
@@ -15,10 +15,13 @@ NOTHING = "\nautotune-loader watch: No PyTorch DataLoader was iterated: nothing 
 
 INFO = """
 import __main__, os, sys
-print(sys.argv, os.path.abspath(sys.path[0]), os.getcwd(), __name__, __file__, __package__, __cached__, __doc__)
+print(sys.argv, os.path.abspath(sys.path[0]), os.getcwd())
+print(__name__, __file__, __package__, __cached__, __doc__)
 print(sorted(globals()))
-print(__main__.__dict__ is globals(), getattr(__spec__, "name", None), type(__loader__).__name__, type(__builtins__).__name__)
-print([path for path in sys.path if "autotune_loader/watch" in path], {"torch", "numpy"} & set(sys.modules))
+print(__main__.__dict__ is globals(), getattr(__spec__, "name", None))
+print(type(__loader__).__name__, type(__builtins__).__name__)
+print([path for path in sys.path if "autotune_loader/watch" in path])
+print({"torch", "numpy"} & set(sys.modules))
 """
 BOOM = """
 try:
@@ -41,7 +44,10 @@ SCRIPTS = {
     "three.py": "import sys\nsys.exit(3)",
     "words.py": "raise SystemExit('no data')",
     "syntax.py": "x = (",
-    "interrupted.py": "import atexit, signal\natexit.register(print, 'cleaned up')\nsignal.raise_signal(signal.SIGINT)",
+    "interrupted.py": (
+        "import atexit, signal\natexit.register(print, 'cleaned up')\n"
+        "signal.raise_signal(signal.SIGINT)"
+    ),
     "ended.py": "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(9)",
     "left.py": "import os\nprint('hi', flush=True)\nos._exit(7)",
     "closed.py": "import sys\nsys.stderr.close()",
@@ -73,39 +79,27 @@ def run(folder, *arguments):
     return done.returncode, done.stdout, done.stderr
 
 
-TOLD = (
-    "./info.py",
-    "-m package.info",
-    "-m package",
-    "app.pyz",
-    "app",
-    "app/",
-    "spawning.py",
-    "three.py",
-    "words.py",
-)
+FILES = ("./info.py", "app.pyz", "app/", "spawning.py", "three.py", "words.py", "empty")
+MODULES = ("-m package.info", "-m package", "-m nowhere")
 NOT_TOLD = ("closed.py", "left.py", "ended.py", "nowhere.py")
 
 
-@pytest.mark.parametrize("target", [*TOLD, *NOT_TOLD, "empty", "-m nowhere"])
-def test_a_script_runs_and_ends_as_under_plain_python(folder, target):
+@pytest.mark.parametrize("target", [*FILES, *MODULES, *NOT_TOLD])
+def test_a_script_ends_as_under_plain_python(folder, target):
     arguments = [*target.split(), "a", "-o", "--json", "--", "b"]  # they are the script's own
     code, out, err = run(folder, *arguments)
-    assert run(folder, *WATCH, *arguments) == (
-        code,
-        out,
-        err if target in NOT_TOLD else f"{err}{NOTHING}",
-    )
+    told = "" if target in NOT_TOLD else NOTHING
+    assert run(folder, *WATCH, *arguments) == (code, out, f"{err}{told}")
 
 
 @pytest.mark.parametrize(
     ("target", "told"), [("boom.py", NOTHING), ("interrupted.py", NOTHING), ("syntax.py", "")]
 )
-def test_a_traceback_ends_with_the_script_s_own_frames(folder, target, told):
+def test_a_traceback_ends_with_the_scripts_own_frames(folder, target, told):
     code, out, err = run(folder, target)
     # `Traceback ... File "x.py", line` of each exception
     own = [each.split("line", 1)[-1] for each in err.split("Traceback (most recent call last):\n")]
-    watched_code, watched_out, watched_err = run(folder, *WATCH, target)
-    assert (watched_code, watched_out) == (code, out)
+    *ended, watched_err = run(folder, *WATCH, target)
+    assert ended == [code, out]
     assert [each for each in own if each not in watched_err] == []
     assert watched_err.endswith(f"{own[-1]}{told}")

@@ -1,19 +1,33 @@
-"""Make every attempt, each in a process of its own with a deadline; `results.md` has a row for each, the docs for a library."""
+"""Does `tune()` work with the loaders and datasets of other libraries, as people use them?
+
+    make libraries                                                   # every attempt; about 20 minutes
+    python -m studies libraries.attempts --only litdata,monai        # those of some libraries; the others' rows stay
+    python -m studies libraries.attempts --recipes                   # those of docs/frameworks.md that are installed here alone
+
+    environments.py   a virtual environment for each library, over the one that runs this: torch is not installed again
+    table.py          the attempts: texts of code
+    attempt.py        what a process of its own does with a deadline: tune(), then an epoch by the library
+
+An attempt ends as one of three: tuned, and the configuration applied for an epoch; refused with one sentence that says what to
+pass instead; or wrong. `results.md` has a row for each, docs/libraries.md for a library.
+"""
 
 from __future__ import annotations
 
-import json
+import os
 import re
-import sys
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from studies.libraries.attempt import Outcome, attempts_of
-from studies.libraries.environments import ENVIRONMENTS, install, python_of
-from studies.processes import ROOT, NoAnswerError, last_line
+from studies.libraries.attempt import Outcome, attempted, attempts_of
+from studies.libraries.environments import ENVIRONMENTS, RECIPES, install, python_of
+from studies.processes import ROOT, NoAnswerError, answer
+from studies.study import Row, Table
 
 # tune() has 10 s; importing a library, and an epoch, may take some more. What takes longer hangs.
 DEADLINE_S = 120.0
+BAR = "no attempt is wrong"
 RESULTS, PAGE = Path(__file__).with_name("results.md"), ROOT / "docs" / "libraries.md"
 BEGIN, END = "<!-- studies.libraries -->", "<!-- end -->"
 HEAD = "| library | passed to `tune()` | outcome | what it says |\n|---|---|---|---|\n"
@@ -27,13 +41,12 @@ def rows_of(library: str) -> Iterator[str]:
         yield row(library, "-", "-", Outcome("not tried", why_not))
         return
     for number, (what, _) in enumerate(attempts_of(library)[1]):
-        command = "-m", "studies.libraries.attempt", library, str(number)
         try:
-            line = last_line(*command, python=python_of(library), timeout_s=DEADLINE_S, OMP_NUM_THREADS="1")
-            answer = json.loads(line)
-        except (NoAnswerError, json.JSONDecodeError) as error:
-            answer = {"version": "?", "outcome": "wrong", "says": str(error)}
-        yield row(library, answer.pop("version"), what, Outcome(**answer))
+            given = {"python": python_of(library), "timeout_s": DEADLINE_S, "environ": {"OMP_NUM_THREADS": "1"}}
+            made = answer(attempted, **given, library=library, number=number)
+        except (NoAnswerError, ValueError) as error:
+            made = {"version": "?", "outcome": "wrong", "says": str(error)}
+        yield row(library, made.pop("version"), what, Outcome(**made))
 
 
 def row(library: str, version: str, what: str, found: Outcome) -> str:
@@ -74,22 +87,27 @@ def write(kept: dict[str, list[str]]) -> None:
     PAGE.write_text(f"{before}{BEGIN}\n\n{summary(kept)}\n{END}{after}", encoding="utf-8")
 
 
-def main() -> None:
-    asked = sys.argv[1:]
-    if unknown := set(asked) - set(ENVIRONMENTS):
+def recipe(library: str) -> Row:
+    """The test of a recipe in the environment of what it needs."""
+    why_not, status = install(library), 1
+    if not why_not:
+        test = f"tests/integrations/test_recipes.py::test_a_recipe_does_what_it_says[{library}]"
+        command = [python_of(library), "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", test]
+        status = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode
+    return Row({"recipe": library, "says": why_not or f"exit status {status}"}, not status)
+
+
+def rows(*, only: str = "", recipes: bool = False) -> Table:
+    if unknown := {*(asked := only.replace(",", " ").split())} - {*ENVIRONMENTS}:
         raise SystemExit(f"{', '.join(unknown)}: one of {', '.join(ENVIRONMENTS)} would work")
+    if recipes:
+        yield from map(recipe, RECIPES)
+        return
     kept = rows_by_library()
     for library in asked or ENVIRONMENTS:
         kept[library] = []
         for line in rows_of(library):
-            print(line, flush=True)
             kept[library].append(line)
+            cells = re.split(r" (?<!\\)\| ", line.strip("| "))
+            yield Row(dict(zip(("library", "passed", "outcome", "says"), cells, strict=True)), cells[2] != "wrong")
         write(kept)
-    rows = [line for lines in kept.values() for line in lines]
-    wrong = sum("| wrong |" in line for line in rows)
-    print(f"{len(rows)} rows, {wrong} wrong")
-    raise SystemExit(1 if wrong else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,201 @@
+"""Every sentence of `diagnosis.tables`: which case gives it, and that it can be said."""
+
+import re
+import string
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from diagnosis.test_diagnosis import CASES, evidence
+from report.example import ran
+
+from autotune_loader import AutoLoader, LoaderConfig
+from autotune_loader.autoloader import iterator, live
+from autotune_loader.autoloader.births import Births
+from autotune_loader.diagnosis import Advice, Caution, Kept, Undecided, diagnose
+from autotune_loader.diagnosis.tables import Table
+from autotune_loader.tuning.assemble import assembled, choice_of
+from autotune_loader.values import Interval
+from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
+from tests.support.data import Rows
+from tests.support.tuned import simulated_run, simulated_search
+
+ROWS = {f"{table.__name__}.{row.name}": row for table in Table.__subclasses__() for row in table}
+# A case of test_diagnosis.py, and rows that it gives.
+BY_DIAGNOSIS = {
+    "the CPU": "Bottleneck.CPU Fact.CPU_OF_BATCH Fact.WAITS Fact.AT_MOST Advice.CHEAPER_TRANSFORMS",
+    "the CPU beside a step": "Fact.SHARED_CORES",
+    "all cores in use": "Fact.CORES",
+    "a slow stage": "Advice.CHEAPER_STAGE",
+    "a step that was passed": "Caution.CEILING_PASSED Fact.ABOUT",
+    "the step": "Bottleneck.STEP Fact.OF_CEILING Advice.SPEED_UP_STEP",
+    "storage": "Bottleneck.STORAGE Fact.WAITED Advice.LARGER_READS",
+    "a stage that waits": "Fact.STAGE_WAITS",
+    "a core that is waited for": "Bottleneck.CORES Fact.FOR_A_CORE Advice.FEWER_WORKERS",
+    "a core, without workers": "Advice.MORE_CORES",
+    "transfers": "Bottleneck.TRANSFER Fact.RECEIVING Advice.TRANSFER_LESS",
+    "batches without tensors": "Fact.RECEIVING_ONE",
+    "a step beside other processes": "Fact.BUSY",
+    "small batches": "Fact.MUCH Advice.LARGER_BATCHES",
+    "handing over": "Fact.HANDED_OVER Fact.PINNING Advice.AUTOLOADER_TRANSFERS",
+    "the CPU, before handing over": "Fact.WORKERS_AT_MOST",
+    "copies": "Bottleneck.COPY Fact.COPYING Advice.COPY_AHEAD",
+    "memory that ran out": "Bottleneck.MEMORY Fact.RAN_OUT Advice.SMALLER_WORKERS",
+    "shared memory": "Advice.MORE_SHARED_MEMORY",
+    "starting epochs": "Bottleneck.START_UP Advice.KEEP_WORKERS",
+    "in memory": "Bottleneck.IN_MEMORY Advice.BATCHED_FETCH",
+    "another loader": "Bottleneck.LITTLE Advice.LEAVE_IT",
+    "too short": "Bottleneck.TOO_SHORT",
+    "no step": "Bottleneck.NO_STEP Advice.KEEP_ITERATOR",
+    "forked from a process with CUDA": "Fact.FORKED_INITIALIZED Advice.FORKSERVER_BY_AUTOLOADER",
+    "the same, by AutoLoader": "Advice.FORKSERVER",
+    "forked from a large process": "Fact.FORKED_LARGE",
+    "rarely fetches": "Bottleneck.UNCLEAR Fact.FETCHES",
+}
+BY_WORDS = {"Caution.STORAGE_LOST": "the search went on in memory"}  # as a test quotes it
+
+
+@pytest.mark.parametrize(("case", "rows"), BY_DIAGNOSIS.items(), ids=BY_DIAGNOSIS)
+def test_a_case_gives_its_rows(case, rows):
+    said, say = [], Table.__call__
+
+    def noted(row, **figures):
+        said.append(f"{type(row).__name__}.{row.name}")
+        return say(row, **figures)
+
+    with mock.patch.object(Table, "__call__", noted):
+        diagnose(evidence(**CASES[case][1]))
+    assert {*rows.split()} <= {*said}
+
+
+def test_every_row_has_a_case():
+    """It is in the table above, or a test names it, or its `kind`."""
+    given = {row for rows in BY_DIAGNOSIS.values() for row in rows.split()}
+    tests = "\n".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
+    named = {*re.findall(r"[A-Z]\w+\.[A-Z_]+", tests.replace(Path(__file__).read_text(), ""))}
+    own = {name for name, row in ROWS.items() if row in PURE or row in BY_PROCESS}
+    quoted = {name for name, row in ROWS.items() if f'"{row.kind}"' in tests}
+    words = {name for name, its in BY_WORDS.items() if its in tests and its in ROWS[name].value}
+    assert sorted(ROWS.keys() - given - named - own - quoted - words) == []
+
+
+BUSY = SimulatedMachine(neighbours=4.0)
+LOADED = live.live_of(AutoLoader(range(8)), None, allow_workers=True)
+NONE, TWO = LoaderConfig(), LoaderConfig(num_workers=2)
+
+
+def found_with(*, asked=NONE, wait_share=0.5, **measured):
+    """What has been found by a tuner that has measured so much."""
+    tuner = SimpleNamespace(
+        refused=None, asked=asked, best=asked, is_trying=False, gain=None,
+        none_would_be_faster="none_would_be_faster" in measured,
+        measured={each: [ran(each, 100.0, wait_share=wait_share).measurement]
+                  for each in (asked, *measured.get("others", ()))},
+    )  # fmt: skip
+    return replace(LOADED.found, tuner=tuner)
+
+
+def cloneless():
+    LOADED.home = SimpleNamespace(why_not="it has a lock")
+    LOADED.tell(NONE, "spawn")
+    return [LOADED.found.starts_anew]
+
+
+def daemonic():
+    process = SimpleNamespace(daemon=True)
+    with mock.patch("multiprocessing.current_process", return_value=process):
+        return [live.live_of(AutoLoader(range(8)), None, allow_workers=True).found.kept]
+
+
+def failing_later():
+    """A search of which nothing works any more."""
+    clock, machine = FakeClock(), SimulatedMachine()
+    search = simulated_search(
+        SimulatedProbe(machine, clock), simulated_run(machine), clock, budget_s=8.0
+    )
+    belief = SimpleNamespace(
+        choice=search.belief.choice, trials=search.belief.trials, configs=[], rounds=[]
+    )
+    return [choice_of(SimpleNamespace(belief=belief, run=search.run, ended=search.ended))[1]]
+
+
+def kept_workers():
+    clock, machine = FakeClock(), SimulatedMachine(worker_start_s=0.2)
+    run = simulated_run(machine, own=TWO, epoch_batches=20)
+    probe = SimulatedProbe(machine, clock, epoch_batches=20)
+    run = replace(run, may_keep_workers=True)
+    return assembled(simulated_search(probe, run, clock, budget_s=20.0), 1.0).warnings
+
+
+PURE = {
+    Kept.NOT_WAITING: lambda: [found_with(wait_share=0.01).kept],
+    Kept.NOT_FASTER: lambda: [found_with(others=[TWO]).kept],
+    Advice.WITHOUT_WORKERS: lambda: found_with(asked=TWO, none_would_be_faster=True).result.advice,
+    Caution.STARTS_ANEW: cloneless,
+    Kept.DAEMONIC: daemonic,
+    Caution.DISTURBED: lambda: simulated_result(BUSY, budget_s=15.0).warnings,
+    Caution.WORKERS_KEPT: kept_workers,
+    Undecided.FAILS_NOW: failing_later,
+}
+
+
+@pytest.mark.parametrize("row", PURE, ids=str)
+def test_what_is_found_gives_its_row(row):
+    assert any(map(row.said_by, PURE[row]()))
+
+
+class Own:
+    """A batch that cannot be copied."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __deepcopy__(self, memo):
+        raise ValueError("no copy")
+
+
+BY_PROCESS = {  # what is replaced, and by what
+    Kept.NO_GUARD: (iterator, "unguarded_line", lambda: 3, "spawn"),
+    Kept.NOT_BEGUN: (
+        Births,
+        "start",
+        mock.Mock(side_effect=TypeError("no pickle")),
+        "fork",
+    ),
+    Kept.NOT_COMPARED: (iterator, "LOOKS", 2, "fork"),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("row", BY_PROCESS, ids=str)
+def test_a_loader_without_workers_gives_its_row(row, monkeypatch):
+    place, name, value, method = BY_PROCESS[row]
+    monkeypatch.setattr(place, name, value)
+    data = Rows(lambda index: time.sleep(0.004) or index, 4000)
+    loader = AutoLoader(data, batch_size=4, collate_fn=Own, multiprocessing_context=method)
+    for _ in loader:
+        if loader.found.tuner.refused is not None:
+            break
+    assert row.said_by(loader.found.kept)
+
+
+FIGURES = {"share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "rate": 1234.5, "": "words"}
+FIGURES |= {"ratio": Interval(value=2.31, low=2.2, high=2.42, count=4), ".2f": 2.25, ".1f": 12.8}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_every_row_can_be_said_with_its_figures(row):
+    fields = {name: spec or "" for _, name, spec, _ in string.Formatter().parse(row.value) if name}
+    counts = {name: 3 for name, spec in fields.items() if spec.startswith("# ")}
+    known = {name: FIGURES[spec] for name, spec in fields.items() if name not in counts}
+    finding = row(**counts, **known)
+    assert finding.kind == row.name.lower()
+    assert row.said_by(finding)
+    assert not re.search(r"[{}\n]|  ", finding.sentence)
+    assert finding.sentence[-1] in ".:)" or row.value.endswith("}")
+    if fields:
+        with pytest.raises(KeyError):
+            row()
