@@ -1,4 +1,4 @@
-"""What every test of a live loader leaves: no process, no thread, and where it failed nothing that fails the next one."""
+"""What every test of a live loader leaves: no process, and no thread."""
 
 from __future__ import annotations
 

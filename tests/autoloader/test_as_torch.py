@@ -1,5 +1,8 @@
-"""Whatever a script does with a loader, it sees what `DataLoader` shows it: each scenario runs with a plain one, with an
-AutoLoader, and with plain ones under `enable("watch")` and `enable("run")`, which tunes those that ask for no workers, too."""
+"""Whatever a script does with a loader, it sees what `DataLoader` shows it.
+
+Each scenario runs with a plain one, with an AutoLoader, and with plain ones under `enable("watch")`
+and `enable("run")`, which tunes those that ask for no workers, too.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from autotune_loader import AutoLoader, enable
+from tests.support.data import Rows
 from tests.support.schedules import Numbers, Stream
 
 pytestmark = [
@@ -141,17 +145,6 @@ def not_decoded() -> NotDecodedError:
     return NotDecodedError("sample", 7)
 
 
-class Failing(Timed):
-    def __init__(self, make: Callable[[], BaseException]) -> None:
-        super().__init__(40, 0.0)
-        self.make = make
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 13:
-            raise self.make()
-        return super().__getitem__(index)
-
-
 def events(iterator: Any) -> list[Any]:
     """All batches and exceptions until the end."""
     seen: list[Any] = []
@@ -161,24 +154,22 @@ def events(iterator: Any) -> list[Any]:
         except StopIteration:
             return seen
         except Exception as error:
-            seen.append(
-                (
-                    type(error).__name__,
-                    "DataLoader worker process" in str(error),
-                    "sample" in str(error),
-                )
-            )
+            words = ("DataLoader worker process", "sample")
+            seen.append((type(error).__name__, *(each in str(error) for each in words)))
 
 
 def failing(make: Callable[[], BaseException]) -> Callable[[Any, int], Any]:
+    def get(index: int) -> Any:
+        if index == 13:
+            raise make()
+        return torch.tensor([index])
+
     def scenario(base: Any, workers: int) -> Any:
-        loader, seen = base(Failing(make), batch_size=4, num_workers=workers), []
+        loader, seen = base(Rows(get, 40), batch_size=4, num_workers=workers), []
         for _ in range(2):
             iterator = iter(loader)
-            seen += [
-                events(iterator),
-                events(iterator),
-            ]  # a StopIteration of the dataset's own is no end
+            # A StopIteration of the dataset's own is no end.
+            seen += [events(iterator), events(iterator)]
         return seen
 
     return scenario
@@ -193,9 +184,10 @@ def init_fails(base: Any, workers: int) -> Any:
     return events(iter(loader))[:1]
 
 
-OF_LOADER = "batch_size num_workers prefetch_factor pin_memory drop_last timeout dataset persistent_workers in_order"
-OF_LOADER += (
-    " multiprocessing_context _index_sampler _auto_collation _dataset_kind collate_fn generator"
+OF_LOADER = (
+    "batch_size num_workers prefetch_factor pin_memory drop_last timeout dataset in_order "
+    "persistent_workers multiprocessing_context _index_sampler _auto_collation _dataset_kind "
+    "collate_fn generator"
 )
 OF_ITERATOR = "_num_yielded _num_workers _dataset _index_sampler _persistent_workers"
 
@@ -205,11 +197,8 @@ def attributes(base: Any, workers: int) -> Any:
     loader = base(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True, **asked)
     iterator = iter(loader)
     next(iterator), next(iterator)
-    seen = [
-        getattr(of, name)
-        for of, names in ((loader, OF_LOADER), (iterator, OF_ITERATOR))
-        for name in names.split()
-    ]
+    seen = [getattr(loader, name) for name in OF_LOADER.split()]
+    seen += [getattr(iterator, name) for name in OF_ITERATOR.split()]
     seen += [isinstance(iterator, _BaseDataLoaderIter), loader._iterator is iterator, len(iterator)]
     with pytest.raises(TypeError) as raised:
         len(base(Stream(9), num_workers=workers))
@@ -233,7 +222,7 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 
 class Everything(Timed):
-    """Writes to shared memory, asks and changes what its worker is, and notes what its collate function needs."""
+    """Writes to shared memory, asks and changes what its worker is, and notes for its collate."""
 
     __slots__ = ("longest",)
 
@@ -308,8 +297,8 @@ def timeout(base: Any, workers: int) -> Any:
 
 FAILING = [failing(make) for make in (not_decoded, StopIteration)]
 SCENARIOS = [
-    changes_between_epochs, inside_its_own_loop, in_a_thread, infinite, *FAILING, attributes, copies,
-    workers_get_what_is_sent, daemonic, attributes_set_later, timeout,
+    changes_between_epochs, inside_its_own_loop, in_a_thread, infinite, *FAILING, attributes,
+    copies, workers_get_what_is_sent, daemonic, attributes_set_later, timeout,
 ]  # fmt: skip
 
 
@@ -324,17 +313,20 @@ def enabled(verb: Any, scenario: Callable[..., Any], workers: int) -> Any:
         return scenario(DataLoader, workers)
 
 
-@pytest.mark.parametrize("how", ["AutoLoader", "watch", "run"])
-@pytest.mark.parametrize(
+CASES = pytest.mark.parametrize(
     ("scenario", "workers"),
     [*itertools.product(SCENARIOS, (0, 2)), (in_threads_at_once, 0), (init_fails, 2)],
     ids=lambda each: getattr(each, "__qualname__", str(each)).split(".")[0],
 )
+
+
+@pytest.mark.parametrize("how", ["AutoLoader", "watch"])  # "run" is in test_at_length.py
+@CASES
 def test_a_scenario_goes_as_with_dataloader(
     scenario: Callable[..., Any], workers: int, how: str
 ) -> None:
     expected = plain(scenario, workers)
     torch.manual_seed(0)
-    assert (
-        scenario(AutoLoader, workers) if how == "AutoLoader" else enabled(how, scenario, workers)
-    ) == expected
+    is_ours = how == "AutoLoader"
+    seen = scenario(AutoLoader, workers) if is_ours else enabled(how, scenario, workers)
+    assert seen == expected

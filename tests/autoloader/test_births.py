@@ -1,4 +1,4 @@
-"""Workers of `spawn` and `forkserver` are what torch's are, are born once, and nothing of that can go wrong for good."""
+"""Workers of `spawn` and `forkserver` are what torch's are, and are born once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -31,12 +30,8 @@ from tests.support.schedules import FixedLoader, Remade
 pytestmark = pytest.mark.process
 
 SAMPLES = 64
-UNSEEDED, SEEDED, HELD = (
-    np.random.default_rng(),
-    np.random.default_rng(0),
-    {"rng": np.random.default_rng()},
-)
-METHODS = ("spawn", "forkserver")
+UNSEEDED, SEEDED = np.random.default_rng(), np.random.default_rng(0)
+HELD = {"rng": np.random.default_rng()}
 
 
 class Told(Dataset[Any]):
@@ -56,10 +51,8 @@ class Told(Dataset[Any]):
 
 
 def loader_of(data: Any, method: str = "spawn", **arguments: Any) -> AutoLoader[Any]:
-    arguments = {"num_workers": 2, "tune": False, **arguments}
-    return AutoLoader(
-        data, batch_size=4, collate_fn=list, multiprocessing_context=method, **arguments
-    )
+    how: dict[str, Any] = {"num_workers": 2, "tune": False, "multiprocessing_context": method}
+    return AutoLoader(data, batch_size=4, collate_fn=list, **how | arguments)
 
 
 def epoch_of(loader: Any) -> tuple[set[int], list[Any]]:
@@ -89,12 +82,12 @@ class Changing(Told):
         return self.value, self.names[7], inherited()
 
 
-def name_changes(data: Changing, _: pytest.MonkeyPatch) -> None:
-    data.names[7] = "other"
+def name_changes(rows: Changing, _: pytest.MonkeyPatch) -> None:
+    rows.names[7] = "other"
 
 
-def value_changes(data: Changing, _: pytest.MonkeyPatch) -> None:
-    data.value = 1
+def value_changes(rows: Changing, _: pytest.MonkeyPatch) -> None:
+    rows.value = 1
 
 
 def process_changes(_: Changing, patch: pytest.MonkeyPatch) -> None:
@@ -109,14 +102,13 @@ def preparation_changes(_: Changing, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys, "argv", ["other"])
 
 
+CHANGES = [name_changes, value_changes, process_changes, preparation_changes]
+
+
 @pytest.fixture
 def process_is_put_back() -> Iterator[None]:
-    cores, limit, mask = (
-        os.sched_getaffinity(0),
-        resource.getrlimit(resource.RLIMIT_CORE),
-        os.umask(0),
-    )
-    os.umask(mask)
+    cores, limit = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_CORE)
+    os.umask(mask := os.umask(0))
     yield
     os.umask(mask)
     os.sched_setaffinity(0, cores)
@@ -124,25 +116,19 @@ def process_is_put_back() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_is_put_back")
-@pytest.mark.parametrize(
-    "change", [name_changes, value_changes, process_changes, preparation_changes]
-)
-def test_a_nursery_is_kept_until_something_changes(
-    change: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = Changing()
-    loader, processes, kept = loader_of(data), set[int](), set[int]()
-    for _ in range(3):
+def test_a_nursery_is_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Changing()
+    loader, processes, nurseries = loader_of(rows), set[int](), list[int]()
+    for change in [None, None, *CHANGES]:
+        if change is not None:
+            change(rows, monkeypatch)
         now, told = epoch_of(loader)
         assert not now & processes  # workers are new in each epoch, as torch's
         processes |= now
-        kept.add(nursery_of(loader).pid)
-        assert set(told) == {(0, "image_7", inherited())}
-    assert len(kept) == 1
-    change(data, monkeypatch)
-    _, told = epoch_of(loader)
-    assert set(told) == {(data.value, data.names[7], inherited())}
-    assert nursery_of(loader).pid not in kept
+        nurseries.append(nursery_of(loader).pid)
+        assert set(told) == {(rows.value, rows.names[7], inherited())}
+    assert nurseries[0] == nurseries[1]
+    assert len(set(nurseries)) == 1 + len(CHANGES)
 
 
 ROWS = """
@@ -157,7 +143,7 @@ class Rows(Told):
 """
 
 
-def test_what_a_nursery_had_to_import_its_root_imports_for_the_next_ones(
+def test_what_a_nursery_imports_its_root_imports_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows_of_births.py").write_text(ROWS)
@@ -172,27 +158,38 @@ def test_what_a_nursery_had_to_import_its_root_imports_for_the_next_ones(
     assert second == third == {Root.latest.pid}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_root_serves_all_loaders_and_further_workers_are_clones(method: str) -> None:
+class Counted(Told):
+    """Counts how often it is pickled, and shares memory with workers."""
+
+    def __init__(self) -> None:
+        self.pickled, self.value = 0, 7
+        self.shared = torch.zeros(SAMPLES).share_memory_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.pickled += 1
+        return self.__dict__
+
+    def __getitem__(self, index: int) -> tuple[int, int, Any]:
+        self.shared[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_root_serves_all_loaders_and_workers_are_clones(method: str) -> None:
     roots = set[int]()
     for _ in range(2):
-        loader = FixedLoader(
-            Told(),
-            batch_size=4,
-            collate_fn=list,
-            num_workers=2,
-            multiprocessing_context=method,
-            timeout=30,
-        )
+        data = Counted()
+        how = {"multiprocessing_context": method, "timeout": 30, "collate_fn": list}
+        loader = FixedLoader(data, batch_size=4, num_workers=2, **how)
         iterator = iter(loader)
         rows = list(next(iterator))
         loader.change_to(LoaderConfig(num_workers=4))
-        began = time.monotonic()
         rows += next(iterator)
-        assert len(iterator._workers) == 4
-        assert time.monotonic() - began < 5  # no imports
+        assert len(iterator._workers) == 4  # without imports, which take longer than a batch
         rows += [row for batch in iterator for row in batch]
         assert [index for index, *_ in rows] == list(range(SAMPLES))
+        assert data.pickled == 1
+        assert data.shared.tolist() == [1.0] * SAMPLES
         assert loader._live.home.why_not is None
         roots.add(id(Root.latest))
     assert len(roots) == 1
@@ -205,7 +202,7 @@ class Drawing(Told):
         return tuple(float(each.random()) for each in (UNSEEDED, self.rng, HELD["rng"], SEEDED))
 
 
-def test_generators_without_a_seed_differ_between_workers_as_in_new_processes() -> None:
+def test_generators_without_a_seed_differ_between_workers() -> None:
     loader = loader_of(Drawing())
     rows = [row for batch in loader for row in batch]
     firsts = {process: told for _, process, told in reversed(rows)}
@@ -222,13 +219,13 @@ class Stream(IterableDataset[Any]):
         return (self.source() for _ in range(4))
 
 
-def test_generators_that_a_dataset_makes_where_it_is_unpickled_differ_too() -> None:
+def test_generators_made_by_unpickling_differ_between_workers() -> None:
     loader = AutoLoader(Stream(), batch_size=None, num_workers=2, multiprocessing_context="spawn")
     drawn = [float(each) for _ in range(2) for each in loader]
     assert len(set(drawn)) == len(drawn) == 16
 
 
-def test_a_fork_of_the_training_has_a_nursery_of_its_own() -> None:
+def test_a_fork_has_a_nursery_of_its_own() -> None:
     loader = loader_of(Changing())
     epoch_of(loader)
     if not (pid := os.fork()):
@@ -248,9 +245,8 @@ class StartsThread(Told):
         self.value = 0  # else there is no state to set
 
     def __setstate__(self, _: Any) -> None:
-        threading.Thread(
-            target=time.sleep, args=(1000,), daemon=True, name="of-the-dataset"
-        ).start()
+        how: Any = {"args": (1000,), "daemon": True, "name": "of-the-dataset"}
+        threading.Thread(target=time.sleep, **how).start()
 
 
 class OpensSocket(StartsThread):
@@ -275,30 +271,21 @@ class ReadsFile(Told):
         return self.value
 
 
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (StartsThread(), "start threads (of-the-dataset)"),
-        (OpensSocket(), "open a socket"),
-        (ReadsFile(), None),
-    ],
-    ids=["thread", "socket", "file"],
-)
-def test_what_clones_would_share_is_told_and_workers_start_as_torchs(
-    data: Any, why: str | None
-) -> None:
-    loader = loader_of(data)
-    epoch_of(loader)
-    told = loader.report()
-    if why is None:
-        assert loader._live.home.why_not is None
-        assert "anew" not in told
-    else:
-        assert why in loader._live.home.why_not
-        assert why in " ".join(told.split())
+SHARED = [
+    (StartsThread, "start threads (of-the-dataset)", True),
+    (OpensSocket, "open a socket", True),
+    (ReadsFile, "anew", False),
+]  # fmt: skip
 
 
-def test_memory_that_is_shared_by_name_has_no_nursery() -> None:
+@pytest.mark.parametrize(("make", "why", "is_told"), SHARED)
+def test_what_clones_would_share_is_told(make: Any, why: str, is_told: bool) -> None:
+    loader = loader_of(make())
+    epoch_of(loader)  # by workers that start as torch's
+    assert (why in " ".join(loader.report().split())) is is_told
+
+
+def test_memory_shared_by_name_has_no_nursery() -> None:
     was = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -319,7 +306,7 @@ class Writes(Told):
         return self.value
 
 
-def test_a_pipe_of_the_dataset_ends_with_the_workers() -> None:
+def test_a_pipe_of_the_dataset_ends_with_workers() -> None:
     reader, writer = multiprocessing.Pipe(duplex=False)
     loader = loader_of(Writes(writer))
     for _ in range(2):
@@ -343,53 +330,16 @@ class Refuses(Told):
 
 
 def test_errors_are_those_of_torch() -> None:
-    local = Told()
-    local.function = lambda: 1  # type: ignore[attr-defined]
-    with pytest.raises(
-        (AttributeError, TypeError, pickle.PicklingError), match=r"local object|pickle"
-    ):
+    local: Any = Told()
+    local.function = lambda: 1
+    errors = (AttributeError, TypeError, pickle.PicklingError)
+    with pytest.raises(errors, match=r"local object|pickle"):
         epoch_of(loader_of(local))
-    with pytest.raises(
-        RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 1"
-    ):
+    says = r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 1"
+    with pytest.raises(RuntimeError, match=says):
         epoch_of(loader_of(Refuses()))
 
 
-@pytest.mark.parametrize(
-    ("method", "victim"),
-    [
-        ("spawn", "root"),
-        ("spawn", "nursery"),
-        ("spawn", "worker"),
-        ("spawn", "all"),
-        ("forkserver", "all"),
-    ],
-)
-def test_whoever_is_killed_nothing_is_lost(method: str, victim: str) -> None:
-    loader = loader_of(Told(), method, num_workers=3)
-    for _ in range(2):
-        rows = []
-        for number, batch in enumerate(loader):
-            rows += batch
-            if number == 2:
-                root: Any = Root.latest
-                pids = {"root": root.pid, "nursery": nursery_of(loader).pid, "worker": batch[0][1]}
-                for pid in pids.values() if victim == "all" else [pids[victim]]:
-                    os.kill(pid, signal.SIGKILL)
-        assert [index for index, *_ in rows] == list(range(SAMPLES))
-    epoch_of(loader)
-    assert loader._live.home.why_not is None
-
-
-@pytest.fixture
-def undecided() -> Iterator[None]:
-    was = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method(None, force=True)
-    yield
-    multiprocessing.set_start_method(was, force=True)
-
-
-@pytest.mark.usefixtures("undecided")
 def test_imports_begin_with_the_loader_and_decide_nothing() -> None:
     Root.latest = None
     AutoLoader(Told(), num_workers=0)
@@ -431,14 +381,16 @@ class Data:
             self.event.set()
         product = torch.ones(400, 400) @ torch.ones(400, 400)  # with the threads that a worker has
         return {
-            "name": process.name, "identity": process._identity, "kind": type(process).__name__,
-            "daemon": process.daemon, "main": sys.modules["__main__"].__name__, "class": Data.__module__,
-            "method": mp.get_start_method(allow_none=True), "parent": parent.name, "parent pid": parent.pid == TRAINING,
-            "parent lives": parent.is_alive(), "id": info.id, "workers": info.num_workers, "seed": info.seed is not None,
-            "threads": torch.get_num_threads(), "interrupt": str(signal.getsignal(signal.SIGINT)),
-            "stdin": os.fstat(sys.stdin.fileno()).st_rdev, "arguments": sys.argv[1:], "folder": os.getcwd(),
-            "product": float(product[0, 0]), "imported here": AT_IMPORT == os.getpid(), "path": sys.path,
-            "children": len(mp.active_children()), "standard": sys.stdout.fileno(),
+            "name": process.name, "identity": process._identity, "daemon": process.daemon,
+            "kind": type(process).__name__, "main": sys.modules["__main__"].__name__,
+            "class": Data.__module__, "method": mp.get_start_method(allow_none=True),
+            "parent": parent.name, "parent pid": parent.pid == TRAINING,
+            "parent lives": parent.is_alive(), "id": info.id, "workers": info.num_workers,
+            "seed": info.seed is not None, "threads": torch.get_num_threads(),
+            "interrupt": str(signal.getsignal(signal.SIGINT)), "arguments": sys.argv[1:-1],
+            "stdin": os.fstat(sys.stdin.fileno()).st_rdev, "folder": os.getcwd(),
+            "product": float(product[0, 0]), "standard": sys.stdout.fileno(), "path": sys.path,
+            "imported here": AT_IMPORT == os.getpid(), "children": len(mp.active_children()),
         }
 
 TRAINING = int(os.environ.setdefault("TRAINING", str(os.getpid())))
@@ -449,43 +401,30 @@ def main():
     data = Data(mp.get_context(method))
     options = {"tune": False} if kind == "AutoLoader" else {}
     loader = globals()[kind](data, batch_size=4, num_workers=2, collate_fn=list, **options)
-    rows = [batch[0] for _ in range(2) for batch in loader]
-    print(json.dumps([rows, data.value.value, data.shared.tolist(), data.queue.get(timeout=10), data.event.is_set(), data.own]))
+    rows = [batch[0] for batch in loader]
+    shared = [data.value.value, data.shared.tolist(), data.queue.get(timeout=10)]
+    print(json.dumps([rows, *shared, data.event.is_set(), data.own]))
 
 if __name__ == "__main__":
     main()
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_worker_is_what_torchs_is(method: str, tmp_path: Path) -> None:
-    script = tmp_path / "fields.py"
+def differing(method: str, folder: Path) -> set[str]:
+    """In what workers of AutoLoader differ from those of DataLoader."""
+    script, told = folder / "fields.py", dict[str, Any]()
     script.write_text(FIELDS)
-    found = {}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: Any = {"capture_output": True, "text": True, "timeout": 100, "check": True}
     for kind in ("DataLoader", "AutoLoader"):
         command = [sys.executable, "-W", "ignore", str(script), method, kind]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        output = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=100, check=True
-        )
-        rows, *shared = json.loads(output.stdout)
-        found[kind] = (
-            [
-                {
-                    name: value
-                    for name, value in row.items()
-                    if (name, value) != ("arguments", [method, kind])
-                }
-                for row in rows
-            ],
-            shared,
-        )
-    (torchs, their_own), (ours, our_own) = found["DataLoader"], found["AutoLoader"]
-    assert our_own == their_own
-    differing = {
-        name
-        for one, other in zip(torchs, ours, strict=True)
-        for name in one
-        if one[name] != other[name]
-    }
-    assert differing <= {"imported here"}  # Python 3.14's fork server has imported the script, too
+        told[kind] = json.loads(subprocess.run(command, env=environment, **pipes).stdout)
+    (torchs, *shared), (ours, *our_shared) = told.values()
+    assert our_shared == shared
+    both = list(zip(torchs, ours, strict=True))
+    return {name for one, other in both for name in one if one[name] != other[name]}
+
+
+def test_a_worker_is_what_torchs_is(tmp_path: Path) -> None:
+    # Clones of the root have not imported the script. The fork server is in test_at_length.py.
+    assert differing("spawn", tmp_path) <= {"imported here"}

@@ -1,4 +1,4 @@
-"""Memory that is pinned where it lies, on a driver that does what it is told: nothing is unmapped before devices are done."""
+"""Memory that is pinned where it lies: nothing is unmapped before devices are done with it."""
 
 # ruff: noqa: N802 - the driver's names
 
@@ -20,7 +20,7 @@ OK, NOT_READY, REFUSED = 0, 600, 801
 
 
 class Driver:
-    """libcuda.so.1 of one device in use: what was registered, which events were recorded, and whether they are passed."""
+    """libcuda.so.1 of one device in use, which does what it is told."""
 
     def __init__(self) -> None:
         self.registered, self.recorded, self.passed = set[int](), list[int](), set[int]()
@@ -88,9 +88,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def test_what_is_forgotten_is_unmapped_once_devices_are_done_and_never_where_the_driver_keeps_it(
-    driver: Driver,
-) -> None:
+def test_forgotten_memory_is_unmapped_once_devices_are_done(driver: Driver) -> None:
     pinner, unmapped = Pinner(), list[int]()
     page = set(driver.registered)  # its own
     for address in (4096, 8192, 12288):
@@ -98,11 +96,13 @@ def test_what_is_forgotten_is_unmapped_once_devices_are_done_and_never_where_the
     for address in (4096, 8192):
         pinner.forget(address, lambda address=address: unmapped.append(address))  # type: ignore[misc]
     pinner.sweep()
-    assert (unmapped, driver.registered - page) == ([], {4096, 8192, 12288})
+    assert unmapped == []
+    assert driver.registered - page == {4096, 8192, 12288}
     driver.pass_all()
     pinner.sweep()
-    assert (unmapped, driver.registered - page) == ([4096, 8192], {12288})
-    driver.unregister = REFUSED
+    assert unmapped == [4096, 8192]
+    assert driver.registered - page == {12288}
+    driver.unregister = REFUSED  # WHERE the driver keeps it THEN it stays mapped
     pinner.forget(12288, lambda: unmapped.append(12288))
     pinner.sweep()
     driver.pass_all()
@@ -111,9 +111,7 @@ def test_what_is_forgotten_is_unmapped_once_devices_are_done_and_never_where_the
     assert driver.depth == 0
 
 
-def test_events_are_used_again_whether_a_fence_was_passed_or_dropped_or_refused(
-    driver: Driver,
-) -> None:
+def test_events_are_reused_whatever_became_of_their_fence(driver: Driver) -> None:
     pinner = Pinner()
     for number in range(20):
         driver.record = REFUSED if number % 3 == 0 else OK
@@ -128,9 +126,7 @@ def test_events_are_used_again_whether_a_fence_was_passed_or_dropped_or_refused(
     assert driver.made == 1
 
 
-def test_nothing_more_is_pinned_where_fences_are_refused_again_and_again_or_in_another_thread(
-    driver: Driver,
-) -> None:
+def test_nothing_is_pinned_where_no_fence_can_come(driver: Driver) -> None:
     pinner, elsewhere = Pinner(), list[bool]()
     thread = threading.Thread(target=lambda: elsewhere.append(pinner.pin(4096, 4096)))
     thread.start()
@@ -159,11 +155,11 @@ def test_nothing_more_is_pinned_where_fences_are_refused_again_and_again_or_in_a
 )
 def test_torchs_thread_pins_where_the_driver_cannot(
     driver: Driver,
-    monkeypatch: pytest.MonkeyPatch,
     asked: Any,
     broken: Any,
     cuda: Any,
     is_pinned: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -174,7 +170,7 @@ def test_torchs_thread_pins_where_the_driver_cannot(
     assert driver.made == 0 or not cuda  # nothing was asked
 
 
-def test_a_context_that_training_makes_later_is_used_by_the_next_loop(
+def test_a_context_made_later_serves_the_next_loop(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pinning, "_pinner", functools.lru_cache(maxsize=1)(pinning._pinner))
