@@ -40,7 +40,7 @@ MODULES = (
         "optuna.storages.journal",
         "pandas",
     ),
-    *("rich.progress", "rich.table", "autotune_loader.tuning.tune", "autotune_loader.tuning.study"),
+    *("autotune_loader.tuning.tune", "autotune_loader.tuning.study"),
 )
 FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate", "datasets")
 STARTS_PROBES = "autotune_loader.bursts.parent"
@@ -105,6 +105,15 @@ class Forks:
         return self._fork(
             {"argv": argv, "folder": str(folder), "environ": environ, "probes": probes}, stream, ()
         )
+
+    def ran(
+        self, text: str, *argv: str, folder: Path, code: int = 0, timeout: float = 100, **how: Any
+    ) -> str:
+        """What a script of this text has printed, which ended with this code."""
+        (folder / "train.py").write_text(text, encoding="utf-8")
+        run = self.start("train.py", *argv, folder=folder, **how)
+        assert run.wait(timeout) == code, run.output
+        return run.output
 
     def Popen(  # noqa: N802
         self,

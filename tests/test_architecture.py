@@ -9,15 +9,14 @@ import sys
 from collections import Counter
 
 import pytest
+from packaging.requirements import Requirement
 
 import autotune_loader
 from tests.sizes import FLOORS, PACKAGE, PAGE, named_by_doors, page_with, tree
 
 MOST_MODULES, MOST_NAMES = 12, 25
-# What costs start-up time and is needed only by those who tune.
-LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
-# Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
-# nobody else may enter.
+# Where bytes become objects: all of them come from our own processes, through memory, a file
+# without a name or a folder that nobody else may enter.
 UNPICKLING = {
     "watch/others.py": {"loads"},
     "bursts/packing.py": {"loads"},
@@ -128,17 +127,41 @@ def test_nothing_is_unpickled_from_disk_or_run_as_code():
     assert found == UNPICKLING
 
 
-def modules_after(statement: str) -> set[str]:
-    """Names in `sys.modules` of a fresh interpreter that ran `statement`."""
-    script = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+@pytest.mark.process
+def test_nothing_heavy_is_imported_by_the_package_or_its_help():
+    """What costs start-up time is what the package depends on, and what it draws with."""
+    needed = [Requirement(each) for each in importlib.metadata.requires("autotune-loader") or ()]
+    heavy = {each.name for each in needed if "extra" not in str(each.marker)} | {"matplotlib"}
+    found = importlib.metadata.packages_distributions().items()
+    modules = {module for module, names in found if heavy.intersection(names)}
+    assert modules >= {"torch", "numpy", "optuna", "pandas", "PIL", "pynvml", "matplotlib"}
+    script = "import json, sys; from autotune_loader.cli import main; main(['--help'])"
+    script += "; print(json.dumps([*sys.modules]))"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    assert modules.isdisjoint(json.loads(done.stdout.splitlines()[-1]))
+
+
+NEWER = """
+import importlib, pathlib, sys, typing
+from torch.utils.data import DataLoader
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "autotune_loader"]:
+    del sys.modules[name]
+DataLoader.__parameters__ += (typing.TypeVar("Collated"),)  # as it is after pytorch#179707
+try:
+    DataLoader[int]
+except TypeError:
+    print("NEWER")
+for path in map(pathlib.Path, sys.argv[1:]):
+    importlib.import_module(".".join(path.with_suffix("").parts))
+from autotune_loader import AutoLoader
+print(AutoLoader.__parameters__, [*AutoLoader(range(4), batch_size=2, num_workers=0)])
+"""
 
 
 @pytest.mark.process
-def test_importing_the_package_or_asking_for_help_leaves_heavy_dependencies_alone() -> None:
-    by_torch = modules_after("import torch")  # which may change with its version
-    assert (modules_after("import autotune_loader") - by_torch).isdisjoint(LAZY)
-    assert modules_after("from autotune_loader.cli import main; main(['--help'])").isdisjoint(
-        {*LAZY, "torch", "PIL"}
-    )
+def test_a_dataloader_of_two_type_parameters_breaks_no_import(preloaded, tmp_path):
+    paths = [path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("[!_]*.py")]
+    modules = [str(path) for path in paths if path.name != "sitecustomize.py"]
+    output = preloaded.ran(NEWER, *modules, folder=tmp_path)
+    assert output == "NEWER\n(+T_co,) [tensor([0, 1]), tensor([2, 3])]\n"
