@@ -7,7 +7,7 @@ OTHER := build/$(notdir $(PYTHON))-torch-$(TORCH)
 QUIETLY := --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test quick coverage acceptance docs gpu libraries torch dist clean
+.PHONY: help venv demo check test all rest quick coverage mutants acceptance docs gpu libraries torch dist clean
 MAKEFLAGS += --no-print-directory
 
 help: ## show this list
@@ -24,15 +24,25 @@ check: $(INSTALLED) ## lint, format, types, layers, circles between files
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo
 
-# The documentation is built by one of the tests, beside the others. Three at a time: on two cores many wait.
-test: check ## check, then every test but acceptance: units, processes, and the system with its documentation
-	@$(BIN)/python -m pytest -n 3 -m "not acceptance" --durations=15 -r fER
+# More at a time than there are cores: many wait.
+test: check ## check, then units, processes, and five seconds of each framework, of ranks and of each page
+	@$(BIN)/python -m pytest -n 4 -m "unit or process or smoke" --durations=15 -r fER
+
+all: test rest ## test, then the rest of the system, and the claims of README on this machine
+
+rest: $(INSTALLED) ## what `make all` has beyond `make test`
+	@$(BIN)/python -m pytest -n 3 -m "system and not smoke" --durations=15 -r fER
+	@$(BIN)/python -m studies live.transfer --quick
+	@$(BIN)/python -m studies live.never_slower --quick
 
 quick: $(INSTALLED) ## the unit tests: under a minute
 	@$(BIN)/python -m pytest -m unit
 
 coverage: $(INSTALLED) ## branches of the package that unit and process tests run; what a probe's own process runs does not count
-	@$(BIN)/python -m pytest -n 3 -m "unit or process" --cov --cov-report=term:skip-covered
+	@$(BIN)/python -m pytest -n 4 -m "unit or process" --cov --cov-report=term:skip-covered
+
+mutants: $(INSTALLED) ## change random lines of each room and print how many of the changes no unit test notices (ROOMS="search" SEED=1)
+	@$(BIN)/python -m tests.mutants $(ROOMS) $(if $(SEED),--seed $(SEED))
 
 acceptance: $(INSTALLED) ## many simulated searches: how good the choices are, and how true the twin is
 	@$(BIN)/python -m pytest -m acceptance --durations=15
@@ -46,7 +56,7 @@ torch: ## unit and process tests with another torch, in an environment of its ow
 	@grep -vE '^(torch|sympy)==' constraints.txt > $(OTHER)/constraints.txt
 	@$(OTHER)/bin/python -m pip install $(QUIETLY) -c $(OTHER)/constraints.txt 'torch==$(TORCH)' -e '.[dev]'
 	@$(OTHER)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
-	@$(OTHER)/bin/python -m pytest -n 3 -m "unit or process"
+	@$(OTHER)/bin/python -m pytest -n 4 -m "unit or process"
 
 dist: ## build wheel and sdist, check their metadata, install the wheel alone in a fresh environment, run its demo
 	@rm -rf dist build/release build/wheel

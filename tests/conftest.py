@@ -1,8 +1,8 @@
 """The kinds of tests (see CONTRIBUTING.md), and what every one of them may rely on.
 
-A file's kind stands at its top (`pytestmark = pytest.mark.process`), or at the few tests that differ from its others. A test
-with real workers and clocks that fails is run once more, and named at the end as rerun: among five hundred of them a busy
-machine trips one now and then. A unit test never is, nor one of `autoloader`.
+A file's kind stands at its top (`pytestmark = pytest.mark.process`), or at the few tests that
+differ from its others. No test is run twice, but for those few that say why at the test
+(`pytest.mark.rerun("the reason")`): they are counted, and more than two reruns fail the whole run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,8 @@ IMPORT_FRAMEWORKS = (
     "test_accelerate_tunes",
     "frameworks.md]",
 )
+MOST_NAMED = 10  # tests that may be run once more
+MOST_RERUNS = 2  # of them in one run
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -192,21 +194,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not any(item.get_closest_marker(kind) for kind in KINDS):
             item.add_marker(pytest.mark.unit)
-        elif "/autoloader/" in item.nodeid:
-            pass  # no test of this room is run twice to turn green
-        elif not item.get_closest_marker("acceptance") and config.pluginmanager.hasplugin(
-            "rerunfailures"
-        ):
+        if item.get_closest_marker("rerun") and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
         item.add_marker(pytest.mark.xdist_group(_group_of(item)))
-    # Longest first, so that no long one is left alone at the end: the frameworks, which are one group, then kind by kind.
-    ranks = {kind: rank for rank, kind in enumerate(LONGEST_FIRST)}
-    items.sort(
-        key=lambda item: (
-            _group_of(item) != "frameworks",
-            min(ranks.get(each.name, 9) for each in item.iter_markers()),
-        )
-    )
+    check_reruns(item for item in items if item.get_closest_marker("rerun"))
+    # Longest first, so that no long one is left alone at the end.
+    items.sort(key=_rank)
     if marked := [item for item in items if item.get_closest_marker("gpu")]:
         import torch  # only when a test asks: the rest of the suite may not need it
 
@@ -214,10 +207,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
 
 
+def _rank(item: pytest.Item) -> tuple[bool, int]:
+    """The frameworks, which are one group, then kind by kind."""
+    kinds = [mark.name for mark in item.iter_markers() if mark.name in LONGEST_FIRST]
+    return _group_of(item) != "frameworks", min(map(LONGEST_FIRST.index, kinds))
+
+
+def check_reruns(items: Iterable[pytest.Item]) -> None:
+    """Raises a UsageError where a rerun has no reason, or more tests have one than may."""
+    names = {item.nodeid.partition("[")[0]: item.get_closest_marker("rerun") for item in items}
+    for name, mark in names.items():
+        if not (mark and mark.args and isinstance(mark.args[0], str)):
+            raise pytest.UsageError(f"{name} is marked rerun without a reason")
+    if len(names) > MOST_NAMED:
+        raise pytest.UsageError(f"{len(names)} tests are marked rerun, {MOST_NAMED} may be")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    count = len(terminalreporter.stats.get("rerun", ()))
+    terminalreporter.write_line(f"reruns: {count}, of {MOST_RERUNS} that may be")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and len(reporter.stats.get("rerun", ())) > MOST_RERUNS:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def _group_of(item: pytest.Item) -> str:
-    """What runs in one worker: a file; all that imports the frameworks, which takes ten seconds each time; and all on the
-    simulated accelerator, which has a preloaded Python of its own.
+    """What runs in one worker: a file; all that imports the frameworks, which takes ten seconds
+    each time; and all on the simulated accelerator, which has a preloaded Python of its own.
     """
+    if mark := item.get_closest_marker("xdist_group"):
+        return str(mark.args[0])
     if any(name in item.nodeid for name in IMPORT_FRAMEWORKS):
         return "frameworks"
     return "simulated" if "simulated" in getattr(item, "fixturenames", ()) else item.path.name
