@@ -15,8 +15,9 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import autotune_loader
 import pytest
+
+import autotune_loader
 from autotune_loader import AutoLoader, Comparison, LoaderConfig, TuningResult, tune
 from autotune_loader.cli.parser import Command
 from autotune_loader.results.record import FILE_ONLY, NOT_IN_FILE
@@ -191,6 +192,7 @@ for epoch in range(2):
 """
 
 
+@pytest.mark.system
 @pytest.mark.smoke
 def test_the_commands_of_the_readme_run_as_printed(preloaded, tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -213,6 +215,7 @@ def test_the_targets_of_the_readme_do_what_it_says():
         assert does in subprocess.check_output(["make", "-n", target], cwd=ROOT, text=True)
 
 
+@pytest.mark.system
 @pytest.mark.smoke
 def test_the_documentation_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
@@ -259,6 +262,7 @@ def build():
     return runpy.run_path(str(ROOT / "notebooks" / "build.py"))
 
 
+@pytest.mark.system
 @pytest.mark.smoke
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_a_notebook_is_what_its_script_makes(notebook, build):
