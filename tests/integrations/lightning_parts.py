@@ -6,6 +6,13 @@ from torch.utils.data import DataLoader
 
 from tests.integrations.job import Classifier
 
+QUIET = {
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
 
 class Module(lightning.LightningModule):
     def __init__(self):
