@@ -8,7 +8,7 @@ from tests.support import SimulatedMachine, on_simulated_machines
 
 @pytest.fixture(autouse=True)
 def torch_hears_of_dead_workers():
-    """Lightning's `fit()` takes torch's handler away for good: later tests would hear seconds late."""
+    """Lightning's `fit()` takes torch's handler away for good: tests after it hear late."""
     before, was_set = signal.getsignal(signal.SIGCHLD), _utils.signal_handling._SIGCHLD_handler_set
     yield
     signal.signal(signal.SIGCHLD, before)

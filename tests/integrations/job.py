@@ -10,7 +10,7 @@ SIZE, BATCH, EPOCHS = 960, 16, 3
 
 
 class Waiting(Dataset):
-    """Samples that are waited for, so that more than two workers are worth it: (x, label, index)."""
+    """Samples that are waited for, so that workers are worth it: (x, label, index)."""
 
     def __init__(self, size=SIZE, seconds=0.004):
         self.size, self.seconds = size, seconds
@@ -46,7 +46,7 @@ def collate(samples):
 
 
 def assert_changed(loader, seen):
-    """It changed its workers between two batches of an epoch, and every sample came once an epoch."""
+    """Workers came between two batches of an epoch, and every sample came once an epoch."""
     by_workers = {row.worker >= 0 for row in loader.log.rows}
     assert by_workers == {True, False}
     assert len(seen) == SIZE * EPOCHS

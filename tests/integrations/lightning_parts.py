@@ -1,4 +1,4 @@
-"""A module and its data for Lightning, whose import takes seconds: tests import this file when they run."""
+"""A module and its data for Lightning; the import takes seconds: tests do it when they run."""
 
 import lightning.pytorch as lightning
 import torch

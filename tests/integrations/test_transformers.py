@@ -191,7 +191,11 @@ def test_the_loss_of_trials_is_the_trainers(trainer_of, trial_of, kind, smoothin
     ("fields", "kind", "says"),
     [
         ({"gradient_accumulation_steps": 4}, "Trainer", r"args\.gradient_accumulation_steps=4"),
-        ({"use_liger_kernel": True}, "Trainer", "liger_kernel=True"),
+        (
+            {"use_liger_kernel": True, "gradient_accumulation_steps": 2},
+            "Trainer",
+            "liger_kernel=True, .*=2",
+        ),
         ({}, "Stepping", "own training_step; a train_step= that does it would work"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Trainers and a model for them; the import takes seconds: tests import this file when they run."""
+"""Trainers and a model for them; the import takes seconds: tests do it when they run."""
 
 import torch
 import transformers

@@ -174,12 +174,13 @@ def test_a_name_that_is_not_there_is_found(code, error):
 
 
 @pytest.mark.system
+@pytest.mark.timeout(300)  # the page of frameworks imports them for its bursts, too
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, tmp_path, preloaded):
     found = blocks(page)
     given = FRAGMENTS.split("# BLOCK") if page.stem == "frameworks" else [""] * len(found)
     code = "".join(f"{first}\n{block}\n" for first, block in zip(given, found, strict=True))
-    preloaded.ran(PRELUDE + code, folder=tmp_path, probes=True)
+    preloaded.ran(PRELUDE + code, folder=tmp_path, probes=True, timeout=280)
 
 
 TRAIN = """
@@ -294,11 +295,14 @@ def warm_kernel(preloaded, monkeypatch, tmp_path):
 
 
 @pytest.mark.system
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 @pytest.mark.usefixtures("warm_kernel")
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client: sockets, event loops
 def test_a_notebook_runs(notebook, tmp_path, build):
     made = build["make"](notebook)
+    for cell in made.cells:
+        cell.source = cell.source.replace("for epoch in range(8)", "for epoch in range(3)")
     made.cells.insert(0, build["CODE"](BRIEFLY))
-    build["run"](made, tmp_path, timeout_s=100)
+    build["run"](made, tmp_path, timeout_s=200)
     assert (tmp_path / "loader.json").exists()
