@@ -141,4 +141,4 @@ def test_a_recipe_does_what_it_says(name, version, block, preloaded, tmp_path):
     (tmp_path / "hydra.yaml").write_text(CONFIG)
     mark = re.compile("^( *)# BLOCK\n", re.MULTILINE)
     script = mark.sub(lambda found: textwrap.indent(block, found[1]), SCRIPTS[name])
-    preloaded.ran(COMMON + script, folder=tmp_path, timeout=200)
+    preloaded.ran(COMMON + script, folder=tmp_path, timeout=200, probes=True)

@@ -45,7 +45,7 @@ def with_a_trainer(folder):
     arguments = parts.transformers.TrainingArguments(str(folder), **fields)
     model, data = Classifier(), {"train_dataset": TRAIN, "eval_dataset": TEST}
     trainer = parts.Trainer(model, arguments, data_collator=collate, **data)
-    trainer.train()  # HERE Waiting Waiting
+    trainer.train()  # HERE Waiting Waiting Waiting
     return weights(model)
 
 
