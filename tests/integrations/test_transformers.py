@@ -229,6 +229,23 @@ def test_what_accelerate_has_prepared_changes_while_training(trainer_of):
     assert_changed(trainer.callback_handler.train_dataloader.base_dataloader, trainer.model.seen)
 
 
+def test_a_trainer_whose_choice_is_no_worker_prefetches_nothing(trainer_of, monkeypatch):
+    none = TuningResult(best=LoaderConfig(), status="complete")
+    monkeypatch.setattr(integration, "tune", lambda *_, **__: none)
+    workers = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 4}
+    trainer = trainer_of(FEW, dataloader_persistent_workers=True, **workers)
+    tune_trainer(trainer)
+    assert trainer.args.dataloader_prefetch_factor is None
+    assert trainer.get_train_dataloader().num_workers == 0
+
+
+def test_what_is_no_trainer_and_no_prepared_loader_is_refused(parts):
+    with pytest.raises(TypeError, match=r"trainer=int .* tune\(loader, model\) would work"):
+        tune_trainer(42)
+    with pytest.raises(TypeError, match="prepared=DataLoader .* dispatch_batches=False would work"):
+        accelerates.tune_live(DataLoader(FEW))
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # of torchdata
 def test_a_prepared_loader_with_a_state_is_refused():
     pytest.importorskip("torchdata")
