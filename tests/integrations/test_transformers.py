@@ -242,7 +242,7 @@ def test_a_trainer_whose_choice_is_no_worker_prefetches_nothing(trainer_of, monk
 def test_what_is_no_trainer_and_no_prepared_loader_is_refused(parts):
     with pytest.raises(TypeError, match=r"trainer=int .* tune\(loader, model\) would work"):
         tune_trainer(42)
-    with pytest.raises(TypeError, match=r"prepared=DataLoader .*\(loader\) with"):
+    with pytest.raises(TypeError, match=r"prepared=DataLoader .*\(loader\) returns with"):
         accelerates.tune_live(DataLoader(FEW))
 
 
