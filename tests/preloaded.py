@@ -1,13 +1,15 @@
-"""A Python that has imported torch and the package once, and forks for each script that is to run: most of a short
-script's time is its imports.
+"""A Python that has imported torch and the package once, and forks for each script that is to run:
+most of a short script's time is its imports.
 
     test                          preloaded Python              script
-    python.start("job.py") ─────► fork ───────────────────────► `__main__`, with its own folder, environment and output,
-    run.wait() ◄───────────────── exit status ◄───────────────  and an interpreter's ordinary end
+    python.start("job.py") ─────► fork ───────────────────────► `__main__`, with its own folder,
+    run.wait() ◄───────────────── exit status ◄───────────────  environment, output, ordinary end
 
-A probe process may be such a script, too (`Forks.Popen`): its start is most of a short `tune()`. A script that is started with
-`probes=True` has a copy of the preloaded Python for its own probes. What a test shows of a fresh interpreter (its start, its
-memory, what it imports) is not for this. The parent has run nothing in torch, so that what it forks may.
+A probe process may be such a script, too (`Forks.Popen`): its start is most of a short `tune()`.
+With `probes=True` a script has a copy of the preloaded Python for its own probes. What a test shows
+of a fresh interpreter (its start, its memory, what it imports) is not for this. The parent has run
+nothing in torch, so that what it forks may. `multiprocessing.forkserver` is no
+replacement: its processes end by `os._exit`, it is one a program, and nobody can fork it again.
 """
 
 from __future__ import annotations
@@ -27,29 +29,23 @@ import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-# What nearly every script imports, what its first optimizer imports, and what tune() imports when it is called.
+# What nearly every script imports, its first optimizer, and tune() when it is called.
 MODULES = (
-    *(
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.launcher.api",
-        "cloudpickle",
-        "optuna.storages.journal",
-        "pandas",
-    ),
-    *("rich.progress", "rich.table", "autotune_loader.tuning.tune", "autotune_loader.tuning.study"),
-)
+    "torch", "torch._dynamo", "torch.distributed.launcher.api", "cloudpickle", "pandas",
+    "optuna.storages.journal", "autotune_loader.tuning.tune", "autotune_loader.tuning.study",
+)  # fmt: skip
 FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate", "datasets")
 STARTS_PROBES = "autotune_loader.bursts.parent"
+NOTHING: Mapping[str, str] = {}
 MOST_DESCRIPTORS, MOST_BYTES = 10, 1 << 20
 """Of a request: its descriptors begin with the output and the pipe for the exit status."""
 
 
 class Run:
-    """A script that was started; as much of `subprocess.Popen` as tests need, with both streams in one file."""
+    """A script that was started: `subprocess.Popen` for tests, with both streams in one file."""
 
     def __init__(self, pid: int, report: int, stream: Any) -> None:
         self.pid = pid
@@ -63,9 +59,7 @@ class Run:
     def wait(self, timeout: float | None = None) -> int:
         if not self._ends_within(timeout):
             self._read()
-            raise subprocess.TimeoutExpired(
-                "a preloaded script", timeout or 0, self.output.encode()
-            )
+            raise subprocess.TimeoutExpired("a script", timeout or 0, self.output.encode())
         assert self.returncode is not None
         return self.returncode
 
@@ -83,45 +77,45 @@ class Run:
 
 
 class Forks:
-    """Asks the process at the other end of a connection (`serve`) to fork; `environ` is what all of its forks have besides."""
+    """Asks the process at the other end of a connection (`serve`) to fork.
+
+    Args:
+        connection: to it.
+        environ: what all of its forks have besides.
+    """
 
     def __init__(self, connection: socket.socket, environ: Mapping[str, str] | None = None) -> None:
-        self._connection, self._environ, self._started = (
-            connection,
-            dict(environ or {}),
-            list[Run](),
-        )
+        self._connection = connection
+        self._environ = dict(environ or {})
+        self._started = list[Run]()
 
     def start(
-        self,
-        *argv: str,
-        folder: Path,
-        environ: Mapping[str, str] | None = None,
-        probes: bool = False,
+        self, *argv: str, folder: Path, environ: Mapping[str, str] = NOTHING, probes: bool = False
     ) -> Run:
         """Run a script with its arguments in a folder, in a session of its own."""
-        stream = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
-        environ = {**os.environ, **self._environ, **(environ or {})}
-        return self._fork(
-            {"argv": argv, "folder": str(folder), "environ": environ, "probes": probes}, stream, ()
-        )
+        stream = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - as long as the run
+        request = {"argv": argv, "folder": str(folder), "probes": probes}
+        environ = {**os.environ, **self._environ, **environ}
+        return self._fork({**request, "environ": environ}, stream, ())
 
-    def Popen(  # noqa: N802
-        self,
-        command: Sequence[str],
-        *,
-        stdout: IO[bytes],
-        pass_fds: Sequence[int],
-        env: Mapping[str, str],
-        **_: Any,
-    ) -> Run:
-        """In place of `subprocess.Popen` for `python ... -c CODE` with descriptors of its own and all output in one file."""
-        stream = os.fdopen(os.dup(stdout.fileno()), "r+", encoding="utf-8", errors="replace")
-        code = command[-1].replace(
-            f"die_with_parent({os.getpid()})", "die_with_parent()"
-        )  # its parent is another one
-        request = {"argv": ["-c"], "code": code, "folder": os.getcwd(), "environ": dict(env)}  # noqa: PTH109
-        return self._fork({**request, "descriptors": pass_fds}, stream, pass_fds)
+    def ran(
+        self, text: str, *argv: str, folder: Path, code: int = 0, timeout: float = 100, **how: Any
+    ) -> str:
+        """What a script of this text has printed, which ended with this code."""
+        (folder / "train.py").write_text(text, encoding="utf-8")
+        run = self.start("train.py", *argv, folder=folder, **how)
+        assert run.wait(timeout) == code, run.output
+        return run.output
+
+    def Popen(self, command: Sequence[str], **how: Any) -> Run:  # noqa: N802
+        """In place of `subprocess.Popen`, for `python ... -c CODE` whose output is a file."""
+        output = os.dup(how["stdout"].fileno())
+        stream = os.fdopen(output, "r+", encoding="utf-8", errors="replace")
+        own = f"die_with_parent({os.getpid()})"  # its parent is another one
+        request = {"argv": ["-c"], "code": command[-1].replace(own, "die_with_parent()")}
+        request |= {"folder": os.getcwd(), "environ": dict(how["env"])}  # noqa: PTH109
+        request["descriptors"] = how["pass_fds"]
+        return self._fork(request, stream, how["pass_fds"])
 
     def in_place_of_subprocess(self) -> types.SimpleNamespace:
         """What `STARTS_PROBES` is given as its module `subprocess`."""
@@ -129,9 +123,8 @@ class Forks:
 
     def _fork(self, request: dict[str, Any], stream: Any, more: Sequence[int]) -> Run:
         report, reported = os.pipe()
-        socket.send_fds(
-            self._connection, [json.dumps(request).encode()], [stream.fileno(), reported, *more]
-        )
+        message, descriptors = json.dumps(request).encode(), [stream.fileno(), reported, *more]
+        socket.send_fds(self._connection, [message], descriptors)
         os.close(reported)
         self._started.append(Run(int(self._connection.recv(32)), report, stream))
         return self._started[-1]
@@ -146,15 +139,12 @@ class PreloadedPython(Forks):
     """
 
     def __init__(self, *more: str, environ: Mapping[str, str] | None = None) -> None:
-        modules = [
-            *MODULES,
-            *(name for name in more if importlib.util.find_spec(name.partition(".")[0])),
-        ]
+        modules = [name for name in more if importlib.util.find_spec(name.partition(".")[0])]
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a request is a message
         super().__init__(ours, environ)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                [sys.executable, __file__, str(theirs.fileno()), *MODULES, *modules],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **self._environ},
@@ -162,9 +152,8 @@ class PreloadedPython(Forks):
 
     def close(self) -> None:
         """End it and every script that still runs."""
-        self._connection.shutdown(
-            socket.SHUT_RDWR
-        )  # also where a process that a test has forked holds it, too
+        # Also where a process that a test has forked holds it, too.
+        self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         self._process.wait(timeout=30)
         for run in self._started:
@@ -172,7 +161,7 @@ class PreloadedPython(Forks):
 
 
 def serve(connection: socket.socket) -> dict[str, Any]:
-    """Fork for each request until the connection ends; returns only in a forked process, with the request."""
+    """Fork for each request until the connection ends; return it in the forked process alone."""
     running: dict[int, tuple[int, int]] = {}
     while True:
         ready, _, _ = select.select([connection.fileno(), *running], [], [])
@@ -208,9 +197,8 @@ def serve(connection: socket.socket) -> dict[str, Any]:
 
 def place(received: Sequence[int], numbers: Sequence[int]) -> None:
     """Give descriptors the numbers that they had where they come from."""
-    beyond = [
-        fcntl.fcntl(each, fcntl.F_DUPFD, 1 + max(received + list(numbers))) for each in received
-    ]
+    free = 1 + max([*received, *numbers], default=0)
+    beyond = [fcntl.fcntl(each, fcntl.F_DUPFD, free) for each in received]
     for each in received:
         os.close(each)
     for each, number in zip(beyond, numbers, strict=True):
@@ -267,5 +255,5 @@ if __name__ == "__main__":
         importlib.import_module(name)
     with open(os.devnull) as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)
-    gc.freeze()  # what is imported is not gone through once more at the end of each script, which takes most of a second
+    gc.freeze()  # or each script goes through what is imported at its end, for most of a second
     become(**serve(socket.socket(fileno=int(sys.argv[1]))))

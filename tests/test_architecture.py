@@ -1,6 +1,7 @@
-"""What the layers of import-linter do not say: what a door knows, what has a name, what is run, what an import costs."""
+"""What the layers of import-linter do not say: doors, names, what is run, what an import costs."""
 
 import ast
+import functools
 import importlib.metadata
 import json
 import re
@@ -9,15 +10,14 @@ import sys
 from collections import Counter
 
 import pytest
+from packaging.requirements import Requirement
 
 import autotune_loader
 from tests.sizes import FLOORS, PACKAGE, PAGE, named_by_doors, page_with, tree
 
 MOST_MODULES, MOST_NAMES = 12, 25
-# What costs start-up time and is needed only by those who tune.
-LAZY = ("optuna", "pandas", "psutil", "pynvml", "rich", "matplotlib")
-# Where bytes become objects: all of them come from our own processes, through memory, a file without a name or a folder that
-# nobody else may enter.
+# Where bytes become objects: all of them come from our own processes, through memory, a file
+# without a name or a folder that nobody else may enter.
 UNPICKLING = {
     "watch/others.py": {"loads"},
     "bursts/packing.py": {"loads"},
@@ -34,7 +34,12 @@ NEVER = {"eval", "exec", "compile", "__import__"}
 LOADING = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib", "yaml", "torch"}
 
 
-def test_the_doors_name_few_modules_and_few_names_of_inner_rooms():
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_the_doors_name_few_modules_and_few_names():
     named = named_by_doors()
     assert len({module for module, _ in named}) <= MOST_MODULES, sorted(named)
     assert len({name for _, name in named}) <= MOST_NAMES, sorted(named)
@@ -42,7 +47,7 @@ def test_the_doors_name_few_modules_and_few_names_of_inner_rooms():
 
 def test_a_file_name_and_a_class_name_stand_for_one_thing():
     paths = list(PACKAGE.rglob("*.py"))
-    trees = [ast.parse(path.read_text()) for path in paths]
+    trees = [parsed(path) for path in paths]
     classes = [each.name for tree in trees for each in ast.walk(tree) if type(each) is ast.ClassDef]
     files = [path.name for path in paths if path.name != "__init__.py"]
     assert [name for name, count in Counter(files + classes).items() if count > 1] == []
@@ -53,11 +58,8 @@ def test_the_files_that_a_page_names_exist(page):
     text = (PACKAGE.parent / page).read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:\w+/)+\w+\.\w+)`", text))
     assert len(named) > 5
-    assert [
-        each
-        for each in named
-        if not (PACKAGE / each).exists() and not (PACKAGE.parent / each).exists()
-    ] == []
+    roots = (PACKAGE, PACKAGE.parent)
+    assert [each for each in named if not any((root / each).exists() for root in roots)] == []
 
 
 def test_the_tree_of_the_architecture_has_a_line_for_each_file():
@@ -74,38 +76,28 @@ def test_a_private_name_of_torch_stands_in_the_architecture():
     """Attributes of its iterator that the subclass uses are in tests/autoloader/test_torchs.py."""
     table = PAGE.read_text(encoding="utf-8").partition("## Torch's private names")[2]
     rows = dict(re.findall(r"^\| `(\S+)` \|(.*)$", table, flags=re.MULTILINE))
-    missing = set[str]()
+    missing, own = set[str](), re.compile(r"from torch[\w.]*( import _|\._)|torch[\w.]*\._(?!_)")
     for path in PACKAGE.rglob("*.py"):
         where = path.relative_to(PACKAGE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             text = ast.unparse(node) if isinstance(node, ast.ImportFrom | ast.Attribute) else ""
-            if (
-                re.match(r"from torch[\w.]*( import _|\._)|torch[\w.]*\._(?!_)", text)
-                and where != "autoloader/torchs.py"
-            ):
-                missing |= (
-                    {f"{where}: {text}"}
-                    if text.split(".")[-1].split()[-1] not in rows.get(where, "")
-                    else set()
-                )
+            is_told = text and text.split(".")[-1].split()[-1] in rows.get(where, "")
+            if own.match(text) and where != "autoloader/torchs.py" and not is_told:
+                missing.add(f"{where}: {text}")
     assert missing == set()
 
 
-def test_the_public_names_are_those_of_the_reference_and_each_can_be_imported():
-    """`__all__`, the first table of docs/reference.md, `dir()` and what type checkers see are one list."""
+def test_public_names_are_those_of_the_reference():
+    """`__all__`, the first table of the reference, `dir()` and what type checkers see are one."""
     public = set(autotune_loader.__all__) - {"__version__"}
     reference = (PACKAGE.parent / "docs" / "reference.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+).*$", reference.partition("## Commands")[0], flags=re.MULTILINE)
     errors = set(re.findall(r"`(\w+Error)`", reference))
     assert {*rows, *errors} == public
-    seen = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    seen = parsed(PACKAGE / "__init__.py")
     (typed,) = (node for node in seen.body if isinstance(node, ast.If))
-    assert {
-        alias.name
-        for node in typed.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    } == public
+    imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name for node in imports for alias in node.names} == public
     assert {*dir(autotune_loader)} == {*public, "__version__"}
     assert [name for name in public if getattr(autotune_loader, name).__name__ != name] == []
     assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
@@ -115,11 +107,8 @@ def test_nothing_is_unpickled_from_disk_or_run_as_code():
     """Files are data, never code."""
     found = dict[str, set[str]]()
     for path in PACKAGE.rglob("*.py"):
-        for call in (
-            node.func
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Call)
-        ):
+        nodes = ast.walk(parsed(path))
+        for call in [node.func for node in nodes if isinstance(node, ast.Call)]:
             name = getattr(call, "id", None) or getattr(call, "attr", "")
             module = getattr(getattr(call, "value", None), "id", "")
             is_loaded = module in LOADING and name in {"load", "loads", "open", "Unpickler"}
@@ -128,17 +117,41 @@ def test_nothing_is_unpickled_from_disk_or_run_as_code():
     assert found == UNPICKLING
 
 
-def modules_after(statement: str) -> set[str]:
-    """Names in `sys.modules` of a fresh interpreter that ran `statement`."""
-    script = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+@pytest.mark.process
+def test_nothing_heavy_is_imported_by_the_package_or_its_help():
+    """What costs start-up time is what the package depends on, and what it draws with."""
+    needed = [Requirement(each) for each in importlib.metadata.requires("autotune-loader") or ()]
+    heavy = {each.name for each in needed if "extra" not in str(each.marker)} | {"matplotlib"}
+    found = importlib.metadata.packages_distributions().items()
+    modules = {module for module, names in found if heavy.intersection(names)}
+    assert modules >= {"torch", "numpy", "optuna", "pandas", "PIL", "pynvml", "matplotlib"}
+    script = "import json, sys; from autotune_loader.cli import main; main(['--help'])"
+    script += "; print(json.dumps([*sys.modules]))"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    assert modules.isdisjoint(json.loads(done.stdout.splitlines()[-1]))
+
+
+NEWER = """
+import importlib, pathlib, sys, typing
+from torch.utils.data import DataLoader
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "autotune_loader"]:
+    del sys.modules[name]
+DataLoader.__parameters__ += (typing.TypeVar("Collated"),)  # as it is after pytorch#179707
+try:
+    DataLoader[int]
+except TypeError:
+    print("NEWER")
+for path in map(pathlib.Path, sys.argv[1:]):
+    importlib.import_module(".".join(path.with_suffix("").parts))
+from autotune_loader import AutoLoader
+print(AutoLoader.__parameters__, [*AutoLoader(range(4), batch_size=2, num_workers=0)])
+"""
 
 
 @pytest.mark.process
-def test_importing_the_package_or_asking_for_help_leaves_heavy_dependencies_alone() -> None:
-    by_torch = modules_after("import torch")  # which may change with its version
-    assert (modules_after("import autotune_loader") - by_torch).isdisjoint(LAZY)
-    assert modules_after("from autotune_loader.cli import main; main(['--help'])").isdisjoint(
-        {*LAZY, "torch", "PIL"}
-    )
+def test_a_dataloader_of_two_type_parameters_breaks_no_import(preloaded, tmp_path):
+    paths = [path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("[!_]*.py")]
+    modules = [str(path) for path in paths if path.name != "sitecustomize.py"]
+    output = preloaded.ran(NEWER, *modules, folder=tmp_path)
+    assert output == "NEWER\n(+T_co,) [tensor([0, 1]), tensor([2, 3])]\n"

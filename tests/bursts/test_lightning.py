@@ -1,4 +1,4 @@
-"""Lightning modules in the probe: what they ask of their Trainer is answered, and what cannot be is said."""
+"""Lightning modules in the probe: what they ask of their Trainer is answered, or it is said."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,8 +13,12 @@ from autotune_loader.bursts.step import StepInferenceError, build_step
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.tuning.arguments import make_workload
 
-pytestmark = pytest.mark.system  # Lightning takes seconds to import
-
+pytestmark = [  # Lightning takes seconds to import, and is imported once
+    pytest.mark.system,
+    pytest.mark.smoke,
+    pytest.mark.xdist_group("frameworks"),
+    pytest.mark.timeout(300),
+]
 BATCH = (torch.rand(6, 4), torch.randint(0, 3, (6,)))
 
 
@@ -38,7 +42,7 @@ def modules():
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     class Asking(Plain):
-        """Logs, asks its Trainer how long it trains, and makes batches ready on the device, as augmentations are."""
+        """Logs, asks its Trainer how long it trains, and augments batches on the device."""
 
         batches = 0
 
@@ -59,10 +63,8 @@ def modules():
             optimizer = super().configure_optimizers()
             steps = self.trainer.estimated_stepping_batches
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-            }
+            by_step = {"scheduler": scheduler, "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": by_step}
 
     class Late(Plain):
         """Is complete once it was configured, and toggles its only optimizer."""
@@ -89,17 +91,13 @@ def modules():
                 self.toggle_optimizer(optimizer)
                 optimizer.zero_grad()
                 self.manual_backward(self.loss(batch))
-                self.clip_gradients(
-                    optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm"
-                )
+                self.clip_gradients(optimizer, 1.0, "norm")
                 optimizer.step()
                 self.untoggle_optimizer(optimizer)
             self.lr_schedulers().step()
 
         def configure_optimizers(self):
-            optimizers = [
-                torch.optim.SGD([each], lr=0.1) for each in (self.layer.weight, self.layer.bias)
-            ]
+            optimizers = [torch.optim.SGD([each], lr=0.1) for each in self.parameters()]
             return optimizers, [torch.optim.lr_scheduler.ConstantLR(optimizers[0], factor=1.0)]
 
     class Clipped(Plain):
@@ -113,11 +111,9 @@ def modules():
             self.batches += 1
             return self.loss(batch)
 
-        def configure_gradient_clipping(
-            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
-        ):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, **how):
             self.clipped.append((self.batches, gradient_clip_val))
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            self.clip_gradients(optimizer, gradient_clip_val, **how)
 
     class Hooked(Plain):
         """Has every hook for batches, of which its data module may have some, too."""
@@ -147,17 +143,8 @@ def modules():
 
     called = []
     noted = lambda name, batch: called.append(name) or batch  # noqa: E731
-    return SimpleNamespace(
-        Trainer=lightning.Trainer,
-        Plain=Plain,
-        Asking=Asking,
-        Manual=Manual,
-        Late=Late,
-        Clipped=Clipped,
-        Hooked=Hooked,
-        Data=Data,
-        called=called,
-    )
+    kinds = {each.__name__: each for each in (Plain, Asking, Manual, Late, Clipped, Hooked, Data)}
+    return SimpleNamespace(Trainer=lightning.Trainer, called=called, **kinds)
 
 
 @pytest.fixture
@@ -165,13 +152,9 @@ def attached(modules):
     """A training side of a model that is attached to a Trainer, as within `fit()`."""
 
     def attached(model, data=None, **options):
-        quiet = {
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-        }
-        model.trainer = trainer = modules.Trainer(**options, **quiet)
+        names = ("logger", "enable_checkpointing", "enable_progress_bar")
+        quiet = dict.fromkeys(names, False)
+        model.trainer = trainer = modules.Trainer(accelerator="cpu", **options, **quiet)
         if data is not None:
             trainer._data_connector.attach_datamodule(model, data)
         return make_workload([BATCH], model).training
@@ -194,24 +177,21 @@ def test_a_module_trains_without_its_trainer(modules, module, says):
     step = build_step(TrainingSide(model=model), BATCH)
     for _ in range(3):
         step.run(BATCH)
-    assert (step.description, step.notes) == (f"LightningModule.training_step{says}", [])
-    assert [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)] == [
-        False,
-        False,
-    ]
+    assert step.description == f"LightningModule.training_step{says}"
+    assert step.notes == []
+    assert not any(map(torch.equal, model.parameters(), before))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "64-true"])
 def test_the_precision_of_the_users_trainer_is_trained_in(modules, attached, precision):
     model = modules.Plain()
     build_step(attached(model, precision=precision), BATCH).run(BATCH)
-    assert model.seen == (
-        precision == "bf16-mixed",
-        torch.float64 if precision == "64-true" else torch.float32,
-    )
+    is_autocast, dtype = model.seen
+    assert is_autocast == (precision == "bf16-mixed")
+    assert dtype == (torch.float64 if precision == "64-true" else torch.float32)
 
 
-def test_gradients_are_clipped_and_accumulated_as_the_users_trainer_does(modules, attached):
+def test_gradients_are_clipped_and_accumulated_as_in_training(modules, attached):
     model = modules.Clipped()
     step = build_step(attached(model, gradient_clip_val=0.1, accumulate_grad_batches=3), BATCH)
     weights = []
@@ -219,17 +199,14 @@ def test_gradients_are_clipped_and_accumulated_as_the_users_trainer_does(modules
         step.run(BATCH)
         weights.append(model.layer.weight.detach().clone())
     changed = [not torch.equal(*pair) for pair in pairwise(weights)]
-    assert (model.clipped, changed) == (
-        [(1, 0.1), (4, 0.1), (7, 0.1)],
-        [False, False, True] * 2 + [False],
-    )
+    assert changed == [False, False, True] * 2 + [False]
+    assert model.clipped == [(1, 0.1), (4, 0.1), (7, 0.1)]
 
 
 def test_a_loss_is_scaled_where_the_users_trainer_does(modules, attached):
     side = attached(modules.Plain())
-    side.trainer["precision_plugin"].scaler = scaler = torch.amp.GradScaler(
-        "cpu", init_scale=4.0, growth_interval=1
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    side.trainer["precision_plugin"].scaler = scaler
     step = build_step(side, BATCH)
     for _ in range(3):
         step.run(BATCH)
@@ -248,7 +225,6 @@ def test_batches_go_through_the_hooks_that_lightning_would_call(modules, attache
 
 def test_a_hook_that_fails_is_named(modules, attached):
     step = build_step(attached(modules.Hooked(), modules.Data(is_broken=True)), BATCH)
-    with pytest.raises(
-        StepInferenceError, match=r"Data\.on_after_batch_transfer failed on .*: IndexError"
-    ):
+    says = r"Data\.on_after_batch_transfer failed on .*: IndexError"
+    with pytest.raises(StepInferenceError, match=says):
         step.run(BATCH)

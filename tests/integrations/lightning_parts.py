@@ -1,10 +1,17 @@
-"""A module and its data for Lightning, whose import takes seconds: tests import this file when they run."""
+"""A module and its data for Lightning; the import takes seconds: tests do it when they run."""
 
 import lightning.pytorch as lightning
 import torch
 from torch.utils.data import DataLoader
 
 from tests.integrations.job import Classifier
+
+QUIET = {
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Module(lightning.LightningModule):

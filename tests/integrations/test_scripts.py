@@ -1,90 +1,89 @@
-"""Scripts that use the real libraries, unchanged: who makes the loader does not matter, it bears the user's line."""
+"""Training with the real libraries, watched or tuned: each loader bears the user's line."""
 
+import contextlib
+import inspect
 import re
 
 import pytest
-
-from tests.support.bench import HARD_DEADLINE_S, Bench
-
-pytestmark = [pytest.mark.system, pytest.mark.timeout(HARD_DEADLINE_S + 20)]
-COMMON = """
 import torch
 from torch.utils.data import DataLoader
+
+from autotune_loader import enable
 from tests.integrations.job import Classifier, Waiting, collate
 
-train, test = Waiting(64, 0.0), Waiting(24, 0.0)
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.smoke,
+    pytest.mark.xdist_group("frameworks"),
+    pytest.mark.timeout(300),  # the import takes most of it on a busy machine
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:.*litlogger.*"),
+    pytest.mark.filterwarnings("ignore:'set_vital':UserWarning"),  # of torchdata
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+]
+TRAIN, TEST = Waiting(64, 0.0), Waiting(24, 0.0)
 
-def say(model):
-    weights = [value.hex() for parameter in model.parameters() for value in parameter.flatten().tolist()]
-    print("SAID", weights, torch.rand(1).item())
-"""
-LIGHTNING = """
-import lightning.pytorch as pl
-from tests.integrations.lightning_parts import Module
 
-if __name__ == "__main__":
-    pl.seed_everything(0)
-    module = Module()
-    train = DataLoader(train, batch_size=8, shuffle=True)  # HERE 64
-    test = DataLoader(test, batch_size=8)  # HERE 24
-    quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
-    pl.Trainer(max_epochs=2, accelerator="cpu", **quiet).fit(module, train, test)
-    say(module.model)
-"""
-TRAINER = """
-from transformers import Trainer, TrainingArguments
+def weights(model):
+    return [parameter.tolist() for parameter in model.parameters()]
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    model = Classifier()
-    arguments = TrainingArguments(
-        "out", num_train_epochs=2, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
-        eval_strategy="epoch", logging_strategy="no", remove_unused_columns=False,
-    )
-    trainer = Trainer(model, arguments, train_dataset=train, eval_dataset=test, data_collator=collate)
-    trainer.train()  # HERE 64 24
-    say(model)
-"""
-STATEFUL = """
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    loader = StatefulDataLoader(train, batch_size=8, shuffle=True, num_workers=1)  # HERE 64
-    print("SAID", [(index.tolist(), sorted(loader.state_dict())) for _ in range(2) for *_, index in loader], torch.rand(1))
-"""
+def with_lightning(folder):
+    parts = pytest.importorskip("tests.integrations.lightning_parts")
+    module = parts.Module()
+    train = DataLoader(TRAIN, batch_size=8, shuffle=True)  # HERE Waiting
+    test = DataLoader(TEST, batch_size=8)  # HERE Waiting
+    quiet = {**parts.QUIET, "logger": False, "default_root_dir": folder}
+    parts.lightning.Trainer(max_epochs=2, **quiet).fit(module, train, test)
+    return weights(module.model)
+
+
+def with_a_trainer(folder):
+    parts = pytest.importorskip("tests.integrations.transformers_parts")
+    fields = {**parts.QUIET, "eval_strategy": "epoch", "num_train_epochs": 2}
+    arguments = parts.transformers.TrainingArguments(str(folder), **fields)
+    model, data = Classifier(), {"train_dataset": TRAIN, "eval_dataset": TEST}
+    trainer = parts.Trainer(model, arguments, data_collator=collate, **data)
+    trainer.train()  # HERE Waiting Waiting Waiting
+    return weights(model)
+
+
+def with_a_stateful_loader(_):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    loader = stateful(TRAIN, 8, shuffle=True, num_workers=1)  # HERE Waiting
+    epochs = [batch for _ in range(2) for batch in loader]
+    return [(index.tolist(), sorted(loader.state_dict())) for *_, index in epochs]
+
+
+def with_datasets(_):
+    datasets = pytest.importorskip("datasets")
+    rows = {"x": [[float(index)] * 4 for index in range(64)], "index": list(range(64))}
+    data = datasets.Dataset.from_dict(rows).with_format("torch")
+    loader = DataLoader(data, 8, shuffle=True, num_workers=1)  # HERE Dataset
+    epochs = [batch for _ in range(2) for batch in loader]
+    return [(batch["index"].tolist(), batch["x"].tolist()) for batch in epochs]
 
 
 @pytest.mark.parametrize(
-    "body", [LIGHTNING, TRAINER, STATEFUL], ids=["lightning", "trainer", "stateful"]
+    "train", [with_lightning, with_a_trainer, with_a_stateful_loader, with_datasets]
 )
-def test_loaders_of_frameworks_are_found_and_nothing_else_changes(
-    preloaded_frameworks, tmp_path, body
-):
-    bench = Bench(preloaded_frameworks, tmp_path, COMMON)
-    text = bench.write(body)
-    code, plain = bench.run("train.py")
-    assert code == 0, plain
-    lines = [
-        line.split("# HERE")[1].split() if "# HERE" in line else [] for line in text.splitlines()
-    ]
-    wanted = {
-        (f"Waiting[{size}]", f"train.py:{number}")
-        for number, sizes in enumerate(lines, 1)
-        for size in sizes
-    }
-    for verb in ("watch", "run"):
-        printed, told = bench.told(verb, "train.py")
-        assert (
-            re.findall("^SAID.*", printed, re.MULTILINE)
-            == re.findall("^SAID.*", plain, re.MULTILINE)
-            != []
-        )
-        found = {
-            (each["contents"].split(",")[0], each["name"].split(" ")[0]) for each in told["loaders"]
-        }
-        # How many samples there are is known where an epoch has ended: nobody asks the dataset.
-        of_any_size = {(contents.split("[")[0], line) for contents, line in wanted}
-        assert {(contents.split("[")[0], line) for contents, line in found} == of_any_size
-        assert {each for each in found if "[" in each[0]} <= wanted
-        assert all(each["batches"] for each in told["loaders"])
+def test_loaders_of_frameworks_are_found_and_nothing_else_changes(train, tmp_path, capsys):
+    # GIVEN the lines that make loaders, and what these contain
+    lines, first = inspect.getsourcelines(train)
+    marked = [(n, line.partition("# HERE ")[2].split()) for n, line in enumerate(lines, first)]
+    wanted = [(str(n), contents) for n, every in marked for contents in every]
+    # WHEN it trains, as it is, watched and tuned
+    trained = {}
+    for verb in ("", "watch", "run"):
+        torch.manual_seed(0)
+        with enable(verb) if verb else contextlib.nullcontext():
+            weights = train(tmp_path)
+        trained[verb] = weights, torch.rand(1).item()
+        # THEN these loaders are told of
+        report = capsys.readouterr().err
+        found = re.findall(r"test_scripts\.py:(\d+)(?: .*)?  (\w+)[\[,]", report)
+        assert sorted(found) == (wanted if verb else []), report
+    # AND the weights and the random numbers are those of a training without us
+    assert trained["watch"] == trained[""]
+    assert trained["run"] == trained[""]

@@ -1,9 +1,13 @@
-"""Every python block of README.md and the documentation runs, a page in one script, and so do the notebooks.
+"""README, documentation and notebooks: their code runs, and names what there is.
 
-A page has a `dataset` and a `model` at hand, and `tune()` is held to a few short bursts. What needs several GPUs or a cluster
-is marked ```text or ```bash and not run.
+A page is one script, with a `dataset` and a `model` at hand; `tune()` has a few short bursts. What
+needs several GPUs or a cluster is marked ```text or ```bash and not run.
 """
 
+import ast
+import importlib
+import inspect
+import json
 import re
 import runpy
 import subprocess
@@ -14,50 +18,21 @@ from pathlib import Path
 import pytest
 
 import autotune_loader
+from autotune_loader import AutoLoader, Comparison, LoaderConfig, TuningResult, tune
 from autotune_loader.cli.parser import Command
-from autotune_loader.report.result import TuningResult
 from autotune_loader.results.record import FILE_ONLY, NOT_IN_FILE
 from tests.support.bench import Bench
 
-pytestmark = pytest.mark.system
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Pages of fragments: what each block takes for granted, block by block.
-TAKEN_FOR_GRANTED = {
-    "docs/frameworks.md": [
-        """
-import lightning, transformers, accelerate
-from torch.utils.data import DataLoader
-from transformers import Trainer
-from tests.integrations.job import Classifier, Waiting, collate as collator
-from tests.integrations.lightning_parts import Module, Points
-autotune_loader.tune(dataset, model, batch_size=64, output="loader.json")
-pairs, dataset = dataset, Waiting(256, 0.001)
-""",
-        """
-model, MyDataModule = Module(), lambda: Points(dataset)
-quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)
-""",
-        """
-model = Classifier()
-alone = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False, "num_train_epochs": 1}
-TrainingArguments = lambda folder: transformers.TrainingArguments(folder, save_strategy="no", **alone)
-""",
-        """
-accelerator, model, loader = accelerate.Accelerator(cpu=True), torch.nn.Linear(8, 2), DataLoader(pairs, batch_size=16)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-""",
-    ],
-}
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
+NOTEBOOKS = ["quickstart", "autoloader", "inspect_study"]
+RETURNS = {"tune": TuningResult, "compare": Comparison, "load_config": LoaderConfig}
 BRIEFLY = """
 import functools
 import autotune_loader, autotune_loader.demo
 def briefly(whole, **options):
-    return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, "progress": False, **options}))
+    options["progress"] = False
+    return functools.wraps(whole)(lambda *given, **named: whole(*given, **{**named, **options}))
 autotune_loader.compare = briefly(autotune_loader.compare, budget=2)
 autotune_loader.tune = briefly(autotune_loader.tune, budget=2)
 autotune_loader.demo.job = functools.partial(autotune_loader.demo.job, latency_s=0.002)
@@ -66,39 +41,146 @@ PRELUDE = f"""
 import time, torch
 {BRIEFLY}
 
-
-class Waiting(torch.nn.Linear):  # a burst lasts as long as ever, but leaves the cores to the other tests
+class Waiting(torch.nn.Linear):  # a burst lasts as long as ever, but leaves the cores to others
     def forward(self, x):
         time.sleep(0.02)
         return super().forward(x)
-
 
 torch.nn.Linear = Waiting
 dataset = torch.utils.data.TensorDataset(torch.rand(256, 8), torch.randint(0, 2, (256,)))
 model = torch.nn.Linear(8, 2)
 """
-
-
-def name(page):
-    return page.relative_to(ROOT).as_posix()
+# Of a page of fragments: what each block takes for granted, block by block.
+FRAGMENTS = """
+import lightning, transformers, accelerate
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from tests.integrations.job import Classifier, Waiting, collate as collator
+from tests.integrations.lightning_parts import QUIET, Module, Points
+autotune_loader.tune(dataset, model, batch_size=64, output="loader.json")
+pairs, dataset = dataset, Waiting(256, 0.001)
+# BLOCK
+model, MyDataModule = Module(), lambda: Points(dataset)
+trainer = lightning.Trainer(max_epochs=1, logger=False, **QUIET)
+# BLOCK
+model = Classifier()
+alone = dict(use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", num_train_epochs=1)
+TrainingArguments = lambda folder: transformers.TrainingArguments(
+    folder, remove_unused_columns=False, **alone
+)
+# BLOCK
+accelerator, model = accelerate.Accelerator(cpu=True), torch.nn.Linear(8, 2)
+loader, optimizer = DataLoader(pairs, 16), torch.optim.SGD(model.parameters(), lr=0.1)
+"""
 
 
 def blocks(page):
-    return BLOCK.findall(page.read_text(encoding="utf-8"))
+    return re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+WITH_CODE = [page for page in PAGES if blocks(page)]
+
+
+def cells(notebook):
+    notebook = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text("utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def code_of(place):
+    """The code of a page or a notebook, as far as it is Python's."""
+    if isinstance(place, Path):
+        return "".join(blocks(place))
+    lines = "\n".join("".join(cell["source"]) for cell in cells(place))
+    return re.sub(r"^%.*$", "", lines, flags=re.MULTILINE)
+
+
+class OurNames(ast.NodeVisitor):
+    """Follows what names hold, as far as it is ours; a class stands for its instances, too.
+
+    Raises:
+        AttributeError: there is no such name.
+        TypeError: nobody takes such an argument.
+    """
+
+    def __init__(self):
+        self.holds, self.calls = {}, 0
+
+    def visit_Import(self, node):
+        ours = [each.name for each in node.names if each.name == "autotune_loader"]
+        self.holds |= dict.fromkeys(ours, autotune_loader)
+
+    def visit_ImportFrom(self, node):
+        if node.module.partition(".")[0] == "autotune_loader":
+            for each in node.names:
+                if each.name == "demo":
+                    importlib.import_module("autotune_loader.demo")
+                self.holds[each.name] = getattr(importlib.import_module(node.module), each.name)
+
+    def visit_Assign(self, node):
+        self.visit(node.value)
+        for each in node.targets:
+            names = getattr(each, "elts", [each])
+            held = self.value(node.value) if names == [each] else None
+            self.holds |= {one.id: held for one in names if isinstance(one, ast.Name)}
+
+    def visit_Call(self, node):
+        self.value(node)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node):
+        self.value(node)
+        self.generic_visit(node)
+
+    def value(self, node):
+        if isinstance(node, ast.Name):
+            return self.holds.get(node.id)
+        if isinstance(node, ast.Attribute) and (owner := self.value(node.value)) is not None:
+            kinds = getattr(owner, "__mro__", ())
+            if any(node.attr in inspect.get_annotations(each) for each in kinds):
+                return None
+            found = getattr(owner, node.attr)
+            return found if callable(found) else None
+        if isinstance(node, ast.Call) and (called := self.value(node.func)) is not None:
+            self.calls += 1
+            takes = inspect.signature(called).parameters
+            if any(each.kind is each.VAR_KEYWORD for each in takes.values()):  # handed on
+                takes = {*takes, *inspect.signature(tune).parameters}
+            for each in node.keywords:
+                if each.arg not in {None, *takes}:
+                    raise TypeError(f"{called.__qualname__}({each.arg}=) in line {node.lineno}")
+            return called if inspect.isclass(called) else RETURNS.get(called.__name__)
+        return None
+
+
+@pytest.mark.parametrize("place", [*WITH_CODE, *NOTEBOOKS], ids=lambda place: Path(place).name)
+def test_the_code_of_a_page_names_what_there_is(place):
+    names = OurNames()
+    names.visit(ast.parse(code_of(place)))
+    assert names.calls
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, id=name(page)) for page in PAGES if blocks(page)]
+    ("code", "error"),
+    [
+        ("from autotune_loader import tuned", AttributeError),
+        ("from autotune_loader import tune\nresult = tune(x)\nresult.fastest", AttributeError),
+        ("from autotune_loader import tune\ntune(x).report(colour=1)", TypeError),
+        ("import autotune_loader\nautotune_loader.AutoLoader(x, batches=1)", TypeError),
+    ],
 )
-def test_the_code_of_a_page_runs(page, tmp_path, request):
+def test_a_name_that_is_not_there_is_found(code, error):
+    with pytest.raises(error):
+        OurNames().visit(ast.parse(code))
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)  # the page of frameworks imports them for its bursts, too
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page, tmp_path, preloaded):
     found = blocks(page)
-    given = TAKEN_FOR_GRANTED.get(name(page), [""] * len(found))
+    given = FRAGMENTS.split("# BLOCK") if page.stem == "frameworks" else [""] * len(found)
     code = "".join(f"{first}\n{block}\n" for first, block in zip(given, found, strict=True))
-    (tmp_path / "page.py").write_text(PRELUDE + code, encoding="utf-8")
-    kind = "preloaded_frameworks" if page.stem == "frameworks" else "preloaded"
-    python = request.getfixturevalue(kind)
-    run = python.start("page.py", folder=tmp_path, probes=True)
-    assert run.wait(timeout=110) == 0, run.output
+    preloaded.ran(PRELUDE + code, folder=tmp_path, probes=True, timeout=280)
 
 
 TRAIN = """
@@ -111,67 +193,62 @@ for epoch in range(2):
 """
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_the_commands_of_the_readme_run_as_printed(preloaded, tmp_path):
-    """`make demo` and `make test` are what they are said to be; what the first does runs in tests/cli."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target, does in {"demo": "autotune-loader demo", "test": "pytest"}.items():
-        assert f"\nmake {target} " in text
-        assert does in subprocess.check_output(["make", "-n", target], cwd=ROOT, text=True)
     bench = Bench(preloaded, tmp_path, TRAIN)
     bench.write("")
     commands = re.findall(r"`autotune-loader (\w+ (?:--[\w-]+ )?train\.py)`", text)
     assert commands == ["watch train.py", "run --allow-workers train.py", "run train.py"]
     for command in commands:
         code, _, report = bench.command(*command.split())
-        assert (
-            code,
-            "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in report,
-        ) == (0, True)
+        assert code == 0, report
+        assert "train.py:6  TensorDataset[640], batches of 8\n  160 batches in 2 epochs" in report
 
 
+@pytest.mark.process
+def test_the_targets_of_the_readme_do_what_it_says():
+    """What the first one does runs in tests/cli."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target, does in {"demo": "autotune-loader demo", "test": "pytest"}.items():
+        assert f"\nmake {target} " in text
+        assert does in subprocess.check_output(["make", "-n", target], cwd=ROOT, text=True)
+
+
+@pytest.mark.system
+@pytest.mark.smoke
 def test_the_documentation_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--quiet",
-        "--strict",
-        "--site-dir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir"]
+    done = subprocess.run([*command, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_reference_has_every_key_every_option_and_every_public_name():
-    page = (ROOT / "docs" / "reference.md").read_text() + (ROOT / "docs" / "watch.md").read_text()
+def test_the_reference_has_every_key_option_and_public_name():
+    """A row of its tables names each."""
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    first = re.findall(r"^\| (`.*?) \|", page.partition("## loader.json")[2], re.MULTILINE)
     keys = {each.name for each in fields(TuningResult)} - set(NOT_IN_FILE) | set(FILE_ONLY)
+    assert keys == set(re.findall(r"`(\w+)`", " ".join(first)))
+    page += (ROOT / "docs" / "watch.md").read_text("utf-8")
+    rows = re.findall(r"^\|.*", page, re.MULTILINE)
+    told = set(re.findall(r"`([\w-]+)", " ".join(rows)))
     options = {option for command in Command.all.values() for option in command.options}
-    wanted = (
-        keys
-        | {each for each in options if each.startswith("--")} - {"--output"}
-        | set(autotune_loader.__all__)
-    )
-    assert sorted(each for each in wanted - {"__version__"} if each not in page) == []
+    long = {each for each in options if each.startswith("--")} - {"--output"}  # told of as -o
+    assert long - told == set()
+    assert {*autotune_loader.__all__} - {"__version__"} - told == set()
 
 
 def test_the_contract_is_the_same_wherever_it_is_told():
     """The docstring of AutoLoader, its page, README, and the help of `run`."""
-    pages = [
-        page.read_text(encoding="utf-8")
-        for page in (ROOT / "README.md", ROOT / "docs" / "autoloader.md")
-    ]
-    told = [
-        re.findall(r"[\w']+", each.lower()) for each in (autotune_loader.AutoLoader.__doc__, *pages)
-    ]
-    told.append(re.findall(r"[\w']+", Command.all["run"].description.lower()))
-    contracts = [
-        re.search("it gives the samples that .* they do as there", " ".join(each)) for each in told
-    ]
-    assert all(contracts)
-    assert len({each[0] for each in contracts}) == 1
+    pages = [ROOT / "README.md", ROOT / "docs" / "autoloader.md"]
+    texts = [AutoLoader.__doc__, Command.all["run"].description]
+    texts += [page.read_text(encoding="utf-8") for page in pages]
+    told = [" ".join(re.findall(r"[\w']+", each.lower())) for each in texts]
+    contracts = [re.findall("it gives the samples that .* they do as there", each) for each in told]
+    assert contracts[0]
+    assert contracts == [contracts[0]] * 4
 
 
 def test_pages_are_few_and_short():
@@ -186,17 +263,19 @@ def build():
     return runpy.run_path(str(ROOT / "notebooks" / "build.py"))
 
 
-@pytest.mark.parametrize("notebook", ["quickstart", "autoloader", "inspect_study"])
-def test_a_notebook_is_what_its_script_makes_with_its_outputs_and_small(notebook, build):
+@pytest.mark.system
+@pytest.mark.smoke
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_a_notebook_is_what_its_script_makes(notebook, build):
     path = ROOT / "notebooks" / f"{notebook}.ipynb"
-    committed = build["nbformat"].read(path, as_version=4)
-    outputs = [out for cell in committed.cells for out in cell.get("outputs", [])]
-    assert [cell.source for cell in committed.cells] == [
-        cell.source for cell in build["make"](notebook).cells
+    made = build["make"](notebook).cells
+    assert ["".join(cell["source"]) for cell in cells(notebook)] == [
+        cell.source for cell in made if cell.cell_type == "code"
     ]
     assert path.stat().st_size < 1_000_000
+    outputs = [out for cell in cells(notebook) for out in cell["outputs"]]
     assert any("image/png" in out.get("data", {}) for out in outputs)
-    assert [out for out in outputs if out.output_type == "error"] == []
+    assert [out for out in outputs if out["output_type"] == "error"] == []
 
 
 @pytest.fixture
@@ -206,24 +285,24 @@ def warm_kernel(preloaded, monkeypatch, tmp_path):
     def launch(command, *, env, cwd, **_):
         script = tmp_path / "kernel.py"
         script.write_text("from ipykernel import kernelapp\nkernelapp.launch_new_instance()")
-        run = preloaded.start(
-            str(script), *command[command.index("-f") :], folder=cwd, environ=env, probes=True
-        )
+        given = command[command.index("-f") :]
+        run = preloaded.start(str(script), *given, folder=cwd, environ=env, probes=True)
         run.stdin = run.stdout = run.stderr = None
         return run
 
-    monkeypatch.setattr(
-        pytest.importorskip("jupyter_client.provisioning.local_provisioner"),
-        "launch_kernel",
-        launch,
-    )
+    provisioner = pytest.importorskip("jupyter_client.provisioning.local_provisioner")
+    monkeypatch.setattr(provisioner, "launch_kernel", launch)
 
 
-@pytest.mark.parametrize("notebook", ["quickstart", "inspect_study"])
+@pytest.mark.system
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
 @pytest.mark.usefixtures("warm_kernel")
 @pytest.mark.filterwarnings("ignore")  # of the kernel's client: sockets, event loops
 def test_a_notebook_runs(notebook, tmp_path, build):
     made = build["make"](notebook)
+    for cell in made.cells:
+        cell.source = cell.source.replace("for epoch in range(8)", "for epoch in range(3)")
     made.cells.insert(0, build["CODE"](BRIEFLY))
-    build["run"](made, tmp_path, timeout_s=100)
+    build["run"](made, tmp_path, timeout_s=200)
     assert (tmp_path / "loader.json").exists()

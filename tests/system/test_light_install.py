@@ -1,17 +1,18 @@
-"""`pip install --no-deps` beside torch, numpy and psutil: all but tuning works, and tuning says what it needs.
+"""`pip install --no-deps` beside torch, numpy and psutil: all but tuning works.
 
-A `sitecustomize` refuses every other distribution of this environment, in each process that is started.
+A module refuses every other distribution of this environment, and forgets what is imported already.
 """
 
+import functools
 import os
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.support.bench import COMMAND, Bench
 
 pytestmark = pytest.mark.system
 
@@ -20,13 +21,17 @@ import sys
 
 class Refusing:
     def find_spec(name, path=None, target=None):
-        if name in {refused}:
+        if name.partition(".")[0] in {refused}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
+for name in [*sys.modules]:
+    if name.partition(".")[0] in {forgotten}:
+        del sys.modules[name]
 sys.meta_path.insert(0, Refusing)
 """
-TRAIN = """
-import importlib, torch
+HEAD = """
+import refusing
+import importlib.util, torch
 import autotune_loader
 from torch.utils.data import DataLoader, Dataset
 
@@ -34,7 +39,7 @@ class Squares(Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, index):
-        for name in ("optuna", "pandas", "msgspec", "cloudpickle", "click"):
+        for name in {needed}:
             try:
                 importlib.import_module(name)
             except ModuleNotFoundError:
@@ -43,91 +48,101 @@ class Squares(Dataset):
         return index ** 2
 
 def read(loader):
-    print("WHOLE", sorted(int(each) for batch in loader for each in batch) == [i ** 2 for i in range(64)])
+    seen = sorted(int(each) for batch in loader for each in batch)
+    print("WHOLE", seen == [index ** 2 for index in range(64)])
 """
-SCRIPTS = {
-    "auto.py": """
-if __name__ == "__main__":
-    loader = autotune_loader.AutoLoader(Squares(), batch_size=4, num_workers=2)
-    read(loader)
-    loader.report(), loader.metrics(), str(loader.result)
-    loader.result.save("made/loader.json")
-    assert autotune_loader.TuningResult.load("made/loader.json").best == autotune_loader.load_config("made/loader.json")
-    read(autotune_loader.AutoLoader(Squares(), batch_size=4, config="made/loader.json"))
-""",
-    "spawning.py": """
-if __name__ == "__main__":
-    read(DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="spawn"))
-""",
-    "enabled.py": """
+AUTO = """
+loader = autotune_loader.AutoLoader(Squares(), batch_size=4, num_workers=2)
+read(loader)
+loader.report(), loader.metrics(), str(loader.result)
+loader.result.save("made/loader.json")
+found = autotune_loader.load_config("made/loader.json")
+assert autotune_loader.TuningResult.load("made/loader.json").best == found
+read(autotune_loader.AutoLoader(Squares(), batch_size=4, config="made/loader.json"))
+"""
+ENABLED = """
 with autotune_loader.enable("watch", output="made/loader.json"):
     read(DataLoader(Squares(), batch_size=4))
-""",
-    "tuned.py": "autotune_loader.compare({})",
-}
-COMMAND = "-m autotune_loader"
-HOW_TO_INSTALL = "Install it with: pip install 'optuna' 'msgspec' 'cloudpickle'"
+"""
+READING = """
+if __name__ == "__main__":
+    read(DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="{}"))
+"""
+INSTALL = "Install it with: pip install 'optuna' 'msgspec' 'cloudpickle'"
 
 
-def needed_by(name: str) -> set[str]:
+def needed_by(name):
     """A distribution, as far as it is here, and what it needs itself."""
     try:
         asked = [Requirement(each) for each in distribution(name).requires or ()]
     except PackageNotFoundError:
         return set()
-    wanted = (
-        each.name for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})
-    )
-    return {canonicalize_name(name)}.union(*map(needed_by, wanted))
+    here = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return {canonicalize_name(name)}.union(*(needed_by(each.name) for each in here))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@functools.cache
+def refused_and_needed():
+    """Modules of this environment that no light install has, and those of them that we ask for."""
     allowed = {"autotune-loader"}.union(*map(needed_by, ("torch", "numpy", "psutil")))
+    ours = {canonicalize_name(Requirement(each).name) for each in requires("autotune-loader")}
     known = packages_distributions().items()
-    refused = {
-        module for module, names in known if allowed.isdisjoint(map(canonicalize_name, names))
-    }
-    assert refused >= {"optuna", "pandas", "msgspec", "cloudpickle", "pynvml"}
-    folder = tmp_path_factory.mktemp("light")
-    (folder / "sitecustomize.py").write_text(REFUSING.format(refused=sorted(refused)))
-    for name, text in SCRIPTS.items():
-        (folder / name).write_text(TRAIN + text)
-    return folder
+    by_module = {module: {canonicalize_name(each) for each in names} for module, names in known}
+    refused = {module for module, names in by_module.items() if allowed.isdisjoint(names)}
+    needed = {module for module in refused if by_module[module] & ours}
+    assert needed >= {"optuna", "pandas", "msgspec", "cloudpickle", "pynvml", "PIL", "matplotlib"}
+    return refused, needed
 
 
+@pytest.fixture
+def bench(preloaded, tmp_path):
+    refused, needed = refused_and_needed()
+    bench = Bench(preloaded, tmp_path, HEAD.format(needed=needed))
+    text = REFUSING.format(refused=refused, forgotten=refused | {"autotune_loader"})
+    (tmp_path / "refusing.py").write_text(text)
+    (tmp_path / "sitecustomize.py").write_text("import refusing")
+    (tmp_path / "command.py").write_text(f"import refusing\n{COMMAND}")
+    return bench
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("typed", "code", "told"),
+    ("typed", "body", "says"),
     [
-        ("auto.py", 0, "WHOLE True\nWHOLE True\n"),
-        ("enabled.py", 0, "made/loader.json.\n"),
-        (
-            f"{COMMAND} watch -o new/a/loader.json --json new/b/report.json spawning.py",
-            0,
-            "new/b/report.json.\n",
-        ),
-        (f"{COMMAND} run spawning.py", 0, "autotune-loader run: 1 loader"),
-        (
-            f"{COMMAND} tune spawning.py:Squares",
-            2,
-            f"Error: tune needs optuna, msgspec, cloudpickle. {HOW_TO_INSTALL}",
-        ),
-        (
-            "tuned.py",
-            1,
-            f"MissingExtraError: compare needs optuna, msgspec, cloudpickle. {HOW_TO_INSTALL}",
-        ),
+        ("train.py", AUTO, "WHOLE True\nWHOLE True\n"),
+        ("train.py", ENABLED, "made/loader.json.\n"),
+        ("command.py run train.py", READING.format("fork"), "autotune-loader run: 1 loader"),
     ],
 )
-def test_all_but_tuning_works_with_torch_numpy_and_psutil_alone(typed, code, told, folder):
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])]),
-    }
-    line = [sys.executable, *typed.split()]
-    done = subprocess.run(
-        line, cwd=folder, env=environ, text=True, capture_output=True, timeout=90, check=False
-    )
-    said = done.stdout + done.stderr
-    assert (done.returncode, told in said) == (code, True), said
-    assert code or "WHOLE True" in done.stdout
+def test_all_but_tuning_works_with_torch_numpy_and_psutil(typed, body, says, bench):
+    bench.write(body)
+    code, output = bench.run(*typed.split())
+    assert code == 0, output
+    assert says in output
+    assert "WHOLE True" in output
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("typed", "body", "code", "says"),
+    [
+        ("command.py tune train.py:Squares", "", 2, "Error: tune"),
+        ("train.py", "autotune_loader.compare({})", 1, "MissingExtraError: compare"),
+    ],
+)
+def test_tuning_says_what_it_needs(typed, body, code, says, bench):
+    bench.write(body)
+    exit_code, output = bench.run(*typed.split())
+    assert exit_code == code
+    assert f"{says} needs optuna, msgspec, cloudpickle. {INSTALL}" in output
+
+
+def test_workers_in_a_python_of_their_own_need_no_more(bench, tmp_path):
+    bench.write(READING.format("spawn"))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    typed = "command.py watch -o new/a/loader.json --json new/b/report.json train.py"
+    code, output = bench.run(*typed.split(), PYTHONPATH=path)
+    assert code == 0, output
+    assert "WHOLE True" in output
+    assert (tmp_path / "new/a/loader.json").exists()
+    assert (tmp_path / "new/b/report.json").exists()
