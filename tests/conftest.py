@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from preloaded import FRAMEWORKS, STARTS_PROBES, PreloadedPython
+from preloaded import STARTS_PROBES, PreloadedPython
 
 from tests.support.accelerator import compiler
 from tests.support.accelerator.process import SimulatedPython
@@ -30,26 +30,20 @@ from tests.support.accelerator.process import SimulatedPython
 KINDS = ("process", "system", "acceptance", "gpu")
 LONGEST_FIRST = ("acceptance", "system", "process", "gpu", "unit")
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
-ASK_HOW_PROBES_BEGIN = ("test_cuda", "test_left_behind")
-IMPORT_FRAMEWORKS = (
-    "/integrations/",
-    "bursts/test_lightning.py",
-    "test_accelerate_tunes",
-    "frameworks.md]",
-)
+ASK_HOW_PROBES_BEGIN = ("test_cuda",)
 MOST_NAMED = 10  # tests that may be run once more
 MOST_RERUNS = 2  # of them in one run
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
+# Threads of a step wait for one another by spinning: two cost small models twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""A step's threads wait for one another by spinning: two of them cost the models of the tests twice the time of one."""
 
 with contextlib.suppress(ImportError):  # a bare machine with a GPU has none
     import hypothesis
 
-    # A wall-clock limit per example fails on a machine that is busy with something else.
-    hypothesis.settings.register_profile("patient", deadline=None)
-    hypothesis.settings.load_profile("patient")
+    # A limit of seconds per example fails on a busy machine; the same examples in every run.
+    hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +64,7 @@ def preloaded() -> Iterator[PreloadedPython]:
 
 @pytest.fixture(scope="module", autouse=True)
 def warm_probe(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Probe processes that a test starts begin in a Python that has imported torch, unless it asks how they begin."""
+    """Probes begin in a Python that has imported torch, unless a test asks how they begin."""
 
     def popen(*arguments: Any, **options: Any) -> Any:
         return request.getfixturevalue("preloaded").Popen(*arguments, **options)
@@ -85,16 +79,8 @@ def warm_probe(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def preloaded_frameworks() -> Iterator[PreloadedPython]:
-    """The same, with Lightning, Transformers, Accelerate and Datasets: for few tests, as they take seconds themselves."""
-    python = PreloadedPython(*FRAMEWORKS)
-    yield python
-    python.close()
-
-
-@pytest.fixture(scope="session")
 def simulated() -> Iterator[SimulatedPython]:
-    """Runs functions and scripts where torch has the simulated accelerator; the process of the tests itself never has."""
+    """Runs functions and scripts where torch has the simulated accelerator; the tests have not."""
     if compiler() is None:
         pytest.skip("needs a C++ compiler")
     python = SimulatedPython()
@@ -103,7 +89,7 @@ def simulated() -> Iterator[SimulatedPython]:
 
 
 class UnitGuard:
-    """Ends a unit test that starts a process or sleeps: such a test is of another kind, and has to say so."""
+    """Ends a unit test that starts a process or sleeps: it is of another kind, and must say so."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -173,7 +159,7 @@ pytest_runtest_setup = pytest_runtest_call
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of another kind are not even imported: some take seconds, for the sake of a framework."""
+    """Files of another kind are not imported: some take seconds, for the sake of a framework."""
     if config.option.markexpr not in ("unit", "acceptance") or not collection_path.name.startswith(
         "test_"
     ):
@@ -185,7 +171,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure() -> None:
-    # A shell that starts a job in the background has it ignore Ctrl-C, and so would every process that a test starts.
+    # A job that a shell starts in the background ignores Ctrl-C, and so do the processes it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -235,11 +221,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _group_of(item: pytest.Item) -> str:
-    """What runs in one worker: a file; all that imports the frameworks, which takes ten seconds
-    each time; and all on the simulated accelerator, which has a preloaded Python of its own.
+    """What runs in one worker: what the file says, such as all that imports the frameworks, which
+    takes ten seconds; all on the simulated accelerator, which has a preloaded Python of its own; or
+    the file.
     """
     if mark := item.get_closest_marker("xdist_group"):
         return str(mark.args[0])
-    if any(name in item.nodeid for name in IMPORT_FRAMEWORKS):
-        return "frameworks"
     return "simulated" if "simulated" in getattr(item, "fixturenames", ()) else item.path.name

@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import select
@@ -37,7 +36,6 @@ MODULES = (
     "torch", "torch._dynamo", "torch.distributed.launcher.api", "cloudpickle", "pandas",
     "optuna.storages.journal", "autotune_loader.tuning.tune", "autotune_loader.tuning.study",
 )  # fmt: skip
-FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate", "datasets")
 STARTS_PROBES = "autotune_loader.bursts.parent"
 NOTHING: Mapping[str, str] = {}
 MOST_DESCRIPTORS, MOST_BYTES = 10, 1 << 20
@@ -131,20 +129,18 @@ class Forks:
 
 
 class PreloadedPython(Forks):
-    """The parent of all scripts; `more` modules are imported where they are installed.
+    """The parent of all scripts.
 
     Args:
-        more: names of modules.
         environ: what its environment, and that of its scripts, has besides.
     """
 
-    def __init__(self, *more: str, environ: Mapping[str, str] | None = None) -> None:
-        modules = [name for name in more if importlib.util.find_spec(name.partition(".")[0])]
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a request is a message
         super().__init__(ours, environ)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *MODULES, *modules],
+                [sys.executable, __file__, str(theirs.fileno()), *MODULES],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **self._environ},
@@ -158,6 +154,11 @@ class PreloadedPython(Forks):
         self._process.wait(timeout=30)
         for run in self._started:
             run.wait(timeout=0)
+
+
+def pidfd(pid: int) -> int:
+    """As the package has it, which is imported by then: Pythons of uv and conda lack the call."""
+    return int(sys.modules["autotune_loader.machine.kernel"].pidfd(pid))
 
 
 def serve(connection: socket.socket) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             return request
         for descriptor in (stream, *more):
             os.close(descriptor)
-        running[os.pidfd_open(pid)] = (pid, report)
+        running[pidfd(pid)] = (pid, report)
 
 
 def place(received: Sequence[int], numbers: Sequence[int]) -> None:

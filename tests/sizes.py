@@ -1,6 +1,7 @@
-"""How large the house is: `python -m tests.sizes` prints lines and modules of each room, and what its modules import.
+"""How large the house is: `python -m tests.sizes` prints lines and modules of each room.
 
-`python -m tests.sizes --tree` writes the tree of ARCHITECTURE.md anew, from the docstring of each room's `__init__.py`.
+`python -m tests.sizes --tree` writes the tree of ARCHITECTURE.md anew, from the docstring of each
+room's `__init__.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def lines_of(*paths: Path) -> int:
 
 
 def imported(path: Path) -> set[tuple[str, str]]:
-    """(module, name) of each `from autotune_loader.module import name`, also inside of functions."""
+    """(module, name) of each `from autotune_loader.module import name`, also in functions."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     ours = [
         node
@@ -42,7 +43,7 @@ def imported(path: Path) -> set[tuple[str, str]]:
 
 
 def named_by_doors() -> set[tuple[str, str]]:
-    """What doors name of inner rooms; the public names of the package are what everybody may use."""
+    """What doors name of inner rooms; everybody may use the public names of the package."""
     named = set[tuple[str, str]]().union(
         *(imported(path) for door in DOORS for path in (PACKAGE / door).rglob("*.py"))
     )
@@ -62,7 +63,7 @@ def docstring(path: Path) -> str:
 
 
 def tree() -> str:
-    """Each room with the first line of its `__init__.py`'s docstring, and that docstring's rows, one a file."""
+    """Each room with the first line of its `__init__.py`'s docstring, and its rows, one a file."""
     lines = list[str]()
     for room in FLOORS:
         first, *rest = docstring(PACKAGE / room / "__init__.py").splitlines()
@@ -96,9 +97,9 @@ def main() -> None:
     longest = max(PACKAGE.rglob("*.py"), key=lines_of)
     print(f"the longest: {longest.relative_to(PACKAGE)}, {lines_of(longest)} lines")
     named = named_by_doors()
-    print(
-        f"doors name {len({module for module, _ in named})} modules and {len({name for _, name in named})} names"
-    )
+    modules = {module for module, _ in named}
+    names = {name for _, name in named}
+    print(f"doors name {len(modules)} modules and {len(names)} names")
     print(f"{imports_a_module():.2f} imports a module")
 
 

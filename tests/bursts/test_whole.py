@@ -32,6 +32,7 @@ from autotune_loader.bursts.packing import (
 )
 from autotune_loader.bursts.parent import open_probe
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.machine.kernel import memfd
 from autotune_loader.machine.limits import MemoryBudget
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.values import WorkloadError
@@ -288,7 +289,7 @@ def test_what_no_other_process_can_read_is_named():
 @contextlib.contextmanager
 def archive():
     """The descriptor of a file in memory."""
-    with os.fdopen(os.memfd_create("test"), "rb") as file:
+    with os.fdopen(memfd("test"), "rb") as file:
         yield file.fileno()
 
 

@@ -32,7 +32,7 @@ def simulate(
     batches, *, workers, prefetch=2, service_s=0.02, step_s=0.005, receive_s=0.0005, variation=0.1,
     pause_s=0.0, slow=False, seed=0,
 ):  # fmt: skip
-    """The traces of a loader on a machine where nobody waits for cores; half of a fetch computes."""
+    """The traces of a loader where nobody waits for cores; half of a fetch computes."""
     machine = SimulatedMachine(
         batch_size=SAMPLES, cores=64, alpha=0.0, cpu_s=service_s / 2, wait_s=service_s / 2,
         service_cv=variation, step_s=step_s, receive_s=receive_s, worker_start_s=0.005,

@@ -116,6 +116,10 @@ def test_a_report_tells_what_is_special(changes, line):
     assert line not in " ".join(report_of(SMALL, width=400).split())
 
 
+def test_a_report_says_what_to_use():
+    assert str(Choice.USE(best=TWO, rate=RATE)) in " ".join(report_of(SMALL, width=400).split())
+
+
 def test_nobody_is_told_to_keep_much_slower_settings():
     text = report_of(replace(SMALL, speedup=ratio(15.6, 1.0, 240.0, count=1)))
     assert "15.60x as fast" in text

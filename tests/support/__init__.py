@@ -12,6 +12,6 @@ from tests.support.tuned import (
 )
 
 __all__ = [
-    "FakeClock", "SimulatedMachine", "SimulatedProbe", "on_simulated_machines", "simulated_result", "simulated_trials",
-    "with_workers",
+    "FakeClock", "SimulatedMachine", "SimulatedProbe", "on_simulated_machines", "simulated_result",
+    "simulated_trials", "with_workers",
 ]  # fmt: skip

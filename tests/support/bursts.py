@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from autotune_loader.bursts.packing import read_archive, write_archive
 from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.machine.facts import inspect_machine
+from autotune_loader.machine.kernel import memfd
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.values import BurstPlan, Failure, FailureKind, LoaderConfig, Measurement
 
@@ -132,7 +133,7 @@ def assert_views_travel_once(device: str) -> None:
     base = torch.rand(1 << 20, device=device)
     layer = torch.nn.Linear(4, 4).to(device)
     held = [base[at::16] for at in range(16)], layer, base.bfloat16().requires_grad_()
-    with os.fdopen(os.memfd_create("test"), "rb") as file:
+    with os.fdopen(memfd("test"), "rb") as file:
         write_archive(file.fileno(), held, 8 << 20)  # 6 MiB
         views, linear, half = read_archive(file.fileno())
     (storage,) = {view.untyped_storage().data_ptr() for view in views}
