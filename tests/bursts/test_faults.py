@@ -304,9 +304,11 @@ def test_no_burst_reads_what_another_has_cached():
 
     plan = BurstPlan(max_s=0.2, min_s=0.1, relative_error=1e-6)
     _, bursts = run(workload(Made(remembered)), *[ALONE] * 3, plan=plan)
-    # THEN samples are slow in each: later on a burst may come back to what it has read itself
+    # THEN samples are slow in each, but the first, which the probe itself has read: later on a
+    # burst may come back to what it has read itself
     for each in bursts:
-        assert min(trace.fetch_end - trace.fetch_start for trace in each.traces[:4]) >= 4 * 0.005
+        took = sum(trace.fetch_end - trace.fetch_start for trace in each.traces[:4])
+        assert took >= 15 * 0.005
 
 
 class Shuffled(IterableDataset):

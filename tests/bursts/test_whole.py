@@ -112,6 +112,7 @@ class OnFirstUse:
 
     def __init__(self, folder):
         self.path = folder / "rows.db"
+        sqlite3.connect(self.path).close()
 
     def read(self, index):
         self.connection = self.connection or sqlite3.connect(self.path)

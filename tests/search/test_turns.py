@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from autotune_loader.diagnosis import Ended
 from autotune_loader.search.belief import CERTAIN, MAX_FAILURES, Belief
 from autotune_loader.search.space import Context, Space
 from autotune_loader.search.turns import LEAST_ROUNDS, MOST_ROUNDS, is_at_ceiling, what_next
@@ -97,6 +98,15 @@ def test_a_tie_ends_in_time(noise, most):
     job = Job(dict.fromkeys((OWN, FEW, SOME), 100.0), noise=noise)
     assert job.run(FEW, SOME) in ("SAFE", "EXPECTED", "ROUNDS")
     assert LEAST_ROUNDS <= job.rounds <= most
+
+
+def test_a_run_has_at_most_40_rounds():
+    ends = set()
+    for seed in range(9):
+        job = Job({OWN: 100.0, FEW: 101.0, SOME: 104.0}, noise=0.2, seed=seed)
+        ends.add((job.run(FEW, SOME), job.rounds))
+    assert max(rounds for _, rounds in ends) == MOST_ROUNDS
+    assert (Ended.ROUNDS.name, MOST_ROUNDS) in ends
 
 
 def test_ten_percent_replace_ones_own_once_known():
